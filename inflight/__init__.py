@@ -1,0 +1,48 @@
+"""An LLM serving engine whose unit of scheduling is one token, not one request."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from inflight.async_engine import AsyncEngine
+    from inflight.errors import InflightError
+    from inflight.llm import LLM
+    from inflight.outputs import CompletionOutput, RequestOutput
+    from inflight.request import SamplingParams
+    from inflight.scheduling.policy import Policy
+
+__version__ = "0.1.0"
+
+# Imported when first used: the command line starts without loading torch.
+_EXPORTS = {
+    "LLM": "inflight.llm",
+    "AsyncEngine": "inflight.async_engine",
+    "CompletionOutput": "inflight.outputs",
+    "InflightError": "inflight.errors",
+    "Policy": "inflight.scheduling.policy",
+    "RequestOutput": "inflight.outputs",
+    "SamplingParams": "inflight.request",
+}
+
+__all__ = [
+    "LLM",
+    "AsyncEngine",
+    "CompletionOutput",
+    "InflightError",
+    "Policy",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_EXPORTS[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,63 @@
+"""The seam between a decoder layer and the paged KV cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """The KV cache of one model: the same for every layer."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Keys and values of one block in all layers."""
+        values = self.num_layers * 2 * self.num_kv_heads * self.head_dim * self.block_size
+        return values * self.dtype.itemsize
+
+
+@dataclass(slots=True)
+class AttentionInputs:
+    """Where the tokens of one step sit. B entries, T tokens, entry i owning the next counts[i] tokens.
+
+    Entry i's queries are the last `query_starts[i+1] - query_starts[i]` of its `context_lens[i]` tokens:
+    its KV is complete once this step's keys and values are written.
+    """
+
+    query_starts: Tensor  # [B + 1] int32, from 0 to T
+    context_lens: Tensor  # [B] int32, tokens with KV after this step
+    rows: Tensor  # [B] int32, index into block_tables
+    block_tables: Tensor  # [max_rows, max_blocks] int32, permanent
+    slots: Tensor  # [T] int64, token place of each token: block_id * block_size + offset
+    max_query_len: int
+    max_context_len: int
+
+
+class AttentionBackend(Protocol):
+    """Owns the layout of the cache. `attend` first writes this step's keys and values, for all entries,
+    then attends: so an entry may read blocks that another entry of the same step fills."""
+
+    def allocate(self, shape: KVShape, num_blocks: int, device: torch.device) -> list[Tensor]:
+        """One cache tensor a layer."""
+
+    def attend(
+        self,
+        query: Tensor,  # [T, num_heads, head_dim]
+        key: Tensor,  # [T, num_kv_heads, head_dim]
+        value: Tensor,  # [T, num_kv_heads, head_dim]
+        cache: Tensor,
+        inputs: AttentionInputs,
+        scale: float,
+        window: int | None,  # a query at position p sees keys in (p - window, p]; None: all up to p
+    ) -> Tensor:  # [T, num_heads, head_dim]
+        ...

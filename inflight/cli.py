@@ -1,0 +1,188 @@
+"""The command line."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from inflight import __version__
+from inflight.errors import InflightError
+
+app = typer.Typer(
+    help="An LLM serving engine whose unit of scheduling is one token, not one request.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"inflight {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it.")
+    ] = False,
+) -> None:
+    pass
+
+
+ENGINE = "Engine"
+SAMPLING = "Sampling"
+
+
+@app.command()
+def generate(
+    model: Annotated[str, typer.Argument(help="A folder with a checkpoint, or a hub id.")],
+    prompt: Annotated[
+        list[str] | None, typer.Option("--prompt", "-p", help="A prompt; may be repeated.")
+    ] = None,
+    prompts_file: Annotated[
+        Path | None, typer.Option(help="A file with one prompt a line; - is standard input.")
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Send each prompt as a user message.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a prompt, a line each.")] = False,
+    max_tokens: Annotated[int | None, typer.Option(rich_help_panel=SAMPLING)] = None,
+    temperature: Annotated[float | None, typer.Option(rich_help_panel=SAMPLING)] = None,
+    top_p: Annotated[float | None, typer.Option(rich_help_panel=SAMPLING)] = None,
+    top_k: Annotated[int | None, typer.Option(rich_help_panel=SAMPLING)] = None,
+    min_p: Annotated[float | None, typer.Option(rich_help_panel=SAMPLING)] = None,
+    repetition_penalty: Annotated[float | None, typer.Option(rich_help_panel=SAMPLING)] = None,
+    seed: Annotated[int | None, typer.Option(rich_help_panel=SAMPLING)] = None,
+    n: Annotated[int | None, typer.Option("-n", rich_help_panel=SAMPLING, help="Answers a prompt.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(rich_help_panel=SAMPLING, help="May be repeated.")] = None,
+    logprobs: Annotated[int | None, typer.Option(rich_help_panel=SAMPLING)] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", rich_help_panel=SAMPLING)] = False,
+    dtype: Annotated[str, typer.Option(rich_help_panel=ENGINE)] = "auto",
+    load_format: Annotated[str, typer.Option(rich_help_panel=ENGINE)] = "auto",
+    policy: Annotated[str, typer.Option(rich_help_panel=ENGINE)] = "continuous",
+    max_model_len: Annotated[int | None, typer.Option(rich_help_panel=ENGINE)] = None,
+    max_num_seqs: Annotated[int, typer.Option(rich_help_panel=ENGINE)] = 256,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(rich_help_panel=ENGINE)] = None,
+    max_kv_tokens: Annotated[int | None, typer.Option(rich_help_panel=ENGINE)] = None,
+    kv_cache_memory: Annotated[int | None, typer.Option(rich_help_panel=ENGINE, help="Bytes.")] = None,
+    enable_prefix_caching: Annotated[bool, typer.Option(rich_help_panel=ENGINE)] = True,
+) -> None:
+    """Answer prompts with a model and print the answers."""
+    prompts = _read_prompts(prompt, prompts_file)
+    from inflight import LLM, SamplingParams  # torch is loaded only now
+
+    llm = LLM(
+        model,
+        dtype=dtype,
+        load_format=load_format,
+        policy=policy,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_kv_tokens=max_kv_tokens,
+        kv_cache_memory=kv_cache_memory,
+        enable_prefix_caching=enable_prefix_caching,
+    )
+    asked: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "seed": seed,
+        "n": n,
+        "stop": stop or None,
+        "logprobs": logprobs,
+        "ignore_eos": ignore_eos or None,
+    }
+    # What is not asked for is the checkpoint's recommendation; answers end by themselves or at the context's end.
+    params = SamplingParams(
+        **{
+            "max_tokens": None,
+            **llm.get_default_sampling_fields(),
+            **{k: v for k, v in asked.items() if v is not None},
+        }
+    )
+    if chat:
+        outputs = llm.chat([[{"role": "user", "content": text}] for text in prompts], params)
+    else:
+        outputs = llm.generate(prompts, params)
+    for text, output in zip(prompts, outputs, strict=True):
+        _print_json(text, output) if as_json else _print_text(text, output, several=len(prompts) > 1)
+
+
+def _read_prompts(prompts: list[str] | None, file: Path | None) -> list[str]:
+    found = list(prompts or ())
+    if file is not None:
+        text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
+        found += [line for line in text.splitlines() if line.strip()]
+    if not found:
+        raise typer.BadParameter("no prompt: give -p TEXT, or --prompts-file FILE")
+    return found
+
+
+def _print_json(prompt: str, output: Any) -> None:
+    answers = [
+        {
+            "text": answer.text,
+            "token_ids": answer.token_ids,
+            "finish_reason": answer.finish_reason,
+            "stop_reason": answer.stop_reason,
+            "logprobs": None
+            if answer.logprobs is None
+            else [{str(i): asdict(found) for i, found in position.items()} for position in answer.logprobs],
+        }
+        for answer in output.outputs
+    ]
+    metrics = output.metrics
+    print(
+        json.dumps(
+            {
+                "prompt": prompt,
+                "outputs": answers,
+                "num_prompt_tokens": len(output.prompt_token_ids),
+                "num_cached_tokens": output.num_cached_tokens,
+                "seconds": {
+                    "queue": metrics.time_in_queue,
+                    "first_token": metrics.time_to_first_token,
+                    "total": metrics.latency,
+                },
+                "num_preemptions": metrics.num_preemptions,
+            },
+            ensure_ascii=False,
+        )
+    )
+
+
+def _print_text(prompt: str, output: Any, several: bool) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False, soft_wrap=True)
+    for answer in output.outputs:
+        if several or len(output.outputs) > 1:
+            console.print(f"── {prompt}", style="dim", markup=False)
+        console.print(answer.text, markup=False)
+
+
+def main() -> None:
+    """Run the command line; errors meant for the user are one line, not a traceback."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)
+    try:
+        app()
+    except InflightError as error:
+        print(f"inflight: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        print("inflight: interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""What the engine is told at start: frozen, composed, checked once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from inflight.errors import ConfigError
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
+
+
+def _require(ok: bool, name: str, given: object, allowed: str) -> None:
+    if not ok:
+        raise ConfigError(f"{name} is {given!r}: allowed is {allowed}")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Which checkpoint, and how it is held."""
+
+    model: str
+    tokenizer: str | None = None  # another folder or hub id; None means the model's own
+    revision: str | None = None
+    dtype: str = "auto"
+    load_format: str = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None  # None: what the checkpoint says, cut to what the KV budget holds
+    seed: int = 0
+    skip_tokenizer_init: bool = False
+    # Replaces the checkpoint's config.json: with load_format="dummy", a model from a config alone.
+    hf_config: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        _require(bool(self.model), "model", self.model, "a folder or a hub id")
+        _require(self.dtype in DTYPES, "dtype", self.dtype, ", ".join(DTYPES))
+        _require(self.load_format in LOAD_FORMATS, "load_format", self.load_format, ", ".join(LOAD_FORMATS))
+        limit = self.max_model_len
+        _require(limit is None or limit >= 2, "max_model_len", limit, "None or an integer of at least 2")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """KV memory."""
+
+    block_size: int = 16
+    enable_prefix_caching: bool = True
+    kv_cache_memory: int | None = None  # bytes; None: a share of what is free
+    num_blocks: int | None = None  # overrides the memory figures
+    gpu_memory_utilization: float = 0.9
+
+    def __post_init__(self) -> None:
+        _require(1 <= self.block_size <= 1024, "block_size", self.block_size, "1 to 1024")
+        memory = self.kv_cache_memory
+        _require(
+            memory is None or memory > 0, "kv_cache_memory", memory, "None or a positive number of bytes"
+        )
+        _require(
+            self.num_blocks is None or self.num_blocks > 0, "num_blocks", self.num_blocks, "None or positive"
+        )
+        share = self.gpu_memory_utilization
+        _require(0 < share <= 1, "gpu_memory_utilization", share, "above 0, at most 1")
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """The limits of a step. A policy is a name, `module:Class`, or anything that makes a Policy when called."""
+
+    policy: str | Callable[[], Any] = "continuous"
+    max_num_seqs: int = 256  # requests in the running batch
+    max_num_batched_tokens: int | None = None  # tokens computed per step; None: the device's default
+    max_kv_tokens: int | None = None  # tokens resident across all running requests
+    max_queue: int | None = None  # waiting requests; None: no limit of its own
+    pipeline_depth: int | None = None  # 1 or 2; None: the device's default
+
+    def __post_init__(self) -> None:
+        _require(self.max_num_seqs >= 1, "max_num_seqs", self.max_num_seqs, "at least 1")
+        for name in ("max_num_batched_tokens", "max_kv_tokens", "max_queue"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, name, value, "None or at least 1")
+        _require(self.pipeline_depth in (None, 1, 2), "pipeline_depth", self.pipeline_depth, "1 or 2")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """All of it."""
+
+    model: ModelConfig
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+
+    @classmethod
+    def create(cls, **options: Any) -> EngineConfig:
+        """From flat names, as users give them; each belongs to exactly one part."""
+        parts: dict[str, dict[str, Any]] = {}
+        for name, part in (("model", ModelConfig), ("cache", CacheConfig), ("scheduler", SchedulerConfig)):
+            parts[name] = {item.name: options.pop(item.name) for item in fields(part) if item.name in options}
+        if options:
+            known = [
+                item.name for part in (ModelConfig, CacheConfig, SchedulerConfig) for item in fields(part)
+            ]
+            raise ConfigError(f"unknown option {', '.join(sorted(options))}: allowed are {', '.join(known)}")
+        return cls(
+            ModelConfig(**parts["model"]),
+            CacheConfig(**parts["cache"]),
+            SchedulerConfig(**parts["scheduler"]),
+        )

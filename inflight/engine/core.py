@@ -1,0 +1,172 @@
+"""The loop: schedule, launch, collect, update."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from inflight.engine.runner import Runner
+from inflight.errors import EngineError, QueueFullError
+from inflight.events import Delta, KVUsage, SlotRecord, StepRecord
+from inflight.request import Request
+from inflight.scheduling import Batch, Sampled, Scheduler
+
+logger = logging.getLogger(__name__)
+
+StepObserver = Callable[[StepRecord], None]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """The engine at one moment, and its totals so far."""
+
+    num_running: int
+    num_waiting: int
+    num_steps: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_preemptions: int
+    num_prefix_queries: int  # tokens
+    num_prefix_hits: int  # tokens
+    kv: KVUsage
+
+
+class EngineCore:
+    """One engine: a scheduler, a runner and the batches in flight between them. Not thread-safe."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner[Any],
+        pipeline_depth: int = 1,
+        max_queue: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.pipeline_depth = pipeline_depth
+        self.max_queue = max_queue
+        self.clock = clock
+        self.observers: list[StepObserver] = []
+        self._in_flight: deque[tuple[Batch, Any, float]] = deque()  # batch, ticket, when it was scheduled
+        self._num_prompt_tokens = self._num_output_tokens = self._num_steps = self._num_preemptions = 0
+
+    # ---- requests ----
+
+    def add(self, request: Request) -> None:
+        if self.max_queue is not None and self.scheduler.num_waiting >= self.max_queue:
+            raise QueueFullError(f"{self.max_queue} requests are waiting, which is the limit (max_queue)")
+        request.record.arrived_at = self.clock()
+        self.scheduler.add(request)
+        self._num_prompt_tokens += request.num_prompt_tokens
+
+    def abort(self, request_id: str, reason: str = "abort") -> tuple[int, list[Delta]]:
+        """End a request. The number of blocks freed, and its last delta; (0, []) if there is no such request."""
+        request = self.scheduler.requests.get(request_id)
+        return self.scheduler.abort(request, self.clock(), reason) if request else (0, [])
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or bool(self._in_flight)
+
+    # ---- the loop ----
+
+    def step(self) -> list[Delta]:
+        """Launch the next batch, then collect the one that is due. Errors of a step end its requests, not the loop."""
+        batch = self._schedule()
+        if batch is not None:
+            try:
+                self._in_flight.append((batch, self.runner.launch(batch), self.clock()))
+            except Exception as error:
+                return self._fail(batch, error)
+            if len(self._in_flight) < self.pipeline_depth:
+                return []
+        return self._collect() if self._in_flight else []
+
+    def _schedule(self) -> Batch | None:
+        batch = self.scheduler.schedule(self.clock())
+        if batch is None and not self._in_flight and self.scheduler.has_work:
+            # A step that only preempts computes nothing: the next one must.
+            batch = self.scheduler.schedule(self.clock())
+            if batch is None:
+                raise EngineError(
+                    f"{self.scheduler.num_waiting} requests wait, but the policy "
+                    f"{type(self.scheduler.policy).__name__} admits none into an empty engine"
+                )
+        return batch
+
+    def _collect(self) -> list[Delta]:
+        batch, ticket, started_at = self._in_flight.popleft()
+        try:
+            sampled: Sampled = self.runner.collect(ticket)
+        except Exception as error:
+            return self._fail(batch, error)
+        now = self.clock()
+        deltas = self.scheduler.update(batch, sampled, now)
+        self._num_steps += 1
+        self._num_preemptions += len(batch.preempted)
+        self._num_output_tokens += sum(len(delta.token_ids) for delta in deltas)
+        if self.observers:
+            self._observe(batch, deltas, started_at, now)
+        if not self.has_work:
+            self.scheduler.check()
+        return deltas
+
+    def _fail(self, batch: Batch, error: Exception) -> list[Delta]:
+        logger.exception("step %d failed; its %d requests end with an error", batch.step, len(batch))
+        for _, ticket, _ in self._in_flight:  # later steps built on the failed one: their results are void
+            try:
+                self.runner.collect(ticket)
+            except Exception:
+                logger.warning("a step in flight behind step %d failed too", batch.step)
+        self._in_flight.clear()
+        return self.scheduler.fail(batch, f"{type(error).__name__} in step {batch.step}", self.clock())
+
+    # ---- what it shows ----
+
+    def _observe(self, batch: Batch, deltas: list[Delta], started_at: float, now: float) -> None:
+        slots = tuple(
+            SlotRecord(row, request.request_id, start, count, samples, start >= request.num_prompt_tokens)
+            for request, row, start, count, samples in zip(
+                batch.requests, batch.rows, batch.starts, batch.counts, batch.samples, strict=True
+            )
+        )
+        record = StepRecord(
+            step=batch.step,
+            started_at=started_at,
+            finished_at=now,
+            slots=slots,
+            admitted_ids=tuple(admission.request.request_id for admission in batch.admissions),
+            preempted_ids=tuple(request.request_id for request in batch.preempted),
+            finished_ids=tuple(delta.request_id for delta in deltas if delta.finish_reason),
+            idle_rows=tuple(request.row for request in self.scheduler.lingering),
+            num_running=len(self.scheduler.running),
+            num_waiting=self.scheduler.num_waiting,
+            kv=batch.kv,
+        )
+        for observer in self.observers:
+            observer(record)
+
+    def stats(self) -> EngineStats:
+        cache = self.scheduler.blocks.cache
+        return EngineStats(
+            num_running=len(self.scheduler.running),
+            num_waiting=self.scheduler.num_waiting,
+            num_steps=self._num_steps,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_output_tokens=self._num_output_tokens,
+            num_preemptions=self._num_preemptions,
+            num_prefix_queries=cache.num_queries,
+            num_prefix_hits=cache.num_hits,
+            kv=self.scheduler.usage(),
+        )
+
+    def close(self) -> None:
+        """Wait for what is in flight and give back the runner's memory."""
+        while self._in_flight:
+            self.runner.collect(self._in_flight.popleft()[1])
+        self.runner.close()

@@ -1,0 +1,90 @@
+"""A runner that computes nothing but checks everything.
+
+Its "model" is a hash: KV memory holds, at every token place, a digest of the token and its position, and
+the next token is a hash of all the digests that a row's block table leads to. So a wrong block table, a prefix
+hit on the wrong content, a lost in-flight token or a block given to two requests changes the output, and the
+right output is known: `expected_tokens`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from zlib import crc32
+
+from inflight.request import Request
+from inflight.scheduling import Batch, Sampled
+
+
+def _place(token_id: int, position: int) -> int:
+    return crc32(f"{token_id}@{position}".encode())
+
+
+def _next_token(places: Sequence[int], vocab_size: int) -> int:
+    return crc32(repr(places).encode()) % vocab_size
+
+
+def expected_tokens(
+    prompt: Sequence[int], count: int, vocab_size: int = 50, stop_ids: frozenset[int] = frozenset()
+) -> list[int]:
+    """What the fake model answers to a prompt."""
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + count:
+        places = [_place(token_id, position) for position, token_id in enumerate(tokens)]
+        tokens.append(_next_token(places, vocab_size))
+        if tokens[-1] in stop_ids:
+            break
+    return tokens[len(prompt) :]
+
+
+@dataclass(slots=True)
+class _Row:
+    request: Request
+    tokens: list[int]
+    table: list[int]
+
+
+class FakeRunner:
+    """Implements `Runner` for tests and scheduler benchmarks."""
+
+    def __init__(self, num_blocks: int, block_size: int, vocab_size: int = 50) -> None:
+        self.block_size = block_size
+        self.vocab_size = vocab_size
+        self.memory: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
+        self.rows: dict[int, _Row] = {}
+        self.num_computed = 0
+
+    def launch(self, batch: Batch) -> Sampled:
+        for row, request in batch.admissions:
+            self.rows[row] = _Row(request, list(request.token_ids), [])
+        for row, first, block_ids in batch.tables:
+            if row in self.rows:
+                self.rows[row].table[first:] = block_ids
+        entries = list(zip(batch.rows, batch.starts, batch.counts, batch.samples, strict=True))
+        for row, start, count, _ in entries:  # all KV of a step is written before any is read
+            self._write(self.rows[row], start, count)
+        token_ids = [
+            self._sample(self.rows[row], start + count) if samples else -1
+            for row, start, count, samples in entries
+        ]
+        return Sampled(token_ids)
+
+    def _write(self, row: _Row, start: int, count: int) -> None:
+        for position in range(start, start + count):
+            block_id = row.table[position // self.block_size]
+            self.memory[block_id][position % self.block_size] = _place(row.tokens[position], position)
+        self.num_computed += count
+
+    def _sample(self, row: _Row, length: int) -> int:
+        assert length == len(row.tokens), "a step samples only after a row's last token"
+        size = self.block_size
+        places: list[Any] = [self.memory[row.table[p // size]][p % size] for p in range(length)]
+        row.tokens.append(_next_token(places, self.vocab_size))
+        return row.tokens[-1]
+
+    def collect(self, ticket: Sampled) -> Sampled:
+        return ticket
+
+    def close(self) -> None:
+        self.rows.clear()

@@ -1,0 +1,24 @@
+"""The seam between deciding and computing."""
+
+from __future__ import annotations
+
+from typing import Protocol, TypeVar
+
+from inflight.scheduling.batch import Batch, Sampled
+
+TicketT = TypeVar("TicketT")
+
+
+class Runner(Protocol[TicketT]):
+    """Executes batches in the order they are launched.
+
+    `launch` enqueues and returns at once where the device allows it; `collect` waits for one launched
+    batch. The model runner, the fake runner of the tests and the simulator implement it.
+    """
+
+    def launch(self, batch: Batch) -> TicketT: ...
+
+    def collect(self, ticket: TicketT) -> Sampled: ...
+
+    def close(self) -> None:
+        """Give back what the runner holds."""

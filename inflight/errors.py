@@ -1,0 +1,66 @@
+"""Every error that inflight raises on purpose.
+
+    InflightError
+    ├── ConfigError            what the engine was told at start cannot work
+    │   ├── ModelError         the checkpoint cannot be served
+    │   │   ├── UnknownArchitectureError
+    │   │   └── WeightsError   a weight file is missing, damaged, unsafe or of the wrong shape
+    │   └── KVBudgetError      the memory given holds too few KV blocks
+    ├── RequestError           one request is refused; the engine and its neighbours go on
+    │   ├── ParameterError     a sampling parameter is out of range
+    │   ├── PromptError        empty, too long, or ids outside the vocabulary
+    │   └── TemplateError      the chat template failed, or broke its time or size limit
+    ├── QueueFullError         the waiting queue is at its limit; try again later
+    └── EngineError            a step failed, or the engine has stopped
+
+`RequestError` and its children are also `ValueError`, so code written for other engines catches them.
+Messages say what was wrong, what was given and what is allowed.
+"""
+
+
+class InflightError(Exception):
+    """The root of the tree."""
+
+
+class ConfigError(InflightError, ValueError):
+    """What the engine was told at start cannot work."""
+
+
+class ModelError(ConfigError):
+    """The checkpoint cannot be served."""
+
+
+class UnknownArchitectureError(ModelError):
+    """No family in `models/families.py` has this architecture."""
+
+
+class WeightsError(ModelError):
+    """A weight file is missing, damaged, unsafe or of the wrong shape."""
+
+
+class KVBudgetError(ConfigError):
+    """The memory given holds too few KV blocks."""
+
+
+class RequestError(InflightError, ValueError):
+    """One request is refused; the engine and its neighbours go on."""
+
+
+class ParameterError(RequestError):
+    """A sampling parameter is out of range."""
+
+
+class PromptError(RequestError):
+    """The prompt is empty, too long, or has ids outside the vocabulary."""
+
+
+class TemplateError(RequestError):
+    """The chat template failed, or broke its time or size limit."""
+
+
+class QueueFullError(InflightError):
+    """The waiting queue is at its limit; try again later."""
+
+
+class EngineError(InflightError, RuntimeError):
+    """A step failed, or the engine has stopped."""

@@ -1,0 +1,102 @@
+"""What happened, in the one schema that every reader shares.
+
+`Delta` is what one step tells the owner of a request. `StepRecord` and `RequestRecord` are what
+timelines, metrics, benchmarks and the simulator read. All times are seconds of one monotonic clock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class TokenLogprob(NamedTuple):
+    """One candidate at one position. `rank` counts from 1, the most likely token."""
+
+    token_id: int
+    logprob: float
+    rank: int
+
+
+# The candidates at one position: the token itself first, then the most likely ones in order.
+PositionLogprobs = tuple[TokenLogprob, ...]
+
+
+@dataclass(slots=True)
+class Delta:
+    """News of one request: the tokens since the last delta and, at the end, why it ended."""
+
+    request_id: str
+    token_ids: list[int]
+    logprobs: list[PositionLogprobs] | None = None  # one per token in token_ids
+    prompt_logprobs: list[PositionLogprobs | None] | None = None  # whole prompt, sent once
+    finish_reason: str | None = None  # "stop", "length", "abort" or "error"
+    stop_token_id: int | None = None  # the token id that ended it, when one did
+    error: str | None = None  # the message, when finish_reason is "error"
+    record: RequestRecord | None = None  # set on the last delta
+
+
+class SlotRecord(NamedTuple):
+    """One slot's work in one step: tokens [start, start + num_tokens) of a request."""
+
+    row: int
+    request_id: str
+    start: int
+    num_tokens: int
+    samples: bool  # the step produced a token here
+    decodes: bool  # the one token computed was itself an output
+
+
+@dataclass(frozen=True, slots=True)
+class KVUsage:
+    """Blocks and token places at one moment: free + cached + in use == total."""
+
+    num_blocks: int
+    num_free: int  # hold nothing
+    num_cached: int  # unreferenced, but still found by a prefix hit
+    num_used: int  # referenced by a running request
+    block_size: int
+    num_tokens: int  # token places filled in used blocks, shared blocks counted once
+
+    @property
+    def waste(self) -> float:
+        """Share of the places in used blocks that hold no token."""
+        places = self.num_used * self.block_size
+        return 1 - self.num_tokens / places if places else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One step of the engine, as anyone may watch it."""
+
+    step: int
+    started_at: float
+    finished_at: float
+    slots: tuple[SlotRecord, ...]
+    admitted_ids: tuple[str, ...]
+    preempted_ids: tuple[str, ...]
+    finished_ids: tuple[str, ...]
+    idle_rows: tuple[int, ...]  # rows held by finished requests that the policy keeps
+    num_running: int
+    num_waiting: int
+    kv: KVUsage
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """One request's life."""
+
+    request_id: str
+    tenant: str
+    priority: int
+    num_prompt_tokens: int
+    arrived_at: float = 0.0
+    admitted_at: float | None = None  # first admission
+    first_token_at: float | None = None
+    last_token_at: float | None = None
+    finished_at: float | None = None
+    num_output_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    finish_reason: str | None = None
+    stop_token_id: int | None = None

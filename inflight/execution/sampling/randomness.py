@@ -1,0 +1,95 @@
+"""Random numbers that are a function of (seed, position, token id): no stream, no state, no neighbours.
+
+All words are unsigned 32-bit, `+` and `*` wrap, `>>>` shifts zeros in:
+
+    mix(x)                   x ^= x >>> 16;  x *= A;  x ^= x >>> 15;  x *= B;  x ^= x >>> 16
+    word(start)              mix(mix(mix(seed_low + start) + seed_high) + position)
+    first, second            word(START_1), word(START_2)                       once a row
+    bits(token_id)           x = token_id * STRIDE + first
+                             x ^= x >>> 16;  x *= A;  x ^= second
+                             x ^= x >>> 15;  x *= B;  x ^= x >>> 16             once a candidate
+    uniform(token_id)        min(float32(bits >>> 1) * 2^-31 + 2^-32, 1 - 2^-24)
+
+A and B were chosen by measuring avalanche: flipping any input bit flips every output bit of `mix` half of
+the time, within what 65,536 samples can tell. Torch has no unsigned arithmetic worth the name, so the
+words live in int32, whose products wrap to the same bits; a kernel may use uint32. `uniform` keeps 31 bits
+where it is small, which is where the winner of a race over a large vocabulary is found, and lies strictly
+inside (0, 1). The product with 2^-31 is exact, so a fused multiply-add rounds to the same number.
+
+A token is drawn by a race: -log(1 - uniform) is exponentially distributed, the token with the smallest
+exponential / probability wins with exactly its probability, and that is argmax(logit - log(exponential)).
+The noise of a token depends on its id and not on who else may win, so forbidding a token that would
+have lost changes nothing.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+def _signed(word: int) -> int:
+    """The int32 with the bits of an unsigned word."""
+    return word - (1 << 32) if word >> 31 else word
+
+
+A = _signed(0xEF46EB25)
+B = _signed(0xDA7ACF6D)
+START_1 = _signed(0x3C6EF35F)
+START_2 = _signed(0xA54FF53A)
+STRIDE = _signed(0x9E3779B1)
+
+
+class RaceKey(NamedTuple):
+    """The two words that (seed, position) become: [R] int32 each."""
+
+    first: Tensor
+    second: Tensor
+
+
+def seed_words(seed: int) -> tuple[int, int]:
+    """The low and the high word of a seed in [-2^63, 2^64), as int32."""
+    return _signed(seed & 0xFFFFFFFF), _signed(seed >> 32 & 0xFFFFFFFF)
+
+
+def race_key(seed_low: Tensor, seed_high: Tensor, positions: Tensor) -> RaceKey:
+    """Keys for rows with these seeds that sample the token at these positions: [R] int32 each."""
+    first, second = (
+        _mix(_mix(_mix(seed_low + start).add_(seed_high)).add_(positions)) for start in (START_1, START_2)
+    )
+    return RaceKey(first, second)
+
+
+def race_bits(key: RaceKey, token_ids: Tensor) -> Tensor:
+    """[R, n] int32 for the int32 ids [n] of every row, or [R, n] of each."""
+    x = token_ids * STRIDE + key.first[:, None]
+    spare = torch.empty_like(x)
+    _fold(x, 16, spare).mul_(A).bitwise_xor_(key.second[:, None])
+    _fold(x, 15, spare).mul_(B)
+    return _fold(x, 16, spare)
+
+
+def uniform(bits: Tensor) -> Tensor:
+    """float32 strictly inside (0, 1). Overwrites `bits`."""
+    bits.bitwise_right_shift_(1).bitwise_and_(0x7FFFFFFF)
+    return bits.float().mul_(2.0**-31).add_(2.0**-32).clamp_(max=1 - 2.0**-24)
+
+
+def log_exponential(key: RaceKey, token_ids: Tensor) -> Tensor:
+    """[R, n] float32: log of the time in which each candidate would finish at probability 1."""
+    return uniform(race_bits(key, token_ids)).neg_().log1p_().neg_().log_()
+
+
+def _fold(x: Tensor, shift: int, spare: Tensor) -> Tensor:
+    """x ^= x >>> shift. An int32 shift copies the sign bit, so the mask takes the copies away."""
+    torch.bitwise_right_shift(x, shift, out=spare)
+    return x.bitwise_xor_(spare.bitwise_and_((1 << (32 - shift)) - 1))
+
+
+def _mix(x: Tensor) -> Tensor:
+    spare = torch.empty_like(x)
+    _fold(x, 16, spare).mul_(A)
+    _fold(x, 15, spare).mul_(B)
+    return _fold(x, 16, spare)

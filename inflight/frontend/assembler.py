@@ -1,0 +1,159 @@
+"""Deltas of token ids become text and outputs."""
+
+from __future__ import annotations
+
+from inflight.events import Delta, PositionLogprobs, RequestRecord
+from inflight.outputs import CompletionOutput, Logprob, Logprobs, RequestMetrics, RequestOutput
+from inflight.request import Request, SamplingParams
+from inflight.text import IncrementalDetokenizer, StopStrings, Tokenizer
+
+
+class _Answer:
+    """One answer as it grows. Text is made when someone looks, or when stop strings have to be found in it."""
+
+    def __init__(self, index: int, request: Request, tokenizer: Tokenizer | None) -> None:
+        self.output = CompletionOutput(index)
+        self.record: RequestRecord = request.record
+        self._params = params = request.params
+        self._tokenizer = tokenizer
+        self._detokenizer: IncrementalDetokenizer | None = None
+        if tokenizer is not None and params.detokenize:
+            prompt = request.token_ids[: request.num_prompt_tokens]
+            self._detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens, prompt)
+        self._stops = StopStrings(params.stop_strings, params.include_stop_str_in_output)
+        self._num_read = 0  # tokens whose text has been made
+        self._eos_ids = request.stop_ids.difference(params.stop_token_ids or ())
+        if params.logprobs is not None:
+            self.output.logprobs = []
+            self.output.cumulative_logprob = 0.0
+
+    def push(self, delta: Delta) -> bool:
+        """Take in news. True when a stop string ended the answer before the engine did."""
+        output = self.output
+        if output.finished:
+            return False
+        first = len(output.token_ids)
+        output.token_ids += delta.token_ids
+        if delta.logprobs is not None:
+            self._add_logprobs(delta.logprobs)
+        if delta.finish_reason is not None:
+            output.finish_reason, output.error = delta.finish_reason, delta.error
+            if delta.stop_token_id not in self._eos_ids:
+                output.stop_reason = delta.stop_token_id
+        if not self._params.stop_strings:
+            return False
+        return self._find_stop(first, delta)
+
+    def _find_stop(self, first: int, delta: Delta) -> bool:
+        """Look token by token, so that the answer ends with the token that completed the stop string."""
+        output = self.output
+        last = len(output.token_ids) - (self._hides_last(delta.finish_reason, delta.stop_token_id))
+        for end in range(first + 1, last + 1):
+            self._read(end)
+            if self._stops.matched is not None:
+                self._cut(end)
+                return delta.finish_reason is None
+        return False
+
+    def _cut(self, num_tokens: int) -> None:
+        output = self.output
+        del output.token_ids[num_tokens:]
+        if output.logprobs is not None:
+            del output.logprobs[num_tokens:]
+            chosen = zip(output.token_ids, output.logprobs, strict=True)
+            output.cumulative_logprob = sum(found[token_id].logprob for token_id, found in chosen)
+        output.finish_reason, output.stop_reason = "stop", self._stops.matched
+
+    def _hides_last(self, finish_reason: str | None, stop_token_id: int | None) -> bool:
+        """The token that ended the answer is part of its ids, not of its text."""
+        ended_by_token = finish_reason == "stop" and stop_token_id is not None
+        return ended_by_token and not self._params.include_stop_str_in_output
+
+    def _read(self, end: int) -> None:
+        """Make the text of the tokens up to `end`."""
+        if self._detokenizer is None or end <= self._num_read:
+            return
+        text = self._detokenizer.push(self.output.token_ids[self._num_read : end])
+        self._num_read = end
+        # Before min_tokens nothing stops an answer.
+        self.output.text += text if end < self._params.min_tokens else self._stops.push(text)
+
+    def complete_text(self) -> None:
+        """Bring the text up to date with the tokens; at the end, with all that was held back."""
+        output = self.output
+        if self._detokenizer is None or self._stops.matched is not None:
+            return
+        hidden = output.finished and self._hides_last(output.finish_reason, self.record.stop_token_id)
+        self._read(len(output.token_ids) - hidden)
+        if output.finished:
+            output.text += self._stops.push(self._detokenizer.flush())
+            if self._stops.matched is None:
+                output.text += self._stops.flush()
+            self._detokenizer = None
+
+    def _add_logprobs(self, positions: list[PositionLogprobs]) -> None:
+        output = self.output
+        assert output.logprobs is not None
+        assert output.cumulative_logprob is not None
+        for position in positions:
+            output.logprobs.append(named(position, self._tokenizer))
+            output.cumulative_logprob += position[0].logprob
+
+
+def named(position: PositionLogprobs, tokenizer: Tokenizer | None) -> Logprobs:
+    """Candidates by token id, with their text."""
+
+    def text(token_id: int) -> str | None:
+        return tokenizer.decode([token_id], skip_special_tokens=False) if tokenizer is not None else None
+
+    return {found.token_id: Logprob(found.logprob, found.rank, text(found.token_id)) for found in position}
+
+
+class Assembler:
+    """Collects the answers to one prompt."""
+
+    def __init__(
+        self, request_id: str, prompt: str | None, requests: list[Request], tokenizer: Tokenizer | None
+    ) -> None:
+        self.request_id = request_id
+        self.params: SamplingParams = requests[0].params
+        self._prompt = prompt
+        self._prompt_token_ids = requests[0].token_ids[: requests[0].num_prompt_tokens]
+        self._tokenizer = tokenizer
+        self._prompt_logprobs: list[Logprobs | None] | None = None
+        self._answers = {
+            request.request_id: _Answer(index, request, tokenizer) for index, request in enumerate(requests)
+        }
+
+    @property
+    def finished(self) -> bool:
+        return all(answer.output.finished for answer in self._answers.values())
+
+    def push(self, delta: Delta) -> bool:
+        """Take in news of one answer. True when its request must be aborted: a stop string ended it."""
+        if delta.prompt_logprobs is not None and self._prompt_logprobs is None:
+            self._prompt_logprobs = [
+                None if position is None else named(position, self._tokenizer)
+                for position in delta.prompt_logprobs
+            ]
+        answer = self._answers[delta.request_id]
+        if delta.record is not None:
+            answer.record = delta.record
+        return answer.push(delta)
+
+    def output(self) -> RequestOutput:
+        """All answers as far as they are. Later deltas change it: take what you keep."""
+        answers = list(self._answers.values())
+        for answer in answers:
+            answer.complete_text()
+        records = [answer.record for answer in answers]
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self._prompt,
+            prompt_token_ids=self._prompt_token_ids,
+            outputs=[answer.output for answer in answers],
+            prompt_logprobs=self._prompt_logprobs,
+            finished=self.finished,
+            num_cached_tokens=records[0].num_cached_tokens,
+            metrics=RequestMetrics.of(records),
+        )

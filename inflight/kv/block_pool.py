@@ -1,0 +1,86 @@
+"""Who holds which block. Each block is in exactly one of three states:
+
+         allocate                     release (last holder)
+    EMPTY ───────► USED (refs ≥ 1) ──────────────────────────► EMPTY
+      ▲              ▲   │                  not published
+      │      acquire │   │ release (last holder), published
+      │   prefix hit │   ▼
+      └─────────── CACHED (refs = 0, content still findable)
+         evict, least recently used first
+
+so free + cached + used == total at all times. Every operation is O(1) a block.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+
+class BlockPool:
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._refs = [0] * num_blocks
+        self._empty = list(range(num_blocks - 1, -1, -1))  # a stack: low ids first, for locality
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+
+    @property
+    def num_empty(self) -> int:
+        return len(self._empty)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - len(self._empty) - len(self._cached)
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that could be handed out now, evicting where needed."""
+        return len(self._empty) + len(self._cached)
+
+    def refs(self, block_id: int) -> int:
+        return self._refs[block_id]
+
+    def is_cached(self, block_id: int) -> bool:
+        return block_id in self._cached
+
+    def take_empty(self) -> int:
+        """Hand out an empty block, with one holder."""
+        block_id = self._empty.pop()
+        self._refs[block_id] = 1
+        return block_id
+
+    def evict(self) -> int:
+        """Empty the least recently used cached block and return its id. Its content must be forgotten."""
+        block_id, _ = self._cached.popitem(last=False)
+        self._empty.append(block_id)
+        return block_id
+
+    def acquire(self, block_id: int) -> None:
+        """One more holder for a used or cached block."""
+        if self._refs[block_id] == 0:
+            del self._cached[block_id]
+        self._refs[block_id] += 1
+
+    def release(self, block_id: int, keep: bool) -> bool:
+        """One holder less; the last one leaves the block cached when `keep`, else empty. True for the last."""
+        refs = self._refs[block_id] = self._refs[block_id] - 1
+        if refs > 0:
+            return False
+        if keep:
+            self._cached[block_id] = None
+        else:
+            self._empty.append(block_id)
+        return True
+
+    def check(self, held: Iterable[int]) -> None:
+        """Assert that the states partition the blocks and that `held` (with repeats) explains every reference."""
+        refs = [0] * self.num_blocks
+        for block_id in held:
+            refs[block_id] += 1
+        assert refs == self._refs, "reference counts differ from the block tables"
+        states = [*self._empty, *self._cached, *(i for i, count in enumerate(refs) if count)]
+        assert sorted(states) == list(range(self.num_blocks)), "a block is in two states, or in none"

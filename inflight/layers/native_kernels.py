@@ -1,0 +1,194 @@
+"""The decoder's arithmetic on the compiled CPU library.
+
+Activations are float32. A token's result is the same bits whatever else is in the batch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from inflight.errors import ConfigError
+from inflight.layers.kernels import Linear
+from inflight.layers.torch_kernels import check_activation, check_bias, check_weight
+from inflight.native.library import Library
+
+LOAD_ROWS = 4096  # rows converted at a time, so that a large weight is never held twice
+
+
+class NativeLinear:
+    """A linear layer over weights packed in panels [out / panel][in][panel], float32 or bfloat16."""
+
+    def __init__(
+        self, library: Library, in_features: int, out_features: int, dtype: torch.dtype, bias: bool
+    ) -> None:
+        self.in_features = in_features
+        self.out_features = out_features
+        # bfloat16 is widened in registers; float16 would lose that speed, and float32 holds it exactly.
+        self._stored = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+        narrow = self._stored == torch.bfloat16
+        self._multiply = library.multiply_bf16 if narrow else library.multiply_f32
+        self._pack = library.pack_bf16 if narrow else library.pack_f32
+        self._gather = library.gather_bf16 if narrow else library.gather_f32
+        panels = -(-out_features // library.panel)
+        self._panels = torch.empty(panels, in_features, library.panel, dtype=self._stored)
+        library.advise(self._panels.data_ptr(), self._panels.nbytes)
+        if out_features % library.panel:
+            self._panels[-1].zero_()  # lanes past the last output are multiplied too
+        self._bias = torch.zeros(out_features) if bias else None
+        self._weight_pointer = self._panels.data_ptr()
+        self._bias_pointer = None if self._bias is None else self._bias.data_ptr()
+
+    def load(self, weight: Tensor, first: int = 0) -> None:
+        check_weight(self, weight, first)
+        for start in range(0, len(weight), LOAD_ROWS):
+            part = weight[start : start + LOAD_ROWS].to(device="cpu", dtype=self._stored).contiguous()
+            self._pack(
+                part.data_ptr(),
+                self._weight_pointer,
+                len(part),
+                self.in_features,
+                first + start,
+                torch.get_num_threads(),
+            )
+
+    def load_bias(self, bias: Tensor, first: int = 0) -> None:
+        check_bias(self, self._bias is not None, bias, first)
+        assert self._bias is not None
+        self._bias[first : first + len(bias)].copy_(bias)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        ids = ids.to(torch.int64).contiguous()
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.out_features:
+            raise IndexError(f"row ids must lie in [0, {self.out_features}), given {ids.tolist()}")
+        out = torch.empty(len(ids), self.in_features)
+        self._gather(
+            self._weight_pointer,
+            ids.data_ptr(),
+            out.data_ptr(),
+            len(ids),
+            self.in_features,
+            torch.get_num_threads(),
+        )
+        return out
+
+    def __call__(self, x: Tensor) -> Tensor:
+        x = _dense(x)
+        num_tokens, features = x.shape
+        if features != self.in_features:
+            raise ConfigError(f"input has {features} features: the layer takes {self.in_features}")
+        out = torch.empty(num_tokens, self.out_features)
+        if num_tokens:
+            self._multiply(
+                x.data_ptr(),
+                self._weight_pointer,
+                self._bias_pointer,
+                out.data_ptr(),
+                num_tokens,
+                features,
+                self.out_features,
+                torch.get_num_threads(),
+            )
+        return out
+
+
+class NativeKernels:
+    """Implements `Kernels`."""
+
+    compute_dtype = torch.float32
+
+    def __init__(self, library: Library) -> None:
+        self._library = library
+        self._gates = {"silu": library.gate_silu, "gelu_tanh": library.gate_gelu_tanh}
+
+    def linear(self, in_features: int, out_features: int, dtype: torch.dtype, bias: bool) -> Linear:
+        return NativeLinear(self._library, in_features, out_features, dtype, bias)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        view = _rows(x)
+        num_features = x.shape[-1]
+        out = torch.empty(x.shape)
+        self._library.rms_norm(
+            view.data_ptr(),
+            view.shape[0],
+            view.shape[1],
+            view.stride(0),
+            view.stride(1),
+            _weight(weight, num_features).data_ptr(),
+            out.data_ptr(),
+            num_features,
+            eps,
+            torch.get_num_threads(),
+        )
+        return out
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """In place: `residual` becomes the sum, `x` the norm."""
+        if x.shape != residual.shape:
+            raise ConfigError(f"x is {list(x.shape)} and residual {list(residual.shape)}: they must be alike")
+        x, residual = _dense(x), _dense(residual)
+        num_features = x.shape[-1]
+        self._library.add_rms_norm(
+            x.data_ptr(),
+            residual.data_ptr(),
+            _weight(weight, num_features).data_ptr(),
+            x.numel() // num_features,
+            num_features,
+            eps,
+            torch.get_num_threads(),
+        )
+        return x, residual
+
+    def rotate(self, x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
+        """In place."""
+        if x.stride(-1) != 1 or x.dtype != torch.float32:
+            x = x.to(torch.float32).contiguous()
+        num_tokens, num_heads, head_dim = x.shape
+        rotary_dim = cos_sin.shape[-1]
+        if rotary_dim > head_dim or rotary_dim % 2 or len(positions) != num_tokens:
+            raise ConfigError(
+                f"cannot rotate x {list(x.shape)} at {len(positions)} positions with {rotary_dim} rotary "
+                "features: allowed is one position a token, and an even number of at most head_dim features"
+            )
+        positions = positions.to(torch.int64).contiguous()
+        cos_sin = _dense(cos_sin)
+        self._library.rotate(
+            x.data_ptr(),
+            num_tokens,
+            num_heads,
+            x.stride(0),
+            x.stride(1),
+            positions.data_ptr(),
+            cos_sin.data_ptr(),
+            rotary_dim,
+            torch.get_num_threads(),
+        )
+        return x
+
+    def gate(self, gate_up: Tensor, activation: str) -> Tensor:
+        check_activation(activation)
+        gate_up = _dense(gate_up)
+        num_tokens, width = gate_up.shape
+        out = torch.empty(num_tokens, width // 2)
+        self._gates[activation](
+            gate_up.data_ptr(), out.data_ptr(), num_tokens, width // 2, torch.get_num_threads()
+        )
+        return out
+
+
+def _dense(x: Tensor) -> Tensor:
+    """The library reads contiguous float32; both conversions cost nothing where x is so already."""
+    return x.to(torch.float32).contiguous()
+
+
+def _weight(weight: Tensor, num_features: int) -> Tensor:
+    if weight.shape != (num_features,):
+        raise ConfigError(f"a norm's weight is {list(weight.shape)}: it must be [{num_features}]")
+    return _dense(weight)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x as [outer, inner, features] with unit stride inside: a view where the strides allow it."""
+    if x.dtype != torch.float32 or x.stride(-1) != 1 or x.dim() not in (2, 3):
+        x = _dense(x).view(-1, x.shape[-1])
+    return x if x.dim() == 3 else x.unsqueeze(1)

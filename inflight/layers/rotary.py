@@ -1,0 +1,120 @@
+"""Rotary position tables: which angle each position turns each pair of features by.
+
+The arithmetic is in float32, as models were trained with it: a more exact angle at a far position
+would be a different one.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Scaling(Protocol):
+    """A way to reach further than the model was trained for."""
+
+    @property
+    def magnitude(self) -> float:
+        """What cos and sin are multiplied with."""
+
+    def stretch(self, inv_freq: Tensor, rope: Rope, max_position: int) -> Tensor:
+        """[rotary_dim / 2] plain inverse frequencies -> scaled ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """One rotary embedding: the first `rotary_dim` features of a head, turned in halves."""
+
+    theta: float
+    rotary_dim: int
+    scaling: Scaling | None = None
+
+    def table(self, max_position: int, device: torch.device) -> Tensor:
+        """[max_position, rotary_dim] float32: cos in the first half, sin in the second."""
+        exponents = torch.arange(0, self.rotary_dim, 2, dtype=torch.float32, device=device) / self.rotary_dim
+        inv_freq = 1.0 / (self.theta**exponents)
+        magnitude = 1.0
+        if self.scaling is not None:
+            inv_freq = self.scaling.stretch(inv_freq, self, max_position)
+            magnitude = self.scaling.magnitude
+        positions = torch.arange(max_position, dtype=torch.float32, device=device)
+        angles = torch.outer(positions, inv_freq)
+        return torch.cat((angles.cos(), angles.sin()), dim=1).mul_(magnitude)
+
+
+@dataclass(frozen=True, slots=True)
+class LinearScaling:
+    """All positions pressed together by one factor."""
+
+    factor: float
+    magnitude: float = 1.0
+
+    def stretch(self, inv_freq: Tensor, rope: Rope, max_position: int) -> Tensor:  # noqa: ARG002
+        return inv_freq / self.factor
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Scaling:
+    """Slow features pressed by `factor`, fast ones untouched, a smooth passage in between."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position: int
+    magnitude: float = 1.0
+
+    def stretch(self, inv_freq: Tensor, rope: Rope, max_position: int) -> Tensor:  # noqa: ARG002
+        # How many full turns a feature makes within the trained context.
+        turns = self.original_max_position * inv_freq / (2 * math.pi)
+        share = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        return torch.lerp(inv_freq / self.factor, inv_freq, share.clamp_(0, 1))
+
+
+@dataclass(frozen=True, slots=True)
+class YarnScaling:
+    """As Llama 3, with a passage linear in the feature index, and attention sharpened by `magnitude`."""
+
+    factor: float
+    original_max_position: int
+    magnitude: float
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+    def stretch(self, inv_freq: Tensor, rope: Rope, max_position: int) -> Tensor:  # noqa: ARG002
+        low, high = self._bound(self.beta_fast, rope), self._bound(self.beta_slow, rope)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, rope.rotary_dim - 1)
+        if low == high:
+            high += 0.001  # a step instead of a ramp, without dividing by zero
+        index = torch.arange(rope.rotary_dim // 2, dtype=torch.float32, device=inv_freq.device)
+        pressed = ((index - low) / (high - low)).clamp_(0, 1)
+        return torch.lerp(inv_freq, inv_freq / self.factor, pressed)
+
+    def _bound(self, turns: float, rope: Rope) -> float:
+        """The (fractional) feature index that makes `turns` full turns within the trained context."""
+        span = math.log(self.original_max_position / (turns * 2 * math.pi))
+        return rope.rotary_dim * span / (2 * math.log(rope.theta))
+
+
+@dataclass(frozen=True, slots=True)
+class LongScaling:
+    """A factor for each feature: one list for contexts as trained, another for longer ones.
+
+    The list is chosen once, by the longest context served, and not by the length of each request: cached
+    keys must stay valid while a request grows, and its result must not depend on its neighbours.
+    """
+
+    short_factors: tuple[float, ...]
+    long_factors: tuple[float, ...]
+    original_max_position: int
+    magnitude: float
+
+    def stretch(self, inv_freq: Tensor, rope: Rope, max_position: int) -> Tensor:  # noqa: ARG002
+        factors = self.long_factors if max_position > self.original_max_position else self.short_factors
+        return inv_freq / torch.tensor(factors, dtype=torch.float32, device=inv_freq.device)

@@ -1,0 +1,150 @@
+"""From a configuration to an engine that is ready to step."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from inflight.attention.cpu import cpu_attention
+from inflight.config import EngineConfig
+from inflight.engine import EngineCore
+from inflight.errors import ConfigError
+from inflight.execution.runner import ModelRunner
+from inflight.frontend import Intake
+from inflight.kv import BlockManager, ChainHashCache, NoPrefixCache
+from inflight.kv.budget import blocks_for_memory, fit_context
+from inflight.layers.select import cpu_kernels
+from inflight.models.checkpoint import Checkpoint, open_checkpoint
+from inflight.models.decoder import Decoder
+from inflight.models.defaults import default_sampling, eos_token_ids, resolve_context, resolve_dtype
+from inflight.models.families import decoder_spec
+from inflight.models.weights import load_decoder
+from inflight.request import SamplingParams
+from inflight.scheduling import Limits, Scheduler, make_policy
+from inflight.text import ChatTemplate, Tokenizer
+
+logger = logging.getLogger(__name__)
+
+CPU_BATCHED_TOKENS = 512
+CPU_MEMORY_SHARE = 0.4  # of the memory that is available once the weights are loaded
+
+LoadProgress = Callable[[int, int], None]  # bytes done, bytes in all
+
+
+@dataclass
+class LoadedEngine:
+    """An engine and what belongs to its model."""
+
+    config: EngineConfig
+    core: EngineCore
+    decoder: Decoder
+    tokenizer: Tokenizer | None
+    intake: Intake
+    default_params: dict[str, Any]  # what the checkpoint's makers recommend
+
+    @property
+    def max_model_len(self) -> int:
+        return self.intake.max_model_len
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate:
+        if self.tokenizer is None:
+            raise ConfigError("chat needs a tokenizer, and this engine runs without one")
+        return ChatTemplate(self.tokenizer.chat_template, self.tokenizer.special_tokens)
+
+    def default_sampling_params(self) -> SamplingParams:
+        return SamplingParams(**self.default_params)
+
+
+def load_engine(config: EngineConfig, progress: LoadProgress | None = None) -> LoadedEngine:
+    """Open the checkpoint, load the weights, size the KV memory and put the engine together."""
+    if config.model.device not in ("auto", "cpu"):
+        raise ConfigError(f"device is {config.model.device!r}: allowed is 'auto' or 'cpu'")
+    model = config.model
+    checkpoint = open_checkpoint(model.model, model.revision, model.load_format, model.hf_config)
+    tokenizer = _load_tokenizer(config, checkpoint)
+    spec = decoder_spec(checkpoint.config)
+    context = resolve_context(spec, model.max_model_len)
+    decoder = load_decoder(
+        checkpoint,
+        cpu_kernels(),
+        cpu_attention(),
+        resolve_dtype(model.dtype, checkpoint.config),
+        torch.device("cpu"),
+        progress=progress,
+        load_format=model.load_format,
+        seed=model.seed,
+        max_position=context,
+    )
+    num_blocks = _num_blocks(config, decoder, context)
+    limits = config.scheduler
+    max_model_len = fit_context(
+        num_blocks, config.cache.block_size, limits.max_kv_tokens, context, model.max_model_len
+    )
+    if max_model_len < context:
+        logger.warning("the KV memory holds %d tokens: max_model_len is cut from %d", max_model_len, context)
+    core = _build_core(config, decoder, num_blocks, max_model_len)
+    eos = eos_token_ids(checkpoint.config, checkpoint.generation_config)
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        eos = tuple(dict.fromkeys((*eos, tokenizer.eos_token_id)))
+    intake = Intake.create(tokenizer, spec.vocab_size, max_model_len, eos, model.seed)
+    return LoadedEngine(
+        config, core, decoder, tokenizer, intake, default_sampling(checkpoint.generation_config)
+    )
+
+
+def _load_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | None:
+    if config.model.skip_tokenizer_init:
+        return None
+    if config.model.tokenizer is not None:
+        folder: Path | None = open_checkpoint(config.model.tokenizer, load_format="dummy").folder
+    else:
+        folder = checkpoint.folder
+    return None if folder is None else Tokenizer.load(folder)
+
+
+def _build_core(config: EngineConfig, decoder: Decoder, num_blocks: int, max_model_len: int) -> EngineCore:
+    options, block_size = config.scheduler, config.cache.block_size
+    limits = Limits(
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens or CPU_BATCHED_TOKENS,
+        max_kv_tokens=options.max_kv_tokens or num_blocks * block_size,
+    )
+    cache = ChainHashCache(block_size) if config.cache.enable_prefix_caching else NoPrefixCache()
+    scheduler = Scheduler(limits, make_policy(options.policy), BlockManager(num_blocks, block_size, cache))
+    runner = ModelRunner(decoder, num_blocks, block_size, options.max_num_seqs, max_model_len)
+    return EngineCore(scheduler, runner, options.pipeline_depth or 1, options.max_queue)
+
+
+def _num_blocks(config: EngineConfig, decoder: Decoder, context: int) -> int:
+    cache = config.cache
+    if cache.num_blocks is not None:
+        return cache.num_blocks
+    given = cache.kv_cache_memory
+    return blocks_for_memory(
+        memory=given if given is not None else int(_available_memory() * CPU_MEMORY_SHARE),
+        bytes_per_block=decoder.kv_shape(cache.block_size).bytes_per_block,
+        block_size=cache.block_size,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_model_len=context,
+        exact=given is not None,
+    )
+
+
+def _available_memory() -> int:
+    """Bytes of RAM that can be had without swapping."""
+    try:
+        with open("/proc/meminfo") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

@@ -1,0 +1,142 @@
+"""A checkpoint on disk: its configs and its weight files, found and vetted before anything is read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from inflight.errors import ModelError, WeightsError
+
+CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+TEXT_FILES = ("*.json", "*.jinja", "*.model", "tokenizer*", "*.txt")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """`folder` is None for a model made from a config alone."""
+
+    folder: Path | None
+    config: dict[str, Any]
+    generation_config: dict[str, Any] = field(default_factory=dict)
+    weight_files: tuple[Path, ...] = ()
+
+
+def open_checkpoint(
+    model: str,
+    revision: str | None = None,
+    load_format: str = "auto",
+    hf_config: Mapping[str, Any] | None = None,
+) -> Checkpoint:
+    """Find `model`, a folder or a hub id. With load_format="dummy" no weights are looked for, and with
+    `hf_config`, which stands in for config.json, there need not even be a folder."""
+    dummy = load_format == "dummy"
+    if dummy and hf_config is not None and not Path(model).is_dir():
+        return Checkpoint(None, dict(hf_config))
+    folder = _folder(model, revision, weights=not dummy)
+    config = dict(hf_config) if hf_config is not None else _read_object(folder / CONFIG, ModelError)
+    generation = folder / GENERATION_CONFIG
+    return Checkpoint(
+        folder,
+        config,
+        _read_object(generation, ModelError) if generation.is_file() else {},
+        () if dummy else _weight_files(folder),
+    )
+
+
+def _folder(model: str, revision: str | None, weights: bool) -> Path:
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise ModelError(
+            f"{model!r} is a file: give the folder that holds {CONFIG} and the safetensors files"
+        )
+    if folder.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
+        raise ModelError(
+            f"{model!r} does not exist: give a folder with a checkpoint, or a hub id (owner/name)"
+        )
+    return _download(model, revision, weights)
+
+
+def _download(model: str, revision: str | None, weights: bool) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise ModelError(
+            f"{model!r} is not a folder here, and huggingface_hub, which could find it on the hub, is "
+            "not installed: install inflight-llm[hub], or give a folder"
+        ) from None
+    patterns = [*TEXT_FILES, "*.safetensors"] if weights else list(TEXT_FILES)
+    try:
+        # Files in sub-folders and consolidated ones repeat the weights in other formats.
+        path = snapshot_download(
+            model, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*", "consolidated*"]
+        )
+    except Exception as error:  # the hub client raises its own, the HTTP client's and the system's errors
+        at = f" at revision {revision!r}" if revision else ""
+        reason = str(error).strip().splitlines()
+        raise ModelError(
+            f"{model!r}{at} is neither a folder here nor could it be had from the hub: "
+            f"{type(error).__name__}: {reason[0] if reason else 'no reason given'}"
+        ) from error
+    return Path(path)
+
+
+def _weight_files(folder: Path) -> tuple[Path, ...]:
+    if (folder / SINGLE).exists():
+        return (_vetted(folder, SINGLE),)
+    if (folder / INDEX).exists():
+        weight_map = _read_object(folder / INDEX, WeightsError).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise WeightsError(f"{folder / INDEX} has no weight_map: it must map tensor names to files")
+        return tuple(_vetted(folder, name) for name in sorted({str(file) for file in weight_map.values()}))
+    raise WeightsError(f"{folder} has neither {SINGLE} nor {INDEX}{_found_instead(folder)}")
+
+
+def _found_instead(folder: Path) -> str:
+    names = sorted(path.name for path in folder.iterdir())
+    unsafe = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt", ".pkl"))]
+    if unsafe:
+        return (
+            f", only {', '.join(unsafe[:3])}: such files can run code when they are read, so they never are; "
+            "convert the checkpoint to safetensors"
+        )
+    shards = [name for name in names if name.endswith(".safetensors")]
+    return f"; it has {', '.join(shards[:3])}, which an index must list" if shards else ""
+
+
+def _vetted(folder: Path, name: str) -> Path:
+    """The file of that name, if it is one, and is in the folder for real.
+
+    The hub's cache keeps `snapshots/<revision>/<name>` as links into the `blobs` folder beside `snapshots`.
+    """
+    if Path(name).name != name or "\\" in name or name in (".", "..") or not name.endswith(".safetensors"):
+        raise WeightsError(f"{folder / INDEX} names the file {name!r}: it must be a plain name.safetensors")
+    path = folder / name
+    if not path.is_file():
+        raise WeightsError(f"{path} is missing or not a file, though the checkpoint needs it")
+    real, home = path.resolve(), folder.resolve()
+    allowed = [home]
+    if home.parent.name == "snapshots":
+        allowed.append(home.parent.parent / "blobs")
+    if not any(real.is_relative_to(root) for root in allowed):
+        raise WeightsError(
+            f"{path} is a link out of its folder: weights must be in the checkpoint's own folder"
+        )
+    return path
+
+
+def _read_object(path: Path, error_type: type[ModelError]) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise error_type(f"{path.parent} has no {path.name}: is it the folder of a checkpoint?") from None
+    except (OSError, ValueError) as error:
+        raise error_type(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise error_type(f"{path} holds a {type(value).__name__}: it must be a JSON object")
+    return value

@@ -1,0 +1,66 @@
+"""What a checkpoint says beside its weights: number format, end tokens, sampling defaults, context length."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from inflight.errors import ConfigError, ModelError
+from inflight.models.fields import Fields
+from inflight.models.spec import DecoderSpec
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+# generation_config.json -> SamplingParams
+_SAMPLING = {"temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
+_ALWAYS = {"repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}
+
+
+def resolve_dtype(name: str, config: Mapping[str, Any]) -> torch.dtype:
+    """The format that weights are held in: the one asked for, or with "auto" the checkpoint's own."""
+    if name == "auto":
+        inner = config.get("text_config")
+        places = (config, inner) if isinstance(inner, Mapping) else (config,)
+        found = [str(place[key]) for place in places for key in ("dtype", "torch_dtype") if place.get(key)]
+        name = found[0].removeprefix("torch.") if found else "float32"
+    if name not in DTYPES:
+        raise ModelError(f"dtype is {name!r}: weights can be held as {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def eos_token_ids(config: Mapping[str, Any], generation_config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Every token that ends a generation, the generation config's first."""
+    inner = config.get("text_config")
+    ids: dict[int, None] = {}
+    for where in (generation_config, config, inner if isinstance(inner, Mapping) else {}):
+        value = where.get("eos_token_id")
+        for token in value if isinstance(value, list) else [value]:
+            if token is None:
+                continue
+            if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+                raise ModelError(f"eos_token_id is {value!r}: it must be a token id or a list of them")
+            ids[token] = None
+    return tuple(ids)
+
+
+def default_sampling(generation_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of `SamplingParams` that the checkpoint's makers recommend.
+
+    What shapes the distribution counts only where they recommend sampling at all.
+    """
+    names = _ALWAYS if generation_config.get("do_sample") is False else _SAMPLING | _ALWAYS
+    fields = Fields(generation_config, "generation_config.json")
+    return {ours: fields.values[theirs] for theirs, ours in names.items() if theirs in fields}
+
+
+def resolve_context(spec: DecoderSpec, asked: int | None) -> int:
+    """The longest context to serve: what is asked, up to what the checkpoint is meant for."""
+    if asked is None:
+        return spec.default_context
+    if asked > spec.max_position:
+        raise ConfigError(
+            f"max_model_len is {asked}: the checkpoint is meant for at most {spec.max_position} positions"
+        )
+    return asked

@@ -1,0 +1,144 @@
+"""The rotary part of a `config.json`, in the old writing (`rope_theta`, `rope_scaling`) and the new one
+(`rope_parameters`, for all layers or for each layer type)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from inflight.errors import ModelError
+from inflight.layers.rotary import LinearScaling, Llama3Scaling, LongScaling, Rope, Scaling, YarnScaling
+from inflight.models.fields import Fields
+
+
+def read_rope(config: Fields, layer_type: str, head_dim: int, partial: bool) -> Rope:
+    """The rotary embedding of layers of `layer_type`. `partial`: the family may turn a part of each head."""
+    rope = _parameters(config, layer_type)
+    share = rope.number("partial_rotary_factor", 1.0)
+    if share > 1 or (share != 1 and not partial):
+        raise rope.error("partial_rotary_factor", "at most 1" if partial else "1 for this architecture")
+    rotary_dim = int(head_dim * share)
+    if rotary_dim < 2 or rotary_dim % 2:
+        raise ModelError(
+            f"head_dim {head_dim} with partial_rotary_factor {share:g} leaves {rotary_dim} rotary features: "
+            "they must be an even number of at least 2"
+        )
+    kind = rope.string("rope_type", rope.string("type", "default"))
+    try:
+        reader = _SCALINGS[kind]
+    except KeyError:
+        raise rope.error("rope_type", f"one of {', '.join(_SCALINGS)}") from None
+    return Rope(rope.number("rope_theta", above=1.0), rotary_dim, reader(rope, config, rotary_dim))
+
+
+def default_context(rope: Rope, max_position: int) -> tuple[int, int]:
+    """(the longest context the checkpoint is meant for, what to serve unless asked) given its
+    `max_position_embeddings`.
+
+    Checkpoints that stretch with YaRN may declare the trained length or the stretched one. Those with
+    long and short factors do best at short prompts with the short ones: going further must be asked for.
+    """
+    match rope.scaling:
+        case YarnScaling(factor=factor, original_max_position=original):
+            longest = max(max_position, int(original * factor))
+            return longest, longest
+        case LongScaling(original_max_position=original):
+            return max_position, min(original, max_position)
+        case _:
+            return max_position, max_position
+
+
+def _parameters(config: Fields, layer_type: str) -> Fields:
+    """Everything about one rotary embedding in one place, whichever writing it came in."""
+    values: dict[str, Any] = {}
+    where = config.where
+    for key in ("rope_parameters", "rope_scaling"):
+        if key not in config:
+            continue
+        part = config.part(key)
+        nested = {name for name, value in part.values.items() if isinstance(value, Mapping)}
+        if nested:
+            if layer_type not in nested:
+                raise ModelError(f"{part.where} has {', '.join(sorted(nested))} but no {layer_type!r}")
+            part = part.part(layer_type)
+        elif key == "rope_scaling" and layer_type == "sliding_attention" and "rope_local_base_freq" in config:
+            continue  # layers with a base frequency of their own are not scaled
+        values.update(part.values)
+        where = part.where
+    theta_key = "rope_theta"
+    if layer_type == "sliding_attention" and "rope_local_base_freq" in config:
+        theta_key = "rope_local_base_freq"
+    values.setdefault("rope_theta", config.values.get(theta_key))
+    values.setdefault("partial_rotary_factor", config.values.get("partial_rotary_factor"))
+    return Fields(values, where)
+
+
+def _original(rope: Fields, config: Fields) -> int:
+    """The trained context length. A field beside the rope's own wins, as Phi-3 writes it."""
+    for fields in (config, rope):
+        if "original_max_position_embeddings" in fields:
+            return fields.integer("original_max_position_embeddings", least=2)
+    return config.integer("max_position_embeddings", least=2)
+
+
+def _linear(rope: Fields, config: Fields, rotary_dim: int) -> Scaling:  # noqa: ARG001
+    return LinearScaling(rope.number("factor"))
+
+
+def _llama3(rope: Fields, config: Fields, rotary_dim: int) -> Scaling:  # noqa: ARG001
+    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+    if low >= high:
+        raise rope.error("high_freq_factor", f"above low_freq_factor, {low:g}")
+    return Llama3Scaling(rope.number("factor"), low, high, _original(rope, config))
+
+
+def _yarn(rope: Fields, config: Fields, rotary_dim: int) -> Scaling:  # noqa: ARG001
+    original = _original(rope, config)
+    factor = rope.number("factor", config.integer("max_position_embeddings") / original)
+    if "attention_factor" in rope:
+        magnitude = rope.number("attention_factor")
+    elif rope.values.get("mscale") and rope.values.get("mscale_all_dim"):
+        magnitude = _sharpening(factor, rope.number("mscale")) / _sharpening(
+            factor, rope.number("mscale_all_dim")
+        )
+    else:
+        magnitude = _sharpening(factor, 1.0)
+    return YarnScaling(
+        factor,
+        original,
+        magnitude,
+        beta_fast=rope.number("beta_fast", 32.0),
+        beta_slow=rope.number("beta_slow", 1.0),
+        truncate=rope.boolean("truncate", True),
+    )
+
+
+def _sharpening(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def _longrope(rope: Fields, config: Fields, rotary_dim: int) -> Scaling:
+    original = _original(rope, config)
+    factor = rope.number("factor", config.integer("max_position_embeddings") / original)
+    unasked = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return LongScaling(
+        rope.numbers("short_factor", rotary_dim // 2),
+        rope.numbers("long_factor", rotary_dim // 2),
+        original,
+        rope.number("attention_factor", unasked),
+    )
+
+
+def _unscaled(rope: Fields, config: Fields, rotary_dim: int) -> None:  # noqa: ARG001
+    return None
+
+
+_SCALINGS: Mapping[str, Callable[[Fields, Fields, int], Scaling | None]] = {
+    "default": _unscaled,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "longrope": _longrope,
+    "su": _longrope,  # the name that the first Phi-3 checkpoints used
+}

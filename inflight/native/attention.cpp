@@ -1,0 +1,335 @@
+// Attention over the paged KV cache.
+//
+// A layer's cache is [blocks][kv heads][2][head_dim * block_size] floats: keys as [head_dim][block_size], so
+// that one vector holds the same feature of neighbouring tokens and scores need no sum across lanes; values
+// as [block_size][head_dim].
+//
+// Every query row walks the keys in tiles of kTile tokens that start at multiples of kTile, and does the same
+// sequence of operations in each tile that it sees, whichever rows are worked on beside it:
+//
+//     tokens      0        16        32        48
+//     row at 20   [ tile 0 ][ tile 1..)            masked after token 20
+//     row at 37   [ tile 0 ][ tile 1 ][ tile 2..)  masked after token 37
+//
+// A row that sees nothing of a tile leaves it unchanged. Places that no row sees may hold anything: their
+// scores are replaced, not weighted, and their values are never read.
+
+#include <algorithm>
+#include <vector>
+
+#include "vectors.h"
+
+namespace inflight {
+namespace {
+
+constexpr int kTile = 16;                       // tokens
+constexpr int kTileVecs = kTile / kWidth;       // vectors of scores
+constexpr int64_t kTileRows = 4 * kQueryRows;   // query rows that walk the keys together
+constexpr int64_t kWriteTokens = 64;            // tokens of one unit of writing
+constexpr int64_t kParallelWork = 128 << 10;    // multiply-adds below which one thread is done before two have met
+constexpr float kNone = -std::numeric_limits<float>::infinity();
+
+struct Strided {
+    const float* data;
+    int64_t token_stride, head_stride;
+
+    const float* operator()(int64_t token, int64_t head) const {
+        return data + token * token_stride + head * head_stride;
+    }
+};
+
+struct Job {
+    Strided query, key, value;
+    float* cache;
+    float* out;                   // [tokens][heads][dim]
+    const int32_t* query_starts;  // [entries + 1]
+    const int32_t* context_lens;  // [entries]
+    const int32_t* rows;          // [entries]
+    const int32_t* tables;        // [rows][table_stride]
+    const int64_t* slots;         // [tokens]
+    int64_t entries, tokens, heads, kv_heads, dim, block_size, table_stride, window;
+    float scale;
+
+    int64_t group() const { return heads / kv_heads; }
+    int64_t padded_dim() const { return (dim + kWidth - 1) / kWidth * kWidth; }
+    // Tiles that lie inside one block, in whole vectors, are read where they are; others are gathered first.
+    bool in_place() const { return block_size % kTile == 0 && dim % kWidth == 0; }
+    float* keys(int64_t block, int64_t kv_head) const {
+        return cache + (block * kv_heads + kv_head) * 2 * dim * block_size;
+    }
+    float* values(int64_t block, int64_t kv_head) const { return keys(block, kv_head) + dim * block_size; }
+};
+
+// Consecutive queries of one entry, for one KV head.
+struct QueryTile {
+    int64_t entry, first, count;  // tokens [first, first + count) of the step
+    int64_t position;             // of the first one, in its request
+};
+
+// One row's running softmax: the largest score, the sum of weights, and (elsewhere) the weighted values.
+struct RowState {
+    int64_t begin, end;  // the tokens it sees
+    float largest, total;
+};
+
+// The keys and values of one tile of tokens.
+struct KeyTile {
+    const float *keys, *values;
+    int64_t key_stride, value_stride;
+    int64_t first;  // position of its first token
+};
+
+void write_tokens(const Job& job, int64_t kv_head, int64_t begin, int64_t end) {
+    for (int64_t token = begin; token < end; ++token) {
+        const int64_t block = job.slots[token] / job.block_size, offset = job.slots[token] % job.block_size;
+        const float* key = job.key(token, kv_head);
+        float* keys = job.keys(block, kv_head) + offset;
+        for (int64_t d = 0; d < job.dim; ++d) keys[d * job.block_size] = key[d];
+        std::memcpy(job.values(block, kv_head) + offset * job.dim, job.value(token, kv_head),
+                    job.dim * sizeof(float));
+    }
+}
+
+// Scores of Rows query rows against a tile: two chains over even and odd features, then their sum.
+template <int Rows>
+void score(const float* query, int64_t dim, const KeyTile& tile, float (*scores)[kTile]) {
+    Vec even[Rows][kTileVecs] = {}, odd[Rows][kTileVecs] = {};
+    const float* key = tile.keys;
+    auto add = [&](Vec (*to)[kTileVecs]) {
+#pragma GCC unroll 4
+        for (int v = 0; v < kTileVecs; ++v) {
+            const Vec k = load<Vec>(key + v * kWidth);
+#pragma GCC unroll 8
+            for (int r = 0; r < Rows; ++r) to[r][v] += k * query[r];
+        }
+        query += Rows;
+        key += tile.key_stride;
+    };
+    int64_t d = 0;
+    for (; d + 2 <= dim; d += 2) {
+        add(even);
+        add(odd);
+    }
+    if (d < dim) add(even);
+    for (int r = 0; r < Rows; ++r)
+        for (int v = 0; v < kTileVecs; ++v) store(scores[r] + v * kWidth, even[r][v] + odd[r][v]);
+}
+
+// Scores become weights; what was summed before shrinks by the factor returned. One function for every
+// number of rows, so that all of them round alike.
+__attribute__((noinline)) float soften(RowState& row, int64_t first, float* scores) {
+    if (row.begin >= first + kTile || row.end <= first) {
+        std::memset(scores, 0, kTile * sizeof(float));
+        return 1.0f;
+    }
+    const IntVec lanes = lane_numbers();
+    const int32_t begin = static_cast<int32_t>(std::max<int64_t>(row.begin - first, 0));
+    const int32_t end = static_cast<int32_t>(std::min<int64_t>(row.end - first, kTile));
+    Vec top = splat(kNone);
+    Vec visible[kTileVecs];
+    for (int v = 0; v < kTileVecs; ++v) {
+        const IntVec token = lanes + v * kWidth;
+        visible[v] = ((token >= begin) & (token < end)) ? load<Vec>(scores + v * kWidth) : splat(kNone);
+        top = larger(top, visible[v]);
+    }
+    const float largest = std::max(row.largest, max(top));
+    Vec added{};
+    for (int v = 0; v < kTileVecs; ++v) {
+        const Vec weight = exp(visible[v] - largest);
+        store(scores + v * kWidth, weight);
+        added += weight;
+    }
+    const float shrink = exp(splat(row.largest - largest))[0];
+    row.largest = largest;
+    row.total = row.total * shrink + sum(added);
+    return shrink;
+}
+
+// sums[r][d...] += weights[r][t] * values[t][d...] for Vecs vectors of features, t in [begin, end) of the tile.
+template <int Rows, int Vecs>
+void weigh(float (*weights)[kTile], const KeyTile& tile, int64_t begin, int64_t end, int64_t d, float* sums,
+           int64_t stride) {
+    Vec to[Rows][Vecs];
+    for (int r = 0; r < Rows; ++r)
+        for (int v = 0; v < Vecs; ++v) to[r][v] = load<Vec>(sums + r * stride + d + v * kWidth);
+    for (int64_t t = begin; t < end; ++t) {
+        const float* value = tile.values + t * tile.value_stride + d;
+#pragma GCC unroll 4
+        for (int v = 0; v < Vecs; ++v) {
+            const Vec x = load<Vec>(value + v * kWidth);
+#pragma GCC unroll 8
+            for (int r = 0; r < Rows; ++r) to[r][v] += x * weights[r][t];
+        }
+    }
+    for (int r = 0; r < Rows; ++r)
+        for (int v = 0; v < Vecs; ++v) store(sums + r * stride + d + v * kWidth, to[r][v]);
+}
+
+template <int Rows>
+void attend_rows(const float* query, int64_t dim, const KeyTile& tile, RowState* rows, float* sums,
+                 int64_t stride) {
+    // Rows come in the order of their positions, so the first one begins, and the last one ends, latest.
+    const int64_t begin = std::max<int64_t>(rows[0].begin - tile.first, 0);
+    const int64_t end = std::min<int64_t>(rows[Rows - 1].end - tile.first, kTile);
+    if (begin >= end) return;
+    float scores[Rows][kTile];
+    score<Rows>(query, dim, tile, scores);
+    for (int r = 0; r < Rows; ++r) {
+        const float shrink = soften(rows[r], tile.first, scores[r]);
+        if (shrink == 1.0f) continue;
+        float* row = sums + r * stride;
+        for (int64_t d = 0; d < stride; d += kWidth) store(row + d, load<Vec>(row + d) * shrink);
+    }
+    constexpr int vecs = Rows > 4 ? 2 : 4;
+    int64_t d = 0;
+    for (; d + vecs * kWidth <= stride; d += vecs * kWidth)
+        weigh<Rows, vecs>(scores, tile, begin, end, d, sums, stride);
+    for (; d < stride; d += kWidth) weigh<Rows, 1>(scores, tile, begin, end, d, sums, stride);
+}
+
+using RowsFunction = void (*)(const float*, int64_t, const KeyTile&, RowState*, float*, int64_t);
+
+template <int Rows>
+RowsFunction rows_function(int64_t rows) {
+    if constexpr (Rows == 1) {
+        (void)rows;
+        return attend_rows<1>;
+    } else {
+        return rows == Rows ? attend_rows<Rows> : rows_function<Rows - 1>(rows);
+    }
+}
+
+// A thread's own memory for one query tile.
+struct Workspace {
+    Scratch scratch;
+    std::vector<RowState> rows;
+    float *query, *sums, *keys, *values;
+
+    void resize(const Job& job, int64_t count) {
+        const int64_t dim = job.padded_dim();
+        float* at = scratch.floats(2 * count * dim + 2 * kTile * dim);
+        query = at;
+        sums = query + count * dim;
+        keys = sums + count * dim;
+        values = keys + kTile * dim;
+        rows.resize(count);
+        std::memset(sums, 0, count * dim * sizeof(float));
+    }
+};
+
+KeyTile find_tile(const Job& job, const int32_t* table, int64_t kv_head, int64_t first) {
+    const int64_t block = table[first / job.block_size], offset = first % job.block_size;
+    return {job.keys(block, kv_head) + offset, job.values(block, kv_head) + offset * job.dim, job.block_size,
+            job.dim, first};
+}
+
+// Copies tokens [begin, end) of a tile side by side, and zeros around them.
+KeyTile gather_tile(const Job& job, const int32_t* table, int64_t kv_head, int64_t first, int64_t begin,
+                    int64_t end, Workspace& work) {
+    const int64_t dim = job.padded_dim();
+    std::memset(work.keys, 0, 2 * kTile * dim * sizeof(float));
+    for (int64_t token = begin; token < end; ++token) {
+        const int64_t block = table[token / job.block_size], offset = token % job.block_size;
+        const float* keys = job.keys(block, kv_head) + offset;
+        const float* values = job.values(block, kv_head) + offset * job.dim;
+        for (int64_t d = 0; d < job.dim; ++d) {
+            work.keys[d * kTile + token - first] = keys[d * job.block_size];
+            work.values[(token - first) * dim + d] = values[d];
+        }
+    }
+    return {work.keys, work.values, kTile, dim, first};
+}
+
+// Row r of a tile is head r % group of its query r / group. Groups of kQueryRows rows are held as [dim][rows].
+void prepare_rows(const Job& job, const QueryTile& tile, int64_t kv_head, Workspace& work) {
+    const int64_t group = job.group(), count = tile.count * group;
+    for (int64_t r = 0; r < count; ++r) {
+        const int64_t position = tile.position + r / group;
+        const int64_t begin = job.window > 0 ? std::max<int64_t>(position - job.window + 1, 0) : 0;
+        work.rows[r] = {begin, position + 1, kNone, 0.0f};
+        const int64_t first = r / kQueryRows * kQueryRows, width = std::min<int64_t>(kQueryRows, count - first);
+        const float* query = job.query(tile.first + r / group, kv_head * group + r % group);
+        float* packed = work.query + first * job.dim + (r - first);
+        for (int64_t d = 0; d < job.dim; ++d) packed[d * width] = query[d] * job.scale;
+    }
+}
+
+void attend_tile(const Job& job, const QueryTile& tile, int64_t kv_head) {
+    thread_local Workspace work;
+    const int64_t group = job.group(), count = tile.count * group, dim = job.padded_dim();
+    work.resize(job, count);
+    prepare_rows(job, tile, kv_head, work);
+    const int32_t* table = job.tables + job.rows[tile.entry] * job.table_stride;
+    const int64_t begin = work.rows[0].begin, end = work.rows[count - 1].end;
+    const bool in_place = job.in_place();
+    const auto full = rows_function<kQueryRows>(kQueryRows), rest = rows_function<kQueryRows>(count % kQueryRows);
+    for (int64_t first = begin / kTile * kTile; first < end; first += kTile) {
+        const KeyTile keys = in_place ? find_tile(job, table, kv_head, first)
+                                      : gather_tile(job, table, kv_head, first, std::max(first, begin),
+                                                    std::min(first + kTile, end), work);
+        for (int64_t r = 0; r < count; r += kQueryRows) {
+            const auto attend = r + kQueryRows <= count ? full : rest;
+            attend(work.query + r * job.dim, job.dim, keys, &work.rows[r], work.sums + r * dim, dim);
+        }
+    }
+    for (int64_t r = 0; r < count; ++r) {
+        const int64_t head = kv_head * group + r % group;
+        float* out = job.out + ((tile.first + r / group) * job.heads + head) * job.dim;
+        for (int64_t d = 0; d < job.dim; ++d) out[d] = work.sums[r * dim + d] / work.rows[r].total;
+    }
+}
+
+// Long tiles first within an entry: the short ones fill the gaps at the end. Returns the tokens seen, at most.
+int64_t cut_queries(const Job& job, std::vector<QueryTile>& tiles) {
+    int64_t seen = 0;
+    const int64_t most = std::max<int64_t>(1, kTileRows / job.group());
+    tiles.clear();
+    for (int64_t entry = 0; entry < job.entries; ++entry) {
+        const int64_t begin = job.query_starts[entry], end = job.query_starts[entry + 1];
+        for (int64_t last = end; last > begin; last -= std::min(most, last - begin)) {
+            const int64_t first = std::max(begin, last - most);
+            tiles.push_back({entry, first, last - first, job.context_lens[entry] - (end - first)});
+        }
+        seen += (end - begin) * job.context_lens[entry];
+    }
+    return seen;
+}
+
+void attend(const Job& job, int threads) {
+    thread_local std::vector<QueryTile> own_tiles;
+    std::vector<QueryTile>& tiles = own_tiles;  // this thread's, for the whole team
+    const bool parallel = cut_queries(job, tiles) * job.heads * job.dim > kParallelWork;
+    const int64_t units = (job.tokens + kWriteTokens - 1) / kWriteTokens * job.kv_heads;
+    const int64_t work = static_cast<int64_t>(tiles.size()) * job.kv_heads;
+#pragma omp parallel num_threads(threads) if (parallel)
+    {
+#pragma omp for schedule(static)
+        for (int64_t unit = 0; unit < units; ++unit) {
+            const int64_t begin = unit / job.kv_heads * kWriteTokens;
+            write_tokens(job, unit % job.kv_heads, begin, std::min(begin + kWriteTokens, job.tokens));
+        }
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t unit = 0; unit < work; ++unit)
+            attend_tile(job, tiles[unit / job.kv_heads], unit % job.kv_heads);
+    }
+}
+
+}  // namespace
+}  // namespace inflight
+
+extern "C" void inflight_attend(const float* query, int64_t query_token_stride, int64_t query_head_stride,
+                                const float* key, int64_t key_token_stride, int64_t key_head_stride,
+                                const float* value, int64_t value_token_stride, int64_t value_head_stride,
+                                float* cache, float* out, const int32_t* query_starts,
+                                const int32_t* context_lens, const int32_t* rows, const int32_t* tables,
+                                const int64_t* slots, int64_t entries, int64_t tokens, int64_t heads,
+                                int64_t kv_heads, int64_t dim, int64_t block_size, int64_t table_stride,
+                                int64_t window, float scale, int threads) {
+    using namespace inflight;
+    attend({{query, query_token_stride, query_head_stride},
+            {key, key_token_stride, key_head_stride},
+            {value, value_token_stride, value_head_stride},
+            cache, out, query_starts, context_lens, rows, tables, slots, entries, tokens, heads, kv_heads, dim,
+            block_size, table_stride, window, scale},
+           threads);
+}

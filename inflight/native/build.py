@@ -1,0 +1,138 @@
+"""Compile the C++ of this folder into a shared library, once for each source, compiler and processor."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from enum import Enum
+from pathlib import Path
+
+from inflight.errors import InflightError
+
+SOURCE_FOLDER = Path(__file__).parent
+COMPILERS = ("c++", "g++", "gcc", "clang++")
+# Multiply-adds are fused wherever they are written as such, and nothing is reordered: the same source
+# gives the same rounding in every template instance.
+COMPILE_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-ffp-contract=fast", "-fvisibility=default")
+# Of each group, the first that the compiler accepts.
+OPTIONAL_FLAGS = (("-march=native", "-mcpu=native"), ("-mprefer-vector-width=512",))
+TIMEOUT = 120.0  # seconds for one run of the compiler
+
+
+class NativeBuildError(InflightError):
+    """The library cannot be built here. Callers fall back to torch."""
+
+
+class Threads(Enum):
+    """Where the library's OpenMP runtime comes from."""
+
+    SHARED = "shared"  # from the process: whoever loads the library must have loaded a runtime before
+    LINKED = "linked"  # from the compiler's own runtime
+    SINGLE = "single"  # nowhere
+
+
+def find_compiler() -> str | None:
+    """The compiler to use: CXX where it is set, else the first known one on the path."""
+    chosen = os.environ.get("CXX")
+    return shutil.which(chosen) if chosen else next(filter(None, map(shutil.which, COMPILERS)), None)
+
+
+def cache_folder() -> Path:
+    """Where built libraries are kept."""
+    own = os.environ.get("INFLIGHT_CACHE")
+    if own:
+        return Path(own) / "native"
+    shared = os.environ.get("XDG_CACHE_HOME")
+    return (Path(shared) if shared else Path.home() / ".cache") / "inflight" / "native"
+
+
+def build(compiler: str, folder: Path, threads: Threads) -> Path:
+    """The library for this machine in `folder`, compiled unless it is there."""
+    prepare_folder(folder)
+    target = folder / f"inflight-{build_key(compiler, threads)}.so"
+    if not target.exists():
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            made = _compile(compiler, Path(scratch), threads)
+            os.replace(made, target)  # atomic: other processes see all of it or nothing
+    return target
+
+
+def prepare_folder(folder: Path) -> None:
+    """Make `folder`, and refuse one that somebody else could have put a library in."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.stat()
+    if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise NativeBuildError(
+            f"cache folder {folder} has owner {status.st_uid} and mode {stat.S_IMODE(status.st_mode):o}: "
+            f"it must belong to user {os.getuid()} and be writable by no one else"
+        )
+
+
+def build_key(compiler: str, threads: Threads) -> str:
+    """Changes with anything that could change the library."""
+    digest = hashlib.sha256()
+    for source in [*_sources(), *sorted(SOURCE_FOLDER.glob("*.h"))]:
+        digest.update(source.read_bytes())
+    recipe = (COMPILE_FLAGS, OPTIONAL_FLAGS, threads.value, _run([compiler, "--version"]), _processor())
+    digest.update(repr(recipe).encode())
+    return digest.hexdigest()[:24]
+
+
+def _sources() -> list[Path]:
+    return sorted(SOURCE_FOLDER.glob("*.cpp"))
+
+
+def _processor() -> str:
+    """What `-march=native` depends on."""
+    wanted = ("model name", "flags", "Features", "CPU implementer", "CPU part")
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
+
+
+def _compile(compiler: str, scratch: Path, threads: Threads) -> Path:
+    flags = list(COMPILE_FLAGS)
+    for group in OPTIONAL_FLAGS:
+        flags += next(([flag] for flag in group if _accepts(compiler, flag)), [])
+    openmp = [] if threads is Threads.SINGLE else ["-fopenmp"]
+    objects = [str(scratch / f"{source.stem}.o") for source in _sources()]
+    commands = [
+        [compiler, *flags, *openmp, "-c", str(source), "-o", made]
+        for source, made in zip(_sources(), objects, strict=True)
+    ]
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(_run, commands))
+    library = scratch / "library.so"
+    # Left out of the link step, -fopenmp leaves the runtime's symbols to be found in the process.
+    runtime = openmp if threads is Threads.LINKED else []
+    _run([compiler, "-shared", *runtime, *objects, "-o", str(library), "-lstdc++", "-lm"])
+    return library
+
+
+def _accepts(compiler: str, flag: str) -> bool:
+    try:
+        _run([compiler, flag, "-Werror", "-fsyntax-only", "-x", "c++", os.devnull])
+    except NativeBuildError:
+        return False
+    return True
+
+
+def _run(command: list[str]) -> str:
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NativeBuildError(f"cannot run {command[0]}: {error}") from error
+    if done.returncode != 0:
+        tail = "\n".join(done.stderr.strip().splitlines()[-8:])
+        raise NativeBuildError(f"{' '.join(command)} returned {done.returncode}:\n{tail}")
+    return done.stdout

@@ -1,0 +1,136 @@
+// Norms, rotary embedding and gated activations: one pass over memory each, rows independent of each other.
+
+#include <algorithm>
+#include <cmath>
+
+#include "vectors.h"
+
+namespace inflight {
+namespace {
+
+constexpr int64_t kParallelFloats = 16 << 10;  // below this, waking the other threads costs more than it saves
+
+// Row (i, j) of a view [outer][inner][n] with unit stride inside.
+struct Rows {
+    float* data;
+    int64_t inner, outer_stride, inner_stride;
+
+    float* operator()(int64_t row) const {
+        return data + row / inner * outer_stride + row % inner * inner_stride;
+    }
+};
+
+float inverse_rms(const float* x, int64_t n, float eps) {
+    Vec squares{};
+    int64_t i = 0;
+    for (; i + kWidth <= n; i += kWidth) {
+        Vec v = load<Vec>(x + i);
+        squares += v * v;
+    }
+    float total = sum(squares);
+    for (; i < n; ++i) total += x[i] * x[i];
+    return 1.0f / std::sqrt(total / static_cast<float>(n) + eps);
+}
+
+void scale_row(const float* x, const float* weight, float* out, int64_t n, float factor) {
+    int64_t i = 0;
+    for (; i + kWidth <= n; i += kWidth)
+        store(out + i, load<Vec>(x + i) * factor * load<Vec>(weight + i));
+    for (; i < n; ++i) out[i] = x[i] * factor * weight[i];
+}
+
+inline Vec silu(Vec x) { return x / (1.0f + exp(-x)); }
+
+inline Vec gelu_tanh(Vec x) {
+    // 0.5 * (1 + tanh(u)) is 1 / (1 + exp(-2u)).
+    Vec u = (x * x * x * 0.044715f + x) * 0.7978845608f;
+    return x / (1.0f + exp(-2.0f * u));
+}
+
+template <Vec (*Activation)(Vec)>
+void gate_row(const float* gate, const float* up, float* out, int64_t n) {
+    int64_t i = 0;
+    for (; i + kWidth <= n; i += kWidth)
+        store(out + i, Activation(load<Vec>(gate + i)) * load<Vec>(up + i));
+    if (i == n) return;
+    float g[kWidth] = {}, u[kWidth] = {}, both[kWidth];
+    std::memcpy(g, gate + i, (n - i) * sizeof(float));
+    std::memcpy(u, up + i, (n - i) * sizeof(float));
+    store(both, Activation(load<Vec>(g)) * load<Vec>(u));
+    std::memcpy(out + i, both, (n - i) * sizeof(float));
+}
+
+template <Vec (*Activation)(Vec)>
+void gate(const float* gate_up, float* out, int64_t tokens, int64_t n, int threads) {
+    constexpr int64_t piece = 1024;  // so that one wide token is shared out too
+    const int64_t pieces = (n + piece - 1) / piece;
+#pragma omp parallel for schedule(static) num_threads(threads) if (tokens * n > kParallelFloats / 4)
+    for (int64_t unit = 0; unit < tokens * pieces; ++unit) {
+        const int64_t token = unit / pieces, first = unit % pieces * piece;
+        const float* row = gate_up + token * 2 * n + first;
+        gate_row<Activation>(row, row + n, out + token * n + first, std::min(piece, n - first));
+    }
+}
+
+// Feature i turns with feature i + half by the angle whose cosine is cos[i] and sine sin[i].
+void rotate_head(float* x, const float* cos, const float* sin, int64_t half) {
+    int64_t i = 0;
+    for (; i + kWidth <= half; i += kWidth) {
+        Vec a = load<Vec>(x + i), b = load<Vec>(x + half + i);
+        Vec c = load<Vec>(cos + i), s = load<Vec>(sin + i);
+        store(x + i, a * c - b * s);
+        store(x + half + i, b * c + a * s);
+    }
+    for (; i < half; ++i) {
+        const float a = x[i], b = x[half + i];
+        x[i] = a * cos[i] - b * sin[i];
+        x[half + i] = b * cos[i] + a * sin[i];
+    }
+}
+
+}  // namespace
+}  // namespace inflight
+
+using namespace inflight;
+
+extern "C" {
+
+void inflight_rms_norm(float* x, int64_t outer, int64_t inner, int64_t outer_stride, int64_t inner_stride,
+                       const float* weight, float* out, int64_t n, float eps, int threads) {
+    const Rows rows{x, inner, outer_stride, inner_stride};
+#pragma omp parallel for schedule(static) num_threads(threads) if (outer * inner * n > kParallelFloats)
+    for (int64_t row = 0; row < outer * inner; ++row)
+        scale_row(rows(row), weight, out + row * n, n, inverse_rms(rows(row), n, eps));
+}
+
+// residual += x; x = rms_norm(residual)
+void inflight_add_rms_norm(float* x, float* residual, const float* weight, int64_t tokens, int64_t n, float eps,
+                           int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (tokens * n > kParallelFloats)
+    for (int64_t token = 0; token < tokens; ++token) {
+        float* added = residual + token * n;
+        float* row = x + token * n;
+        for (int64_t i = 0; i < n; ++i) added[i] += row[i];
+        scale_row(added, weight, row, n, inverse_rms(added, n, eps));
+    }
+}
+
+void inflight_rotate(float* x, int64_t tokens, int64_t heads, int64_t token_stride, int64_t head_stride,
+                     const int64_t* positions, const float* cos_sin, int64_t rotary_dim, int threads) {
+    const int64_t half = rotary_dim / 2;
+#pragma omp parallel for schedule(static) num_threads(threads) if (tokens * heads * rotary_dim > kParallelFloats)
+    for (int64_t token = 0; token < tokens; ++token) {
+        const float* cos = cos_sin + positions[token] * rotary_dim;
+        for (int64_t head = 0; head < heads; ++head)
+            rotate_head(x + token * token_stride + head * head_stride, cos, cos + half, half);
+    }
+}
+
+void inflight_gate_silu(const float* gate_up, float* out, int64_t tokens, int64_t n, int threads) {
+    gate<silu>(gate_up, out, tokens, n, threads);
+}
+
+void inflight_gate_gelu_tanh(const float* gate_up, float* out, int64_t tokens, int64_t n, int threads) {
+    gate<gelu_tanh>(gate_up, out, tokens, n, threads);
+}
+}

@@ -1,0 +1,114 @@
+"""The compiled library as Python sees it: found, built, loaded and typed once a process."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+from inflight.native.build import NativeBuildError, Threads, build, cache_folder, find_compiler
+
+logger = logging.getLogger(__name__)
+
+# Addresses and sizes in the order of the C functions' arguments.
+_P, _L, _F, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
+_Function = Callable[..., None]
+
+
+class Library:
+    """The C functions. Tensors go in as `data_ptr()`, so callers keep them alive and check their layout."""
+
+    def __init__(self, path: Path) -> None:
+        self._dll = ctypes.CDLL(str(path))
+        self.panel = int(self._bind("panel", result=_L)() or 0)  # output features of one weight panel
+        self.advise = self._bind("advise", _P, _L)
+        multiply = (_P, _P, _P, _P, _L, _L, _L, _I)
+        self.multiply_f32 = self._bind("multiply_f32", *multiply)
+        self.multiply_bf16 = self._bind("multiply_bf16", *multiply)
+        pack = (_P, _P, _L, _L, _L, _I)
+        self.pack_f32 = self._bind("pack_f32", *pack)
+        self.pack_bf16 = self._bind("pack_bf16", *pack)
+        gather = (_P, _P, _P, _L, _L, _I)
+        self.gather_f32 = self._bind("gather_f32", *gather)
+        self.gather_bf16 = self._bind("gather_bf16", *gather)
+        self.rms_norm = self._bind("rms_norm", _P, _L, _L, _L, _L, _P, _P, _L, _F, _I)
+        self.add_rms_norm = self._bind("add_rms_norm", _P, _P, _P, _L, _L, _F, _I)
+        self.rotate = self._bind("rotate", _P, _L, _L, _L, _L, _P, _P, _L, _I)
+        self.gate_silu = self._bind("gate_silu", _P, _P, _L, _L, _I)
+        self.gate_gelu_tanh = self._bind("gate_gelu_tanh", _P, _P, _L, _L, _I)
+        strided = (_P, _L, _L)
+        self.attend = self._bind("attend", *strided * 3, *(_P,) * 7, *(_L,) * 8, _F, _I)
+
+    def _bind(self, name: str, *arguments: type, result: type | None = None) -> _Function:
+        function = getattr(self._dll, f"inflight_{name}")
+        function.argtypes = arguments
+        function.restype = result
+        return function  # type: ignore[no-any-return]
+
+
+@cache
+def native_library() -> Library | None:
+    """The library, or None where it cannot be had or INFLIGHT_NATIVE=0 forbids it."""
+    if os.environ.get("INFLIGHT_NATIVE") == "0":
+        return None
+    return open_library(find_compiler(), cache_folder())
+
+
+def open_library(compiler: str | None, folder: Path) -> Library | None:
+    """Build with `compiler` into `folder` and load. Without one, or if it fails: a warning, and None."""
+    try:
+        if compiler is None:
+            raise NativeBuildError("no C++ compiler was found (set CXX to name one)")
+        return _open(compiler, folder)
+    except (NativeBuildError, OSError) as error:
+        logger.warning("The CPU kernels cannot be compiled; plain torch does the work, slower. %s", error)
+        return None
+
+
+def _open(compiler: str, folder: Path) -> Library:
+    try:
+        return _load_first(compiler, folder)
+    except PermissionError:
+        # A home that cannot be written. A loaded library outlives its file.
+        with tempfile.TemporaryDirectory() as scratch:
+            return _load_first(compiler, Path(scratch))
+
+
+def _load_first(compiler: str, folder: Path) -> Library:
+    """The best way of threading that builds and loads.
+
+    Torch's OpenMP runtime comes first: with two runtimes, one pool's idle threads would spin against the
+    other's working ones.
+    """
+    failure: Exception | None = None
+    for threads in _threadings():
+        try:
+            return Library(build(compiler, folder, threads))
+        except PermissionError:
+            raise
+        except (NativeBuildError, OSError) as error:
+            failure = error
+    raise NativeBuildError(str(failure))
+
+
+def _threadings() -> Iterator[Threads]:
+    runtime = mapped_openmp()
+    if runtime is not None:
+        ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)  # now its symbols are everyone's
+        yield Threads.SHARED
+    yield Threads.LINKED
+    yield Threads.SINGLE
+
+
+def mapped_openmp() -> str | None:
+    """The OpenMP runtime that this process (through torch) already uses."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return None
+    paths = (line.split(maxsplit=5)[5] for line in lines if "libgomp" in line)
+    return next((path for path in paths if Path(path).name.startswith("libgomp")), None)

@@ -1,0 +1,92 @@
+"""What users get back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from inflight.events import RequestRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """One candidate token at one position."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+# By token id: the token itself and the most likely ones, the token first.
+Logprobs = dict[int, Logprob]
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One of the `n` answers to a prompt."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[Logprobs] | None = None
+    finish_reason: str | None = None  # "stop", "length", "abort" or "error"
+    stop_reason: int | str | None = None  # the stop string or stop token id that ended it; None for EOS
+    error: str | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """When things happened to a request, in seconds of one monotonic clock; over all its answers."""
+
+    arrival_time: float
+    first_scheduled_time: float | None
+    first_token_time: float | None
+    last_token_time: float | None
+    finished_time: float | None
+    num_preemptions: int
+
+    @property
+    def time_in_queue(self) -> float | None:
+        return None if self.first_scheduled_time is None else self.first_scheduled_time - self.arrival_time
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+
+    @property
+    def latency(self) -> float | None:
+        return None if self.finished_time is None else self.finished_time - self.arrival_time
+
+    @classmethod
+    def of(cls, records: list[RequestRecord]) -> RequestMetrics:
+        """Of the records of all answers: the first start, the last end."""
+
+        def known(name: str) -> list[float]:
+            return [value for record in records if (value := getattr(record, name)) is not None]
+
+        return cls(
+            arrival_time=min(record.arrived_at for record in records),
+            first_scheduled_time=min(known("admitted_at"), default=None),
+            first_token_time=min(known("first_token_at"), default=None),
+            last_token_time=max(known("last_token_at"), default=None),
+            finished_time=max(known("finished_at"), default=None),
+            num_preemptions=sum(record.num_preemptions for record in records),
+        )
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A prompt and its answers, complete or as far as they are."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    prompt_logprobs: list[Logprobs | None] | None = None
+    finished: bool = False
+    num_cached_tokens: int = 0
+    metrics: RequestMetrics | None = None

@@ -1,0 +1,218 @@
+"""What a user may ask (`SamplingParams`) and what the engine keeps of it (`Request`)."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from inflight.errors import ParameterError
+from inflight.events import PositionLogprobs, RequestRecord
+
+MAX_N = 128
+MAX_LOGPROBS = 100
+MAX_STOP_STRINGS = 64
+MAX_STOP_LENGTH = 1024
+MAX_BAD_WORDS = 1024
+MAX_SALT_LENGTH = 256
+SEED_RANGE = (-(2**63), 2**64 - 1)
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ParameterError(f"{name} is {value!r}: it must be a finite number")
+    return float(value)
+
+
+def _integer(name: str, value: object, low: int, high: int | None = None) -> None:
+    allowed = f"an integer of at least {low}" if high is None else f"an integer from {low} to {high}"
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int)
+        or value < low
+        or (high is not None and value > high)
+    ):
+        raise ParameterError(f"{name} is {value!r}: it must be {allowed}")
+
+
+def _within(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
+    number = _number(name, value)
+    if number > high or number < low or (open_low and number == low):
+        raise ParameterError(
+            f"{name} is {value!r}: it must be in {'(' if open_low else '['}{low:g}, {high:g}]"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the tokens of one request are chosen and when they end.
+
+    Everything that can be checked without knowing the model is checked here; what depends on the
+    vocabulary or the context length is checked when the request is added.
+    """
+
+    n: int = 1
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 or -1: all
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    max_tokens: int | None = 16  # None: up to the context length
+    min_tokens: int = 0
+    logprobs: int | None = None  # how many of the most likely tokens to report beside the sampled one
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        _integer("n", self.n, 1, MAX_N)
+        if _number("temperature", self.temperature) < 0:
+            raise ParameterError(f"temperature is {self.temperature!r}: it must be at least 0")
+        _within("top_p", self.top_p, 0, 1, open_low=True)
+        _integer("top_k", self.top_k, -1)
+        _within("min_p", self.min_p, 0, 1)
+        _within("presence_penalty", self.presence_penalty, -2, 2)
+        _within("frequency_penalty", self.frequency_penalty, -2, 2)
+        _within("repetition_penalty", self.repetition_penalty, 0, 1e6, open_low=True)
+        if self.seed is not None:
+            _integer("seed", self.seed, *SEED_RANGE)
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1)
+        _integer("min_tokens", self.min_tokens, 0)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ParameterError(
+                f"min_tokens is {self.min_tokens}: it must not exceed max_tokens, {self.max_tokens}"
+            )
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None:
+                _integer(name, value, 0, MAX_LOGPROBS)
+        self._normalise_stops()
+        self._normalise_ids()
+
+    def _normalise_stops(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        if len(stop) > MAX_STOP_STRINGS:
+            raise ParameterError(f"stop has {len(stop)} strings: at most {MAX_STOP_STRINGS} are allowed")
+        for text in stop:
+            if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_LENGTH:
+                shown = f"of {len(text)} characters" if isinstance(text, str) else repr(text)
+                raise ParameterError(
+                    f"a stop string is {shown}: it must have 1 to {MAX_STOP_LENGTH} characters"
+                )
+        if stop and not self.detokenize:
+            raise ParameterError("stop strings need detokenize=True")
+        object.__setattr__(self, "stop", stop)
+        words = tuple(self.bad_words or ())
+        if len(words) > MAX_BAD_WORDS or not all(isinstance(word, str) and word for word in words):
+            raise ParameterError(f"bad_words must be at most {MAX_BAD_WORDS} non-empty strings")
+        object.__setattr__(self, "bad_words", words)
+
+    def _normalise_ids(self) -> None:
+        object.__setattr__(self, "top_k", max(self.top_k, 0))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+            if not self.allowed_token_ids:
+                raise ParameterError(
+                    "allowed_token_ids is empty: it must name at least one token, or be None"
+                )
+        bias: dict[int, float] = {}
+        for key, value in (self.logit_bias or {}).items():
+            try:  # JSON has only string keys
+                token_id = int(key)
+            except (TypeError, ValueError):
+                raise ParameterError(f"logit_bias has the key {key!r}: keys must be token ids") from None
+            _within(f"logit_bias[{token_id}]", value, -100, 100)
+            bias[token_id] = float(value)
+        object.__setattr__(self, "logit_bias", bias or None)
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            for token_id in getattr(self, name) or ():
+                _integer(f"an id in {name}", token_id, 0)
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop`, always as a tuple."""
+        return self.stop  # type: ignore[return-value]  # __post_init__ made it one
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+
+class Status(enum.Enum):
+    """Where a request is. WAITING and RUNNING may alternate; LINGERING waits for its policy to let it go."""
+
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    LINGERING = enum.auto()
+    FINISHED = enum.auto()
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One generation job inside the engine: token ids in, token ids out.
+
+             num_cached    num_computed        len(token_ids)   num_tokens
+    |-----------|---------------|--------------------|---------------|
+     prefix hit   have KV, or an   known, to compute    in flight: sampled by a step
+                  enqueued step                         that is not collected yet
+                  computes them
+    """
+
+    request_id: str
+    token_ids: list[int]  # the prompt, then every token produced
+    params: SamplingParams
+    max_tokens: int  # outputs, already cut to the context length
+    seed: int = 0
+    stop_ids: frozenset[int] = frozenset()  # ids that end it once min_tokens are there
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    priority: int = 0  # smaller goes first
+    tenant: str = ""
+    cache_salt: str = ""
+    num_prompt_tokens: int = 0  # 0: all of token_ids; less when resuming a request that has outputs
+
+    # The scheduler's.
+    arrival: int = -1  # order of arrival, never changed
+    status: Status = Status.WAITING
+    row: int = -1
+    num_computed: int = 0
+    num_in_flight: int = 0
+    num_cached: int = 0
+    num_tokens: int = 0
+    max_total: int = 0  # num_tokens never exceeds it
+
+    # The policy's: its place in the queue, and how often others went before it.
+    order: float = 0.0
+    num_passed: int = 0
+
+    # The block manager's.
+    block_ids: list[int] = field(default_factory=list)
+    num_places: int = 0  # token places in block_ids
+    block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks hashed so far
+    num_published: int = 0  # blocks the prefix cache knows
+
+    record: RequestRecord = field(init=False)
+    prompt_logprobs: list[PositionLogprobs | None] = field(default_factory=list)  # as far as computed
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = self.num_prompt_tokens or len(self.token_ids)
+        self.num_tokens = len(self.token_ids)
+        self.max_total = self.num_prompt_tokens + self.max_tokens
+        self.record = RequestRecord(self.request_id, self.tenant, self.priority, self.num_prompt_tokens)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Outputs known to the host."""
+        return len(self.token_ids) - self.num_prompt_tokens

@@ -1,0 +1,17 @@
+"""Who runs in each step. No tensors, no clock: times are given, never read."""
+
+from inflight.scheduling.batch import Admission, Batch, Sampled, TableUpdate
+from inflight.scheduling.policy import POLICIES, Policy, make_policy
+from inflight.scheduling.scheduler import Limits, Scheduler
+
+__all__ = [
+    "POLICIES",
+    "Admission",
+    "Batch",
+    "Limits",
+    "Policy",
+    "Sampled",
+    "Scheduler",
+    "TableUpdate",
+    "make_policy",
+]

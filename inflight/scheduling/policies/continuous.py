@@ -1,0 +1,33 @@
+"""Requests join and leave at every step, first come first served.
+
+When the first in line needs more memory than is free, smaller requests close behind it may go first, so that
+memory is not left idle; each time, it ages, and at `ageing` no one passes it any more. `ageing=0` is strict
+first come first served.
+"""
+
+from collections.abc import Iterator
+
+from inflight.request import Request
+from inflight.scheduling.policy import Policy
+
+LOOKAHEAD = 8
+
+
+class Continuous(Policy):
+    def __init__(self, ageing: int = 16) -> None:
+        super().__init__()
+        self.ageing = ageing
+
+    def candidates(self) -> Iterator[Request]:
+        yield from super().candidates()
+        passed: list[Request] = []
+        for request in self.queue.head(LOOKAHEAD):
+            if passed:
+                yield request
+            if request in self.queue:
+                passed.append(request)
+            else:
+                for older in passed:
+                    older.num_passed += 1
+            if any(older.num_passed >= self.ageing for older in passed):
+                return

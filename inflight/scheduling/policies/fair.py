@@ -1,0 +1,107 @@
+"""Tenants share by service received, not by requests sent.
+
+Every tenant has a virtual token counter: prompt tokens when a request is first admitted, output tokens as they
+come, divided by the tenant's weight. The tenant with the smallest counter goes next; among its requests, first
+come first served. A tenant that becomes active is lifted to the least active one, so idle time is not saved up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from heapq import heappop, heappush, heapreplace
+
+from inflight.request import Request
+from inflight.scheduling.batch import Batch
+from inflight.scheduling.policy import Policy
+from inflight.scheduling.queue import WaitingQueue
+
+MAX_REMEMBERED = 10_000  # tenants whose counters are kept before the meaningless ones are dropped
+
+
+class Fair(Policy):
+    def __init__(
+        self, weights: Mapping[str, float] | None = None, prompt_cost: float = 1.0, output_cost: float = 2.0
+    ) -> None:
+        super().__init__()
+        self.weights = dict(weights or {})
+        self.prompt_cost = prompt_cost
+        self.output_cost = output_cost
+        self.counters: dict[str, float] = {}
+        self._queues: dict[str, WaitingQueue] = {}  # of tenants with a request waiting: the active ones
+        self._heap: list[tuple[float, str]] = []  # (a counter once true, tenant); counters only grow
+        self._in_heap: set[str] = set()
+        self._floor = 0.0  # what a newly active tenant is lifted to when no other is active
+        self._num_waiting = 0
+
+    def __len__(self) -> int:
+        return self._num_waiting
+
+    def push(self, request: Request, step: int) -> None:  # noqa: ARG002
+        tenant = request.tenant
+        if tenant not in self._queues:
+            least = self._least()
+            floor = self._floor if least is None else self.counters[least]
+            self.counters[tenant] = max(self.counters.get(tenant, 0.0), floor)
+            self._queues[tenant] = WaitingQueue()
+            if tenant not in self._in_heap:
+                self._in_heap.add(tenant)
+                heappush(self._heap, (self.counters[tenant], tenant))
+        request.order = request.arrival
+        self._queues[tenant].push(request)
+        self._num_waiting += 1
+
+    def remove(self, request: Request) -> None:
+        tenant = request.tenant
+        queue = self._queues[tenant]
+        queue.remove(request)
+        self._num_waiting -= 1
+        if not len(queue):
+            del self._queues[tenant]
+            self._floor = self.counters[tenant]
+            if len(self.counters) > MAX_REMEMBERED:
+                self._forget()
+
+    def _forget(self) -> None:
+        """Drop the counters that lifting would override anyway."""
+        least = self._least()
+        floor = self._floor if least is None else self.counters[least]
+        self.counters = {t: count for t, count in self.counters.items() if count > floor or t in self._queues}
+
+    def _least(self) -> str | None:
+        """The active tenant with the smallest counter."""
+        heap = self._heap
+        while heap:
+            count, tenant = heap[0]
+            if tenant not in self._queues:
+                heappop(heap)
+                self._in_heap.discard(tenant)
+            elif count < self.counters[tenant]:
+                heapreplace(heap, (self.counters[tenant], tenant))
+            else:
+                return tenant
+        return None
+
+    def candidates(self) -> Iterator[Request]:
+        while (tenant := self._least()) is not None:
+            queue = self._queues[tenant]
+            request = queue.first()
+            assert request is not None
+            yield request
+            if request in queue:
+                return
+
+    def victim(self, candidates: Sequence[Request]) -> Request:
+        counters = self.counters
+        return max(candidates, key=lambda request: (counters.get(request.tenant, 0.0), request.arrival))
+
+    def _charge(self, tenant: str, cost: float) -> None:
+        self.counters[tenant] = self.counters.get(tenant, self._floor) + cost / self.weights.get(tenant, 1.0)
+
+    def on_admit(self, request: Request) -> None:
+        if request.record.num_preemptions == 0:
+            self._charge(request.tenant, self.prompt_cost * request.num_prompt_tokens)
+
+    def on_batch(self, batch: Batch) -> None:
+        for request, samples in zip(batch.requests, batch.samples, strict=True):
+            if samples:
+                self._charge(request.tenant, self.output_cost)

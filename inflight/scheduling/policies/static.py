@@ -1,0 +1,40 @@
+"""Batches that form, run and retire together: what serving looked like before continuous batching.
+
+Membership is settled when a batch opens: the requests waiting at that moment, as far as slots and memory
+reach. Memory for the full length is taken at once. A finished request keeps its slot until all have finished.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from inflight.request import Request
+from inflight.scheduling.policy import Policy
+
+
+class Static(Policy):
+    def __init__(self) -> None:
+        super().__init__()
+        self._newest = -1  # arrival of the newest request seen
+        self._last = -1  # arrival of the newest request that may join the open batch
+
+    def push(self, request: Request, step: int) -> None:
+        super().push(request, step)
+        self._newest = max(self._newest, request.arrival)
+
+    def candidates(self) -> Iterator[Request]:
+        yield from super().candidates()
+        if len(self):  # the next in line did not fit: the batch is complete
+            self._last = -1
+
+    def admits(self, request: Request, running: Sequence[Request]) -> bool:
+        if not running:
+            self._last = self._newest
+        return request.arrival <= self._last
+
+    def reserve(self, request: Request) -> int:
+        return request.max_total
+
+    def reserves_ahead(self) -> bool:
+        return True
+
+    def leaves(self, request: Request, running: Sequence[Request]) -> bool:  # noqa: ARG002
+        return not running

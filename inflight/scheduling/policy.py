@@ -1,0 +1,102 @@
+"""The seam between mechanism and choice: the scheduler asks, the policy answers.
+
+The scheduler enforces limits, hands out memory and guarantees progress whatever the answers are. The
+policy decides the order of the queue, who is admitted beside whom, how the step's tokens are divided,
+how much memory is set aside, who is preempted and when a finished request leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from inflight.errors import ConfigError
+from inflight.registry import Registry
+from inflight.request import Request
+from inflight.scheduling.batch import Batch
+from inflight.scheduling.queue import WaitingQueue
+
+
+class Policy:
+    """First come, first served, and the base of every policy: override what should differ."""
+
+    def __init__(self) -> None:
+        self.queue = WaitingQueue()
+
+    # The queue.
+
+    def push(self, request: Request, step: int) -> None:  # noqa: ARG002
+        """A request waits: it is new, or was preempted (then it keeps the order it had)."""
+        request.order = request.arrival
+        self.queue.push(request)
+
+    def remove(self, request: Request) -> None:
+        """A waiting request was admitted, or is gone."""
+        self.queue.remove(request)
+
+    def __len__(self) -> int:
+        return len(self.queue)
+
+    def candidates(self) -> Iterator[Request]:
+        """Waiting requests in the order to try them. An admitted one has been removed from the queue when the
+        iterator is asked for the next; one that is still there did not fit. Ending here ends admission."""
+        while (request := self.queue.first()) is not None:
+            yield request
+            if request in self.queue:
+                return
+
+    # The decisions.
+
+    def admits(self, request: Request, running: Sequence[Request]) -> bool:  # noqa: ARG002
+        """Whether the request may join those running."""
+        return True
+
+    def tokens(self, request: Request, wanted: int, budget: int) -> int:  # noqa: ARG002
+        """How many of the tokens it wants a request gets of what is left of the step."""
+        return min(wanted, budget)
+
+    def reserve(self, request: Request) -> int:
+        """For how many tokens blocks must be free when the request is admitted."""
+        return request.num_tokens
+
+    def reserves_ahead(self) -> bool:
+        """Whether those blocks are taken at once, rather than as tokens come."""
+        return False
+
+    def victim(self, candidates: Sequence[Request]) -> Request:
+        """Whom to preempt. The oldest running request is never among the candidates."""
+        return max(candidates, key=lambda request: request.order)
+
+    def leaves(self, request: Request, running: Sequence[Request]) -> bool:  # noqa: ARG002
+        """Whether a finished request gives up its place now; asked again as long as it stays."""
+        return True
+
+    # What happened, for policies that keep accounts.
+
+    def on_admit(self, request: Request) -> None:
+        """The request runs. Called after `remove`."""
+
+    def on_batch(self, batch: Batch) -> None:
+        """A step was scheduled."""
+
+
+POLICIES: Registry[Callable[[], Policy]] = Registry(
+    "policy",
+    {
+        "sequential": "inflight.scheduling.policies.sequential:Sequential",
+        "static": "inflight.scheduling.policies.static:Static",
+        "continuous": "inflight.scheduling.policies.continuous:Continuous",
+        "priority": "inflight.scheduling.policies.priority:Priority",
+        "fair": "inflight.scheduling.policies.fair:Fair",
+    },
+)
+
+
+def make_policy(choice: str | Callable[[], object]) -> Policy:
+    """A policy from its name, from `module:Class`, or from a class or function that makes one."""
+    factory = POLICIES.get(choice) if isinstance(choice, str) else choice
+    policy = factory()
+    if not isinstance(policy, Policy):
+        raise ConfigError(
+            f"policy {choice!r} made a {type(policy).__name__}: it must make an inflight Policy"
+        )
+    return policy

@@ -1,0 +1,18 @@
+"""Everything between strings and token ids. No tensors here."""
+
+from inflight.text.bad_words import bad_word_ids
+from inflight.text.chat import ChatTemplate, check_messages
+from inflight.text.detokenizer import IncrementalDetokenizer
+from inflight.text.render import RenderLimits
+from inflight.text.stops import StopStrings
+from inflight.text.tokenizer import Tokenizer
+
+__all__ = [
+    "ChatTemplate",
+    "IncrementalDetokenizer",
+    "RenderLimits",
+    "StopStrings",
+    "Tokenizer",
+    "bad_word_ids",
+    "check_messages",
+]

@@ -1,0 +1,169 @@
+"""Messages to a prompt, by the chat template of the checkpoint."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from inflight.errors import PromptError, TemplateError
+from inflight.text.files import ChatTemplateSource
+from inflight.text.render import Renderer, RenderLimits
+
+MAX_MESSAGES = 8192
+
+# Arguments of known templates that a request may set. Any other name could shadow what the template trusts.
+TEMPLATE_KWARGS = frozenset(
+    {
+        "add_vision_id",
+        "custom_instructions",
+        "date_string",
+        "enable_thinking",
+        "keep_past_thinking",
+        "model_identity",
+        "preserve_thinking",
+        "reasoning_effort",
+        "thinking",
+        "thinking_budget",
+        "tools_in_user_message",
+    }
+)
+
+Message = Mapping[str, Any]
+Scalar = str | int | float | bool | None
+
+
+class ChatTemplate:
+    """A checkpoint's chat template, or its templates by name. Any thread may render."""
+
+    def __init__(
+        self,
+        source: ChatTemplateSource | None,
+        special_tokens: Mapping[str, str] | None = None,
+        *,
+        allowed_kwargs: frozenset[str] = TEMPLATE_KWARGS,
+        limits: RenderLimits | None = None,
+    ) -> None:
+        self._sources = {"default": source} if isinstance(source, str) else dict(source or {})
+        self._special_tokens = dict(special_tokens or {})
+        self._allowed_kwargs = allowed_kwargs
+        self._renderer = Renderer(limits)
+
+    def __bool__(self) -> bool:
+        """Whether there is a template at all."""
+        return bool(self._sources)
+
+    def close(self) -> None:
+        """End the worker processes now rather than with the program."""
+        self._renderer.close()
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        kwargs: Mapping[str, Scalar] | None = None,
+    ) -> str:
+        """The prompt's text. It holds its own BOS token: encode it with `add_special_tokens=False`."""
+        check_messages(messages)
+        self._check_kwargs(kwargs or {})
+        if continue_final_message and add_generation_prompt:
+            raise PromptError(
+                "add_generation_prompt and continue_final_message are both true: "
+                "a reply is either begun or continued"
+            )
+        marker = ""
+        if continue_final_message:
+            # A word that no message holds, and a space that tells whether the template trims messages.
+            marker = f"continue{secrets.token_hex(8)} "
+            messages = [*messages[:-1], _marked(messages[-1], marker)]
+        text = self._renderer.render(
+            self._source(bool(tools)),
+            {
+                **self._special_tokens,
+                "messages": messages,
+                "tools": tools or None,
+                "documents": None,
+                "add_generation_prompt": add_generation_prompt,
+                **(kwargs or {}),
+            },
+        )
+        return _cut(text, marker) if marker else text
+
+    def _source(self, with_tools: bool) -> str:
+        if not self._sources:
+            raise TemplateError(
+                "this model has no chat template: none of tokenizer_config.json, chat_template.jinja and "
+                "chat_template.json has one; give a prompt instead of messages, or start with a template"
+            )
+        for name in ("tool_use", "default") if with_tools else ("default",):
+            if name in self._sources:
+                return self._sources[name]
+        raise TemplateError(
+            f"this model has no default chat template, only {', '.join(sorted(self._sources))}"
+        )
+
+    def _check_kwargs(self, kwargs: Mapping[str, object]) -> None:
+        for name, value in kwargs.items():
+            if name not in self._allowed_kwargs:
+                allowed = ", ".join(sorted(self._allowed_kwargs))
+                raise TemplateError(f"the template argument {name!r} is not allowed: allowed are {allowed}")
+            if value is not None and not isinstance(value, str | int | float | bool):
+                raise TemplateError(
+                    f"the template argument {name!r} is a {type(value).__name__}: "
+                    "it must be a string, a number, a boolean or null"
+                )
+
+
+def check_messages(messages: object) -> None:
+    """Raise PromptError unless these are messages that a text model can read."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str):
+        raise PromptError(f"messages is a {type(messages).__name__}: it must be a list of messages")
+    if not 1 <= len(messages) <= MAX_MESSAGES:
+        raise PromptError(f"there are {len(messages)} messages: there must be 1 to {MAX_MESSAGES}")
+    for index, message in enumerate(messages):
+        _check_message(f"messages[{index}]", message)
+
+
+def _check_message(name: str, message: object) -> None:
+    if not isinstance(message, Mapping):
+        raise PromptError(f"{name} is a {type(message).__name__}: it must be an object with role and content")
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str) or not role:
+        raise PromptError(f"{name}.role is {role!r:.100}: it must be a non-empty string")
+    if content is None and role == "assistant":  # only calls tools, or only thinks
+        return
+    if isinstance(content, str):
+        return
+    if not isinstance(content, list):
+        raise PromptError(
+            f"{name}.content is of type {type(content).__name__}: it must be a string or a list of text parts"
+        )
+    for index, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind != "text":
+            raise PromptError(
+                f'{name}.content[{index}] is of type {kind!r:.100}: only "text" parts are allowed'
+            )
+        if not isinstance(part.get("text"), str):
+            raise PromptError(f"{name}.content[{index}].text must be a string")
+
+
+def _marked(message: Message, marker: str) -> Message:
+    """The message with the marker after its last text."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return {**message, "content": content + marker}
+    if not content:
+        raise PromptError("continue_final_message is true, but the final message has no content to continue")
+    return {**message, "content": [*content[:-1], {**content[-1], "text": content[-1]["text"] + marker}]}
+
+
+def _cut(text: str, marker: str) -> str:
+    end = text.rfind(marker.rstrip())
+    if end < 0:
+        raise TemplateError("the final message cannot be continued: the chat template leaves it out")
+    before = text[:end]
+    return before if text.startswith(marker, end) else before.rstrip()

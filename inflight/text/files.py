@@ -1,0 +1,79 @@
+"""What a checkpoint's folder says about text, besides tokenizer.json itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from inflight.errors import ModelError
+
+# The names under which templates and configurations know special tokens.
+SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+ChatTemplateSource = str | dict[str, str]  # one template, or several by name
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file; an absent file is an empty one."""
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} holds a {type(content).__name__}: it must be a JSON object")
+    return content
+
+
+def special_tokens(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Named special tokens; tokenizer_config.json wins over the older special_tokens_map.json."""
+    named = {**read_json(folder / "special_tokens_map.json"), **config}
+    found = {}
+    for name in SPECIAL_NAMES:
+        value = named.get(name)
+        text = value.get("content") if isinstance(value, dict) else value
+        if isinstance(text, str):
+            found[name] = text
+    return found
+
+
+def added_tokens(folder: Path, config: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """Tokens that tokenizer_config.json or added_tokens.json declare, by id, in the order of their ids."""
+    declared: dict[int, dict[str, Any]] = {}
+    try:
+        for text, token_id in read_json(folder / "added_tokens.json").items():
+            declared[int(token_id)] = {"content": text}
+        for token_id, token in (config.get("added_tokens_decoder") or {}).items():
+            if isinstance(token, dict) and isinstance(token.get("content"), str):
+                declared[int(token_id)] = token
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ModelError(
+            f"the added tokens of {folder} are not a mapping of ids and tokens: {error}"
+        ) from error
+    return dict(sorted(declared.items()))
+
+
+def chat_template(folder: Path, config: dict[str, Any]) -> ChatTemplateSource | None:
+    """The checkpoint's template or templates: files of their own win over tokenizer_config.json."""
+    templates: dict[str, str] = {}
+    inline = config.get("chat_template")
+    if isinstance(inline, str):
+        templates["default"] = inline
+    for entry in inline if isinstance(inline, list) else ():
+        if not isinstance(entry, dict) or not {"name", "template"} <= entry.keys():
+            raise ModelError(
+                f"chat_template in tokenizer_config.json lists {entry!r:.100}: it needs name and template"
+            )
+        templates[str(entry["name"])] = str(entry["template"])
+    older = read_json(folder / "chat_template.json").get("chat_template")
+    if isinstance(older, str):
+        templates["default"] = older
+    if (folder / "chat_template.jinja").is_file():
+        templates["default"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        templates[path.stem] = path.read_text(encoding="utf-8")
+    if not templates:
+        return None
+    return templates["default"] if list(templates) == ["default"] else templates

@@ -1,0 +1,160 @@
+"""The child process that renders chat templates, run as a script by `render.py`.
+
+A template is a program from a checkpoint. Jinja's sandbox keeps it from the machine, but not from looping
+for ever or from building a string of gigabytes inside one C call, where no hook, deadline or injected
+exception of the same process would be heard. In a process of its own the kernel sets the limits: address
+space here, and an alarm that ends the process even when its parent is gone.
+
+Messages in both directions are 8 bytes of length and then JSON. Only the standard library and jinja2 are
+imported, so that a start takes a tenth of a second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import resource
+import signal
+import socket
+import struct
+import sys
+from datetime import datetime
+from functools import lru_cache
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+HEADER = struct.Struct("!Q")
+MAX_ERROR_CHARACTERS = 2000
+
+
+class GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}` marks what an assistant wrote, for training; here only its content counts."""
+
+    tags = {"generation"}  # noqa: RUF012  # jinja2 declares it so
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body, lineno=line)
+
+
+def raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Plain JSON; jinja2's own filter escapes it for HTML."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    env = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, jinja2.ext.loopcontrols]
+    )
+    env.filters["tojson"] = to_json
+    env.globals.update(raise_exception=raise_exception, strftime_now=strftime_now)
+    return env
+
+
+@lru_cache(maxsize=8)
+def compiled(source: str) -> jinja2.Template:
+    return environment().from_string(source)
+
+
+def render(source: str, variables: dict[str, Any], max_characters: int) -> str:
+    chunks = []
+    left = max_characters
+    for chunk in compiled(source).generate(variables):
+        chunks.append(chunk)
+        left -= len(chunk)
+        if left < 0:
+            raise jinja2.TemplateRuntimeError(
+                f"its output is longer than the limit of {max_characters} characters"
+            )
+    return "".join(chunks)
+
+
+def answer(request: dict[str, Any]) -> dict[str, str]:
+    """Either `text`, or `error`, or `refused` when the template itself said no."""
+    try:
+        return {"text": render(request["source"], request["variables"], request["max_characters"])}
+    except MemoryError:
+        # The heap may now be close to its limit for good: the next rendering deserves a fresh process.
+        return {"error": "it needs more memory than its limit", "worn": "yes"}
+    except RecursionError:
+        return {"error": "it recurses too deeply"}
+    except jinja2.TemplateSyntaxError as error:
+        return {"error": f"line {error.lineno}: {error.message}"[:MAX_ERROR_CHARACTERS]}
+    except jinja2.TemplateError as error:
+        kind = "refused" if type(error) is jinja2.TemplateError else "error"
+        return {kind: str(error)[:MAX_ERROR_CHARACTERS]}
+    except Exception as error:  # a template can raise anything
+        return {"error": f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARACTERS]}
+
+
+def receive(connection: socket.socket) -> bytes | None:
+    """One message, None at the end of the stream."""
+    header = _receive_exactly(connection, HEADER.size)
+    return None if header is None else _receive_exactly(connection, HEADER.unpack(header)[0])
+
+
+def _receive_exactly(connection: socket.socket, size: int) -> bytes | None:
+    parts = []
+    while size:
+        part = connection.recv(min(size, 1 << 20))
+        if not part:
+            return None
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
+
+
+def pack(content: object) -> bytes:
+    # Lone surrogates pass through: refusing them is the tokenizer's part.
+    body = json.dumps(content, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    return HEADER.pack(len(body)) + body
+
+
+def unpack(body: bytes) -> Any:
+    return json.loads(body.decode("utf-8", "surrogatepass"))
+
+
+def serve(connection: socket.socket) -> None:
+    connection.sendall(pack({"ready": True}))
+    while (body := receive(connection)) is not None:
+        request = unpack(body)
+        signal.setitimer(signal.ITIMER_REAL, request["seconds"])  # its default action ends the process
+        reply = pack(answer(request))
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        connection.sendall(reply)
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
+    limit = int(sys.argv[1])
+    with contextlib.suppress(ValueError, OSError):  # some systems have no such limit
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(ConnectionError):
+        serve(socket.socket(fileno=0))
+
+
+if __name__ == "__main__":
+    main()

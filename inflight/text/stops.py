@@ -1,0 +1,95 @@
+"""Stop strings in a growing text.
+
+All stops are searched at once by an Aho-Corasick automaton: its state is the longest suffix of the text
+that begins some stop, which is both how matches are found across the borders of pushes and exactly the
+text that must be held back. Time is linear in the text, whatever the number and length of the stops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+_ROOT = 0
+_CODE_POINTS = 0x110000
+
+
+class _Automaton:
+    """The prefixes of all stops as states. One flat dict of edges is far smaller than one per state."""
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self.edges: dict[int, int] = {}  # state * _CODE_POINTS + character -> state
+        self.depth = [0]  # characters from the root
+        self.fallback = [_ROOT]  # the state of the longest proper suffix
+        self.match: list[str | None] = [None]  # the longest stop that ends in this state
+        # Level by level: a fallback is shorter than its state, so it is complete before it is needed.
+        growing = [(stop, _ROOT) for stop in stops]
+        level = 0
+        while growing:
+            growing = [(stop, self._grow(state, stop, level)) for stop, state in growing]
+            level += 1
+            growing = [(stop, state) for stop, state in growing if len(stop) > level]
+
+    def _grow(self, parent: int, stop: str, level: int) -> int:
+        """The state one character further along a stop."""
+        character = ord(stop[level])
+        key = parent * _CODE_POINTS + character
+        state = self.edges.get(key)
+        if state is None:
+            fallback = _ROOT if parent == _ROOT else self.step(self.fallback[parent], character)
+            state = self.edges[key] = len(self.depth)
+            self.depth.append(level + 1)
+            self.fallback.append(fallback)
+            self.match.append(self.match[fallback])
+        if len(stop) == level + 1:
+            self.match[state] = stop
+        return state
+
+    def step(self, state: int, character: int) -> int:
+        while True:
+            following = self.edges.get(state * _CODE_POINTS + character)
+            if following is not None:
+                return following
+            if state == _ROOT:
+                return _ROOT
+            state = self.fallback[state]
+
+
+_automaton = lru_cache(maxsize=8)(_Automaton)  # the outputs of one request share theirs
+
+
+class StopStrings:
+    """Cuts a text at the stop string that is complete first; of those that end together, the longest."""
+
+    def __init__(self, stops: Sequence[str], include: bool = False) -> None:
+        self._automaton = _automaton(tuple(stops))
+        self._include = include
+        self._state = _ROOT
+        self._held = ""  # always as long as the state is deep
+        self.matched: str | None = None  # the stop that was found; the text ends there
+
+    def push(self, text: str) -> str:
+        """The text that is safe to send: all but what may still become a stop."""
+        if self.matched is not None:
+            return ""
+        automaton, state = self._automaton, self._state
+        for index, character in enumerate(text):
+            state = automaton.step(state, ord(character))
+            stop = automaton.match[state]
+            if stop is not None:
+                return self._end(self._held + text[: index + 1], stop)
+        self._state = state
+        text = self._held + text
+        safe = len(text) - automaton.depth[state]
+        self._held = text[safe:]
+        return text[:safe]
+
+    def flush(self) -> str:
+        """What was held back, at the natural end of the text."""
+        held, self._held, self._state = self._held, "", _ROOT
+        return held
+
+    def _end(self, text: str, stop: str) -> str:
+        self.matched = stop
+        self._held = ""
+        return text if self._include else text[: len(text) - len(stop)]

@@ -1,0 +1,200 @@
+"""Strings to token ids and back, over the `tokenizers` package."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from inflight.errors import ModelError, PromptError
+from inflight.text import files
+from inflight.text.pieces import ByteDecoder
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer. Nothing in it changes after loading, so any thread may use it."""
+
+    def __init__(
+        self,
+        backend: Any,  # tokenizers.Tokenizer, which has no types
+        *,
+        specials: Mapping[str, str] | None = None,
+        add_bos: bool = False,
+        add_eos: bool = False,
+        chat_template: files.ChatTemplateSource | None = None,
+    ) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self.special_tokens: dict[str, str] = dict(specials or {})
+        self.chat_template = chat_template
+        self.vocab_size: int = max(backend.get_vocab(True).values(), default=-1) + 1
+        self.special_ids: frozenset[int] = frozenset(
+            token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
+        )
+        self.bos_token_id = self._special_id("bos_token")
+        self.eos_token_id = self._special_id("eos_token")
+        # A post-processor that adds tokens knows best; the flags of the configuration speak where none does.
+        silent = backend.num_special_tokens_to_add(False) == 0
+        self._before = [self.bos_token_id] if silent and add_bos and self.bos_token_id is not None else []
+        self._after = [self.eos_token_id] if silent and add_eos and self.eos_token_id is not None else []
+        self.byte_decoder = ByteDecoder.of(backend)
+        self._plain: Any = None  # the backend that reads no special tokens in text, made when first needed
+        self._unknown_id: int | None = None  # set with it
+        self._lock = threading.Lock()
+
+    @classmethod
+    def load(cls, folder: Path) -> Tokenizer:
+        """The tokenizer of a checkpoint's folder."""
+        path = Path(folder) / "tokenizer.json"
+        if not path.is_file():
+            raise ModelError(_missing(Path(folder)))
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the package raises bare Exception
+            raise ModelError(f"{path} cannot be read: {error}") from error
+        config = files.read_json(path.parent / "tokenizer_config.json")
+        specials = files.special_tokens(path.parent, config)
+        _complete(backend, files.added_tokens(path.parent, config), specials)
+        return cls(
+            backend,
+            specials=specials,
+            add_bos=config.get("add_bos_token") is True,
+            add_eos=config.get("add_eos_token") is True,
+            chat_template=files.chat_template(path.parent, config),
+        )
+
+    def encode(self, text: str, add_special_tokens: bool = True, *, parse_special: bool = True) -> list[int]:
+        """Token ids of a text.
+
+        With `parse_special=False` the spelling of a special token in the text is only text: a control
+        token can then come from nowhere but `add_special_tokens`.
+        """
+        return self.encode_batch([text], add_special_tokens, parse_special=parse_special)[0]
+
+    def encode_batch(
+        self, texts: Sequence[str], add_special_tokens: bool = True, *, parse_special: bool = True
+    ) -> list[list[int]]:
+        for text in texts:
+            _check_text(text)
+        backend = self._backend if parse_special else self._plain_backend()
+        # The fast variant leaves out the offsets, which cost more than the ids.
+        encodings = backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        if not parse_special:
+            for encoding in encodings:
+                self._check_plain(encoding)
+        if add_special_tokens and (self._before or self._after):
+            return [[*self._before, *encoding.ids, *self._after] for encoding in encodings]
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of ids. Ids that the tokenizer does not know have no text."""
+        known = [token_id for token_id in ids if 0 <= token_id < self.vocab_size]
+        if self.byte_decoder is not None and self.byte_decoder.own:
+            hidden = self.special_ids if skip_special_tokens else frozenset()
+            return self.byte_decoder.decode([token_id for token_id in known if token_id not in hidden])
+        text: str = self._backend.decode(known, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token(self, token_id: int) -> str:
+        """The vocabulary's spelling of a token, "" for an id that the tokenizer does not know."""
+        if not self.knows(token_id):
+            return ""
+        token: str = self._backend.id_to_token(token_id)
+        return token
+
+    def knows(self, token_id: int) -> bool:
+        """Whether the tokenizer has this id; a model's vocabulary may be padded beyond it."""
+        return 0 <= token_id < self.vocab_size and self._backend.id_to_token(token_id) is not None
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a vocabulary entry, by its spelling."""
+        found: int | None = self._backend.token_to_id(token)
+        return found
+
+    def _special_id(self, name: str) -> int | None:
+        token = self.special_tokens.get(name)
+        return None if token is None else self.token_id(token)
+
+    def _plain_backend(self) -> Any:
+        with self._lock:
+            if self._plain is None:
+                state = self._backend.to_str()
+                plain = tokenizers.Tokenizer.from_str(state)
+                plain.encode_special_tokens = True
+                model = json.loads(state)["model"]
+                unknown = model.get("unk_token")
+                self._unknown_id = model.get("unk_id") if unknown is None else self.token_id(unknown)
+                self._plain = plain
+            return self._plain
+
+    def _check_plain(self, encoding: Any) -> None:
+        """Some models (Unigram) hold the special tokens as ordinary pieces too, and find them in text."""
+        for token_id, added in zip(encoding.ids, encoding.special_tokens_mask, strict=True):
+            if not added and token_id in self.special_ids and token_id != self._unknown_id:
+                raise PromptError(
+                    f"the text spells the special token {self.token(token_id)!r}: "
+                    "this tokenizer cannot read it as plain text, so it is not allowed here"
+                )
+
+
+def _check_text(text: object) -> None:
+    if not isinstance(text, str):
+        raise PromptError(f"a text is of type {type(text).__name__}: it must be a string")
+    if text.isascii():
+        return
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise PromptError(
+            f"the text has a lone surrogate, U+{ord(text[error.start]):04X}, at character {error.start}: "
+            "only valid Unicode can be tokenized"
+        ) from None
+
+
+def _missing(folder: Path) -> str:
+    others = [
+        name
+        for name in ("tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+        if (folder / name).is_file()
+    ]
+    note = f" ({', '.join(others)} is there, but cannot be read without it)" if others else ""
+    return (
+        f"no tokenizer.json in {folder}{note}: "
+        "give a folder that has one, or set skip_tokenizer_init and give prompts as token ids"
+    )
+
+
+def _complete(backend: Any, declared: Mapping[int, dict[str, Any]], specials: Mapping[str, str]) -> None:
+    """Give the backend the added tokens that only the configuration knows, and mark the named ones special.
+
+    A token is added only where it gets the id that the configuration declares; one whose id would be
+    made up here has no row in the model.
+    """
+    known = {token.content: token.special for token in backend.get_added_tokens_decoder().values()}
+    vocabulary = backend.get_vocab(True)
+    next_id = max(vocabulary.values(), default=-1) + 1
+    named = set(specials.values())
+    for token_id, token in declared.items():
+        content = token["content"]
+        special = bool(token.get("special", False)) or content in named
+        if known.get(content) == special or vocabulary.get(content, next_id) != token_id:
+            continue
+        flags = {
+            key: bool(token[key]) for key in ("lstrip", "rstrip", "normalized", "single_word") if key in token
+        }
+        added = tokenizers.AddedToken(content, special=special, **flags)
+        (backend.add_special_tokens if special else backend.add_tokens)([added])
+        known[content] = special
+        next_id = max(next_id, token_id + 1)
+    backend.add_special_tokens(
+        [
+            tokenizers.AddedToken(text, special=True)
+            for text in named
+            if text in vocabulary and not known.get(text)
+        ]
+    )

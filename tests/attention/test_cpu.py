@@ -1,0 +1,138 @@
+"""The CPU backends against the reference, and the compiled one against itself under other schedules."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inflight.attention.backend import AttentionBackend, KVShape
+from inflight.attention.cpu import CpuAttention, TorchCpuAttention, cpu_attention
+from inflight.attention.reference import ReferenceAttention
+from inflight.errors import ConfigError
+from inflight.native.library import native_library
+from tests.attention.paged import Heads, Scene, Step
+
+
+def native() -> CpuAttention:
+    library = native_library()
+    if library is None:
+        pytest.skip("nothing can be compiled here")
+    return CpuAttention(library)
+
+
+@pytest.fixture(params=["native", "torch"])
+def backend(request: pytest.FixtureRequest) -> AttentionBackend:
+    return native() if request.param == "native" else TorchCpuAttention()
+
+
+def assert_close(
+    scene: Scene, backend: AttentionBackend, schedules: list[list[Step]], window: int | None = None
+) -> None:
+    expected = torch.cat(scene.run(ReferenceAttention(), scene.whole(), window))
+    for steps in schedules:
+        found = torch.cat(scene.run(backend, steps, window))
+        torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("head_dim", [16, 20, 64, 80, 128, 256])
+@pytest.mark.parametrize("group", [1, 2, 3, 8])
+def test_head_shapes(backend: AttentionBackend, head_dim: int, group: int) -> None:
+    scene = Scene(Heads(2 * group, 2, head_dim), block_size=16, lengths=[1, 21])
+    assert_close(scene, backend, [scene.whole(), scene.chunks(6)])
+
+
+@pytest.mark.parametrize("block_size", [1, 8, 16, 24, 32])
+@pytest.mark.parametrize("window", [None, 1, 7, 16, 40])
+def test_blocks_and_windows(backend: AttentionBackend, block_size: int, window: int | None) -> None:
+    scene = Scene(Heads(), block_size, lengths=[3, 49, 17])
+    assert_close(scene, backend, [scene.whole(), scene.chunks(9)], window)
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_ragged_batches(data: st.DataObject) -> None:
+    """Entries in any order, some of one token and some of many."""
+    lengths = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=4))
+    scene = Scene(Heads(4, 2, 16), data.draw(st.sampled_from([4, 16])), lengths, seed=len(lengths))
+    done = [0] * len(lengths)
+    steps: list[Step] = []
+    while any(d < n for d, n in zip(done, lengths, strict=True)):
+        open_requests = [r for r, n in enumerate(lengths) if done[r] < n]
+        chosen = data.draw(st.lists(st.sampled_from(open_requests), min_size=1, unique=True))
+        step = [(r, done[r], data.draw(st.integers(1, lengths[r] - done[r]))) for r in chosen]
+        for r, _, count in step:
+            done[r] += count
+        steps.append(step)
+    window = data.draw(st.sampled_from([None, 6, 20]))
+    for backend in (native(), TorchCpuAttention()):
+        assert_close(scene, backend, [steps], window)
+
+
+@pytest.mark.parametrize("window", [None, 1, 11, 30])
+@pytest.mark.parametrize(("head_dim", "block_size"), [(64, 16), (128, 32), (80, 16), (20, 8)])
+@pytest.mark.parametrize("group", [1, 2, 5])
+def test_bits_do_not_depend_on_the_schedule(
+    window: int | None, head_dim: int, block_size: int, group: int
+) -> None:
+    scene = Scene(Heads(2 * group, 2, head_dim), block_size, lengths=[70, 1, 39, 18])
+    whole = scene.run(native(), scene.whole(), window)
+    for steps in (scene.alone(), scene.chunks(1), scene.chunks(7), scene.chunks(32)):
+        for found, wanted in zip(scene.run(native(), steps, window), whole, strict=True):
+            assert torch.equal(found, wanted)
+
+
+def test_bits_do_not_depend_on_the_threads() -> None:
+    scene = Scene(Heads(4, 2, 64), 16, lengths=[50, 9])
+    threads = torch.get_num_threads()
+    found = []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            found.append(torch.cat(scene.run(native(), scene.whole())))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+def test_an_entry_reads_a_block_that_another_fills_in_the_same_step(backend: AttentionBackend) -> None:
+    scene = Scene(Heads(), block_size=16, lengths=[16, 20])
+    scene.qkv[1][:16] = scene.qkv[0]  # the same prefix
+    expected = scene.run(ReferenceAttention(), scene.whole())[1][16:]
+    scene.tables[scene.rows[1]][0] = scene.tables[scene.rows[0]][0]
+    # The reader comes first in the batch, the writer second.
+    found = scene.run(backend, [[(1, 16, 4), (0, 0, 16)]])[1][16:]
+    torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
+
+
+def test_large_scores_do_not_overflow(backend: AttentionBackend) -> None:
+    scene = Scene(Heads(), block_size=16, lengths=[40])
+    scene.qkv[0][:, : 6 * 16] *= 30  # queries and keys: scores in the thousands
+    assert_close(scene, backend, [scene.chunks(11)])
+
+
+def test_wrong_shapes_are_refused() -> None:
+    scene = Scene(Heads(), block_size=16, lengths=[4])
+    (cache,) = native().allocate(KVShape(1, 2, 16, 16, torch.float32), 4, torch.device("cpu"))
+    query, key = torch.zeros(4, 4, 16), torch.zeros(4, 2, 16)
+    inputs = scene.inputs(scene.whole()[0])
+    with pytest.raises(ConfigError, match="do not belong together"):
+        native().attend(query, torch.zeros(4, 1, 16), key, cache, inputs, 1.0, None)
+    with pytest.raises(ConfigError, match="int32"):
+        native().attend(query, key, key, cache, replace(inputs, rows=inputs.rows.long()), 1.0, None)
+    with pytest.raises(ConfigError, match="slots"):
+        native().attend(query, key, key, cache, replace(inputs, slots=inputs.slots[:2]), 1.0, None)
+
+
+def test_the_cache_is_float32() -> None:
+    with pytest.raises(ConfigError, match="float32"):
+        native().allocate(KVShape(1, 2, 16, 16, torch.bfloat16), 4, torch.device("cpu"))
+
+
+def test_the_compiled_backend_is_chosen_where_it_can_be_had() -> None:
+    expected = TorchCpuAttention if native_library() is None else CpuAttention
+    assert isinstance(cpu_attention(), expected)

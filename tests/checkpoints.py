@@ -1,0 +1,136 @@
+"""Small random checkpoints of every family, written by transformers, and a small real tokenizer.
+
+`transformers` and `tokenizers` are imported when called: importing this file costs nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VOCAB_SIZE = 320
+MAX_POSITION = 512
+END_OF_TURN = "<|end|>"
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+_TEXT = (
+    "The quick brown fox jumps over the lazy dog, and the dog does not mind.",
+    "A batch is a set of requests that are computed together, one token at a time.",
+    "When the sun is low, the shadows of the trees are longer than the trees.",
+    "Numbers such as 12, 345 and 6789 are written with digits; so is 3.14.",
+    "def add(a, b):\n    return a + b\n",
+)
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_POSITION,
+    # No end token: greedy runs go on until their length limit unless a test says otherwise.
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+def _config(name: str, **fixed: Any) -> Callable[..., Any]:
+    def make(**overrides: Any) -> Any:
+        import transformers
+
+        return getattr(transformers, name)(**(_SHAPE | fixed | overrides))
+
+    return make
+
+
+# family -> a function that makes its transformers config; keywords replace fields
+FAMILIES: Mapping[str, Callable[..., Any]] = {
+    "llama": _config("LlamaConfig"),
+    "mistral": _config("MistralConfig", sliding_window=8),
+    "qwen2": _config("Qwen2Config", tie_word_embeddings=True),
+    "qwen3": _config("Qwen3Config", head_dim=32, tie_word_embeddings=True),
+    "phi3": _config("Phi3Config", original_max_position_embeddings=MAX_POSITION),
+    "gemma3": _config("Gemma3TextConfig", head_dim=32, query_pre_attn_scalar=24, sliding_window=8),
+    "olmo2": _config("Olmo2Config"),
+}
+
+# Its usual pattern, one full layer in six, would leave a small model without any.
+_GEMMA3_LAYERS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+
+
+def make_model(family: str, seed: int = 0, **overrides: Any) -> Any:
+    """A transformers model in float32 with random weights, norms and biases included: transformers starts
+    them at 1 and 0, where many a mistake would not show."""
+    import transformers
+
+    if family == "gemma3" and "num_hidden_layers" not in overrides:
+        overrides = _GEMMA3_LAYERS | overrides
+    model = transformers.AutoModelForCausalLM.from_config(FAMILIES[family](**overrides))
+    randomise(model, seed)
+    return model.eval()
+
+
+def randomise(model: Any, seed: int = 0) -> None:
+    """Random weights in place, of a size that makes predictions differ clearly between tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() > 1:
+                parameter.copy_(noise * 0.12)
+            elif name.endswith("bias"):
+                parameter.copy_(noise * 0.3)
+            else:  # norms, around the value that transformers starts them at
+                parameter.add_(noise * 0.3)
+
+
+def write_checkpoint(
+    folder: Path,
+    family: str,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    max_shard_size: str = "1GB",
+    **overrides: Any,
+) -> Path:
+    """Write a random checkpoint of `family` and return its folder. `overrides` are fields of its config."""
+    model = make_model(family, seed, **overrides)
+    model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
+    return folder
+
+
+def write_tokenizer(folder: Path, vocab_size: int = VOCAB_SIZE) -> Path:
+    """A byte-level BPE tokenizer for any text, with special tokens and a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    specials = [END_OF_TURN, "<|system|>", "<|user|>", "<|assistant|>"]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=specials,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_TEXT, trainer)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END_OF_TURN,
+        "model_max_length": MAX_POSITION,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
+    return folder

@@ -1,0 +1,75 @@
+"""Engines over the fake runner, in one line."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from inflight.engine.core import EngineCore
+from inflight.engine.fake import FakeRunner
+from inflight.events import Delta, StepRecord
+from inflight.kv import BlockManager, ChainHashCache, NoPrefixCache
+from inflight.request import Request, SamplingParams
+from inflight.scheduling import Limits, Policy, Scheduler, make_policy
+
+_ids = itertools.count()
+
+
+def make_request(
+    prompt: list[int], max_tokens: int = 4, request_id: str | None = None, **fields: object
+) -> Request:
+    params = fields.pop("params", None) or SamplingParams(max_tokens=max_tokens, temperature=0)
+    name = request_id or f"r{next(_ids)}"
+    return Request(name, list(prompt), params, max_tokens, **fields)  # type: ignore[arg-type]
+
+
+@dataclass
+class FakeEngine:
+    """An engine core over the fake runner that remembers all that happened."""
+
+    policy: str | Callable[[], Policy] = "continuous"
+    num_blocks: int = 32
+    block_size: int = 4
+    max_num_seqs: int = 8
+    max_num_batched_tokens: int = 64
+    max_kv_tokens: int = 1 << 30
+    pipeline_depth: int = 1
+    caching: bool = True
+    records: list[StepRecord] = field(default_factory=list)
+    outputs: dict[str, list[int]] = field(default_factory=dict)
+    finished: dict[str, Delta] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        cache = ChainHashCache(self.block_size) if self.caching else NoPrefixCache()
+        limits = Limits(self.max_num_seqs, self.max_num_batched_tokens, self.max_kv_tokens)
+        blocks = BlockManager(self.num_blocks, self.block_size, cache)
+        self.scheduler = Scheduler(limits, make_policy(self.policy), blocks)
+        self.runner = FakeRunner(self.num_blocks, self.block_size)
+        ticks = itertools.count()
+        self.core = EngineCore(
+            self.scheduler, self.runner, self.pipeline_depth, clock=lambda: float(next(ticks))
+        )
+        self.core.observers.append(self.records.append)
+
+    def add(self, request: Request) -> Request:
+        self.core.add(request)
+        self.outputs[request.request_id] = []
+        return request
+
+    def take(self, deltas: list[Delta]) -> None:
+        for delta in deltas:
+            self.outputs[delta.request_id] += delta.token_ids
+            if delta.finish_reason:
+                assert delta.request_id not in self.finished, "a request ends once"
+                self.finished[delta.request_id] = delta
+
+    def step(self) -> None:
+        self.take(self.core.step())
+
+    def run(self, max_steps: int = 10_000) -> None:
+        for _ in range(max_steps):
+            if not self.core.has_work:
+                return
+            self.step()
+        raise AssertionError(f"not done after {max_steps} steps")

@@ -1,0 +1,163 @@
+"""Norms, rotary embedding and gates against float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from inflight.errors import ConfigError
+from inflight.layers.kernels import Kernels
+from inflight.layers.native_kernels import NativeKernels
+from inflight.layers.select import cpu_kernels
+from inflight.layers.torch_kernels import TorchKernels
+from inflight.native.library import native_library
+
+
+def native() -> NativeKernels:
+    library = native_library()
+    if library is None:
+        pytest.skip("nothing can be compiled here")
+    return NativeKernels(library)
+
+
+@pytest.fixture(params=["native", "torch"])
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    return native() if request.param == "native" else TorchKernels()
+
+
+def norm64(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.double()
+    return wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+
+
+def assert_near(found: Tensor, wanted: Tensor) -> None:
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), wanted, rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 17), (2, 64), (40, 1024), (5, 4, 128), (3, 2, 20)])
+def test_rms_norm(kernels: Kernels, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(shape), torch.randn(shape[-1])
+    found = kernels.rms_norm(x, weight, 1e-6)
+    assert found.shape == x.shape
+    assert_near(found, norm64(x, weight, 1e-6))
+
+
+def test_rms_norm_of_heads_inside_a_packed_tensor(kernels: Kernels) -> None:
+    torch.manual_seed(1)
+    packed, weight = torch.randn(6, 7 * 32), torch.randn(32)
+    for x in (
+        packed.view(6, 7, 32)[:, 2:5],
+        packed[:, 32:64],
+        packed.view(6, 7, 32).transpose(1, 2)[..., :7],
+    ):
+        scale = weight[: x.shape[-1]]
+        before = x.clone()
+        assert_near(kernels.rms_norm(x, scale, 1e-5), norm64(before, scale, 1e-5))
+        assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("shape", [(1, 5), (3, 64), (33, 1000)])
+def test_add_rms_norm(kernels: Kernels, shape: tuple[int, int]) -> None:
+    torch.manual_seed(2)
+    x, residual, weight = torch.randn(shape), torch.randn(shape), torch.randn(shape[1])
+    added = x + residual
+    normed, total = kernels.add_rms_norm(x, residual, weight, 1e-6)
+    assert torch.equal(total, added)
+    assert_near(normed, norm64(added, weight, 1e-6))
+
+
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(128, 128), (80, 80), (64, 32), (20, 6), (8, 2)])
+@pytest.mark.parametrize("num_tokens", [1, 9, 60])
+def test_rotate(kernels: Kernels, head_dim: int, rotary_dim: int, num_tokens: int) -> None:
+    torch.manual_seed(3)
+    half = rotary_dim // 2
+    angles = torch.rand(50, half) * 6
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
+    positions = torch.randint(0, 50, (num_tokens,))
+    packed = torch.randn(num_tokens, 5, head_dim)
+    before = packed.clone()
+    found = kernels.rotate(packed[:, 1:4], positions, cos_sin)
+    # A turn is a product of complex numbers.
+    x = before[:, 1:4].double()
+    turn = torch.complex(*cos_sin[positions].double().view(num_tokens, 1, 2, half).unbind(2))
+    turned = torch.complex(x[..., :half].contiguous(), x[..., half:rotary_dim].contiguous()) * turn
+    wanted = torch.cat((turned.real, turned.imag, x[..., rotary_dim:]), dim=-1)
+    assert_near(found, wanted)
+    untouched = torch.tensor([0, 4])
+    assert torch.equal(packed[:, untouched], before[:, untouched])
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("shape", [(1, 2), (3, 34), (17, 3000)])
+def test_gate(kernels: Kernels, activation: str, shape: tuple[int, int]) -> None:
+    torch.manual_seed(4)
+    gate_up = torch.randn(shape) * 4
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    if activation == "silu":
+        acted = gate / (1 + (-gate).exp())
+    else:
+        acted = gate / 2 * (1 + (math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)).tanh())
+    found = kernels.gate(gate_up, activation)
+    torch.testing.assert_close(found.double(), acted * up, rtol=3e-6, atol=3e-6)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_gate_far_from_zero(kernels: Kernels, activation: str) -> None:
+    gate_up = torch.tensor([[-1e4, -200.0, -89.0, 0.0, 89.0, 200.0, 1e4, 1, 1, 1, 1, 1, 1, 1]])
+    found = kernels.gate(gate_up, activation)
+    torch.testing.assert_close(found, torch.tensor([[0.0, 0, 0, 0, 89, 200, 1e4]]), rtol=1e-6, atol=1e-6)
+
+
+def test_gate_passes_on_what_is_not_a_number() -> None:
+    gate_up = torch.tensor([[float("nan"), 1.0, 1.0, 1.0]])
+    assert native().gate(gate_up, "silu").isnan().tolist() == [[True, False]]
+
+
+def test_a_token_has_the_same_bits_in_every_batch() -> None:
+    torch.manual_seed(5)
+    kernels, cos_sin = native(), torch.randn(100, 24)
+    x, weight, positions = torch.randn(90, 1040), torch.randn(1040), torch.randint(0, 100, (90,))
+    heads = x.view(90, 26, 40)
+    normed, gated = kernels.rms_norm(x, weight, 1e-6), kernels.gate(x, "silu")
+    turned = kernels.rotate(heads.clone(), positions, cos_sin)
+    added = kernels.add_rms_norm(x.clone(), x.clone(), weight, 1e-6)[0]
+    for i in (0, 41, 89):
+        one = slice(i, i + 1)
+        assert torch.equal(kernels.rms_norm(x[one], weight, 1e-6), normed[one])
+        assert torch.equal(kernels.gate(x[one], "silu"), gated[one])
+        assert torch.equal(kernels.rotate(heads[one].clone(), positions[one], cos_sin), turned[one])
+        assert torch.equal(kernels.add_rms_norm(x[one].clone(), x[one].clone(), weight, 1e-6)[0], added[one])
+
+
+def test_an_unknown_activation_is_refused(kernels: Kernels) -> None:
+    with pytest.raises(ConfigError, match="allowed is silu, gelu_tanh"):
+        kernels.gate(torch.ones(1, 2), "relu")
+
+
+def test_what_would_read_outside_is_refused() -> None:
+    kernels = native()
+    with pytest.raises(ConfigError, match="must be"):
+        kernels.rms_norm(torch.ones(2, 8), torch.ones(7), 1e-6)
+    with pytest.raises(ConfigError, match="must be alike"):
+        kernels.add_rms_norm(torch.ones(2, 8), torch.ones(1, 8), torch.ones(8), 1e-6)
+    with pytest.raises(ConfigError, match="cannot rotate"):
+        kernels.rotate(torch.ones(2, 1, 8), torch.tensor([0]), torch.ones(1, 8))
+
+
+def test_torch_kernels_keep_the_compute_dtype() -> None:
+    kernels = TorchKernels(torch.bfloat16)
+    linear = kernels.linear(8, 6, torch.bfloat16, bias=False)
+    linear.load(torch.ones(6, 8))
+    x = torch.ones(2, 8, dtype=torch.bfloat16)
+    assert linear(x).dtype == linear.rows(torch.tensor([1])).dtype == torch.bfloat16
+    assert kernels.rms_norm(x, torch.ones(8), 1e-6).dtype == torch.bfloat16
+
+
+def test_the_compiled_kernels_are_chosen_where_they_can_be_had() -> None:
+    expected = TorchKernels if native_library() is None else NativeKernels
+    assert isinstance(cpu_kernels(), expected)

@@ -1,0 +1,67 @@
+"""Running a decoder without an engine: one request in a paged cache with its blocks out of order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inflight.attention.backend import AttentionInputs
+from inflight.attention.cpu import TorchCpuAttention, cpu_attention
+from inflight.layers.select import cpu_kernels
+from inflight.layers.torch_kernels import TorchKernels
+from inflight.models.checkpoint import open_checkpoint
+from inflight.models.decoder import Decoder
+from inflight.models.weights import load_decoder
+
+CPU = torch.device("cpu")
+BLOCK_SIZE = 4
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32, fast: bool = False, **options: Any) -> Decoder:
+    """In plain torch, or with the fastest kernels that this machine can compile."""
+    kernels = cpu_kernels() if fast else TorchKernels()
+    attention = cpu_attention() if fast else TorchCpuAttention()
+    return load_decoder(open_checkpoint(str(folder)), kernels, attention, dtype, CPU, **options)
+
+
+@torch.inference_mode()
+def logprobs(decoder: Decoder, token_ids: list[int], chunks: list[int] | None = None) -> Tensor:
+    """[len(token_ids), vocab_size] of the whole prompt, computed in `chunks` (all at once unless given)."""
+    num_tokens = len(token_ids)
+    num_blocks = -(-num_tokens // BLOCK_SIZE)
+    table = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(5))
+    caches = decoder.attention.allocate(decoder.kv_shape(BLOCK_SIZE), num_blocks, CPU)
+    ids, out, start = torch.tensor(token_ids), [], 0
+    for count in chunks or [num_tokens]:
+        positions = torch.arange(start, start + count)
+        inputs = AttentionInputs(
+            query_starts=torch.tensor([0, count], dtype=torch.int32),
+            context_lens=torch.tensor([start + count], dtype=torch.int32),
+            rows=torch.zeros(1, dtype=torch.int32),
+            block_tables=table.to(torch.int32)[None],
+            slots=table[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE,
+            max_query_len=count,
+            max_context_len=start + count,
+        )
+        hidden = decoder.forward(ids[start : start + count], positions, caches, inputs)
+        out.append(decoder.logits(hidden).log_softmax(-1))
+        start += count
+    assert start == num_tokens
+    return torch.cat(out)
+
+
+@torch.inference_mode()
+def transformers_logprobs(model: Any, token_ids: list[int]) -> Tensor:
+    """[len(token_ids), vocab_size] as transformers computes them."""
+    logits: Tensor = model(torch.tensor([token_ids])).logits[0]
+    return logits.float().log_softmax(-1)
+
+
+def prompt(num_tokens: int = 40, vocab_size: int = 320) -> list[int]:
+    ids: list[int] = torch.randint(
+        vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(1)
+    ).tolist()
+    return ids

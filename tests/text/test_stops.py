@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inflight.text import StopStrings
+from inflight.text.stops import _Automaton
+
+
+def naive(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
+    """Character by character: the first end at which any stop is complete, and then the longest stop."""
+    for end in range(1, len(text) + 1):
+        found = [stop for stop in stops if text[:end].endswith(stop)]
+        if found:
+            longest = max(found, key=len)
+            return (text[:end] if include else text[: end - len(longest)]), longest
+    return text, None
+
+
+def must_hold(text: str, stops: list[str]) -> int:
+    return max(
+        (size for stop in stops for size in range(1, len(stop)) if text.endswith(stop[:size])),
+        default=0,
+    )
+
+
+TEXT = st.text(alphabet="abc", max_size=40)
+STOPS = st.lists(st.text(alphabet="abc", min_size=1, max_size=5), min_size=1, max_size=5)
+
+
+@given(text=TEXT, stops=STOPS, include=st.booleans(), cuts=st.lists(st.integers(0, 40), max_size=10))
+def test_any_split_ends_where_the_naive_search_ends(
+    text: str, stops: list[str], include: bool, cuts: list[int]
+) -> None:
+    finder = StopStrings(stops, include)
+    borders = [0, *sorted(min(place, len(text)) for place in cuts), len(text)]
+    sent = ""
+    for start, end in pairwise(borders):
+        sent += finder.push(text[start:end])
+        if finder.matched is None:
+            assert len(sent) == end - must_hold(text[:end], stops)  # no more is held back than must be
+    sent += finder.flush()
+    assert (sent, finder.matched) == naive(text, stops, include)
+
+
+def test_a_stop_across_pushes_is_held_back_and_cut() -> None:
+    finder = StopStrings(["</end>"])
+    assert [finder.push(part) for part in ["text <", "/en", "ding </", "end> more"]] == [
+        "text ",
+        "",
+        "</ending ",
+        "",
+    ]
+    assert finder.matched == "</end>"
+    assert finder.push("after") == ""
+    assert finder.flush() == ""
+
+
+@pytest.mark.parametrize(("include", "expected"), [(False, "one "), (True, "one STOP")])
+def test_include_keeps_the_stop_and_nothing_after_it(include: bool, expected: str) -> None:
+    finder = StopStrings(["STOP"], include)
+    assert finder.push("one STOP two") == expected
+
+
+def test_the_stop_that_is_complete_first_wins() -> None:
+    finder = StopStrings(["abcd", "bc"])
+    assert finder.push("xabcd") == "xa"
+    assert finder.matched == "bc"
+
+
+def test_flush_releases_what_was_held() -> None:
+    finder = StopStrings(["stop"])
+    assert finder.push("never st") == "never "
+    assert finder.flush() == "st"
+    assert finder.push("op") == "op"  # what was released takes no part in a later match
+    assert finder.matched is None
+
+
+def test_without_stops_everything_passes() -> None:
+    finder = StopStrings([])
+    assert finder.push("anything") == "anything"
+    assert finder.flush() == ""
+
+
+def test_the_work_is_linear_in_the_text_for_the_most_and_longest_stops(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # 64 stops of 1024 characters that all nearly match everywhere: a search per stop would be quadratic.
+    stops = ["a" * (1023 - index) + "b" + "c" * index for index in range(64)]
+    finder = StopStrings(stops)
+    lookups = 0
+
+    class Counted(dict[int, int]):
+        def get(self, key, default=None):  # type: ignore[no-untyped-def]
+            nonlocal lookups
+            lookups += 1
+            return super().get(key, default)
+
+    monkeypatch.setattr(finder, "_automaton", _Automaton(tuple(stops)))
+    finder._automaton.edges = Counted(finder._automaton.edges)
+    text = ("a" * 900 + "d") * 10
+    assert finder.push(text) == text
+    assert lookups <= 2 * len(text) + 2

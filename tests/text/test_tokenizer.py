@@ -1,0 +1,224 @@
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import processors
+from transformers import PreTrainedTokenizerFast
+
+from inflight.errors import ModelError, PromptError
+from inflight.text import Tokenizer
+
+from .samples import (
+    BACKENDS,
+    END,
+    PAD,
+    SENTENCES,
+    backend,
+    byte_fallback_backend,
+    byte_level_backend,
+    metaspace_backend,
+    minilm_folder,
+    tokenizer,
+)
+
+
+def save(folder: Path, made: Any, config: dict[str, Any] | None = None, **others: object) -> Path:
+    made.save(str(folder / "tokenizer.json"))
+    for name, content in {"tokenizer_config": config or {}, **others}.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return folder
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@given(text=st.text(max_size=40) | st.sampled_from([*SENTENCES, f"{END}hello </s><s>[CLS] <unk>"]))
+def test_encode_is_the_package_s(name: str, text: str) -> None:
+    for add in (False, True):
+        assert tokenizer(name).encode(text, add) == backend(name).encode(text, add_special_tokens=add).ids
+
+
+def test_encode_batch_is_encode_of_each() -> None:
+    tok = tokenizer("wordpiece")
+    assert tok.encode_batch(SENTENCES) == [tok.encode(sentence) for sentence in SENTENCES]
+    assert tok.encode_batch([]) == []
+
+
+@pytest.mark.parametrize("text", ["\ud800", "fine until \udfff here", "é\udc80"])
+def test_lone_surrogates_are_refused(text: str) -> None:
+    with pytest.raises(PromptError, match=r"lone surrogate, U\+D"):
+        tokenizer("byte_level").encode(text)
+
+
+def test_what_is_no_string_is_refused() -> None:
+    with pytest.raises(PromptError, match="of type list"):
+        tokenizer("byte_level").encode(["hello"])  # type: ignore[arg-type]
+
+
+def test_vocabulary() -> None:
+    tok = tokenizer("byte_level")
+    assert tok.vocab_size == max(backend("byte_level").get_vocab(True).values()) + 1
+    assert tok.special_ids == {0, 1}
+    assert tok.eos_token_id == 0
+    assert tok.bos_token_id is None
+    assert tok.token(0) == END
+    assert tok.token(tok.vocab_size) == tok.token(-1) == tok.token(2**40) == ""
+    assert not tok.knows(tok.vocab_size)
+    assert tok.token_id(PAD) == 1
+
+
+def test_vocab_size_counts_from_the_highest_id() -> None:
+    sparse = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 9}, unk_token="a"))
+    tok = Tokenizer(sparse)
+    assert tok.vocab_size == 10
+    assert not tok.knows(5)
+    assert tok.decode([0, 5, 9]) == "a b"
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@given(text=st.text(alphabet="helo </s>|unkdpa\n", max_size=30))
+def test_plain_text_never_becomes_a_special_token(name: str, text: str) -> None:
+    tok = tokenizer(name)
+    unknown = {tok.token_id("<unk>"), tok.token_id("[UNK]")}
+    try:
+        ids = tok.encode(text, add_special_tokens=False, parse_special=False)
+    except PromptError:
+        assert name == "metaspace"
+        assert "</s>" in text
+        return
+    assert not set(ids) & (tok.special_ids - unknown)
+
+
+def test_special_text_is_parsed_unless_told_otherwise() -> None:
+    tok = tokenizer("byte_level")
+    text = f"hello{END}"
+    assert tok.encode(text)[-1] == tok.eos_token_id
+    plain = tok.encode(text, parse_special=False)
+    assert tok.eos_token_id not in plain
+    assert tok.decode(plain) == text
+    with_bos = tokenizer("byte_fallback").encode("<s>a", parse_special=False)
+    assert with_bos.count(1) == 1  # the one that the post-processor adds
+    with pytest.raises(PromptError, match="'</s>'"):
+        tokenizer("metaspace").encode("a</s>", parse_special=False)
+    assert 0 in tokenizer("metaspace").encode("Ω", parse_special=False)  # unknown, not smuggled in
+
+
+def test_stored_truncation_and_padding_are_off(tmp_path: Path) -> None:
+    made = byte_level_backend()
+    made.enable_truncation(3)
+    made.enable_padding(length=50)
+    tok = Tokenizer.load(save(tmp_path, made))
+    assert tok.decode(tok.encode(SENTENCES[0])) == SENTENCES[0]
+    assert len(tok.encode("hello")) < 50
+
+
+def test_bos_and_eos_of_the_configuration_where_the_post_processor_adds_none(tmp_path: Path) -> None:
+    config = {"bos_token": PAD, "eos_token": {"content": END}, "add_bos_token": True, "add_eos_token": True}
+    made = byte_level_backend()
+    made.post_processor = processors.ByteLevel()
+    tok = Tokenizer.load(save(tmp_path, made, config))
+    assert tok.encode("hello") == [1, *tok.encode("hello", add_special_tokens=False), 0]
+    assert tok.encode_batch(["hello", ""]) == [tok.encode("hello"), [1, 0]]
+    assert tok.encode(END, parse_special=False)[0] == 1
+
+
+def test_a_post_processor_that_adds_tokens_is_not_doubled(tmp_path: Path) -> None:
+    config = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True, "add_eos_token": True}
+    tok = Tokenizer.load(save(tmp_path, byte_fallback_backend(), config))
+    ids = tok.encode("hello")
+    assert ids == [1, *tok.encode("hello", add_special_tokens=False)]
+
+
+def test_special_tokens_come_from_both_files_and_the_configuration_wins(tmp_path: Path) -> None:
+    folder = save(
+        tmp_path,
+        byte_level_backend(),
+        {"eos_token": {"content": END, "lstrip": False}, "pad_token": None},
+        special_tokens_map={"eos_token": PAD, "bos_token": {"content": PAD}},
+    )
+    tok = Tokenizer.load(folder)
+    assert tok.special_tokens == {"eos_token": END, "bos_token": PAD}
+    assert (tok.eos_token_id, tok.bos_token_id) == (0, 1)
+
+
+def test_tokens_that_only_the_configuration_declares(tmp_path: Path) -> None:
+    made = byte_level_backend()
+    size = max(made.get_vocab(True).values()) + 1
+    declared = {
+        str(size): {"content": "<|turn|>", "special": True},
+        str(size + 1): {"content": "<think>", "special": False},
+        str(size + 9): {"content": "<|nowhere|>", "special": True},  # no such id follows: not made up
+    }
+    config = {"added_tokens_decoder": declared, "eos_token": "<|turn|>", "sep_token": "<tool call>"}
+    tok = Tokenizer.load(save(tmp_path, made, config))
+    assert tok.encode("<|turn|><think>") == [size, size + 1]
+    assert tok.eos_token_id == size
+    assert size in tok.special_ids
+    assert size + 1 not in tok.special_ids
+    assert tok.token_id("<|nowhere|>") is None
+    assert tok.token_id("<tool call>") in tok.special_ids  # named special, though added as plain
+
+
+def test_load_agrees_with_transformers_on_a_real_checkpoint() -> None:
+    folder = minilm_folder()
+    ours, theirs = Tokenizer.load(folder), PreTrainedTokenizerFast.from_pretrained(folder)
+    assert ours.special_tokens == theirs.special_tokens_map
+    assert ours.special_ids == set(theirs.all_special_ids)
+    for sentence in SENTENCES:
+        ids = theirs(sentence)["input_ids"]
+        assert ours.encode(sentence) == ids
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("present", [(), ("tokenizer.model",)])
+def test_a_missing_tokenizer_says_what_to_do(tmp_path: Path, present: tuple[str, ...]) -> None:
+    for name in present:
+        (tmp_path / name).write_bytes(b"")
+    with pytest.raises(ModelError, match=r"no tokenizer.json in .*skip_tokenizer_init") as caught:
+        Tokenizer.load(tmp_path)
+    assert all(name in str(caught.value) for name in present)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize("content", ["{", "[1]"])
+def test_a_damaged_file_is_named(tmp_path: Path, name: str, content: str) -> None:
+    save(tmp_path, metaspace_backend())
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ModelError, match=name):
+        Tokenizer.load(tmp_path)
+
+
+def test_chat_templates_are_found_where_checkpoints_keep_them(tmp_path: Path) -> None:
+    def found() -> object:
+        return Tokenizer.load(tmp_path).chat_template
+
+    save(tmp_path, metaspace_backend())
+    assert found() is None
+    save(tmp_path, metaspace_backend(), {"chat_template": "inline"})
+    assert found() == "inline"
+    named = [{"name": "default", "template": "one"}, {"name": "tool_use", "template": "two"}]
+    save(tmp_path, metaspace_backend(), {"chat_template": named})
+    assert found() == {"default": "one", "tool_use": "two"}
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "older file"}))
+    assert found() == {"default": "older file", "tool_use": "two"}
+    (tmp_path / "chat_template.jinja").write_text("file")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "rag.jinja").write_text("three")
+    assert found() == {"default": "file", "tool_use": "two", "rag": "three"}
+
+
+def test_many_threads_get_the_same_answers() -> None:
+    tok = Tokenizer(byte_fallback_backend())
+    texts = [f"hello w {END} é🙂 <s> {index}" for index in range(40)]
+    expected = [Tokenizer(byte_fallback_backend()).encode(text, parse_special=False) for text in texts]
+
+    def work(_: int) -> list[list[int]]:
+        return [tok.encode(text, parse_special=False) for text in texts]
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(work, range(4))) == [expected] * 4
