@@ -11,8 +11,9 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 
@@ -57,14 +58,15 @@ class AttentionResult:
     gigabytes: float  # per second, of keys and values
 
 
-def measure(work: Callable[[], object], repeats: int, parts: int) -> tuple[float, float]:
-    """Median and best seconds of one of the `parts` equal parts of the work, after one warm-up."""
-    work()
+def measure(parts: Sequence[Callable[[], object]], repeats: int) -> tuple[float, float]:
+    """Median and best seconds of one part, all parts taken in turn, after one warm-up."""
     times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        work()
-        times.append((time.perf_counter() - start) / parts)
+    for _ in range(repeats + 1):
+        for part in parts:
+            start = time.perf_counter()
+            part()
+            times.append(time.perf_counter() - start)
+    del times[: len(parts)]
     return statistics.median(times), min(times)
 
 
@@ -86,12 +88,7 @@ def measure_linear(
     results = []
     for num_tokens in sizes:
         x = torch.randn(num_tokens, in_features)
-
-        def work(x: torch.Tensor = x) -> None:
-            for linear in copies:
-                linear(x)
-
-        seconds, best = measure(work, repeats, len(copies))
+        seconds, best = measure([partial(linear, x) for linear in copies], repeats)
         flops = 2 * num_tokens * in_features * out_features
         results.append(
             LinearResult(
@@ -129,11 +126,9 @@ def measure_attention(name: str, backend: AttentionBackend, context: int, repeat
     query = torch.randn(batch, num_heads, head_dim)
     key, value = torch.randn(2, batch, num_kv_heads, head_dim)
 
-    def work() -> None:
-        for cache in caches:
-            backend.attend(query, key, value, cache, inputs, head_dim**-0.5, None)
-
-    seconds, best = measure(work, repeats, len(caches))
+    scale = head_dim**-0.5
+    parts = [partial(backend.attend, query, key, value, cache, inputs, scale, None) for cache in caches]
+    seconds, best = measure(parts, repeats)
     read = 2 * batch * context * num_kv_heads * head_dim * 4
     return AttentionResult(name, batch, context, seconds * 1e3, best * 1e3, read / seconds / 1e9)
 

@@ -81,15 +81,13 @@ class CpuAttention:
 
 
 class TorchCpuAttention:
-    """Implements `AttentionBackend` with torch alone. A layer's cache is [2, places, num_kv_heads, head_dim]
-    with a place for each token of each block."""
+    """Implements `AttentionBackend` with torch alone, within rounding of the compiled one.
 
-    def __init__(self) -> None:
-        self._block_size = 0
+    A layer's cache is [2, num_blocks, block_size, num_kv_heads, head_dim].
+    """
 
     def allocate(self, shape: KVShape, num_blocks: int, device: torch.device) -> list[Tensor]:
-        self._block_size = shape.block_size
-        size = (2, num_blocks * shape.block_size, shape.num_kv_heads, shape.head_dim)
+        size = (2, num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
         return [torch.empty(size, dtype=shape.dtype, device=device) for _ in range(shape.num_layers)]
 
     def attend(
@@ -102,8 +100,10 @@ class TorchCpuAttention:
         scale: float,
         window: int | None,
     ) -> Tensor:
-        cache[0].index_copy_(0, inputs.slots, key.to(cache.dtype))
-        cache[1].index_copy_(0, inputs.slots, value.to(cache.dtype))
+        block_size = cache.shape[2]
+        places = cache.view(2, -1, *cache.shape[3:])  # a place for each token of each block
+        places[0].index_copy_(0, inputs.slots, key.to(cache.dtype))
+        places[1].index_copy_(0, inputs.slots, value.to(cache.dtype))
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         starts = inputs.query_starts.tolist()
         for entry, (context_len, row) in enumerate(
@@ -114,9 +114,8 @@ class TorchCpuAttention:
             # Only places that some query of the entry sees: others may hold anything.
             lowest = 0 if window is None else max(0, position - window + 1)
             seen = torch.arange(lowest, context_len, device=query.device)
-            table = inputs.block_tables[row]
-            places = table[seen // self._block_size].long() * self._block_size + seen % self._block_size
-            keys, values = cache[:, places].transpose(1, 2)  # [num_kv_heads, n, head_dim]
+            slots = inputs.block_tables[row, seen // block_size].long() * block_size + seen % block_size
+            keys, values = places[:, slots].transpose(1, 2)  # [num_kv_heads, n, head_dim]
             asked = torch.arange(position, context_len, device=query.device).unsqueeze(1)
             mask = seen <= asked
             if window is not None:

@@ -113,7 +113,10 @@ def _compile(compiler: str, scratch: Path, threads: Threads) -> Path:
     library = scratch / "library.so"
     # Left out of the link step, -fopenmp leaves the runtime's symbols to be found in the process.
     runtime = openmp if threads is Threads.LINKED else []
-    _run([compiler, "-shared", *runtime, *objects, "-o", str(library), "-lstdc++", "-lm"])
+    standard = (
+        ["-lstdc++"] if Path(compiler).name.startswith("gcc") else []
+    )  # a C driver that compiles C++ too
+    _run([compiler, "-shared", *runtime, *objects, "-o", str(library), *standard])
     return library
 
 

@@ -61,6 +61,8 @@ def native_library() -> Library | None:
 def open_library(compiler: str | None, folder: Path) -> Library | None:
     """Build with `compiler` into `folder` and load. Without one, or if it fails: a warning, and None."""
     try:
+        if os.name != "posix":
+            raise NativeBuildError(f"they are compiled on POSIX systems only, and this one is {os.name!r}")
         if compiler is None:
             raise NativeBuildError("no C++ compiler was found (set CXX to name one)")
         return _open(compiler, folder)

@@ -173,6 +173,10 @@ class Scheduler:
                     if new_ids:
                         batch.tables.append(TableUpdate(request.row, first, new_ids))
                     return True
+            finished = next((other for other in self.lingering if other.block_ids), None)
+            if finished is not None:  # its place may be kept, its memory is not worth a preemption
+                self._release(finished)
+                continue
             victim = self._choose_victim(request)
             self._preempt(victim, batch)
             if victim is request:
@@ -214,9 +218,13 @@ class Scheduler:
 
     def _leave(self, request: Request) -> int:
         """Give back the row and the blocks. The number of blocks that became free."""
-        self.num_resident -= request.num_computed
         self._free_rows.append(request.row)
         request.row = -1
+        return self._release(request)
+
+    def _release(self, request: Request) -> int:
+        """Give back the blocks alone."""
+        self.num_resident -= request.num_computed
         return self.blocks.free(request)
 
     # ---- admission ----

@@ -39,9 +39,9 @@ def assert_close(
 
 
 @pytest.mark.parametrize("head_dim", [16, 20, 64, 80, 128, 256])
-@pytest.mark.parametrize("group", [1, 2, 3, 8])
+@pytest.mark.parametrize("group", [1, 3, 8])
 def test_head_shapes(backend: AttentionBackend, head_dim: int, group: int) -> None:
-    scene = Scene(Heads(2 * group, 2, head_dim), block_size=16, lengths=[1, 21])
+    scene = Scene(Heads(2 * group, 2, head_dim), block_size=16, lengths=[1, 18])
     assert_close(scene, backend, [scene.whole(), scene.chunks(6)])
 
 

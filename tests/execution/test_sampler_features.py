@@ -62,6 +62,8 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it() -> None:
     assert support(top_p=0.51, logits=logits) == {0, 1}
     assert support(top_p=0.8, logits=logits) == {0, 1, 2}
     assert support(top_p=1e-9, logits=logits) == {0}
+    assert support(top_p=1e-300, logits=logits[::-1]) == {3}  # 0 in float32
+    assert support(top_p=1e-300, top_k=3, logits=logits[::-1]) == {3}
 
 
 def test_top_p_is_a_share_of_what_top_k_left() -> None:
@@ -189,6 +191,13 @@ def test_a_resumed_request_still_knows_prompt_from_outputs() -> None:
     assert (
         sample_one(job([2.0, 1.0, 0.0], prompt=[2], outputs=[0, 2], temperature=0, presence_penalty=1.5)) == 1
     )
+
+
+def test_a_short_row_beside_a_long_one_sees_its_own_tokens_only() -> None:
+    options = {"temperature": 0, "repetition_penalty": 10.0, "presence_penalty": 2.0}
+    long = job([1.0, 0.5, 0.0], prompt=[2] * 20, outputs=[0] * 20, **options)
+    short = job([1.0, 0.5, 0.0], prompt=[1], outputs=[2], **options)
+    assert Bench([long, short]).sample().to_host().token_ids == [1, 0]
 
 
 def test_tokens_sampled_after_admission_count() -> None:

@@ -30,7 +30,7 @@ class Fair(Policy):
         self._queues: dict[str, WaitingQueue] = {}  # of tenants with a request waiting: the active ones
         self._heap: list[tuple[float, str]] = []  # (a counter once true, tenant); counters only grow
         self._in_heap: set[str] = set()
-        self._floor = 0.0  # what a newly active tenant is lifted to when no other is active
+        self._last_active = ""  # the tenant whose requests were the last to leave the queue
         self._num_waiting = 0
 
     def __len__(self) -> int:
@@ -39,9 +39,7 @@ class Fair(Policy):
     def push(self, request: Request, step: int) -> None:  # noqa: ARG002
         tenant = request.tenant
         if tenant not in self._queues:
-            least = self._least()
-            floor = self._floor if least is None else self.counters[least]
-            self.counters[tenant] = max(self.counters.get(tenant, 0.0), floor)
+            self.counters[tenant] = max(self.counters.get(tenant, 0.0), self._floor())
             self._queues[tenant] = WaitingQueue()
             if tenant not in self._in_heap:
                 self._in_heap.add(tenant)
@@ -57,15 +55,19 @@ class Fair(Policy):
         self._num_waiting -= 1
         if not len(queue):
             del self._queues[tenant]
-            self._floor = self.counters[tenant]
+            self._last_active = tenant
             if len(self.counters) > MAX_REMEMBERED:
                 self._forget()
 
     def _forget(self) -> None:
         """Drop the counters that lifting would override anyway."""
-        least = self._least()
-        floor = self._floor if least is None else self.counters[least]
-        self.counters = {t: count for t, count in self.counters.items() if count > floor or t in self._queues}
+        floor = self._floor()
+        kept = {*self._queues, self._last_active}
+        self.counters = {t: count for t, count in self.counters.items() if count > floor or t in kept}
+
+    def _floor(self) -> float:
+        """What a newly active tenant is lifted to: the least active one, or the last that was active."""
+        return self.counters.get(self._least() or self._last_active, 0.0)
 
     def _least(self) -> str | None:
         """The active tenant with the smallest counter."""
@@ -95,7 +97,7 @@ class Fair(Policy):
         return max(candidates, key=lambda request: (counters.get(request.tenant, 0.0), request.arrival))
 
     def _charge(self, tenant: str, cost: float) -> None:
-        self.counters[tenant] = self.counters.get(tenant, self._floor) + cost / self.weights.get(tenant, 1.0)
+        self.counters[tenant] = self.counters.get(tenant, 0.0) + cost / self.weights.get(tenant, 1.0)
 
     def on_admit(self, request: Request) -> None:
         if request.record.num_preemptions == 0:

@@ -1,0 +1,156 @@
+"""The loop: pipelining, records, and what happens when a step fails."""
+
+from __future__ import annotations
+
+import pytest
+
+from inflight.engine.fake import expected_tokens
+from inflight.errors import QueueFullError
+from inflight.events import PositionLogprobs, TokenLogprob
+from inflight.request import SamplingParams
+from inflight.scheduling import Batch, Sampled
+from tests.helpers import FakeEngine, make_request
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_depth_is_the_number_of_steps_in_flight(depth: int) -> None:
+    engine = FakeEngine(pipeline_depth=depth)
+    engine.add(make_request([1, 2], 5))
+    launched: list[int] = []
+    collected: list[int] = []
+    launch, collect = engine.runner.launch, engine.runner.collect
+
+    def counting_launch(batch: Batch) -> Sampled:
+        launched.append(batch.step)
+        return launch(batch)
+
+    def counting_collect(ticket: Sampled) -> Sampled:
+        collected.append(len(launched))
+        return collect(ticket)
+
+    engine.runner.launch = counting_launch  # type: ignore[method-assign]
+    engine.runner.collect = counting_collect  # type: ignore[method-assign]
+    engine.run()
+    assert collected[0] == depth
+    assert len(collected) == len(launched) == 5, "no step beyond max_tokens is launched at any depth"
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("where", ["launch", "collect"])
+def test_a_failed_step_ends_its_requests_alone(depth: int, where: str) -> None:
+    engine = FakeEngine(pipeline_depth=depth, max_num_seqs=2)
+    first, second, third = (engine.add(make_request([index] * 6, 8)) for index in range(3))
+    original = getattr(engine.runner, where)
+    calls = 0
+
+    def broken(argument: object) -> object:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise RuntimeError("device lost")
+        return original(argument)
+
+    setattr(engine.runner, where, broken)
+    engine.run()
+    for request in (first, second):
+        assert engine.finished[request.request_id].finish_reason == "error"
+        assert "RuntimeError" in (engine.finished[request.request_id].error or "")
+    assert engine.outputs[third.request_id] == expected_tokens([2] * 6, 8)
+    assert engine.scheduler.usage().num_used == 0
+
+
+def test_others_survive_a_failed_step_with_their_tokens() -> None:
+    """A request outside the failed batch keeps what it has and computes its memory anew."""
+    engine = FakeEngine(max_num_seqs=4, max_num_batched_tokens=4)
+    early = engine.add(make_request([1] * 3, 12))
+    for _ in range(3):
+        engine.step()
+    late = engine.add(make_request([2] * 30, 2))
+    engine.step()
+    batch = Batch(99)
+    batch.requests = [late]
+    engine.take(engine.scheduler.fail(batch, "boom", 0.0))
+    assert engine.finished[late.request_id].error == "boom"
+    engine.run()
+    assert engine.outputs[early.request_id] == expected_tokens([1] * 3, 12)
+    assert early.record.num_preemptions == 1
+
+
+def test_an_entry_that_fails_ends_alone() -> None:
+    engine = FakeEngine()
+    bad, good = engine.add(make_request([1], 4)), engine.add(make_request([2], 4))
+    collect = engine.runner.collect
+
+    def poisoned(ticket: Sampled) -> Sampled:
+        result = collect(ticket)
+        return Sampled(
+            result.token_ids, errors={0: "logits are not finite"} if len(result.token_ids) == 2 else {}
+        )
+
+    engine.runner.collect = poisoned  # type: ignore[method-assign]
+    engine.run()
+    assert engine.finished[bad.request_id].finish_reason == "error"
+    assert engine.finished[bad.request_id].error == "logits are not finite"
+    assert engine.outputs[good.request_id] == expected_tokens([2], 4)
+
+
+def test_queue_limit() -> None:
+    engine = FakeEngine(max_num_seqs=1)
+    engine.core.max_queue = 2
+    for index in range(2):
+        engine.add(make_request([index]))
+    with pytest.raises(QueueFullError, match="2 requests are waiting"):
+        engine.core.add(make_request([9]))
+    engine.run()
+
+
+def test_records_tell_every_step() -> None:
+    engine = FakeEngine(max_num_batched_tokens=8)
+    request = engine.add(make_request(list(range(12)), 3))
+    engine.run()
+    slots = [record.slots[0] for record in engine.records]
+    assert [(slot.start, slot.num_tokens, slot.samples, slot.decodes) for slot in slots] == [
+        (0, 8, False, False),
+        (8, 4, True, False),
+        (12, 1, True, True),
+        (13, 1, True, True),
+    ]
+    assert engine.records[0].admitted_ids == (request.request_id,)
+    assert engine.records[-1].finished_ids == (request.request_id,)
+    kv = engine.records[1].kv
+    assert (kv.num_used, kv.num_tokens, kv.waste) == (3, 12, 0.0)
+    record = engine.finished[request.request_id].record
+    assert record is not None
+    assert record.first_token_at is not None
+    assert record.finished_at is not None
+    assert record.arrived_at < record.first_token_at < record.finished_at
+    assert (record.num_prompt_tokens, record.num_output_tokens) == (12, 3)
+
+
+def test_prompt_logprobs_arrive_once_and_survive_preemption() -> None:
+    """Chunks give them piece by piece; a preempted prompt starts over without doubling them."""
+    engine = FakeEngine(max_num_batched_tokens=4, num_blocks=16)
+    params = SamplingParams(prompt_logprobs=0, max_tokens=2)
+    request = engine.add(make_request(list(range(9)), 2, params=params))
+    launch = engine.runner.launch
+
+    def with_logprobs(batch: Batch) -> Sampled:
+        result = launch(batch)
+        for index, (start, count) in enumerate(zip(batch.starts, batch.counts, strict=True)):
+            last = min(start + count, 8)
+            found: list[PositionLogprobs] = [(TokenLogprob(i, -1.0, 1),) for i in range(start + 1, last + 1)]
+            if found:
+                result.prompt_logprobs[index] = found
+        return result
+
+    engine.runner.launch = with_logprobs  # type: ignore[method-assign]
+    engine.step()
+    assert len(request.prompt_logprobs) == 5
+    engine.scheduler._preempt(request, Batch(0))
+    deltas = [delta for _ in range(8) for delta in engine.core.step()]
+    kept = [delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs]
+    assert len(kept) == 1
+    assert [None if position is None else position[0].token_id for position in kept[0]] == [
+        None,
+        *range(1, 9),
+    ]

@@ -1,0 +1,158 @@
+"""A state machine over the whole engine with the fake runner.
+
+Whatever arrives, is aborted or fails, under every policy, depth, chunk size and memory: limits hold at every step,
+everyone finishes, and the tokens are those that the request would get alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from inflight.engine.fake import expected_tokens
+from inflight.request import Request
+from inflight.scheduling import Policy
+from tests.helpers import FakeEngine, make_request
+
+
+class Contrary(Policy):
+    """The worst that a user's policy may do: latest first, small bites, and always the first victim."""
+
+    def push(self, request: Request, step: int) -> None:  # noqa: ARG002
+        request.order = -request.arrival
+        self.queue.push(request)
+
+    def tokens(self, request: Request, wanted: int, budget: int) -> int:  # noqa: ARG002
+        return min(wanted, max(1, budget // 2))
+
+    def victim(self, candidates: Sequence[Request]) -> Request:
+        return candidates[0]
+
+
+POLICIES: tuple[str | Callable[[], Policy], ...] = (
+    "sequential",
+    "static",
+    "continuous",
+    "priority",
+    "fair",
+    Contrary,
+)
+MAX_LEN = 24  # prompt and outputs of one request
+
+REQUESTS = st.fixed_dictionaries(
+    {
+        "prompt": st.lists(st.integers(0, 2), min_size=1, max_size=12),
+        "max_tokens": st.integers(1, 12),
+        "priority": st.integers(-2, 2),
+        "tenant": st.sampled_from("abc"),
+        "cache_salt": st.sampled_from(["", "s"]),
+        "stop_ids": st.frozensets(st.integers(0, 49), max_size=6),
+    }
+)
+
+
+class EngineMachine(RuleBasedStateMachine):
+    @initialize(
+        policy=st.sampled_from(POLICIES),
+        depth=st.sampled_from([1, 2]),
+        block_size=st.sampled_from([1, 3, 4, 16]),
+        max_num_seqs=st.sampled_from([1, 3, 6]),
+        max_num_batched_tokens=st.sampled_from([1, 3, 7, 12, 40]),
+        spare_blocks=st.sampled_from([0, 1, 4, 100]),
+        spare_kv_tokens=st.sampled_from([0, 5, 30, 1000]),
+        caching=st.booleans(),
+    )
+    def start(
+        self,
+        policy: str | Callable[[], Policy],
+        depth: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        spare_blocks: int,
+        spare_kv_tokens: int,
+        caching: bool,
+    ) -> None:
+        # Just enough for one request, and a little more: preemption is the rule here, not the exception.
+        self.engine = FakeEngine(
+            policy=policy,
+            num_blocks=-(-MAX_LEN // block_size) + spare_blocks,
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_kv_tokens=MAX_LEN + spare_kv_tokens,
+            pipeline_depth=depth,
+            caching=caching,
+        )
+        self.prompts: dict[str, list[int]] = {}
+        self.requests: dict[str, Request] = {}
+        self.aborted: set[str] = set()
+
+    @rule(requests=st.lists(REQUESTS, min_size=3, max_size=8))
+    def add(self, requests: list[dict[str, Any]]) -> None:
+        for fields in requests:
+            request = self.engine.add(make_request(**fields))
+            self.prompts[request.request_id] = fields["prompt"]
+            self.requests[request.request_id] = request
+
+    @rule(count=st.integers(1, 12))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self.engine.step()
+
+    @precondition(lambda self: self.engine.scheduler.requests)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.engine.scheduler.requests)))
+        used = self.engine.scheduler.usage().num_used
+        num_freed, deltas = self.engine.core.abort(name)
+        assert self.engine.scheduler.usage().num_used <= used - num_freed
+        self.engine.take(deltas)
+        self.aborted.add(name)
+
+    @rule()
+    def abort_unknown(self) -> None:
+        assert self.engine.core.abort("nobody") == (0, [])
+
+    @invariant()
+    def limits_hold(self) -> None:
+        engine = self.engine
+        for record in engine.records:
+            assert sum(slot.num_tokens for slot in record.slots) <= engine.max_num_batched_tokens
+            assert len({slot.row for slot in record.slots}) == len(record.slots)
+            assert all(slot.num_tokens > 0 for slot in record.slots)
+        engine.records.clear()
+        scheduler = engine.scheduler
+        holders = [*scheduler.running, *scheduler.lingering]
+        assert len(holders) <= engine.max_num_seqs
+        assert len({request.row for request in holders}) == len(holders)
+        assert scheduler.num_resident <= engine.max_kv_tokens
+        scheduler.check()
+
+    @invariant()
+    def tokens_are_right(self) -> None:
+        for name, tokens in self.engine.outputs.items():
+            request = self.requests[name]
+            expected = expected_tokens(self.prompts[name], request.max_tokens, stop_ids=request.stop_ids)
+            assert tokens == expected[: len(tokens)]
+            if name in self.engine.finished and name not in self.aborted:
+                assert tokens == expected
+                last = self.engine.finished[name]
+                assert last.finish_reason == ("stop" if expected[-1] in request.stop_ids else "length")
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        self.engine.run()
+        self.tokens_are_right()
+        assert self.engine.finished.keys() == self.prompts.keys(), "everyone finishes"
+        usage = self.engine.scheduler.usage()
+        assert usage.num_used == usage.num_tokens == 0
+
+
+EngineMachine.TestCase.settings = settings(max_examples=600, stateful_step_count=12, deadline=None)
+TestEngineMachine = EngineMachine.TestCase
