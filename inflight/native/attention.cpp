@@ -17,6 +17,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "team.h"
 #include "vectors.h"
 
 namespace inflight {
@@ -301,17 +302,13 @@ void attend(const Job& job, int threads) {
     const bool parallel = cut_queries(job, tiles) * job.heads * job.dim > kParallelWork;
     const int64_t units = (job.tokens + kWriteTokens - 1) / kWriteTokens * job.kv_heads;
     const int64_t work = static_cast<int64_t>(tiles.size()) * job.kv_heads;
-#pragma omp parallel num_threads(threads) if (parallel)
-    {
-#pragma omp for schedule(static)
-        for (int64_t unit = 0; unit < units; ++unit) {
-            const int64_t begin = unit / job.kv_heads * kWriteTokens;
-            write_tokens(job, unit % job.kv_heads, begin, std::min(begin + kWriteTokens, job.tokens));
-        }
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t unit = 0; unit < work; ++unit)
-            attend_tile(job, tiles[unit / job.kv_heads], unit % job.kv_heads);
-    }
+    parallel_for(job.tokens > kWriteTokens ? threads : 1, units, even_chunk(threads, units), [&](int64_t unit) {
+        const int64_t begin = unit / job.kv_heads * kWriteTokens;
+        write_tokens(job, unit % job.kv_heads, begin, std::min(begin + kWriteTokens, job.tokens));
+    });
+    parallel_for(parallel ? threads : 1, work, 1, [&](int64_t unit) {
+        attend_tile(job, tiles[unit / job.kv_heads], unit % job.kv_heads);
+    });
 }
 
 }  // namespace

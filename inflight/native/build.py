@@ -10,7 +10,6 @@ import stat
 import subprocess
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from enum import Enum
 from pathlib import Path
 
 from inflight.errors import InflightError
@@ -19,7 +18,7 @@ SOURCE_FOLDER = Path(__file__).parent
 COMPILERS = ("c++", "g++", "gcc", "clang++")
 # Multiply-adds are fused wherever they are written as such, and nothing is reordered: the same source
 # gives the same rounding in every template instance.
-COMPILE_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-ffp-contract=fast", "-fvisibility=default")
+COMPILE_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-ffp-contract=fast", "-pthread")
 # Of each group, the first that the compiler accepts.
 OPTIONAL_FLAGS = (("-march=native", "-mcpu=native"), ("-mprefer-vector-width=512",))
 TIMEOUT = 120.0  # seconds for one run of the compiler
@@ -27,14 +26,6 @@ TIMEOUT = 120.0  # seconds for one run of the compiler
 
 class NativeBuildError(InflightError):
     """The library cannot be built here. Callers fall back to torch."""
-
-
-class Threads(Enum):
-    """Where the library's OpenMP runtime comes from."""
-
-    SHARED = "shared"  # from the process: whoever loads the library must have loaded a runtime before
-    LINKED = "linked"  # from the compiler's own runtime
-    SINGLE = "single"  # nowhere
 
 
 def find_compiler() -> str | None:
@@ -52,13 +43,13 @@ def cache_folder() -> Path:
     return (Path(shared) if shared else Path.home() / ".cache") / "inflight" / "native"
 
 
-def build(compiler: str, folder: Path, threads: Threads) -> Path:
+def build(compiler: str, folder: Path) -> Path:
     """The library for this machine in `folder`, compiled unless it is there."""
     prepare_folder(folder)
-    target = folder / f"inflight-{build_key(compiler, threads)}.so"
+    target = folder / f"inflight-{build_key(compiler)}.so"
     if not target.exists():
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            made = _compile(compiler, Path(scratch), threads)
+            made = _compile(compiler, Path(scratch))
             os.replace(made, target)  # atomic: other processes see all of it or nothing
     return target
 
@@ -74,12 +65,12 @@ def prepare_folder(folder: Path) -> None:
         )
 
 
-def build_key(compiler: str, threads: Threads) -> str:
+def build_key(compiler: str) -> str:
     """Changes with anything that could change the library."""
     digest = hashlib.sha256()
     for source in [*_sources(), *sorted(SOURCE_FOLDER.glob("*.h"))]:
         digest.update(source.read_bytes())
-    recipe = (COMPILE_FLAGS, OPTIONAL_FLAGS, threads.value, _run([compiler, "--version"]), _processor())
+    recipe = (COMPILE_FLAGS, OPTIONAL_FLAGS, _run([compiler, "--version"]), _processor())
     digest.update(repr(recipe).encode())
     return digest.hexdigest()[:24]
 
@@ -98,25 +89,21 @@ def _processor() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
 
 
-def _compile(compiler: str, scratch: Path, threads: Threads) -> Path:
+def _compile(compiler: str, scratch: Path) -> Path:
     flags = list(COMPILE_FLAGS)
     for group in OPTIONAL_FLAGS:
         flags += next(([flag] for flag in group if _accepts(compiler, flag)), [])
-    openmp = [] if threads is Threads.SINGLE else ["-fopenmp"]
     objects = [str(scratch / f"{source.stem}.o") for source in _sources()]
     commands = [
-        [compiler, *flags, *openmp, "-c", str(source), "-o", made]
+        [compiler, *flags, "-c", str(source), "-o", made]
         for source, made in zip(_sources(), objects, strict=True)
     ]
     with ThreadPoolExecutor() as pool:
         list(pool.map(_run, commands))
     library = scratch / "library.so"
-    # Left out of the link step, -fopenmp leaves the runtime's symbols to be found in the process.
-    runtime = openmp if threads is Threads.LINKED else []
-    standard = (
-        ["-lstdc++"] if Path(compiler).name.startswith("gcc") else []
-    )  # a C driver that compiles C++ too
-    _run([compiler, "-shared", *runtime, *objects, "-o", str(library), *standard])
+    # A C driver that compiles C++ too must be told to link its library.
+    standard = ["-lstdc++"] if Path(compiler).name.startswith("gcc") else []
+    _run([compiler, "-shared", "-pthread", *objects, "-o", str(library), *standard])
     return library
 
 

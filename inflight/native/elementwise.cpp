@@ -3,12 +3,13 @@
 #include <algorithm>
 #include <cmath>
 
+#include "team.h"
 #include "vectors.h"
 
 namespace inflight {
 namespace {
 
-constexpr int64_t kParallelFloats = 16 << 10;  // below this, waking the other threads costs more than it saves
+constexpr int64_t kParallelFloats = 32 << 10;  // below this, waking the other threads costs more than it saves
 
 // Row (i, j) of a view [outer][inner][n] with unit stride inside.
 struct Rows {
@@ -64,12 +65,12 @@ template <Vec (*Activation)(Vec)>
 void gate(const float* gate_up, float* out, int64_t tokens, int64_t n, int threads) {
     constexpr int64_t piece = 1024;  // so that one wide token is shared out too
     const int64_t pieces = (n + piece - 1) / piece;
-#pragma omp parallel for schedule(static) num_threads(threads) if (tokens * n > kParallelFloats / 4)
-    for (int64_t unit = 0; unit < tokens * pieces; ++unit) {
+    if (tokens * n <= kParallelFloats / 4) threads = 1;
+    parallel_for(threads, tokens * pieces, even_chunk(threads, tokens * pieces), [&](int64_t unit) {
         const int64_t token = unit / pieces, first = unit % pieces * piece;
         const float* row = gate_up + token * 2 * n + first;
         gate_row<Activation>(row, row + n, out + token * n + first, std::min(piece, n - first));
-    }
+    });
 }
 
 // Feature i turns with feature i + half by the angle whose cosine is cos[i] and sine sin[i].
@@ -98,32 +99,33 @@ extern "C" {
 void inflight_rms_norm(float* x, int64_t outer, int64_t inner, int64_t outer_stride, int64_t inner_stride,
                        const float* weight, float* out, int64_t n, float eps, int threads) {
     const Rows rows{x, inner, outer_stride, inner_stride};
-#pragma omp parallel for schedule(static) num_threads(threads) if (outer * inner * n > kParallelFloats)
-    for (int64_t row = 0; row < outer * inner; ++row)
+    if (outer * inner * n <= kParallelFloats) threads = 1;
+    parallel_for(threads, outer * inner, even_chunk(threads, outer * inner), [&](int64_t row) {
         scale_row(rows(row), weight, out + row * n, n, inverse_rms(rows(row), n, eps));
+    });
 }
 
 // residual += x; x = rms_norm(residual)
 void inflight_add_rms_norm(float* x, float* residual, const float* weight, int64_t tokens, int64_t n, float eps,
                            int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (tokens * n > kParallelFloats)
-    for (int64_t token = 0; token < tokens; ++token) {
+    if (tokens * n <= kParallelFloats) threads = 1;
+    parallel_for(threads, tokens, even_chunk(threads, tokens), [&](int64_t token) {
         float* added = residual + token * n;
         float* row = x + token * n;
         for (int64_t i = 0; i < n; ++i) added[i] += row[i];
         scale_row(added, weight, row, n, inverse_rms(added, n, eps));
-    }
+    });
 }
 
 void inflight_rotate(float* x, int64_t tokens, int64_t heads, int64_t token_stride, int64_t head_stride,
                      const int64_t* positions, const float* cos_sin, int64_t rotary_dim, int threads) {
     const int64_t half = rotary_dim / 2;
-#pragma omp parallel for schedule(static) num_threads(threads) if (tokens * heads * rotary_dim > kParallelFloats)
-    for (int64_t token = 0; token < tokens; ++token) {
+    if (tokens * heads * rotary_dim <= kParallelFloats) threads = 1;
+    parallel_for(threads, tokens, even_chunk(threads, tokens), [&](int64_t token) {
         const float* cos = cos_sin + positions[token] * rotary_dim;
         for (int64_t head = 0; head < heads; ++head)
             rotate_head(x + token * token_stride + head * head_stride, cos, cos + half, half);
-    }
+    });
 }
 
 void inflight_gate_silu(const float* gate_up, float* out, int64_t tokens, int64_t n, int threads) {

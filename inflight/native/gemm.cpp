@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "team.h"
 #include "vectors.h"
 
 #if defined(__linux__)
@@ -20,6 +21,7 @@ constexpr int kUnroll = 8;              // k steps between two groups of prefetc
 constexpr int64_t kPackStep = 256;      // k steps of one unit of packing work
 constexpr int64_t kChunkBytes = 256 << 10;  // weights that a thread takes at a time
 constexpr int64_t kParallelWork = 128 << 10;  // multiply-adds below which one thread is done before two have met
+constexpr int64_t kParallelPacking = 64 << 10;  // floats below which one thread copies them
 constexpr int kLine = 64;               // bytes of a cache line
 
 // A bfloat16 panel row interleaves features i and i + kWidth, so that each 32-bit lane holds both.
@@ -170,24 +172,20 @@ void multiply(const float* x, const Stored* weight, const float* bias, float* y,
     const int64_t panels = (n + kPanel - 1) / kPanel;
     const int64_t steps = m > 1 ? (k + kPackStep - 1) / kPackStep : 0;
     const int64_t chunk = std::max<int64_t>(1, kChunkBytes / (k * kPanel * static_cast<int64_t>(sizeof(Stored))));
-#pragma omp parallel num_threads(threads) if (m * k * n > kParallelWork)
-    {
-#pragma omp for schedule(static)
-        for (int64_t unit = 0; unit < tiling.tiles * steps; ++unit) {
-            const int64_t tile = unit / steps, begin = unit % steps * kPackStep;
-            const int64_t first = tiling.first(tile);
-            pack_tile(x + first * k, tiling.size(tile), k, begin, std::min(begin + kPackStep, k),
-                      packed + first * k);
-        }
-#pragma omp for schedule(dynamic, chunk)
-        for (int64_t p = 0; p < panels; ++p) {
-            const int64_t column = p * kPanel;
-            Panel<Stored> panel{tiles,     weight + p * k * kPanel, bias ? bias + column : nullptr,
-                                y + column, k,                       n,
-                                std::min<int64_t>(kPanel, n - column)};
-            multiply_panel(panel, tiling);
-        }
-    }
+    if (m * k * n <= kParallelWork) threads = 1;
+    const int64_t units = tiling.tiles * steps;
+    parallel_for(m * k > kParallelPacking ? threads : 1, units, even_chunk(threads, units), [&](int64_t unit) {
+        const int64_t tile = unit / steps, begin = unit % steps * kPackStep;
+        const int64_t first = tiling.first(tile);
+        pack_tile(x + first * k, tiling.size(tile), k, begin, std::min(begin + kPackStep, k), packed + first * k);
+    });
+    parallel_for(threads, panels, chunk, [&](int64_t p) {
+        const int64_t column = p * kPanel;
+        Panel<Stored> panel{tiles,     weight + p * k * kPanel, bias ? bias + column : nullptr,
+                            y + column, k,                       n,
+                            std::min<int64_t>(kPanel, n - column)};
+        multiply_panel(panel, tiling);
+    });
 }
 
 // Weight rows [rows][K] into output features [first, first + rows) of the panels.
@@ -195,8 +193,9 @@ template <class Stored>
 void pack(const Stored* weight, Stored* panels, int64_t rows, int64_t k, int64_t first, int threads) {
     const int64_t from = first / kPanel, to = (first + rows + kPanel - 1) / kPanel;
     constexpr int64_t block = kLine / sizeof(Stored);  // one line of each row at a time
-#pragma omp parallel for schedule(static) num_threads(threads) if (rows * k > kParallelWork)
-    for (int64_t p = from; p < to; ++p) {
+    if (rows * k <= kParallelWork) threads = 1;
+    parallel_for(threads, to - from, 1, [&](int64_t unit) {
+        const int64_t p = from + unit;
         Stored* panel = panels + p * k * kPanel;
         const int64_t low = std::max(first, p * kPanel), high = std::min(first + rows, (p + 1) * kPanel);
         for (int64_t begin = 0; begin < k; begin += block) {
@@ -207,16 +206,16 @@ void pack(const Stored* weight, Stored* panels, int64_t rows, int64_t k, int64_t
                 for (int64_t i = begin; i < end; ++i) lane[i * kPanel] = source[i];
             }
         }
-    }
+    });
 }
 
 template <class Stored>
 void gather(const Stored* panels, const int64_t* ids, float* out, int64_t count, int64_t k, int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (count * k > kParallelWork / 16)
-    for (int64_t row = 0; row < count; ++row) {
+    if (count * k <= kParallelPacking) threads = 1;
+    parallel_for(threads, count, even_chunk(threads, count), [&](int64_t row) {
         const Stored* lane = panels + ids[row] / kPanel * k * kPanel + place<Stored>(ids[row] % kPanel);
         for (int64_t i = 0; i < k; ++i) out[row * k + i] = widen(lane[i * kPanel]);
-    }
+    });
 }
 
 }  // namespace

@@ -6,11 +6,11 @@ import ctypes
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-from inflight.native.build import NativeBuildError, Threads, build, cache_folder, find_compiler
+from inflight.native.build import NativeBuildError, build, cache_folder, find_compiler
 
 logger = logging.getLogger(__name__)
 
@@ -73,44 +73,8 @@ def open_library(compiler: str | None, folder: Path) -> Library | None:
 
 def _open(compiler: str, folder: Path) -> Library:
     try:
-        return _load_first(compiler, folder)
+        return Library(build(compiler, folder))
     except PermissionError:
         # A home that cannot be written. A loaded library outlives its file.
         with tempfile.TemporaryDirectory() as scratch:
-            return _load_first(compiler, Path(scratch))
-
-
-def _load_first(compiler: str, folder: Path) -> Library:
-    """The best way of threading that builds and loads.
-
-    Torch's OpenMP runtime comes first: with two runtimes, one pool's idle threads would spin against the
-    other's working ones.
-    """
-    failure: Exception | None = None
-    for threads in _threadings():
-        try:
-            return Library(build(compiler, folder, threads))
-        except PermissionError:
-            raise
-        except (NativeBuildError, OSError) as error:
-            failure = error
-    raise NativeBuildError(str(failure))
-
-
-def _threadings() -> Iterator[Threads]:
-    runtime = mapped_openmp()
-    if runtime is not None:
-        ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)  # now its symbols are everyone's
-        yield Threads.SHARED
-    yield Threads.LINKED
-    yield Threads.SINGLE
-
-
-def mapped_openmp() -> str | None:
-    """The OpenMP runtime that this process (through torch) already uses."""
-    try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
-    except OSError:
-        return None
-    paths = (line.split(maxsplit=5)[5] for line in lines if "libgomp" in line)
-    return next((path for path in paths if Path(path).name.startswith("libgomp")), None)
+            return Library(build(compiler, Path(scratch)))

@@ -15,12 +15,17 @@ from inflight.request import Request
 from inflight.scheduling.batch import Batch
 from inflight.scheduling.queue import WaitingQueue
 
+# Tokens of growth kept free for every running request when another is admitted. On the ragged workload, with
+# memory for a quarter of it, 32 costs 1.5% more steps and saves 95% of the preemptions that 0 has.
+HEADROOM = 32
+
 
 class Policy:
     """First come, first served, and the base of every policy: override what should differ."""
 
-    def __init__(self) -> None:
+    def __init__(self, headroom: int = HEADROOM) -> None:
         self.queue = WaitingQueue()
+        self.headroom = headroom
 
     # The queue.
 
@@ -54,9 +59,9 @@ class Policy:
         """How many of the tokens it wants a request gets of what is left of the step."""
         return min(wanted, budget)
 
-    def reserve(self, request: Request) -> int:
-        """For how many tokens blocks must be free when the request is admitted."""
-        return request.num_tokens
+    def reserve(self, request: Request, running: Sequence[Request]) -> int:
+        """For how many tokens there must be room when the request is admitted beside those running."""
+        return request.num_tokens + self.headroom * len(running)
 
     def reserves_ahead(self) -> bool:
         """Whether those blocks are taken at once, rather than as tokens come."""

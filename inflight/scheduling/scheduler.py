@@ -243,10 +243,8 @@ class Scheduler:
         if request.num_in_flight:  # preempted a moment ago, its last token is still to come
             return
         hits = self.blocks.match(request)
-        reserved = max(self.policy.reserve(request), request.num_tokens)
-        if self.num_resident + request.num_tokens > self.limits.max_kv_tokens or not self.blocks.fits(
-            hits, reserved
-        ):
+        reserved = max(self.policy.reserve(request, self.running), request.num_tokens)
+        if self.num_resident + reserved > self.limits.max_kv_tokens or not self.blocks.fits(hits, reserved):
             return
         wanted = request.num_tokens - len(hits) * self.blocks.block_size
         count = self.policy.tokens(request, wanted, budget)

@@ -7,6 +7,7 @@ everyone finishes, and the tokens are those that the request would get alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import hypothesis.strategies as st
@@ -16,11 +17,17 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from inflight.engine.fake import expected_tokens
 from inflight.request import Request
 from inflight.scheduling import Policy
+from inflight.scheduling.policies.continuous import Continuous
+from inflight.scheduling.policies.fair import Fair
+from inflight.scheduling.policies.priority import Priority
 from tests.helpers import FakeEngine, make_request
 
 
 class Contrary(Policy):
     """The worst that a user's policy may do: latest first, small bites, and always the first victim."""
+
+    def __init__(self) -> None:
+        super().__init__(headroom=0)
 
     def push(self, request: Request, step: int) -> None:  # noqa: ARG002
         request.order = -request.arrival
@@ -37,8 +44,10 @@ POLICIES: tuple[str | Callable[[], Policy], ...] = (
     "sequential",
     "static",
     "continuous",
-    "priority",
-    "fair",
+    # Without headroom memory runs out all the time.
+    partial(Continuous, headroom=0),
+    partial(Priority, headroom=0),
+    partial(Fair, headroom=0),
     Contrary,
 )
 MAX_LEN = 24  # prompt and outputs of one request

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -15,6 +16,7 @@ from inflight.scheduling.policies.fair import Fair
 from inflight.scheduling.policies.priority import Priority
 from tests.helpers import FakeEngine, make_request
 
+EAGER = partial(Continuous, headroom=0)  # admits until memory is full, and so preempts
 ALL = ("sequential", "static", "continuous", "priority", "fair")
 
 
@@ -89,7 +91,7 @@ def test_long_prompt_progresses_beside_as_many_decodes_as_the_budget_has_tokens(
 
 
 def test_max_kv_tokens_queues_and_preempts() -> None:
-    engine = FakeEngine(block_size=16, max_kv_tokens=24, num_blocks=64)
+    engine = FakeEngine(EAGER, block_size=16, max_kv_tokens=24, num_blocks=64)
     expected = {}
     for index in range(6):
         request = engine.add(make_request([index] * 5, 12))
@@ -102,7 +104,7 @@ def test_max_kv_tokens_queues_and_preempts() -> None:
 
 
 def test_oldest_finishes_first_under_memory_pressure() -> None:
-    engine = FakeEngine(num_blocks=6, block_size=4, caching=False)
+    engine = FakeEngine(EAGER, num_blocks=6, block_size=4, caching=False)
     requests = [engine.add(make_request([index] * 4, 16)) for index in range(4)]
     engine.run()
     assert requests[0].record.num_preemptions == 0
@@ -111,12 +113,23 @@ def test_oldest_finishes_first_under_memory_pressure() -> None:
 
 
 def test_resumed_request_finds_its_own_blocks() -> None:
-    engine = FakeEngine(num_blocks=8, block_size=4)
+    engine = FakeEngine(EAGER, num_blocks=8, block_size=4)
     for index in range(3):
         engine.add(make_request([index] * 8, 12))
     engine.run()
     assert engine.core.stats().num_preemptions > 0
     assert engine.core.stats().num_prefix_hits > 0
+
+
+def test_headroom_saves_preemptions() -> None:
+    preemptions = {}
+    for headroom in (0, 8):
+        engine = FakeEngine(partial(Continuous, headroom=headroom), num_blocks=16, caching=False)
+        for index in range(12):
+            engine.add(make_request([index] * 8, 12))
+        engine.run()
+        preemptions[headroom] = engine.core.stats().num_preemptions
+    assert preemptions[8] < preemptions[0] / 2
 
 
 def test_requests_of_one_step_share_a_prefix() -> None:
@@ -132,7 +145,7 @@ def test_requests_of_one_step_share_a_prefix() -> None:
 
 
 def test_first_come_first_served_without_ageing() -> None:
-    engine = FakeEngine(lambda: Continuous(ageing=0), num_blocks=8, max_num_seqs=3)
+    engine = FakeEngine(lambda: Continuous(ageing=0, headroom=0), num_blocks=8, max_num_seqs=3)
     requests = [engine.add(make_request([index] * (1 + index * 7 % 20), 5)) for index in range(12)]
     engine.run()
     steps = first_steps(engine)
@@ -154,8 +167,8 @@ def overtakes(policy: Callable[[], Policy]) -> int:
 
 
 def test_ageing_bounds_how_often_a_request_is_passed() -> None:
-    assert overtakes(lambda: Continuous(ageing=0)) == 0
-    assert overtakes(lambda: Continuous(ageing=4)) == 4
+    assert overtakes(lambda: Continuous(ageing=0, headroom=0)) == 0
+    assert overtakes(lambda: Continuous(ageing=4, headroom=0)) == 4
 
 
 def test_static_batches_form_and_retire_together() -> None:

@@ -8,14 +8,14 @@ first come first served.
 from collections.abc import Iterator
 
 from inflight.request import Request
-from inflight.scheduling.policy import Policy
+from inflight.scheduling.policy import HEADROOM, Policy
 
 LOOKAHEAD = 8
 
 
 class Continuous(Policy):
-    def __init__(self, ageing: int = 16) -> None:
-        super().__init__()
+    def __init__(self, ageing: int = 16, headroom: int = HEADROOM) -> None:
+        super().__init__(headroom)
         self.ageing = ageing
 
     def candidates(self) -> Iterator[Request]:

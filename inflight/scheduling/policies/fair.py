@@ -12,7 +12,7 @@ from heapq import heappop, heappush, heapreplace
 
 from inflight.request import Request
 from inflight.scheduling.batch import Batch
-from inflight.scheduling.policy import Policy
+from inflight.scheduling.policy import HEADROOM, Policy
 from inflight.scheduling.queue import WaitingQueue
 
 MAX_REMEMBERED = 10_000  # tenants whose counters are kept before the meaningless ones are dropped
@@ -20,9 +20,13 @@ MAX_REMEMBERED = 10_000  # tenants whose counters are kept before the meaningles
 
 class Fair(Policy):
     def __init__(
-        self, weights: Mapping[str, float] | None = None, prompt_cost: float = 1.0, output_cost: float = 2.0
+        self,
+        weights: Mapping[str, float] | None = None,
+        prompt_cost: float = 1.0,
+        output_cost: float = 2.0,
+        headroom: int = HEADROOM,
     ) -> None:
-        super().__init__()
+        super().__init__(headroom)
         self.weights = dict(weights or {})
         self.prompt_cost = prompt_cost
         self.output_cost = output_cost

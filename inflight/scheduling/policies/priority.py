@@ -5,12 +5,12 @@ of them, t cancels: the order by `priority * ageing + s` never changes while the
 """
 
 from inflight.request import Request
-from inflight.scheduling.policy import Policy
+from inflight.scheduling.policy import HEADROOM, Policy
 
 
 class Priority(Policy):
-    def __init__(self, ageing: int = 256) -> None:
-        super().__init__()
+    def __init__(self, ageing: int = 256, headroom: int = HEADROOM) -> None:
+        super().__init__(headroom)
         self.ageing = ageing
 
     def push(self, request: Request, step: int) -> None:

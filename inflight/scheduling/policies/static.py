@@ -30,7 +30,7 @@ class Static(Policy):
             self._last = self._newest
         return request.arrival <= self._last
 
-    def reserve(self, request: Request) -> int:
+    def reserve(self, request: Request, running: Sequence[Request]) -> int:  # noqa: ARG002
         return request.max_total
 
     def reserves_ahead(self) -> bool:
