@@ -7,14 +7,14 @@ import contextlib
 import itertools
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from os import PathLike
+from typing import Any, Literal, get_args
 
-from inflight.config import EngineConfig
 from inflight.engine import EngineClient, EngineStats, Health, InprocClient
-from inflight.errors import EngineError
+from inflight.errors import ConfigError, EngineError, ParameterError, RequestError
 from inflight.events import Delta
 from inflight.frontend import Assembler, Prompt
-from inflight.loading import LoadedEngine, load_engine
+from inflight.loading import LoadedEngine, engine_config, load_engine
 from inflight.outputs import CompletionOutput, RequestOutput
 from inflight.request import Request, SamplingParams
 from inflight.text import Tokenizer
@@ -36,13 +36,12 @@ class AsyncEngine:
         self._loaded = loaded
         self._client: EngineClient = client or InprocClient(loaded.core)
         self._ids = itertools.count()
-        self._children: dict[str, list[str]] = {}  # by the user's request id
+        self._children: dict[str, set[str]] = {}  # by the user's request id: its answers, unless aborted
 
     @classmethod
-    async def start(cls, model: str, **options: Any) -> AsyncEngine:
+    async def start(cls, model: str | PathLike[str], **options: Any) -> AsyncEngine:
         """Load a model without blocking the event loop. Options are those of `LLM`."""
-        config = EngineConfig.create(model=model, **options)
-        return cls(await asyncio.to_thread(load_engine, config))
+        return cls(await asyncio.to_thread(load_engine, engine_config(model, options)))
 
     # ---- requests ----
 
@@ -61,19 +60,23 @@ class AsyncEngine:
 
         A reader slower than the engine gets several tokens at a time; the engine never waits for it.
         """
-        params = sampling_params or self._loaded.default_sampling_params()
+        if output_kind not in get_args(OutputKind):
+            raise ParameterError(
+                f"output_kind is {output_kind!r}: allowed are {', '.join(get_args(OutputKind))}"
+            )
+        params = self._loaded.default_sampling_params() if sampling_params is None else sampling_params
         name = request_id if request_id is not None else f"request-{next(self._ids)}"
         if name in self._children:
-            raise EngineError(f"request id {name!r} is already in use")
+            raise RequestError(f"request id {name!r} is already in use")
         text, requests = self._loaded.intake.requests(name, prompt, params, priority, tenant, cache_salt)
         assembler = Assembler(name, text, requests, self._loaded.tokenizer)
-        self._children[name] = [request.request_id for request in requests]
+        self._children[name] = {request.request_id for request in requests}
         sent = _Sent()
         try:
-            async with contextlib.aclosing(self._deltas(requests)) as deltas:
+            async with contextlib.aclosing(self._deltas(name, requests)) as deltas:
                 async for delta in deltas:
                     if assembler.push(delta):
-                        await self._client.abort(delta.request_id)
+                        await self._client.abort(delta.request_id, "stop")
                     if delta.error is not None:
                         raise EngineError(delta.error)
                     finished = assembler.finished
@@ -94,20 +97,30 @@ class AsyncEngine:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
-        output_kind: OutputKind = "cumulative",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
     ) -> AsyncGenerator[RequestOutput]:
-        """`generate` for a conversation, through the checkpoint's chat template."""
+        """`generate`, with its options, for a conversation: through the checkpoint's chat template."""
         template, tokenizer = self._loaded.chat_template, self.tokenizer
-        text = await asyncio.to_thread(template.render, messages, kwargs=chat_template_kwargs)
-        prompt = {"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
-        async with contextlib.aclosing(
-            self.generate(prompt, sampling_params, request_id, output_kind=output_kind)
-        ) as outputs:
+        text = await asyncio.to_thread(
+            template.render,
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            kwargs=chat_template_kwargs,
+        )
+        token_ids = tokenizer.encode(text, add_special_tokens=False)
+        generation = self.generate(token_ids, sampling_params, request_id, **options)
+        async with contextlib.aclosing(generation) as outputs:
             async for output in outputs:
+                output.prompt = text
                 yield output
 
-    async def _deltas(self, requests: list[Request]) -> AsyncGenerator[Delta]:
+    async def _deltas(self, name: str, requests: list[Request]) -> AsyncGenerator[Delta]:
         """The news of all answers as they come."""
         async with contextlib.AsyncExitStack() as stack:
             streams = []
@@ -115,6 +128,8 @@ class AsyncEngine:
                 await self._client.add(request)
                 stream = self._client.stream(request.request_id)
                 streams.append(await stack.enter_async_context(contextlib.aclosing(stream)))
+                if request.request_id not in self._children[name]:  # aborted before it was there
+                    await self._client.abort(request.request_id)
             if len(streams) == 1:
                 async for delta in streams[0]:
                     yield delta
@@ -135,14 +150,17 @@ class AsyncEngine:
 
     async def abort(self, request_id: str) -> int:
         """End a request; its stream ends with finish reason "abort". The number of KV blocks freed."""
-        return sum([await self._client.abort(child) for child in self._children.get(request_id, ())])
+        children = self._children.get(request_id, set())
+        ending = children.copy()
+        children.clear()
+        return sum([await self._client.abort(child) for child in ending])
 
     # ---- around it ----
 
     @property
     def tokenizer(self) -> Tokenizer:
         if self._loaded.tokenizer is None:
-            raise EngineError("this engine runs without a tokenizer")
+            raise ConfigError("this engine runs without a tokenizer")
         return self._loaded.tokenizer
 
     @property
@@ -158,6 +176,7 @@ class AsyncEngine:
     async def close(self) -> None:
         """Stop the loop. Streams still open end with an error."""
         await self._client.close()
+        self._loaded.close()
 
     async def __aenter__(self) -> AsyncEngine:
         return self
@@ -184,8 +203,12 @@ class _Sent:
 
     def __init__(self) -> None:
         self._done: dict[int, tuple[int, int]] = {}  # answer -> characters, tokens
+        self._prompt_logprobs = False
 
     def trim(self, output: RequestOutput) -> RequestOutput:
+        if self._prompt_logprobs:
+            output.prompt_logprobs = None
+        self._prompt_logprobs |= output.prompt_logprobs is not None
         output.outputs = [self._rest(answer) for answer in output.outputs]
         return output
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from inflight import __version__
-from inflight.errors import InflightError
+from inflight.errors import EngineError, InflightError, PromptError
 
 app = typer.Typer(
     help="An LLM serving engine whose unit of scheduling is one token, not one request.",
@@ -116,12 +116,18 @@ def generate(
         outputs = llm.generate(prompts, params)
     for text, output in zip(prompts, outputs, strict=True):
         _print_json(text, output) if as_json else _print_text(text, output, several=len(prompts) > 1)
+    failed = [answer.error for output in outputs for answer in output.outputs if answer.error]
+    if failed:
+        raise EngineError(f"{len(failed)} answers failed; the first with: {failed[0]}")
 
 
 def _read_prompts(prompts: list[str] | None, file: Path | None) -> list[str]:
     found = list(prompts or ())
     if file is not None:
-        text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
+        try:
+            text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise PromptError(f"the prompts file {str(file)!r} cannot be read: {error}") from error
         found += [line for line in text.splitlines() if line.strip()]
     if not found:
         raise typer.BadParameter("no prompt: give -p TEXT, or --prompts-file FILE")
@@ -135,6 +141,7 @@ def _print_json(prompt: str, output: Any) -> None:
             "token_ids": answer.token_ids,
             "finish_reason": answer.finish_reason,
             "stop_reason": answer.stop_reason,
+            "error": answer.error,
             "logprobs": None
             if answer.logprobs is None
             else [{str(i): asdict(found) for i, found in position.items()} for position in answer.logprobs],
@@ -162,13 +169,11 @@ def _print_json(prompt: str, output: Any) -> None:
 
 
 def _print_text(prompt: str, output: Any, several: bool) -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False, soft_wrap=True)
+    """Answers as they are: not through rich, which would read codes like :smile: into them."""
     for answer in output.outputs:
         if several or len(output.outputs) > 1:
-            console.print(f"── {prompt}", style="dim", markup=False)
-        console.print(answer.text, markup=False)
+            typer.secho(f"── {prompt}", dim=True)
+        print(answer.text)
 
 
 def main() -> None:
@@ -177,7 +182,7 @@ def main() -> None:
     try:
         app()
     except InflightError as error:
-        print(f"inflight: {error}", file=sys.stderr)
+        print(f"inflight: {' '.join([str(error), *getattr(error, '__notes__', ())])}", file=sys.stderr)
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         print("inflight: interrupted", file=sys.stderr)

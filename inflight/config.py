@@ -17,6 +17,11 @@ def _require(ok: bool, name: str, given: object, allowed: str) -> None:
         raise ConfigError(f"{name} is {given!r}: allowed is {allowed}")
 
 
+def _require_integer(name: str, given: object, low: int, allowed: str, *, optional: bool = False) -> None:
+    counts = isinstance(given, int) and not isinstance(given, bool) and given >= low
+    _require(counts or (optional and given is None), name, given, allowed)
+
+
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Which checkpoint, and how it is held."""
@@ -37,8 +42,10 @@ class ModelConfig:
         _require(bool(self.model), "model", self.model, "a folder or a hub id")
         _require(self.dtype in DTYPES, "dtype", self.dtype, ", ".join(DTYPES))
         _require(self.load_format in LOAD_FORMATS, "load_format", self.load_format, ", ".join(LOAD_FORMATS))
-        limit = self.max_model_len
-        _require(limit is None or limit >= 2, "max_model_len", limit, "None or an integer of at least 2")
+        _require_integer(
+            "max_model_len", self.max_model_len, 2, "None or an integer of at least 2", optional=True
+        )
+        _require_integer("seed", self.seed, 0, "an integer of at least 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +59,18 @@ class CacheConfig:
     gpu_memory_utilization: float = 0.9
 
     def __post_init__(self) -> None:
-        _require(1 <= self.block_size <= 1024, "block_size", self.block_size, "1 to 1024")
-        memory = self.kv_cache_memory
-        _require(
-            memory is None or memory > 0, "kv_cache_memory", memory, "None or a positive number of bytes"
-        )
-        _require(
-            self.num_blocks is None or self.num_blocks > 0, "num_blocks", self.num_blocks, "None or positive"
-        )
+        _require_integer("block_size", self.block_size, 1, "1 to 1024")
+        _require(self.block_size <= 1024, "block_size", self.block_size, "1 to 1024")
+        allowed = "None or a positive number of bytes"
+        _require_integer("kv_cache_memory", self.kv_cache_memory, 1, allowed, optional=True)
+        _require_integer("num_blocks", self.num_blocks, 1, "None or positive", optional=True)
         share = self.gpu_memory_utilization
-        _require(0 < share <= 1, "gpu_memory_utilization", share, "above 0, at most 1")
+        _require(
+            isinstance(share, int | float) and 0 < share <= 1,
+            "gpu_memory_utilization",
+            share,
+            "above 0, at most 1",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +85,9 @@ class SchedulerConfig:
     pipeline_depth: int | None = None  # 1 or 2; None: the device's default
 
     def __post_init__(self) -> None:
-        _require(self.max_num_seqs >= 1, "max_num_seqs", self.max_num_seqs, "at least 1")
+        _require_integer("max_num_seqs", self.max_num_seqs, 1, "at least 1")
         for name in ("max_num_batched_tokens", "max_kv_tokens", "max_queue"):
-            value = getattr(self, name)
-            _require(value is None or value >= 1, name, value, "None or at least 1")
+            _require_integer(name, getattr(self, name), 1, "None or at least 1", optional=True)
         _require(self.pipeline_depth in (None, 1, 2), "pipeline_depth", self.pipeline_depth, "1 or 2")
 
 

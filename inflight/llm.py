@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from os import PathLike
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from inflight.config import EngineConfig
 from inflight.engine import EngineStats, StepObserver
 from inflight.errors import ConfigError, EngineError, ParameterError, RequestError
 from inflight.frontend import Assembler, Prompt, split_prompts
-from inflight.loading import LoadedEngine, load_engine
+from inflight.loading import LoadedEngine, engine_config, load_engine
 from inflight.outputs import RequestOutput
 from inflight.request import Request, SamplingParams
 from inflight.text import Tokenizer
 
+logger = logging.getLogger(__name__)
+
 Messages = Sequence[Mapping[str, Any]]
+Job = tuple[Assembler, list[Request]]
+T = TypeVar("T")
 
 
 class LLM:
@@ -32,11 +37,12 @@ class LLM:
     Options are those of `ModelConfig`, `CacheConfig` and `SchedulerConfig`, by name.
     """
 
-    def __init__(self, model: str, *, show_progress: bool = True, **options: Any) -> None:
-        config = EngineConfig.create(model=model, **_drop_foreign(options))
-        with _loading_bar(model, show_progress) as progress:
+    def __init__(self, model: str | PathLike[str], *, show_progress: bool = True, **options: Any) -> None:
+        config = engine_config(model, options)
+        with _loading_bar(config.model.model, show_progress) as progress:
             self._engine: LoadedEngine = load_engine(config, progress)
         self._num_requests = 0
+        self._closed = False
 
     # ---- generating ----
 
@@ -45,23 +51,25 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
-        priority: Sequence[int] | None = None,
-        tenant: Sequence[str] | None = None,
+        priority: int | Sequence[int] = 0,
+        tenant: str | Sequence[str] = "",
     ) -> list[RequestOutput]:
         """Answer every prompt: text, a list of token ids, or {"prompt_token_ids": [...]}.
 
-        Outputs come in the order of the prompts. If one prompt is refused, none is run.
+        Parameters, priority (smaller first) and tenant are one for all prompts, or a list with one for each.
+        Outputs come in the order of the prompts. If one prompt is refused, none is run. A request that fails
+        while it runs fails alone, with finish reason "error"; only if all fail is EngineError raised.
         """
         items = split_prompts(prompts)
-        params = self._params_for(items, sampling_params)
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        params = _for_each(items, sampling_params, SamplingParams, "sampling params")
+        priorities = _for_each(items, priority, int, "priorities")
+        tenants = _for_each(items, tenant, str, "tenants")
         jobs = []
-        for index, (prompt, chosen) in enumerate(zip(items, params, strict=True)):
+        for index, parts in enumerate(zip(items, params, priorities, tenants, strict=True)):
             try:
-                jobs.append(
-                    self._prepare(
-                        prompt, chosen, priority[index] if priority else 0, tenant[index] if tenant else ""
-                    )
-                )
+                jobs.append(self._prepare(*parts))
             except RequestError as error:
                 if len(items) > 1:
                     error.add_note(f"in prompt {index} of {len(items)}")
@@ -82,64 +90,64 @@ class LLM:
         one = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if one else list(messages)
         template, tokenizer = self._engine.chat_template, self.get_tokenizer()
-        prompts: list[Prompt] = []
-        for conversation in conversations:
-            text = template.render(
+        texts = [
+            template.render(
                 conversation,
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 kwargs=chat_template_kwargs,
             )
-            prompts.append({"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)})
-        return self.generate(prompts, sampling_params, use_tqdm)
+            for conversation in conversations
+        ]
+        prompts = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        outputs = self.generate(prompts, sampling_params, use_tqdm)
+        for output, text in zip(outputs, texts, strict=True):
+            output.prompt = text
+        return outputs
 
-    def _params_for(
-        self, prompts: list[Prompt], given: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[SamplingParams]:
-        if given is None:
-            given = self.get_default_sampling_params()
-        if isinstance(given, SamplingParams):
-            return [given] * len(prompts)
-        if len(given) != len(prompts):
-            raise ParameterError(
-                f"there are {len(given)} sampling params for {len(prompts)} prompts: give one or as many"
-            )
-        return list(given)
-
-    def _prepare(
-        self, prompt: Prompt, params: SamplingParams, priority: int, tenant: str
-    ) -> tuple[Assembler, list[Request]]:
+    def _prepare(self, prompt: Prompt, params: SamplingParams, priority: int, tenant: str) -> Job:
         request_id = str(self._num_requests)
         self._num_requests += 1
         text, requests = self._engine.intake.requests(request_id, prompt, params, priority, tenant)
         return Assembler(request_id, text, requests, self._engine.tokenizer), requests
 
-    def _run(self, jobs: list[tuple[Assembler, list[Request]]], show: bool) -> list[RequestOutput]:
+    def _run(self, jobs: list[Job], show: bool) -> list[RequestOutput]:
+        if self._closed:
+            raise EngineError("this LLM was closed")
         core = self._engine.core
-        assemblers: dict[str, Assembler] = {}
+        assemblers = {request.request_id: assembler for assembler, requests in jobs for request in requests}
         try:
-            for assembler, requests in jobs:
+            for _, requests in jobs:
                 for request in requests:
                     core.add(request)
-                    assemblers[request.request_id] = assembler
             with _generation_bar(len(assemblers), show) as advance:
                 while core.has_work:
                     deltas = core.step()
                     for delta in deltas:
                         if assemblers[delta.request_id].push(delta):
-                            deltas += core.abort(delta.request_id)[1]
+                            deltas += core.abort(delta.request_id, "stop")[1]
                     advance(deltas)
-        finally:  # after Ctrl-C or an error the engine is empty again, and can go on
-            for request_id in assemblers:
-                core.abort(request_id)
+        except BaseException:  # Ctrl-C above all
+            self._clear(assemblers)
+            raise
         outputs = [assembler.output() for assembler, _ in jobs]
         failed = [answer.error for output in outputs for answer in output.outputs if answer.error]
+        if failed and len(failed) == len(assemblers):
+            raise EngineError(f"all {len(failed)} requests failed; the first with: {failed[0]}")
         if failed:
-            raise EngineError(
-                f"{len(failed)} of {len(assemblers)} requests failed; the first with: {failed[0]}"
-            )
+            logger.warning("%d of %d requests failed", len(failed), len(assemblers))
         return outputs
+
+    def _clear(self, request_ids: Iterable[str]) -> None:
+        """Empty the engine after a run that broke off, so that it can go on."""
+        core = self._engine.core
+        for request_id in request_ids:
+            core.abort(request_id)
+        while core.has_work:  # what is still in flight
+            core.step()
+        # A step that was cut short has not filled the blocks that it promised to the prefix cache.
+        core.scheduler.blocks.drop_cache()
 
     # ---- around it ----
 
@@ -160,6 +168,11 @@ class LLM:
     def max_model_len(self) -> int:
         return self._engine.max_model_len
 
+    @property
+    def vocab_size(self) -> int:
+        """The width of the logits."""
+        return self._engine.intake.vocab_size
+
     def stats(self) -> EngineStats:
         return self._engine.core.stats()
 
@@ -167,18 +180,35 @@ class LLM:
         """Call `observer` with the record of every step."""
         self._engine.core.observers.append(observer)
 
+    def unobserve(self, observer: StepObserver) -> None:
+        self._engine.core.observers.remove(observer)
+
     def close(self) -> None:
-        self._engine.core.close()
+        """Give back the memory. The engine cannot be used afterwards."""
+        if not self._closed:
+            self._closed = True
+            self._engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
 
-def _drop_foreign(options: dict[str, Any]) -> dict[str, Any]:
-    """Options of other engines that mean nothing here, or only one thing."""
-    options.pop("enforce_eager", None)  # steps on the CPU are never captured
-    options.pop("disable_log_stats", None)
-    options.pop("trust_remote_code", None)  # code in a model folder is never run
-    if options.pop("tensor_parallel_size", 1) != 1:
-        raise ConfigError("tensor_parallel_size must be 1: a model runs on one device")
-    return options
+def _for_each(prompts: list[Prompt], given: T | Sequence[T], kind: type[T], name: str) -> list[T]:
+    """One for each prompt, from one for all or from a list."""
+    if isinstance(given, kind):
+        return [given] * len(prompts)
+    if not isinstance(given, Sequence):
+        raise ParameterError(
+            f"{name} are of type {type(given).__name__}: give a {kind.__name__}, or a list of them"
+        )
+    if len(given) != len(prompts):
+        raise ParameterError(
+            f"there are {len(given)} {name} for {len(prompts)} prompts: give one, or a list of as many"
+        )
+    return list(given)
 
 
 def _loading_bar(model: str, show: bool) -> AbstractContextManager[Callable[[int, int], None] | None]:

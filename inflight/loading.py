@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from inflight.attention.cpu import cpu_attention
 from inflight.config import EngineConfig
 from inflight.engine import EngineCore
-from inflight.errors import ConfigError
+from inflight.errors import ConfigError, KVBudgetError
 from inflight.execution.runner import ModelRunner
 from inflight.frontend import Intake
 from inflight.kv import BlockManager, ChainHashCache, NoPrefixCache
@@ -27,7 +28,7 @@ from inflight.models.defaults import default_sampling, eos_token_ids, resolve_co
 from inflight.models.families import decoder_spec
 from inflight.models.weights import load_decoder
 from inflight.request import SamplingParams
-from inflight.scheduling import Limits, Scheduler, make_policy
+from inflight.scheduling import Limits, Policy, Scheduler, make_policy
 from inflight.text import ChatTemplate, Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -62,12 +63,32 @@ class LoadedEngine:
     def default_sampling_params(self) -> SamplingParams:
         return SamplingParams(**self.default_params)
 
+    def close(self) -> None:
+        """Give back memory and the processes that render templates."""
+        self.core.close()
+        if "chat_template" in self.__dict__:
+            self.chat_template.close()
+
+
+def engine_config(model: str | PathLike[str], options: dict[str, Any]) -> EngineConfig:
+    """The configuration of an engine from the options that its user gave, in our names or those of other engines."""
+    options = dict(options)
+    for name in ("enforce_eager", "disable_log_stats", "trust_remote_code"):
+        # Steps on the CPU are never captured, statistics cost nothing, code in a model folder is never run.
+        options.pop(name, None)
+    if options.pop("tensor_parallel_size", 1) != 1:
+        raise ConfigError("tensor_parallel_size must be 1: a model runs on one device")
+    return EngineConfig.create(model=fspath(model), **options)
+
 
 def load_engine(config: EngineConfig, progress: LoadProgress | None = None) -> LoadedEngine:
     """Open the checkpoint, load the weights, size the KV memory and put the engine together."""
     if config.model.device not in ("auto", "cpu"):
         raise ConfigError(f"device is {config.model.device!r}: allowed is 'auto' or 'cpu'")
     model = config.model
+    policy = _policy(
+        config.scheduler.policy
+    )  # before the weights: a wrong name should not take minutes to show
     checkpoint = open_checkpoint(model.model, model.revision, model.load_format, model.hf_config)
     tokenizer = _load_tokenizer(config, checkpoint)
     spec = decoder_spec(checkpoint.config)
@@ -90,7 +111,7 @@ def load_engine(config: EngineConfig, progress: LoadProgress | None = None) -> L
     )
     if max_model_len < context:
         logger.warning("the KV memory holds %d tokens: max_model_len is cut from %d", max_model_len, context)
-    core = _build_core(config, decoder, num_blocks, max_model_len)
+    core = _build_core(config, policy, decoder, num_blocks, max_model_len)
     eos = eos_token_ids(checkpoint.config, checkpoint.generation_config)
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         eos = tuple(dict.fromkeys((*eos, tokenizer.eos_token_id)))
@@ -110,7 +131,20 @@ def _load_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer |
     return None if folder is None else Tokenizer.load(folder)
 
 
-def _build_core(config: EngineConfig, decoder: Decoder, num_blocks: int, max_model_len: int) -> EngineCore:
+def _policy(choice: str | Callable[[], Any]) -> Policy:
+    try:
+        return make_policy(choice)
+    except ConfigError:
+        raise
+    except Exception as error:  # a user's class can raise anything
+        raise ConfigError(
+            f"policy {choice!r} could not be made without arguments: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _build_core(
+    config: EngineConfig, policy: Policy, decoder: Decoder, num_blocks: int, max_model_len: int
+) -> EngineCore:
     options, block_size = config.scheduler, config.cache.block_size
     limits = Limits(
         max_num_seqs=options.max_num_seqs,
@@ -118,19 +152,23 @@ def _build_core(config: EngineConfig, decoder: Decoder, num_blocks: int, max_mod
         max_kv_tokens=options.max_kv_tokens or num_blocks * block_size,
     )
     cache = ChainHashCache(block_size) if config.cache.enable_prefix_caching else NoPrefixCache()
-    scheduler = Scheduler(limits, make_policy(options.policy), BlockManager(num_blocks, block_size, cache))
+    scheduler = Scheduler(limits, policy, BlockManager(num_blocks, block_size, cache))
     runner = ModelRunner(decoder, num_blocks, block_size, options.max_num_seqs, max_model_len)
     return EngineCore(scheduler, runner, options.pipeline_depth or 1, options.max_queue)
 
 
 def _num_blocks(config: EngineConfig, decoder: Decoder, context: int) -> int:
-    cache = config.cache
-    if cache.num_blocks is not None:
-        return cache.num_blocks
-    given = cache.kv_cache_memory
+    cache, available = config.cache, _available_memory()
+    bytes_per_block = decoder.kv_shape(cache.block_size).bytes_per_block
+    given = cache.kv_cache_memory if cache.num_blocks is None else cache.num_blocks * bytes_per_block
+    if given is not None and given > available:
+        raise KVBudgetError(
+            f"num_blocks is {cache.num_blocks} and kv_cache_memory {cache.kv_cache_memory}: that is {given:,} "
+            f"bytes of KV memory, and {available:,} are available"
+        )
     return blocks_for_memory(
-        memory=given if given is not None else int(_available_memory() * CPU_MEMORY_SHARE),
-        bytes_per_block=decoder.kv_shape(cache.block_size).bytes_per_block,
+        memory=given if given is not None else int(available * CPU_MEMORY_SHARE),
+        bytes_per_block=bytes_per_block,
         block_size=cache.block_size,
         max_num_seqs=config.scheduler.max_num_seqs,
         max_model_len=context,

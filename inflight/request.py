@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from inflight.errors import ParameterError
 from inflight.events import PositionLogprobs, RequestRecord
@@ -19,10 +20,32 @@ MAX_SALT_LENGTH = 256
 SEED_RANGE = (-(2**63), 2**64 - 1)
 
 
+def _shown(value: object) -> str:
+    """What was given, short enough for a message."""
+    try:
+        return f"{value!r:.100}"
+    except ValueError:  # Python spells out no integer of thousands of digits
+        return f"a huge {type(value).__name__}"
+
+
 def _number(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ParameterError(f"{name} is {value!r}: it must be a finite number")
-    return float(value)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except OverflowError:  # an integer beyond all floats
+            number = math.inf
+        if math.isfinite(number):
+            return number
+    raise ParameterError(f"{name} is {_shown(value)}: it must be a finite number")
+
+
+def _items(name: str, value: Any, kind: str) -> tuple[Any, ...]:
+    """The items of a list; None is an empty one. Text is no list of its characters."""
+    if value is None:
+        return ()
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        raise ParameterError(f"{name} is {_shown(value)}: it must be a list of {kind}")
+    return tuple(value)
 
 
 def _integer(name: str, value: object, low: int, high: int | None = None) -> None:
@@ -33,7 +56,7 @@ def _integer(name: str, value: object, low: int, high: int | None = None) -> Non
         or value < low
         or (high is not None and value > high)
     ):
-        raise ParameterError(f"{name} is {value!r}: it must be {allowed}")
+        raise ParameterError(f"{name} is {_shown(value)}: it must be {allowed}")
 
 
 def _within(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
@@ -102,38 +125,40 @@ class SamplingParams:
         self._normalise_ids()
 
     def _normalise_stops(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        stop = (self.stop,) if isinstance(self.stop, str) else _items("stop", self.stop, "strings")
         if len(stop) > MAX_STOP_STRINGS:
             raise ParameterError(f"stop has {len(stop)} strings: at most {MAX_STOP_STRINGS} are allowed")
         for text in stop:
             if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_LENGTH:
-                shown = f"of {len(text)} characters" if isinstance(text, str) else repr(text)
+                shown = f"of {len(text)} characters" if isinstance(text, str) else _shown(text)
                 raise ParameterError(
                     f"a stop string is {shown}: it must have 1 to {MAX_STOP_LENGTH} characters"
                 )
         if stop and not self.detokenize:
             raise ParameterError("stop strings need detokenize=True")
         object.__setattr__(self, "stop", stop)
-        words = tuple(self.bad_words or ())
+        words = _items("bad_words", self.bad_words, "strings")
         if len(words) > MAX_BAD_WORDS or not all(isinstance(word, str) and word for word in words):
             raise ParameterError(f"bad_words must be at most {MAX_BAD_WORDS} non-empty strings")
         object.__setattr__(self, "bad_words", words)
 
     def _normalise_ids(self) -> None:
         object.__setattr__(self, "top_k", max(self.top_k, 0))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "stop_token_ids", _items("stop_token_ids", self.stop_token_ids, "token ids"))
         if self.allowed_token_ids is not None:
-            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+            allowed = _items("allowed_token_ids", self.allowed_token_ids, "token ids")
+            object.__setattr__(self, "allowed_token_ids", allowed)
             if not self.allowed_token_ids:
                 raise ParameterError(
                     "allowed_token_ids is empty: it must name at least one token, or be None"
                 )
         bias: dict[int, float] = {}
+        if not isinstance(self.logit_bias, Mapping | None):
+            raise ParameterError(f"logit_bias is {_shown(self.logit_bias)}: it must map token ids to numbers")
         for key, value in (self.logit_bias or {}).items():
-            try:  # JSON has only string keys
-                token_id = int(key)
-            except (TypeError, ValueError):
-                raise ParameterError(f"logit_bias has the key {key!r}: keys must be token ids") from None
+            # JSON has only string keys.
+            token_id = int(key) if isinstance(key, str) and key.isdecimal() and len(key) < 20 else key
+            _integer("a token id in logit_bias", token_id, 0)
             _within(f"logit_bias[{token_id}]", value, -100, 100)
             bias[token_id] = float(value)
         object.__setattr__(self, "logit_bias", bias or None)

@@ -75,7 +75,7 @@ class CpuAttention:
             inputs.block_tables.stride(0),
             window or 0,
             scale,
-            torch.get_num_threads(),
+            self._library.threads,
         )
         return out
 

@@ -30,8 +30,8 @@ class EngineClient(Protocol):
         """The deltas of a request that was added, merged where the reader is slower than the engine. Leaving
         the iterator early aborts the request."""
 
-    async def abort(self, request_id: str) -> int:
-        """End a request; its stream ends with finish reason "abort". The number of KV blocks freed."""
+    async def abort(self, request_id: str, reason: str = "abort") -> int:
+        """End a request; its stream ends with `reason` as finish reason. The number of KV blocks freed."""
 
     async def stats(self) -> EngineStats: ...
 

@@ -113,7 +113,7 @@ class EngineCore:
         if self.observers:
             self._observe(batch, deltas, started_at, now)
         if not self.has_work:
-            self.scheduler.check()
+            self.scheduler.check_idle()
         return deltas
 
     def _fail(self, batch: Batch, error: Exception) -> list[Delta]:
@@ -148,8 +148,12 @@ class EngineCore:
             num_waiting=self.scheduler.num_waiting,
             kv=batch.kv,
         )
-        for observer in self.observers:
-            observer(record)
+        for observer in self.observers[:]:
+            try:
+                observer(record)
+            except Exception:  # whoever watches must not hurt who is watched
+                logger.exception("an observer of steps failed and is called no more")
+                self.observers.remove(observer)
 
     def stats(self) -> EngineStats:
         cache = self.scheduler.blocks.cache

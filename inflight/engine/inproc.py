@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 from collections.abc import AsyncGenerator, Callable
@@ -12,13 +13,49 @@ from typing import Any
 from inflight.engine.client import Health
 from inflight.engine.core import EngineCore, EngineStats
 from inflight.engine.mailbox import Mailbox
-from inflight.errors import EngineError
+from inflight.errors import EngineError, RequestError
 from inflight.events import Delta
 from inflight.request import Request
 
 logger = logging.getLogger(__name__)
 
 STALLED_AFTER = 60.0  # seconds without a step, with work to do, before the engine counts as unhealthy
+
+
+class _Stream(AsyncGenerator[Delta]):
+    """The deltas of one request. A class, since a generator that was never begun does not notice its end."""
+
+    def __init__(self, mailbox: Mailbox, leave: Callable[[bool], None]) -> None:
+        self._mailbox = mailbox
+        self._leave = leave  # called once, with whether the request is still running
+        self._open = True
+
+    async def asend(self, value: None) -> Delta:  # noqa: ARG002
+        if not self._open:
+            raise StopAsyncIteration
+        try:
+            delta = await self._mailbox.take()
+        except BaseException:
+            self._end(running=True)
+            raise
+        if delta.finish_reason is not None:
+            self._end(running=False)
+        return delta
+
+    async def athrow(self, *error: Any) -> Delta:
+        self._end(running=True)
+        return await super().athrow(*error)
+
+    async def aclose(self) -> None:
+        self._end(running=True)
+
+    def __del__(self) -> None:
+        self._end(running=True)
+
+    def _end(self, running: bool) -> None:
+        if self._open:
+            self._open = False
+            self._leave(running)
 
 
 class InprocClient:
@@ -53,34 +90,39 @@ class InprocClient:
             self._stop("the engine was closed")
 
     def _take_calls(self) -> bool:
-        """Run what was asked since the last step; wait for something to ask while idle. False to stop."""
-        while True:
-            try:
-                call = self._calls.get(block=not self._core.has_work)
-            except Empty:
-                return True
+        """Run what was asked before now; while idle, wait for something to do. False to stop."""
+        num_left = (
+            self._calls.qsize()
+        )  # only these: a flood of questions must not keep the engine from stepping
+        while num_left > 0 or not self._core.has_work:
+            call = self._calls.get()
+            num_left -= 1
             if call is None:
                 return False
             self._last_progress = self._core.clock()
             call()
+        return True
 
     def _stop(self, reason: str) -> None:
         self._error = reason
         self._post(self._end_streams)
-        while True:  # whoever asked too late is told so
-            try:
+        self._refuse_calls()
+
+    def _refuse_calls(self) -> None:
+        """Whoever asked too late is told so."""
+        with contextlib.suppress(Empty):
+            while True:
                 call = self._calls.get_nowait()
-            except Empty:
-                return
-            if call is not None:
-                call()
+                if call is not None:
+                    call()
 
     def _publish(self, deltas: list[Delta]) -> None:
         self._post(lambda: self._deliver(deltas))
 
     def _post(self, callback: Callable[[], None]) -> None:
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(callback)
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the event loop is closed: no one listens any more
+                self._loop.call_soon_threadsafe(callback)
 
     # ---- the event loop ----
 
@@ -119,11 +161,15 @@ class InprocClient:
         if self._error is not None:
             raise EngineError(self._error)
         self._calls.put(call)
+        if (
+            self._error is not None
+        ):  # the thread may have ended between the question and its place in the queue
+            self._refuse_calls()
         return await answer
 
     async def add(self, request: Request) -> None:
         if request.request_id in self._mailboxes:
-            raise EngineError(f"request id {request.request_id!r} is already in use")
+            raise RequestError(f"request id {request.request_id!r} is already in use")
         self._mailboxes[request.request_id] = Mailbox()
         try:
             await self._ask(lambda: self._core.add(request))
@@ -132,8 +178,8 @@ class InprocClient:
             self._abandon(request.request_id)  # it may have been cancelled while it was added
             raise
 
-    def _abort(self, request_id: str) -> int:
-        num_freed, deltas = self._core.abort(request_id)
+    def _abort(self, request_id: str, reason: str = "abort") -> int:
+        num_freed, deltas = self._core.abort(request_id, reason)
         self._publish(deltas)
         return num_freed
 
@@ -141,25 +187,26 @@ class InprocClient:
         """Abort without waiting for it."""
 
         def call() -> None:
-            self._abort(request_id)
+            if self._error is None:
+                self._abort(request_id)
 
         self._calls.put(call)
 
-    async def stream(self, request_id: str) -> AsyncGenerator[Delta]:
-        mailbox = self._mailboxes[request_id]
-        finished = False
-        try:
-            while not finished:
-                delta = await mailbox.take()
-                finished = delta.finish_reason is not None
-                yield delta
-        finally:
-            del self._mailboxes[request_id]
-            if not finished:
-                self._abandon(request_id)
+    def stream(self, request_id: str) -> AsyncGenerator[Delta]:
+        mailbox = self._mailboxes.get(request_id)
+        if mailbox is None:
+            raise RequestError(f"there is no request {request_id!r} to stream: add it first")
 
-    async def abort(self, request_id: str) -> int:
-        num_freed: int = await self._ask(lambda: self._abort(request_id))
+        def leave(running: bool) -> None:
+            if self._mailboxes.get(request_id) is mailbox:
+                del self._mailboxes[request_id]
+                if running:
+                    self._abandon(request_id)
+
+        return _Stream(mailbox, leave)
+
+    async def abort(self, request_id: str, reason: str = "abort") -> int:
+        num_freed: int = await self._ask(lambda: self._abort(request_id, reason))
         return num_freed
 
     async def stats(self) -> EngineStats:
@@ -174,6 +221,4 @@ class InprocClient:
     async def close(self) -> None:
         self._calls.put(None)
         await asyncio.to_thread(self._thread.join)
-        if self._core.has_work:
-            self._end_streams()
         self._core.close()

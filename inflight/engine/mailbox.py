@@ -9,9 +9,12 @@ from inflight.events import Delta
 
 def merge(earlier: Delta, later: Delta) -> Delta:
     """Two deltas of one request as one."""
-    later.token_ids = earlier.token_ids + later.token_ids
+    # The lists of the earlier one grow: a reader that never comes costs no copy per token.
+    earlier.token_ids += later.token_ids
+    later.token_ids = earlier.token_ids
     if earlier.logprobs is not None:
-        later.logprobs = earlier.logprobs + (later.logprobs or [])
+        earlier.logprobs += later.logprobs or []
+        later.logprobs = earlier.logprobs
     later.prompt_logprobs = later.prompt_logprobs or earlier.prompt_logprobs
     return later
 
@@ -22,9 +25,13 @@ class Mailbox:
 
     def __init__(self) -> None:
         self._pending: Delta | None = None
+        self._ended = False
         self._arrived = asyncio.Event()
 
     def put(self, delta: Delta) -> None:
+        if self._ended:  # an answer that is complete stays so, whatever happens to the engine
+            return
+        self._ended = delta.finish_reason is not None
         self._pending = delta if self._pending is None else merge(self._pending, delta)
         self._arrived.set()
 

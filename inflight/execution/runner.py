@@ -10,6 +10,7 @@ from torch import Tensor
 from inflight.execution.inputs import StepInputs, build_inputs
 from inflight.execution.rows import Rows
 from inflight.execution.sampling import LogprobTensors, SampledTensors, Sampler, SamplingRows, prompt_logprobs
+from inflight.execution.torch_threads import WORTH_SHARING, torch_threads
 from inflight.models.decoder import Decoder
 from inflight.scheduling import Batch, Sampled
 
@@ -39,13 +40,15 @@ class ModelRunner:
         self.rows = Rows(max_rows, max_len, block_size, decoder.device)
         self.sampling = SamplingRows(max_rows, decoder.spec.vocab_size, decoder.device)
         self.sampler = Sampler(self.sampling)
+        self._num_threads = torch.get_num_threads()
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> Ticket:
-        self.rows.apply(batch)
-        for row, request in batch.admissions:
-            self.sampling.set(row, request)
-        inputs = build_inputs(batch, self.rows, self.block_size)
+        with torch_threads(1):
+            self.rows.apply(batch)
+            for row, request in batch.admissions:
+                self.sampling.set(row, request)
+            inputs = build_inputs(batch, self.rows, self.block_size)
         hidden = self.decoder.forward(inputs.token_ids, inputs.positions, self.caches, inputs.attention)
         ticket = Ticket(len(batch), inputs.sampling_entries, None, self._prompt_logprobs(batch, hidden))
         if inputs.sampling_entries:
@@ -56,8 +59,9 @@ class ModelRunner:
         """One token for every entry that has caught up, written into its row for the next step to read."""
         logits = self.decoder.logits(hidden[inputs.sampling_tokens])
         rows = [batch.rows[entry] for entry in inputs.sampling_entries]
-        sampled = self.sampler.sample(logits, rows, inputs.sampling_lengths, self.rows.tokens)
-        self.rows.append(inputs.sampling_rows, inputs.sampling_lengths, sampled.token_ids)
+        with torch_threads(self._num_threads if logits.numel() >= WORTH_SHARING else 1):
+            sampled = self.sampler.sample(logits, rows, inputs.sampling_lengths, self.rows.tokens)
+            self.rows.append(inputs.sampling_rows, inputs.sampling_lengths, sampled.token_ids)
         return sampled
 
     def _prompt_logprobs(self, batch: Batch, hidden: Tensor) -> dict[int, list[LogprobTensors]]:

@@ -20,8 +20,9 @@ class _Answer:
         if tokenizer is not None and params.detokenize:
             prompt = request.token_ids[: request.num_prompt_tokens]
             self._detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens, prompt)
-        self._stops = StopStrings(params.stop_strings, params.include_stop_str_in_output)
+        self._stops = _stops_of(params)
         self._num_read = 0  # tokens whose text has been made
+        self._stop_ids = request.stop_ids
         self._eos_ids = request.stop_ids.difference(params.stop_token_ids or ())
         if params.logprobs is not None:
             self.output.logprobs = []
@@ -47,7 +48,7 @@ class _Answer:
     def _find_stop(self, first: int, delta: Delta) -> bool:
         """Look token by token, so that the answer ends with the token that completed the stop string."""
         output = self.output
-        last = len(output.token_ids) - (self._hides_last(delta.finish_reason, delta.stop_token_id))
+        last = len(output.token_ids) - self._hides_last()
         for end in range(first + 1, last + 1):
             self._read(end)
             if self._stops.matched is not None:
@@ -64,10 +65,12 @@ class _Answer:
             output.cumulative_logprob = sum(found[token_id].logprob for token_id, found in chosen)
         output.finish_reason, output.stop_reason = "stop", self._stops.matched
 
-    def _hides_last(self, finish_reason: str | None, stop_token_id: int | None) -> bool:
-        """The token that ended the answer is part of its ids, not of its text."""
-        ended_by_token = finish_reason == "stop" and stop_token_id is not None
-        return ended_by_token and not self._params.include_stop_str_in_output
+    def _hides_last(self) -> bool:
+        """The token that ends the answer is part of its ids, not of its text. It may come before the news that it
+        was the end: some policies keep a request for a while."""
+        ids, params = self.output.token_ids, self._params
+        ends = len(ids) > params.min_tokens and ids[-1] in self._stop_ids
+        return ends and not params.include_stop_str_in_output
 
     def _read(self, end: int) -> None:
         """Make the text of the tokens up to `end`."""
@@ -75,16 +78,25 @@ class _Answer:
             return
         text = self._detokenizer.push(self.output.token_ids[self._num_read : end])
         self._num_read = end
-        # Before min_tokens nothing stops an answer.
-        self.output.text += text if end < self._params.min_tokens else self._stops.push(text)
+        self.output.text += self._pass(text) if end < self._params.min_tokens else self._stops.push(text)
+
+    def _pass(self, text: str) -> str:
+        """Before min_tokens nothing stops an answer: a stop string complete so early is only text. One that has
+        begun may still be completed in time, and is held back."""
+        passed = ""
+        for character in text:
+            passed += self._stops.push(character)
+            if self._stops.matched is not None:
+                passed += "" if self._params.include_stop_str_in_output else self._stops.matched
+                self._stops = _stops_of(self._params)
+        return passed
 
     def complete_text(self) -> None:
         """Bring the text up to date with the tokens; at the end, with all that was held back."""
         output = self.output
         if self._detokenizer is None or self._stops.matched is not None:
             return
-        hidden = output.finished and self._hides_last(output.finish_reason, self.record.stop_token_id)
-        self._read(len(output.token_ids) - hidden)
+        self._read(len(output.token_ids) - self._hides_last())
         if output.finished:
             output.text += self._stops.push(self._detokenizer.flush())
             if self._stops.matched is None:
@@ -98,6 +110,10 @@ class _Answer:
         for position in positions:
             output.logprobs.append(named(position, self._tokenizer))
             output.cumulative_logprob += position[0].logprob
+
+
+def _stops_of(params: SamplingParams) -> StopStrings:
+    return StopStrings(params.stop_strings, params.include_stop_str_in_output)
 
 
 def named(position: PositionLogprobs, tokenizer: Tokenizer | None) -> Logprobs:
@@ -121,6 +137,8 @@ class Assembler:
         self._prompt_token_ids = requests[0].token_ids[: requests[0].num_prompt_tokens]
         self._tokenizer = tokenizer
         self._prompt_logprobs: list[Logprobs | None] | None = None
+        if self.params.prompt_logprobs is not None and len(self._prompt_token_ids) == 1:
+            self._prompt_logprobs = [None]  # nothing predicts the first token, so no delta will tell
         self._answers = {
             request.request_id: _Answer(index, request, tokenizer) for index, request in enumerate(requests)
         }

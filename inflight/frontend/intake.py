@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import count
@@ -17,12 +17,20 @@ from inflight.text import Tokenizer, bad_word_ids
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
 _PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
+_PROMPT_KINDS = "text, a list of token ids, or a mapping with 'prompt' or 'prompt_token_ids'"
+
+MAX_TENANT_LENGTH = 256
+PRIORITY_RANGE = (-(2**31), 2**31 - 1)
 
 
 def split_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """What `generate` was given, as a list: one prompt (a list of ids is one) or several."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
+    if not isinstance(prompts, Iterable) or isinstance(prompts, bytes | bytearray):
+        raise PromptError(
+            f"prompts is of type {type(prompts).__name__}: it must be {_PROMPT_KINDS}, or a list of these"
+        )
     items: list[Any] = list(prompts)
     return [items] if items and all(isinstance(item, int) for item in items) else items
 
@@ -59,6 +67,7 @@ class Intake:
         """The prompt's text, where it has one, and a request for each answer."""
         text, token_ids, salt = self._read_prompt(prompt)
         self._check_params(params)
+        _check_place(priority, tenant)
         salt = _check_salt(cache_salt or salt)
         room = self.max_model_len - len(token_ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
@@ -96,23 +105,9 @@ class Intake:
     def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int], str]:
         salt: Any = ""
         if isinstance(prompt, Mapping):
-            unknown = set(prompt) - _PROMPT_KEYS
-            if unknown or ("prompt" in prompt) == ("prompt_token_ids" in prompt):
-                raise PromptError(
-                    f"a prompt has the keys {sorted(map(str, prompt))}: give either 'prompt' or "
-                    "'prompt_token_ids', and 'cache_salt' if wanted"
-                )
-            salt = prompt.get("cache_salt") or ""
-            prompt = prompt["prompt"] if "prompt" in prompt else prompt["prompt_token_ids"]
-            if isinstance(prompt, Mapping):
-                raise PromptError(
-                    "a prompt's text or ids are a mapping: they must be a string or a list of ids"
-                )
-        if isinstance(prompt, str):
-            token_ids = self._need_tokenizer("text prompts").encode(prompt)
-            text: str | None = prompt
-        else:
-            text, token_ids = None, self._check_ids(prompt)
+            prompt, salt = _read_mapping(prompt)
+        text = prompt if isinstance(prompt, str) else None
+        token_ids = self._need_tokenizer("text prompts").encode(text) if text is not None else _as_ids(prompt)
         if not token_ids:
             raise PromptError("the prompt is empty: it must have at least one token")
         if len(token_ids) >= self.max_model_len:
@@ -120,22 +115,18 @@ class Intake:
                 f"the prompt has {len(token_ids)} tokens: at most {self.max_model_len - 1} are allowed "
                 f"(max_model_len is {self.max_model_len}, and one place is kept for an output)"
             )
-        return text, token_ids, salt
-
-    def _check_ids(self, ids: Sequence[int]) -> list[int]:
-        try:
-            token_ids = array("q", ids).tolist()
-        except (TypeError, OverflowError):
-            raise PromptError("a prompt is neither text nor a list of integer token ids") from None
-        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.vocab_size:
+        # A tokenizer may know more tokens than the model: text is checked as ids are.
+        if not 0 <= min(token_ids) <= max(token_ids) < self.vocab_size:
             wrong = next(i for i in token_ids if not 0 <= i < self.vocab_size)
             raise PromptError(
                 f"the prompt has the token id {wrong}: ids must be from 0 to {self.vocab_size - 1}"
             )
-        return token_ids
+        return text, token_ids, salt
 
     def _check_params(self, params: SamplingParams) -> None:
         """What only the model can tell: that every token id is one of its own."""
+        if not isinstance(params, SamplingParams):
+            raise ParameterError(f"sampling params are {_shown(params)}: they must be SamplingParams")
         named = (("stop_token_ids", params.stop_token_ids), ("allowed_token_ids", params.allowed_token_ids))
         for name, ids in (*named, ("logit_bias", params.logit_bias)):
             for token_id in ids or ():
@@ -145,10 +136,78 @@ class Intake:
                     )
 
 
+def _read_mapping(prompt: Mapping[str, Any]) -> tuple[str | Sequence[int], Any]:
+    """The text or the ids of a prompt given as a mapping, and its salt."""
+    unknown = set(prompt) - _PROMPT_KEYS
+    if unknown or ("prompt" in prompt) == ("prompt_token_ids" in prompt):
+        raise PromptError(
+            f"a prompt has the keys {sorted(map(str, prompt))}: give either 'prompt' or "
+            "'prompt_token_ids', and 'cache_salt' if wanted"
+        )
+    salt = prompt.get("cache_salt") or ""
+    if "prompt" not in prompt:
+        ids = prompt["prompt_token_ids"]
+        if isinstance(ids, str | Mapping):
+            raise PromptError(f"prompt_token_ids is of type {type(ids).__name__}: it must be a list of ids")
+        return ids, salt
+    if not isinstance(prompt["prompt"], str):
+        raise PromptError(f"prompt is of type {type(prompt['prompt']).__name__}: it must be text")
+    return prompt["prompt"], salt
+
+
+def _as_ids(ids: Any) -> list[int]:
+    """A list of Python integers, from any sequence of integers."""
+    if isinstance(ids, bytes | bytearray | memoryview) or not isinstance(ids, Iterable):
+        raise PromptError(f"a prompt is of type {type(ids).__name__}: it must be {_PROMPT_KINDS}")
+    items = list(ids)
+    try:
+        return array("q", items).tolist()
+    except (TypeError, OverflowError):
+        wrong = next(item for item in items if not _is_id(item))
+        raise PromptError(f"the prompt has the token id {_shown(wrong)}: ids must be integers") from None
+
+
+def _is_id(item: Any) -> bool:
+    try:
+        array("q", [item])
+    except (TypeError, OverflowError):
+        return False
+    return True
+
+
+def _check_place(priority: Any, tenant: Any) -> None:
+    """What orders the queue must be comparable, or one request would break the queue for all."""
+    low, high = PRIORITY_RANGE
+    if isinstance(priority, bool) or not isinstance(priority, int) or not low <= priority <= high:
+        raise ParameterError(f"priority is {_shown(priority)}: it must be an integer from {low} to {high}")
+    if not isinstance(tenant, str) or len(tenant) > MAX_TENANT_LENGTH:
+        raise ParameterError(
+            f"tenant is {_shown(tenant)}: it must be a string of at most {MAX_TENANT_LENGTH} characters"
+        )
+
+
 def _check_salt(salt: Any) -> str:
-    if not isinstance(salt, str) or len(salt) > MAX_SALT_LENGTH:
-        raise ParameterError(f"cache_salt must be a string of at most {MAX_SALT_LENGTH} characters")
+    if not isinstance(salt, str) or len(salt) > MAX_SALT_LENGTH or not _is_unicode(salt):
+        raise ParameterError(
+            f"cache_salt is {_shown(salt)}: it must be valid Unicode of at most {MAX_SALT_LENGTH} characters"
+        )
     return salt
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _shown(value: object) -> str:
+    """What was given, short enough for a message."""
+    try:
+        return f"{value!r:.100}"
+    except ValueError:  # Python spells out no integer of thousands of digits
+        return f"a huge {type(value).__name__}"
 
 
 def _derive(seed: int, index: int) -> int:

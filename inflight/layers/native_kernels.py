@@ -24,6 +24,7 @@ class NativeLinear:
     ) -> None:
         self.in_features = in_features
         self.out_features = out_features
+        self._library = library
         # bfloat16 is widened in registers; float16 would lose that speed, and float32 holds it exactly.
         self._stored = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
         narrow = self._stored == torch.bfloat16
@@ -49,7 +50,7 @@ class NativeLinear:
                 len(part),
                 self.in_features,
                 first + start,
-                torch.get_num_threads(),
+                self._library.threads,
             )
 
     def load_bias(self, bias: Tensor, first: int = 0) -> None:
@@ -68,7 +69,7 @@ class NativeLinear:
             out.data_ptr(),
             len(ids),
             self.in_features,
-            torch.get_num_threads(),
+            self._library.threads,
         )
         return out
 
@@ -87,7 +88,7 @@ class NativeLinear:
                 num_tokens,
                 features,
                 self.out_features,
-                torch.get_num_threads(),
+                self._library.threads,
             )
         return out
 
@@ -118,7 +119,7 @@ class NativeKernels:
             out.data_ptr(),
             num_features,
             eps,
-            torch.get_num_threads(),
+            self._library.threads,
         )
         return out
 
@@ -135,7 +136,7 @@ class NativeKernels:
             x.numel() // num_features,
             num_features,
             eps,
-            torch.get_num_threads(),
+            self._library.threads,
         )
         return x, residual
 
@@ -161,7 +162,7 @@ class NativeKernels:
             positions.data_ptr(),
             cos_sin.data_ptr(),
             rotary_dim,
-            torch.get_num_threads(),
+            self._library.threads,
         )
         return x
 
@@ -171,7 +172,7 @@ class NativeKernels:
         num_tokens, width = gate_up.shape
         out = torch.empty(num_tokens, width // 2)
         self._gates[activation](
-            gate_up.data_ptr(), out.data_ptr(), num_tokens, width // 2, torch.get_num_threads()
+            gate_up.data_ptr(), out.data_ptr(), num_tokens, width // 2, self._library.threads
         )
         return out
 

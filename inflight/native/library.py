@@ -24,6 +24,7 @@ class Library:
 
     def __init__(self, path: Path) -> None:
         self._dll = ctypes.CDLL(str(path))
+        self.threads = _num_threads()  # that work is shared between; may be changed at any time
         self.panel = int(self._bind("panel", result=_L)() or 0)  # output features of one weight panel
         self.advise = self._bind("advise", _P, _L)
         multiply = (_P, _P, _P, _P, _L, _L, _L, _I)
@@ -48,6 +49,14 @@ class Library:
         function.argtypes = arguments
         function.restype = result
         return function  # type: ignore[no-any-return]
+
+
+def _num_threads() -> int:
+    """As many as the user allows in the usual way, or as there are processors to run on."""
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    if asked.isdecimal() and int(asked) > 0:
+        return int(asked)
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @cache

@@ -74,8 +74,15 @@ class Scheduler:
     def usage(self) -> KVUsage:
         return self.blocks.usage(self.num_resident)
 
+    def check_idle(self) -> None:
+        """Assert, at no cost, that an engine without requests holds nothing."""
+        assert self.num_resident == 0, f"{self.num_resident} tokens are resident in an idle engine"
+        assert self.blocks.pool.num_used == 0, (
+            f"{self.blocks.pool.num_used} blocks are used in an idle engine"
+        )
+
     def check(self) -> None:
-        """Assert that memory balances. Cheap enough for idle moments, not for every step."""
+        """Assert that every block and token is accounted for. Walks all blocks: for tests."""
         self.blocks.check([*self.running, *self.lingering])
         held = sum(request.num_computed for request in (*self.running, *self.lingering))
         assert held == self.num_resident, "resident tokens are miscounted"
@@ -200,8 +207,6 @@ class Scheduler:
         self._leave(request)
         request.status = Status.WAITING
         request.record.num_preemptions += 1
-        if request.num_output_tokens == 0:
-            request.prompt_logprobs.clear()
         batch.preempted.append(request)
         self.policy.push(request, self._num_steps)
 
@@ -312,11 +317,11 @@ class Scheduler:
     def _keep_prompt_logprobs(self, batch: Batch, sampled: Sampled) -> None:
         for index, positions in sampled.prompt_logprobs.items():
             request = batch.requests[index]
-            kept = request.prompt_logprobs
-            if batch.starts[index] == 0 and not kept:
-                kept.append(None)  # nothing predicts the first token
-            if len(kept) == batch.starts[index] + 1:  # else it was preempted meanwhile and starts anew
-                kept += positions
+            kept = request.prompt_logprobs or [None]  # nothing predicts the first token
+            first = batch.starts[index] + 1
+            if len(kept) >= first:  # else it was preempted meanwhile; computed anew, it says the same
+                kept[first : first + len(positions)] = positions
+                request.prompt_logprobs = kept
 
     def _finish(self, ended: list[tuple[Request, Delta]], now: float) -> None:
         """Requests have all their tokens. Those that the policy lets go do so in the delta of their last token."""
@@ -361,7 +366,7 @@ class Scheduler:
         deltas: list[Delta] = []
         for index, message in errors.items():
             request = batch.requests[index]
-            if request.status is not Status.FINISHED:
+            if request.status not in (Status.FINISHED, Status.LINGERING):  # else it has all its tokens
                 request.record.finish_reason = "error"
                 deltas += self.abort(request, now)[1]
                 deltas[-1].error = message

@@ -87,14 +87,16 @@ def test_bits_do_not_depend_on_the_schedule(
 
 def test_bits_do_not_depend_on_the_threads() -> None:
     scene = Scene(Heads(4, 2, 64), 16, lengths=[50, 9])
-    threads = torch.get_num_threads()
+    library = native_library()
+    assert library is not None
+    threads = library.threads
     found = []
     try:
         for count in (1, 2, 3):
-            torch.set_num_threads(count)
+            library.threads = count
             found.append(torch.cat(scene.run(native(), scene.whole())))
     finally:
-        torch.set_num_threads(threads)
+        library.threads = threads
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
 

@@ -154,3 +154,60 @@ def test_prompt_logprobs_arrive_once_and_survive_preemption() -> None:
         None,
         *range(1, 9),
     ]
+
+
+def test_prompt_logprobs_of_a_prompt_preempted_with_its_last_chunk_in_flight() -> None:
+    engine = FakeEngine(pipeline_depth=2, num_blocks=16)
+    params = SamplingParams(prompt_logprobs=0, max_tokens=3)
+    request = engine.add(make_request([1, 2, 3], 3, params=params))
+    launch = engine.runner.launch
+
+    def with_logprobs(batch: Batch) -> Sampled:
+        result = launch(batch)
+        if batch.starts[0] == 0:
+            result.prompt_logprobs[0] = [(TokenLogprob(2, -1.0, 1),), (TokenLogprob(3, -1.0, 1),)]
+        return result
+
+    engine.runner.launch = with_logprobs  # type: ignore[method-assign]
+    assert engine.core.step() == [], "the prompt is in flight"
+    engine.scheduler._preempt(request, Batch(0))
+    deltas = [delta for _ in range(8) for delta in engine.core.step()]
+    kept = [delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs]
+    assert [[position and position[0].token_id for position in found] for found in kept] == [[None, 2, 3]]
+
+
+def test_a_finished_request_stays_finished_when_its_surplus_step_fails() -> None:
+    answer = expected_tokens([1, 2, 3], 10)
+    engine = FakeEngine("static", pipeline_depth=2, num_blocks=64)
+    stopped = engine.add(make_request([1, 2, 3], 10, stop_ids=frozenset({answer[4]})))
+    other = engine.add(make_request([7], 12))
+    collect, calls = engine.runner.collect, 0
+
+    def broken(ticket: Sampled) -> Sampled:
+        nonlocal calls
+        calls += 1
+        if calls == 6:  # the step that computes a token after the stop
+            raise RuntimeError("device lost")
+        return collect(ticket)
+
+    engine.runner.collect = broken  # type: ignore[method-assign]
+    engine.run()
+    assert engine.finished[stopped.request_id].finish_reason == "stop"
+    assert engine.outputs[stopped.request_id] == answer[:5]
+    assert engine.finished[other.request_id].finish_reason == "error"
+
+
+def test_a_failing_observer_does_not_hurt_the_engine() -> None:
+    engine = FakeEngine()
+    calls = []
+
+    def bad(record: object) -> None:
+        calls.append(record)
+        raise RuntimeError("the watcher fell asleep")
+
+    engine.core.observers.insert(0, bad)
+    request = engine.add(make_request([1], 4))
+    engine.run()
+    assert engine.outputs[request.request_id] == expected_tokens([1], 4)
+    assert len(calls) == 1, "it is called no more"
+    assert len(engine.records) == 4, "the others are"

@@ -1,0 +1,24 @@
+"""Policies for tests."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+
+from inflight.scheduling import Batch
+from inflight.scheduling.policies.continuous import Continuous
+from inflight.scheduling.policies.fair import Fair
+from inflight.scheduling.policies.priority import Priority
+
+# Without headroom requests are admitted into memory that others will need: someone is soon preempted.
+GREEDY_CONTINUOUS = partial(Continuous, headroom=0)
+GREEDY_PRIORITY = partial(Priority, headroom=0)
+GREEDY_FAIR = partial(Fair, headroom=0)
+
+
+class AnnouncingPolicy(Continuous):
+    """Says on standard error when the first step begins, for a test that interrupts it."""
+
+    def on_batch(self, batch: Batch) -> None:
+        if batch.step == 0:
+            print("the first step", file=sys.stderr, flush=True)

@@ -1,0 +1,125 @@
+"""A step that fails ends the requests in it and no others; a request that fails, fails alone."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from inflight import LLM, RequestOutput, SamplingParams
+from inflight.errors import EngineError
+from tests.e2e.breaking import BreakingRunner
+from tests.e2e.conftest import Folder
+from tests.e2e.policies import GREEDY_CONTINUOUS
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+PROMPTS = [[i] * length for i, length in ((5, 3), (6, 25), (7, 9), (8, 40), (9, 2), (10, 17))]
+
+# Few rows, or few tokens a step, so that some requests are not in the step that fails.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "rows": {"max_num_seqs": 2},
+    "chunks": {"max_num_batched_tokens": 10, "block_size": 4},
+    "scarce": {"num_blocks": 14, "block_size": 4, "policy": GREEDY_CONTINUOUS},
+    "static": {"policy": "static", "max_num_seqs": 3},
+    "fair": {"policy": "fair", "max_num_seqs": 3, "block_size": 4},
+}
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL)
+
+
+def answers(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def check_balance(llm: LLM) -> None:
+    stats = llm.stats()
+    assert (stats.num_running, stats.num_waiting, stats.kv.num_used) == (0, 0, 0)
+    assert stats.kv.num_free + stats.kv.num_cached == stats.kv.num_blocks
+    llm._engine.core.scheduler.check()
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("method", ["launch", "collect"])
+@pytest.mark.parametrize("at", [1, 2, 6])
+def test_a_step_that_fails_ends_its_own_requests(
+    name: str, depth: int, method: str, at: int, folder: Folder
+) -> None:
+    options = OPTIONS[name] | {"pipeline_depth": depth}
+    expected = answers(LLM(folder(), **options).generate(PROMPTS, GREEDY))
+    llm = LLM(folder(), **options)
+    BreakingRunner(llm._engine.core, method, at)
+    outputs = llm.generate(PROMPTS, GREEDY)
+    failed = [i for i, output in enumerate(outputs) if output.outputs[0].finish_reason == "error"]
+    assert 0 < len(failed) < len(PROMPTS)
+    for index, (output, whole) in enumerate(zip(outputs, expected, strict=True)):
+        answer = output.outputs[0]
+        if index in failed:
+            assert "RuntimeError" in str(answer.error)
+            assert answer.token_ids == whole[: len(answer.token_ids)]
+        else:
+            assert answer.token_ids == whole
+            assert answer.error is None
+    check_balance(llm)
+    assert answers(llm.generate(PROMPTS, GREEDY)) == expected
+    check_balance(llm)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_when_all_fail_an_error_is_raised(depth: int, folder: Folder) -> None:
+    llm = LLM(folder(), pipeline_depth=depth)
+    BreakingRunner(llm._engine.core, "launch", 3)
+    with pytest.raises(EngineError, match="all 2 requests failed; the first with: RuntimeError"):
+        llm.generate(PROMPTS[:2], GREEDY)
+    check_balance(llm)
+    assert len(llm.generate(PROMPTS, GREEDY)) == len(PROMPTS)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_prompt_logprobs_survive_a_failed_step(depth: int, folder: Folder) -> None:
+    params = replace(GREEDY, prompt_logprobs=1)
+    options: dict[str, Any] = {"max_num_batched_tokens": 10, "block_size": 4, "pipeline_depth": depth}
+    expected = LLM(folder(), **options).generate(PROMPTS, params)
+    llm = LLM(folder(), **options)
+    BreakingRunner(llm._engine.core, "collect", 4)
+    for found, whole in zip(llm.generate(PROMPTS, params), expected, strict=True):
+        if found.outputs[0].finish_reason != "error":
+            assert found.prompt_logprobs == whole.prompt_logprobs
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_fail_one_request(depth: int, temperature: float, folder: Folder) -> None:
+    # So little memory that the others must use the blocks in which the bad request left its NaNs.
+    llm = LLM(folder(), num_blocks=24, block_size=4, pipeline_depth=depth)
+    params = replace(GREEDY, temperature=temperature, seed=3)
+    expected = answers(llm.generate(PROMPTS, params))
+    embedding = llm._engine.decoder.embedding
+    assert embedding is not None
+    unused = set(range(20, 320)).difference(*expected).pop()
+    embedding[unused] = torch.nan
+    prompts = [*PROMPTS[:3], [unused] * 30, *PROMPTS[3:]]
+    for _ in range(2):
+        outputs = llm.generate(prompts, params)
+        bad = outputs.pop(3).outputs[0]
+        assert bad.finish_reason == "error"
+        assert "not finite" in str(bad.error)
+        assert bad.token_ids == []
+        assert answers(outputs) == expected
+        check_balance(llm)
+
+
+def test_no_token_left_to_choose_fails_one_request(folder: Folder) -> None:
+    llm = LLM(folder())
+    impossible = replace(GREEDY, allowed_token_ids=[40], bad_words=[llm.get_tokenizer().decode([40])])
+    outputs = llm.generate([PROMPTS[0], PROMPTS[1]], [impossible, GREEDY])
+    assert outputs[0].outputs[0].finish_reason == "error"
+    assert "no token is allowed" in str(outputs[0].outputs[0].error)
+    assert answers(outputs[1:]) == answers(LLM(folder()).generate([PROMPTS[1]], GREEDY))
+    check_balance(llm)

@@ -1,0 +1,163 @@
+"""A result does not depend on the neighbours, nor on how the request was scheduled: to the last bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inflight import LLM, SamplingParams
+from inflight.frontend.intake import Intake
+from inflight.layers.native_kernels import NativeKernels
+from inflight.outputs import RequestOutput
+from tests.e2e.conftest import Folder
+from tests.e2e.policies import GREEDY_CONTINUOUS
+from tests.e2e.reference import PROMPTS
+
+NUM_TOKENS = 40
+PARAMS = {
+    "greedy": SamplingParams(temperature=0),
+    "seeded": SamplingParams(temperature=0.9, seed=7),
+    "nucleus": SamplingParams(temperature=1.3, top_p=0.8, min_p=0.01, seed=-3),
+    "top-k-penalties": SamplingParams(
+        temperature=1.1,
+        top_k=50,
+        repetition_penalty=1.2,
+        presence_penalty=0.3,
+        frequency_penalty=0.2,
+        seed=2**63,
+    ),
+    "greedy-penalties": SamplingParams(temperature=0, repetition_penalty=1.3, frequency_penalty=0.5),
+    "biased": SamplingParams(
+        temperature=0.7, seed=1, logit_bias={5: 3.0, 9: -100}, allowed_token_ids=range(4, 200)
+    ),
+}
+PARAMS = {
+    name: replace(params, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=3)
+    for name, params in PARAMS.items()
+}
+
+# The crowd that the request under test is one of: others' lengths and parameters of every kind.
+CROWD = [(prompt, replace(params, seed=99)) for prompt in PROMPTS for params in PARAMS.values()]
+
+SCARCE: dict[str, Any] = {"num_blocks": 40, "block_size": 4, "policy": GREEDY_CONTINUOUS}
+SCENES: dict[str, dict[str, Any]] = {
+    "crowd": {},
+    "crowd-chunked": {"max_num_batched_tokens": 13},
+    "crowd-scarce": SCARCE,
+    "crowd-depth-2": {"pipeline_depth": 2},
+    "crowd-scarce-depth-2-chunked": SCARCE | {"pipeline_depth": 2, "max_num_batched_tokens": 9},
+    "crowd-static": {"policy": "static", "max_num_seqs": 4},
+}
+
+
+def answer(output: RequestOutput) -> tuple[list[int], list[dict[int, float]]]:
+    """Tokens, and the logprobs of all candidates reported."""
+    (only,) = output.outputs
+    assert only.logprobs is not None
+    return only.token_ids, [{i: found.logprob for i, found in at.items()} for at in only.logprobs]
+
+
+def check_same(
+    llm: LLM, found: tuple[list[int], list[dict[int, float]]], alone: tuple[list[int], list[dict[int, float]]]
+) -> None:
+    assert found[0] == alone[0]
+    if isinstance(llm._engine.decoder.kernels, NativeKernels):
+        assert found[1] == alone[1]
+    else:  # plain torch adds up in an order that depends on the shape of the batch
+        for ours, theirs in zip(found[1], alone[1], strict=True):
+            assert ours == pytest.approx(theirs, abs=1e-4)
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Folder) -> dict[str, tuple[list[int], list[dict[int, float]]]]:
+    """Every request by itself, in an engine of its own."""
+    return {
+        name: answer(LLM(folder("qwen3")).generate(PROMPTS[3], params)[0]) for name, params in PARAMS.items()
+    }
+
+
+def test_the_requests_under_test_differ(alone: dict[str, Any]) -> None:
+    assert len({tuple(tokens) for tokens, _ in alone.values()}) == len(PARAMS)
+
+
+@pytest.mark.parametrize("scene", SCENES)
+def test_a_crowd_changes_nothing(scene: str, folder: Folder, alone: dict[str, Any]) -> None:
+    llm = LLM(folder("qwen3"), **SCENES[scene])
+    jobs: list[tuple[list[int], SamplingParams]] = []
+    for index, params in enumerate(PARAMS.values()):
+        jobs += [(PROMPTS[3], params), *CROWD[index * 5 : index * 5 + 5]]
+    outputs = llm.generate([prompt for prompt, _ in jobs], [params for _, params in jobs])
+    for output, name in zip(outputs[::6], PARAMS, strict=True):
+        check_same(llm, answer(output), alone[name])
+    if "scarce" in scene:
+        assert any(output.metrics and output.metrics.num_preemptions for output in outputs[::6])
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_one_request_preempted_chunked_and_hit(name: str, folder: Folder, alone: dict[str, Any]) -> None:
+    llm = LLM(folder("qwen3"), block_size=4, max_num_batched_tokens=5)
+    cold = llm.generate(PROMPTS[3], PARAMS[name])[0]
+    warm = llm.generate(PROMPTS[3], PARAMS[name])[0]
+    assert cold.num_cached_tokens == 0
+    assert warm.num_cached_tokens > 0
+    check_same(llm, answer(cold), alone[name])
+    check_same(llm, answer(warm), alone[name])
+
+
+def test_a_salt_keeps_caches_apart_and_tokens_the_same(folder: Folder, alone: dict[str, Any]) -> None:
+    llm = LLM(folder("qwen3"))
+    for salt, num_cached in (("", 0), ("a", 0), ("b", 0), ("a", 48)):
+        prompt = {"prompt_token_ids": PROMPTS[3], "cache_salt": salt}
+        (output,) = llm.generate(prompt, PARAMS["seeded"])
+        assert output.num_cached_tokens == num_cached
+        check_same(llm, answer(output), alone["seeded"])
+
+
+# ---- several answers ----
+
+
+def several(folder: Path, **fields: Any) -> list[RequestOutput]:
+    params = SamplingParams(n=4, temperature=1.0, max_tokens=12, ignore_eos=True, **fields)
+    return LLM(folder, seed=5).generate(PROMPTS[:2], params)
+
+
+def token_ids(outputs: list[RequestOutput]) -> list[list[list[int]]]:
+    return [[answer.token_ids for answer in output.outputs] for output in outputs]
+
+
+@pytest.mark.parametrize("seed", [11, None])
+def test_answers_are_distinct_and_reproducible(seed: int | None, folder: Folder) -> None:
+    found = token_ids(several(folder("qwen3"), seed=seed))
+    for answers in found:
+        assert len({tuple(answer) for answer in answers}) == 4
+    assert token_ids(several(folder("qwen3"), seed=seed)) == found
+
+
+def test_each_answer_is_what_its_seed_gives_alone(folder: Folder) -> None:
+    outputs = several(folder("qwen3"), seed=11)
+    intake: Intake = LLM(folder("qwen3"))._engine.intake
+    params = SamplingParams(n=4, max_tokens=12, seed=11)
+    _, requests = intake.requests("x", PROMPTS[0], params)
+    assert requests[0].seed == 11
+    for index, request in enumerate(requests):
+        one = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True, seed=request.seed)
+        (alone,) = LLM(folder("qwen3")).generate(PROMPTS[0], one)
+        assert outputs[0].outputs[index].index == index
+        assert outputs[0].outputs[index].token_ids == alone.outputs[0].token_ids
+
+
+def test_without_a_seed_the_engines_seed_decides(folder: Folder) -> None:
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    first, second, other = (
+        [
+            output.outputs[0].token_ids
+            for output in LLM(folder("qwen3"), seed=seed).generate([[1], [1]], params)
+        ]
+        for seed in (3, 3, 4)
+    )
+    assert first == second
+    assert first != other
+    assert first[0] != first[1]

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import asyncio
+
+from inflight.engine.mailbox import Mailbox
+from inflight.events import Delta, PositionLogprobs, TokenLogprob
+
+
+def position(token_id: int) -> PositionLogprobs:
+    return (TokenLogprob(token_id, -1.0, 1),)
+
+
+async def test_a_delta_waits_for_its_reader() -> None:
+    mailbox = Mailbox()
+    mailbox.put(Delta("r", [1]))
+    assert (await mailbox.take()).token_ids == [1]
+
+
+async def test_a_reader_waits_for_a_delta() -> None:
+    mailbox = Mailbox()
+    taking = asyncio.ensure_future(mailbox.take())
+    await asyncio.sleep(0)
+    assert not taking.done()
+    mailbox.put(Delta("r", [1]))
+    assert (await taking).token_ids == [1]
+
+
+async def test_what_was_not_taken_is_merged() -> None:
+    mailbox = Mailbox()
+    mailbox.put(Delta("r", [1], [position(1)], prompt_logprobs=[None, position(9)]))
+    mailbox.put(Delta("r", [2], [position(2)]))
+    mailbox.put(Delta("r", [3, 4], [position(3), position(4)]))
+    mailbox.put(Delta("r", [], finish_reason="stop", stop_token_id=4))
+    delta = await mailbox.take()
+    assert delta.token_ids == [1, 2, 3, 4]
+    assert delta.logprobs == [position(i) for i in (1, 2, 3, 4)]
+    assert delta.prompt_logprobs == [None, position(9)]
+    assert (delta.finish_reason, delta.stop_token_id) == ("stop", 4)
+
+
+async def test_what_was_taken_does_not_come_again() -> None:
+    mailbox = Mailbox()
+    mailbox.put(Delta("r", [1]))
+    first = await mailbox.take()
+    mailbox.put(Delta("r", [2]))
+    assert (await mailbox.take()).token_ids == [2]
+    assert first.token_ids == [1]
+
+
+async def test_a_finished_answer_stays_finished() -> None:
+    """The engine may die before a slow reader has taken the end of its answer."""
+    mailbox = Mailbox()
+    mailbox.put(Delta("r", [1], finish_reason="length"))
+    mailbox.put(Delta("r", [], finish_reason="error", error="the engine stopped"))
+    delta = await mailbox.take()
+    assert (delta.token_ids, delta.finish_reason, delta.error) == ([1], "length", None)
+
+
+async def test_a_cancelled_reader_loses_nothing() -> None:
+    mailbox = Mailbox()
+    taking = asyncio.ensure_future(mailbox.take())
+    await asyncio.sleep(0)
+    mailbox.put(Delta("r", [1]))
+    taking.cancel()
+    await asyncio.gather(taking, return_exceptions=True)
+    mailbox.put(Delta("r", [2], finish_reason="length"))
+    assert (await mailbox.take()).token_ids == [1, 2]

@@ -1,0 +1,155 @@
+"""What no caller can see from outside: the requests that come of a prompt."""
+
+from __future__ import annotations
+
+from array import array
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inflight.errors import ParameterError, PromptError, RequestError
+from inflight.frontend import Intake, split_prompts
+from inflight.request import Request, SamplingParams
+from inflight.text import Tokenizer, bad_word_ids
+from tests.checkpoints import write_tokenizer
+
+EOS = (0, 7)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder: Path = write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+    return Tokenizer.load(folder)
+
+
+def make(tokenizer: Tokenizer | None = None, seed: int = 0) -> Intake:
+    return Intake.create(tokenizer, 320, 64, EOS, seed)
+
+
+def one(prompt: Any, params: SamplingParams | None = None, **options: Any) -> Request:
+    _, (request,) = make().requests("r", prompt, params or SamplingParams(), **options)
+    return request
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("text", ["text"]),
+        (["a", "b"], ["a", "b"]),
+        ([1, 2, 3], [[1, 2, 3]]),
+        ([[1, 2], [3]], [[1, 2], [3]]),
+        ({"prompt": "a"}, [{"prompt": "a"}]),
+        ([{"prompt": "a"}, "b", [1]], [{"prompt": "a"}, "b", [1]]),
+        ([], []),
+        ([[]], [[]]),
+        ((text for text in "ab"), ["a", "b"]),
+    ],
+)
+def test_one_prompt_or_several(given: Any, expected: list[Any]) -> None:
+    assert split_prompts(given) == expected
+
+
+def test_the_callers_list_is_not_shared() -> None:
+    ids = [5, 6]
+    requests = make().requests("r", ids, SamplingParams(n=2))[1]
+    requests[0].token_ids.append(9)
+    assert ids == [5, 6]
+    assert requests[1].token_ids == [5, 6]
+
+
+def test_outputs_are_cut_to_the_context() -> None:
+    assert one([5] * 60, SamplingParams(max_tokens=100)).max_tokens == 4
+    assert one([5] * 60, SamplingParams(max_tokens=3)).max_tokens == 3
+    assert one([5] * 63, SamplingParams(max_tokens=None)).max_tokens == 1
+
+
+def test_what_ends_an_answer() -> None:
+    assert one([5]).stop_ids == {0, 7}
+    assert one([5], SamplingParams(stop_token_ids=[9])).stop_ids == {0, 7, 9}
+    assert one([5], SamplingParams(stop_token_ids=[9], ignore_eos=True)).stop_ids == {9}
+
+
+def test_several_answers_have_names_and_seeds_of_their_own() -> None:
+    requests = make().requests("r", [5], SamplingParams(n=3, seed=11))[1]
+    assert [request.request_id for request in requests] == ["r/0", "r/1", "r/2"]
+    assert len({request.seed for request in requests}) == 3
+    assert requests[0].seed == 11
+    assert one([5], SamplingParams(n=1, seed=11)).request_id == "r"
+
+
+def test_seeds_follow_the_engines_seed_and_the_order_of_requests() -> None:
+    def seeds(intake: Intake) -> list[int]:
+        return [intake.requests("r", [5], SamplingParams())[1][0].seed for _ in range(3)]
+
+    assert seeds(make(seed=1)) == seeds(make(seed=1)) != seeds(make(seed=2))
+    assert len(set(seeds(make(seed=1)))) == 3
+
+
+def test_a_refused_request_does_not_shift_the_seeds_of_others() -> None:
+    intake, other = make(), make()
+    for wrong in ([], [320], [5] * 64):
+        with pytest.raises(PromptError):
+            intake.requests("r", wrong, SamplingParams())
+    found = [engine.requests("r", [5], SamplingParams())[1][0].seed for engine in (intake, other)]
+    assert found[0] == found[1]
+
+
+def test_place_and_salt_reach_the_request() -> None:
+    request = one({"prompt_token_ids": [5], "cache_salt": "s"}, priority=-3, tenant="t")
+    assert (request.priority, request.tenant, request.cache_salt) == (-3, "t", "s")
+    assert one([5], cache_salt="x").cache_salt == "x"
+
+
+def test_text_is_tokenized(tokenizer: Tokenizer) -> None:
+    text, (request,) = make(tokenizer).requests("r", "the dog", SamplingParams(bad_words=["fox"]))
+    assert text == "the dog"
+    assert request.token_ids == tokenizer.encode("the dog")
+    assert request.bad_word_ids == bad_word_ids(tokenizer, ["fox"])
+
+
+@pytest.mark.parametrize("fields", [{"stop": "x"}, {"bad_words": ["x"]}])
+def test_text_features_need_a_tokenizer(fields: dict[str, Any]) -> None:
+    with pytest.raises(PromptError, match="tokenizer"):
+        one([5], SamplingParams(**fields))
+
+
+junk = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=5)
+    | st.binary(max_size=9)
+    | st.just(array("q", [5])),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(
+            st.sampled_from(["prompt", "prompt_token_ids", "cache_salt", "x"]), inner, max_size=2
+        )
+    ),
+    max_leaves=6,
+)
+
+
+@given(junk, junk, junk)
+def test_whatever_comes_is_taken_or_refused(prompt: Any, priority: Any, tenant: Any) -> None:
+    """Nothing but a RequestError leaves the validator, and what passes it is sound."""
+    with suppress(RequestError):
+        for item in split_prompts(prompt):
+            _, requests = make().requests("r", item, SamplingParams(), priority, tenant)
+            for request in requests:
+                assert request.token_ids
+                assert all(type(i) is int and 0 <= i < 320 for i in request.token_ids)
+                assert isinstance(request.priority, int)
+                assert isinstance(request.tenant, str)
+                request.cache_salt.encode()
+
+
+def test_params_of_the_wrong_kind() -> None:
+    wrong: Any = {"temperature": 0}
+    with pytest.raises(ParameterError, match="they must be SamplingParams"):
+        make().requests("r", [5], wrong)

@@ -1,0 +1,83 @@
+"""The public surface is deliberate, and cheap to import."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import inflight
+from inflight import errors
+
+EXPORTS = {
+    "LLM": "class",
+    "AsyncEngine": "class",
+    "CompletionOutput": "class",
+    "InflightError": "class",
+    "Policy": "class",
+    "RequestOutput": "class",
+    "SamplingParams": "class",
+    "__version__": "str",
+}
+
+
+def test_the_names_are_exactly_these() -> None:
+    assert sorted(inflight.__all__) == sorted(EXPORTS)
+    assert len(inflight.__all__) == len(EXPORTS)
+    assert dir(inflight) == sorted(EXPORTS)
+
+
+@pytest.mark.parametrize("name", EXPORTS)
+def test_every_name_can_be_imported(name: str) -> None:
+    value = getattr(inflight, name)
+    if EXPORTS[name] == "class":
+        assert isinstance(value, type)
+        assert value.__name__ == name
+        assert value.__doc__
+    else:
+        assert isinstance(value, str)
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'Engine'"):
+        _ = inflight.Engine
+
+
+def test_the_version_is_the_distributions() -> None:
+    from importlib.metadata import version
+
+    assert inflight.__version__ == version("inflight-llm")
+
+
+def test_the_root_of_the_errors_is_exported() -> None:
+    assert inflight.InflightError is errors.InflightError
+
+
+def imported_by(statement: str) -> set[str]:
+    """The top-level modules that a fresh interpreter has loaded after `statement`."""
+    code = f"{statement}; import sys; print(*{{name.partition('.')[0] for name in sys.modules}})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+SERVER = {"transformers", "huggingface_hub", "fastapi", "uvicorn", "pydantic", "zmq", "msgspec", "ray"}
+
+
+def test_the_package_and_its_command_line_load_no_torch() -> None:
+    heavy = SERVER | {"torch", "numpy", "tokenizers", "safetensors"}
+    assert not imported_by("import inflight, inflight.cli, inflight.errors") & heavy
+
+
+def test_the_scheduler_loads_no_torch() -> None:
+    heavy = SERVER | {"torch", "numpy"}
+    assert (
+        not imported_by("import inflight.engine, inflight.scheduling, inflight.kv, inflight.engine.fake")
+        & heavy
+    )
+
+
+def test_the_engine_loads_only_what_it_needs() -> None:
+    loaded = imported_by("import inflight.llm, inflight.async_engine")
+    assert "torch" in loaded
+    assert not loaded & SERVER
