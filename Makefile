@@ -1,18 +1,30 @@
-# The only gate is `make test`: lint, types, layering, all tests.
+# The only gate is `make test`: lint, types, layering, all tests. `make demo` shows what it is about.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PIP := $(BIN)/pip --quiet --disable-pip-version-check install --constraint constraints.txt
 
-.PHONY: test setup lint types layering tests clean
+.PHONY: demo test setup lint types layering tests clean
+
+demo: $(VENV)/.demo
+	$(BIN)/inflight compare --html compare.html --png compare.png
 
 test: lint types layering tests
 
-setup: $(VENV)/.installed
+setup: $(VENV)/.dev
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.base: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt torch numpy
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(PIP) torch numpy
+	$(PIP) --editable .
+	touch $@
+
+$(VENV)/.demo: $(VENV)/.base
+	$(PIP) --editable '.[pictures]'
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.base
+	$(PIP) --editable '.[dev]'
 	touch $@
 
 lint: setup

@@ -39,7 +39,7 @@ class AsyncEngine:
         self._children: dict[str, set[str]] = {}  # by the user's request id: its answers, unless aborted
 
     @classmethod
-    async def start(cls, model: str | PathLike[str], **options: Any) -> AsyncEngine:
+    async def start(cls, model: str | PathLike[str] | None = None, **options: Any) -> AsyncEngine:
         """Load a model without blocking the event loop. Options are those of `LLM`."""
         return cls(await asyncio.to_thread(load_engine, engine_config(model, options)))
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from inflight import __version__
+from inflight.compare.command import compare
 from inflight.errors import EngineError, InflightError, PromptError
 
 app = typer.Typer(
@@ -43,7 +44,10 @@ SAMPLING = "Sampling"
 
 @app.command()
 def generate(
-    model: Annotated[str, typer.Argument(help="A folder with a checkpoint, or a hub id.")],
+    model: Annotated[
+        str | None,
+        typer.Argument(help="A folder with a checkpoint, or a hub id.", show_default="the built-in model"),
+    ] = None,
     prompt: Annotated[
         list[str] | None, typer.Option("--prompt", "-p", help="A prompt; may be repeated.")
     ] = None,
@@ -119,6 +123,9 @@ def generate(
     failed = [answer.error for output in outputs for answer in output.outputs if answer.error]
     if failed:
         raise EngineError(f"{len(failed)} answers failed; the first with: {failed[0]}")
+
+
+app.command()(compare)
 
 
 def _read_prompts(prompts: list[str] | None, file: Path | None) -> list[str]:

@@ -34,10 +34,13 @@ class LLM:
     >>> outputs = llm.generate(["Once upon a time"], SamplingParams(temperature=0.8, max_tokens=64))
     >>> outputs[0].outputs[0].text
 
-    Options are those of `ModelConfig`, `CacheConfig` and `SchedulerConfig`, by name.
+    Without a model it is the built-in one. Options are those of `ModelConfig`, `CacheConfig` and
+    `SchedulerConfig`, by name.
     """
 
-    def __init__(self, model: str | PathLike[str], *, show_progress: bool = True, **options: Any) -> None:
+    def __init__(
+        self, model: str | PathLike[str] | None = None, *, show_progress: bool = True, **options: Any
+    ) -> None:
         config = engine_config(model, options)
         with _loading_bar(config.model.model, show_progress) as progress:
             self._engine: LoadedEngine = load_engine(config, progress)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from os import PathLike, fspath
 from pathlib import Path
@@ -16,12 +16,13 @@ import torch
 from inflight.attention.cpu import cpu_attention
 from inflight.config import EngineConfig
 from inflight.engine import EngineCore
-from inflight.errors import ConfigError, KVBudgetError
+from inflight.errors import ConfigError, EngineError, KVBudgetError
 from inflight.execution.runner import ModelRunner
 from inflight.frontend import Intake
 from inflight.kv import BlockManager, ChainHashCache, NoPrefixCache
 from inflight.kv.budget import blocks_for_memory, fit_context
 from inflight.layers.select import cpu_kernels
+from inflight.models.builtin import checkpoint_folder
 from inflight.models.checkpoint import Checkpoint, open_checkpoint
 from inflight.models.decoder import Decoder
 from inflight.models.defaults import default_sampling, eos_token_ids, resolve_context, resolve_dtype
@@ -63,6 +64,19 @@ class LoadedEngine:
     def default_sampling_params(self) -> SamplingParams:
         return SamplingParams(**self.default_params)
 
+    def use(self, **scheduler_options: Any) -> EngineCore:
+        """Put another engine over the same weights and KV memory in place of this one, which must be idle: another
+        policy, other limits. The memory of the one before is given back first."""
+        if self.core.has_work:
+            raise EngineError("the engine has requests: another one can take its place only when it is idle")
+        config = replace(self.config, scheduler=replace(self.config.scheduler, **scheduler_options))
+        policy = _policy(config.scheduler.policy)
+        self.core.close()
+        num_blocks = self.core.scheduler.blocks.pool.num_blocks
+        self.config = config
+        self.core = _build_core(config, policy, self.decoder, num_blocks, self.max_model_len)
+        return self.core
+
     def close(self) -> None:
         """Give back memory and the processes that render templates."""
         self.core.close()
@@ -70,15 +84,18 @@ class LoadedEngine:
             self.chat_template.close()
 
 
-def engine_config(model: str | PathLike[str], options: dict[str, Any]) -> EngineConfig:
-    """The configuration of an engine from the options that its user gave, in our names or those of other engines."""
+def engine_config(model: str | PathLike[str] | None, options: dict[str, Any]) -> EngineConfig:
+    """The configuration of an engine from the options that its user gave, in our names or those of other engines.
+
+    Without a model it is the built-in one.
+    """
     options = dict(options)
     for name in ("enforce_eager", "disable_log_stats", "trust_remote_code"):
         # Steps on the CPU are never captured, statistics cost nothing, code in a model folder is never run.
         options.pop(name, None)
     if options.pop("tensor_parallel_size", 1) != 1:
         raise ConfigError("tensor_parallel_size must be 1: a model runs on one device")
-    return EngineConfig.create(model=fspath(model), **options)
+    return EngineConfig.create(model=fspath(checkpoint_folder() if model is None else model), **options)
 
 
 def load_engine(config: EngineConfig, progress: LoadProgress | None = None) -> LoadedEngine:

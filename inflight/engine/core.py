@@ -79,8 +79,9 @@ class EngineCore:
         """Launch the next batch, then collect the one that is due. Errors of a step end its requests, not the loop."""
         batch = self._schedule()
         if batch is not None:
+            started_at = self.clock()
             try:
-                self._in_flight.append((batch, self.runner.launch(batch), self.clock()))
+                self._in_flight.append((batch, self.runner.launch(batch), started_at))
             except Exception as error:
                 return self._fail(batch, error)
             if len(self._in_flight) < self.pipeline_depth:

@@ -57,7 +57,10 @@ class ModelRunner:
 
     def _sample(self, batch: Batch, inputs: StepInputs, hidden: Tensor) -> SampledTensors:
         """One token for every entry that has caught up, written into its row for the next step to read."""
-        logits = self.decoder.logits(hidden[inputs.sampling_tokens])
+        if len(inputs.sampling_entries) < len(hidden):
+            with torch_threads(1):
+                hidden = hidden[inputs.sampling_tokens]
+        logits = self.decoder.logits(hidden)
         rows = [batch.rows[entry] for entry in inputs.sampling_entries]
         with torch_threads(self._num_threads if logits.numel() >= WORTH_SHARING else 1):
             sampled = self.sampler.sample(logits, rows, inputs.sampling_lengths, self.rows.tokens)

@@ -1,0 +1,147 @@
+"""`inflight compare`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from inflight.errors import ConfigError, ParameterError
+
+if TYPE_CHECKING:
+    from inflight.compare.report import Comparison
+
+DEFAULT_STRATEGIES = "sequential,static,continuous"
+WORKLOAD = "Workload"
+OUTPUT = "Output"
+
+
+def compare(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="A folder with a checkpoint, or a hub id.", show_default="the built-in model"),
+    ] = None,
+    requests: Annotated[int, typer.Option(min=1, rich_help_panel=WORKLOAD)] = 64,
+    arrival: Annotated[
+        str,
+        typer.Option(
+            metavar="burst|poisson:RATE",
+            rich_help_panel=WORKLOAD,
+            help="All at once, or at random moments, RATE a second on average.",
+        ),
+    ] = "burst",
+    batch_size: Annotated[int, typer.Option(min=1, rich_help_panel=WORKLOAD, help="Slots.")] = 16,
+    lengths: Annotated[
+        str,
+        typer.Option(
+            metavar="real|ragged",
+            rich_help_panel=WORKLOAD,
+            help="Chat prompts with answers that end by themselves, or random ids and fixed lengths.",
+        ),
+    ] = "real",
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(rich_help_panel=WORKLOAD, help="An answer's longest.", show_default="768, ragged 256"),
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(rich_help_panel=WORKLOAD, show_default="the checkpoint's")
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(rich_help_panel=WORKLOAD, help="Of prompts, arrivals and sampling.")
+    ] = 0,
+    strategies: Annotated[
+        str, typer.Option(rich_help_panel=WORKLOAD, help="Names of policies, with commas between.")
+    ] = DEFAULT_STRATEGIES,
+    as_json: Annotated[bool, typer.Option("--json", rich_help_panel=OUTPUT, help="One JSON object.")] = False,
+    html: Annotated[Path | None, typer.Option(rich_help_panel=OUTPUT, help="Write a page.")] = None,
+    svg: Annotated[Path | None, typer.Option(rich_help_panel=OUTPUT, help="Write the picture.")] = None,
+    png: Annotated[Path | None, typer.Option(rich_help_panel=OUTPUT, help="Write the picture.")] = None,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", rich_help_panel=OUTPUT, help="Print no table, no picture.")
+    ] = False,
+) -> None:
+    """Run the same requests one at a time, in static batches and with continuous batching, and show why it matters."""
+    names = _check(strategies, html, svg, png)
+    from inflight.compare.report import compare as run_comparison  # torch is loaded only now
+    from inflight.compare.workload import Arrival, Workload
+    from inflight.loading import engine_config, load_engine
+
+    workload = Workload(requests, Arrival.parse(arrival), lengths, max_tokens, temperature, seed)
+    engine = load_engine(engine_config(model, {"max_num_seqs": batch_size, "policy": names[0]}))
+    try:
+        with _progress(requests, show=not quiet and sys.stderr.isatty()) as progress:
+            shown = "the built-in model" if model is None else model
+            comparison = run_comparison(engine, workload, names, batch_size, shown, progress)
+    finally:
+        engine.close()
+    _write(comparison, html, svg, png)
+    _show(comparison, as_json, quiet)
+
+
+def _check(strategies: str, *files: Path | None) -> list[str]:
+    """What can be known to be wrong before the model is loaded."""
+    from inflight.compare.png import require_pillow
+    from inflight.scheduling.policy import make_policy
+
+    names = [name.strip() for name in strategies.split(",") if name.strip()]
+    if not names or len(set(names)) < len(names):
+        raise ParameterError(f"strategies is {strategies!r}: it must name at least one, and none twice")
+    for name in names:
+        make_policy(name)
+    for path in files:
+        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+            raise ConfigError(f"{str(path)!r} cannot be written: it must be a file in a folder that exists")
+    if files[-1] is not None:
+        require_pillow()
+    return names
+
+
+@contextmanager
+def _progress(total: int, show: bool) -> Iterator[Callable[[str, int], None] | None]:
+    if not show:
+        yield None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    tasks: dict[str, Any] = {}
+    # Drawn seldom: what draws takes time from what is measured.
+    with Progress(*columns, console=Console(stderr=True), transient=True, refresh_per_second=2) as bar:
+
+        def advance(strategy: str, num_done: int) -> None:
+            if strategy not in tasks:
+                tasks[strategy] = bar.add_task(strategy, total=total)
+            bar.update(tasks[strategy], completed=num_done)
+
+        yield advance
+
+
+def _write(comparison: Comparison, html: Path | None, svg: Path | None, png: Path | None) -> None:
+    from inflight.compare.drawing import draw
+    from inflight.compare.html import to_html
+    from inflight.compare.png import write_png
+    from inflight.compare.svg import to_svg
+
+    try:
+        if html is not None:
+            html.write_text(to_html(comparison), encoding="utf-8")
+        if svg is not None:
+            svg.write_text(to_svg(draw(comparison)), encoding="utf-8")
+        if png is not None:
+            write_png(draw(comparison), png)
+    except OSError as error:
+        raise ConfigError(f"a picture cannot be written: {error}") from error
+
+
+def _show(comparison: Comparison, as_json: bool, quiet: bool) -> None:
+    from inflight.compare.terminal import print_comparison
+
+    if as_json:
+        print(json.dumps(comparison.to_json()))
+    elif not quiet:
+        print_comparison(comparison, Console())

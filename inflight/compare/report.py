@@ -1,0 +1,139 @@
+"""A whole comparison: the strategies over one workload, as numbers, as timelines and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+from inflight.compare.figures import Figures, figures
+from inflight.compare.layout import Timeline, lay_out
+from inflight.compare.measure import StrategyRun, measure
+from inflight.compare.palette import label
+from inflight.compare.workload import Job, Workload, build_jobs
+from inflight.loading import LoadedEngine
+
+STRATEGIES = ("sequential", "static", "continuous")
+
+Progress = Callable[[str, int], None]  # the strategy that runs, and its requests finished so far
+
+
+@dataclass(frozen=True, slots=True)
+class RequestInfo:
+    """What a reader of the picture may ask of a request."""
+
+    label: str
+    title: str
+    num_prompt_tokens: int
+    num_output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class StrategyResult:
+    figures: Figures
+    timeline: Timeline
+    speedup: float  # how many times its tokens/s the reference strategy reaches
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    model: str
+    workload: Workload
+    num_slots: int
+    reference: str
+    requests: list[RequestInfo]
+    results: dict[str, StrategyResult]  # by strategy, in the order of the runs
+    identical_tokens: bool  # every request has the same tokens under every strategy
+
+    @property
+    def timelines(self) -> list[Timeline]:
+        return [result.timeline for result in self.results.values()]
+
+    @property
+    def subtitle(self) -> str:
+        """What was run, in a line."""
+        lengths = sorted(request.num_output_tokens for request in self.requests)
+        rate = self.workload.arrival.rate
+        come = "in one burst" if rate is None else f"at random moments, {rate:g} a second"
+        return (
+            f"{len(lengths)} requests {come}, {self.num_slots} slots, {self.model}; "
+            f"answers of {lengths[0]} to {lengths[-1]} tokens, median {median(lengths):g}"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Every figure, and what redraws the picture: when each step ended, the steps that began later than the one
+        before ended, and the spans as [slot, request, kind, first step, end, tokens]."""
+        return {
+            "model": self.model,
+            "num_requests": len(self.requests),
+            "arrival": str(self.workload.arrival),
+            "batch_size": self.num_slots,
+            "lengths": self.workload.lengths,
+            "max_tokens": self.workload.token_limit,
+            "temperature": self.workload.temperature,
+            "seed": self.workload.seed,
+            "identical_tokens": self.identical_tokens,
+            "reference": self.reference,
+            "strategies": {
+                name: {**asdict(result.figures), "speedup_of_reference": result.speedup}
+                for name, result in self.results.items()
+            },
+            "requests": [asdict(request) for request in self.requests],
+            "timelines": {name: _timeline_json(result.timeline) for name, result in self.results.items()},
+        }
+
+
+def _timeline_json(timeline: Timeline) -> dict[str, Any]:
+    earlier = [0.0, *timeline.ends]
+    return {
+        "step_ends": [round(moment, 5) for moment in timeline.ends],
+        "pauses": [
+            [step, round(begin, 5)] for step, begin in enumerate(timeline.begins) if begin > earlier[step]
+        ],
+        "spans": [
+            [span.slot, span.request, span.kind.value, span.first, span.last, span.num_tokens]
+            for span in timeline.spans
+        ],
+    }
+
+
+def compare(
+    engine: LoadedEngine,
+    workload: Workload,
+    strategies: Sequence[str] = STRATEGIES,
+    num_slots: int = 16,
+    model: str = "",
+    progress: Progress | None = None,
+) -> Comparison:
+    """Run every strategy over the same requests, one after the other, and put what was seen side by side."""
+    jobs = build_jobs(workload, engine)
+    runs = []
+    for strategy in strategies:
+        seen = None if progress is None else lambda count, name=strategy: progress(name, count)
+        runs.append(measure(engine, jobs, strategy, num_slots, seen))
+    return summarise(runs, jobs, workload, model)
+
+
+def summarise(runs: Sequence[StrategyRun], jobs: Sequence[Job], workload: Workload, model: str) -> Comparison:
+    found = {run.strategy: figures(run) for run in runs}
+    reference = "continuous" if "continuous" in found else runs[-1].strategy
+    best = found[reference].tokens_per_second
+    answers = [[request.token_ids for request in run.requests] for run in runs]
+    return Comparison(
+        model=model,
+        workload=workload,
+        num_slots=runs[0].num_slots,
+        reference=reference,
+        requests=[
+            RequestInfo(label(index), job.title, len(job.prompt_ids), len(answers[0][index]))
+            for index, job in enumerate(jobs)
+        ],
+        results={
+            run.strategy: StrategyResult(
+                found[run.strategy], lay_out(run), best / found[run.strategy].tokens_per_second
+            )
+            for run in runs
+        },
+        identical_tokens=all(answer == answers[0] for answer in answers),
+    )

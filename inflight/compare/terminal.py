@@ -1,0 +1,169 @@
+"""The table and the picture for a terminal: a line a slot, a column a moment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
+
+from inflight.compare.axis import TimeAxis, ticks
+from inflight.compare.layout import Kind, Timeline
+from inflight.compare.palette import decode_colour, prefill_colour
+from inflight.compare.table import rows, verdict
+
+if TYPE_CHECKING:
+    from inflight.compare.report import Comparison
+
+GUTTER = 4  # columns for the slots' numbers
+MIN_COLUMNS = 10
+FOLD = 2  # more never used slots than this are told in one line
+
+# Prefill, decode, held and empty, where there is no colour to tell them apart.
+_MARKS = {Kind.PREFILL: "▓", Kind.DECODE: "━", Kind.HELD: "·", None: " "}
+_ASCII_MARKS = {Kind.PREFILL: "#", Kind.DECODE: "-", Kind.HELD: ".", None: " "}
+
+
+@dataclass(frozen=True, slots=True)
+class _Cell:
+    """One column of one slot: what took most of it."""
+
+    request: int = -1
+    kind: Kind | None = None
+
+
+def print_comparison(comparison: Comparison, console: Console) -> None:
+    console.print(comparison.subtitle, highlight=False)
+    console.print()
+    for line in picture(comparison, console):
+        # Rich would wrap at the last column, and read nothing else into our text.
+        console.print(line, no_wrap=True, overflow="crop", highlight=False)
+    console.print(table(comparison))
+    console.print(verdict(comparison), highlight=False)
+
+
+def table(comparison: Comparison) -> Table:
+    grid = Table(box=SIMPLE_HEAD, pad_edge=False)
+    grid.add_column("")
+    for strategy in comparison.results:
+        grid.add_column(strategy, justify="right")
+    for name, cells in rows(comparison):
+        grid.add_row(name, *cells)
+    return grid
+
+
+def picture(comparison: Comparison, console: Console) -> Iterator[Text]:
+    """Every strategy's slots over the same time, scaled to the console's width."""
+    axis = TimeAxis.over(comparison.timelines)
+    num_columns = max(console.width - GUTTER, MIN_COLUMNS)
+    coloured = console.color_system is not None
+    marks = _ASCII_MARKS if console.options.ascii_only else _MARKS
+    yield _legend(coloured, marks)
+    for timeline in comparison.timelines:
+        yield Text()
+        yield _title(comparison, timeline, axis)
+        cells = _columns(timeline, axis, num_columns)
+        unused = timeline.num_slots - timeline.num_slots_used
+        shown = timeline.num_slots_used if unused > FOLD else timeline.num_slots
+        for slot in range(shown):
+            line = Text(f"{slot + 1:>{GUTTER - 1}} ", style="dim")
+            yield line.append_text(_slot_line(comparison, cells[slot], coloured, marks))
+        if shown < timeline.num_slots:
+            yield Text(f"{shown + 1:>{GUTTER - 1}} to {timeline.num_slots}: never used", style="dim")
+    yield _axis_line(axis, num_columns)
+
+
+def _title(comparison: Comparison, timeline: Timeline, axis: TimeAxis) -> Text:
+    figures = comparison.results[timeline.strategy].figures
+    text = Text(timeline.strategy, style="bold")
+    text.append(f"  {figures.total_time:.2f} s, {figures.tokens_per_second:,.0f} tokens/s", style="not bold")
+    if timeline.duration > axis.limit:
+        done = timeline.num_done(axis.limit)
+        text.append(f"; shown to {axis.limit:.2f} s, {done} done", style="not bold dim")
+    return text
+
+
+def _columns(timeline: Timeline, axis: TimeAxis, num_columns: int) -> list[list[_Cell]]:
+    """For every slot, what took most of each column. Where a request begins is shown however short its prompt is."""
+    cells = [[_Cell()] * num_columns for _ in range(timeline.num_slots)]
+    taken = [[0.0] * num_columns for _ in range(timeline.num_slots)]
+    width = axis.limit / num_columns
+    for span in timeline.spans:
+        low, high = axis.interval(timeline, span.first, span.last)
+        line, most = cells[span.slot], taken[span.slot]
+        for column in range(int(low / width), num_columns):
+            share = min(high, (column + 1) * width) - max(low, column * width)
+            if share <= 0:
+                break
+            if line[column].request == span.request:  # the same request did something else before
+                line[column] = _Cell(span.request, span.kind)
+                most[column] += share
+            elif share > most[column]:
+                line[column], most[column] = _Cell(span.request, span.kind), share
+    for line in cells:
+        for column, (before, cell) in enumerate(zip([_Cell(), *line], line, strict=False)):
+            if cell.kind is Kind.DECODE and before.request != cell.request:
+                line[column] = _Cell(cell.request, Kind.PREFILL)
+    return cells
+
+
+def _slot_line(
+    comparison: Comparison, line: list[_Cell], coloured: bool, marks: dict[Kind | None, str]
+) -> Text:
+    text = Text()
+    column = 0
+    while column < len(line):
+        end = column
+        while end < len(line) and line[end].request == line[column].request:
+            end += 1
+        run = line[column:end]
+        working = sum(cell.kind is not Kind.HELD for cell in run)
+        label = comparison.requests[run[0].request].label if run[0].kind else ""
+        label = label if len(label) <= working else ""
+        for offset, cell in enumerate(run):
+            letter = label[offset] if offset < len(label) else ""
+            text.append(letter or _mark(cell, coloured, marks), _style(cell, coloured))
+        column = end
+    return text
+
+
+def _mark(cell: _Cell, coloured: bool, marks: dict[Kind | None, str]) -> str:
+    return " " if coloured and cell.kind in (Kind.PREFILL, Kind.DECODE) else marks[cell.kind]
+
+
+def _style(cell: _Cell, coloured: bool) -> Style:
+    if not coloured or cell.kind is None:
+        return Style()
+    if cell.kind is Kind.HELD:
+        return Style(color="bright_black")
+    if cell.kind is Kind.PREFILL:
+        return Style(color="#ffffff", bgcolor=prefill_colour(cell.request), bold=True)
+    return Style(color="#101214", bgcolor=decode_colour(cell.request))
+
+
+def _legend(coloured: bool, marks: dict[Kind | None, str]) -> Text:
+    text = Text()
+    for kind, told in (
+        (Kind.PREFILL, "begins"),
+        (Kind.DECODE, "decodes"),
+        (Kind.HELD, "done, slot held"),
+    ):
+        cell = _Cell(0, kind)
+        text.append(_mark(cell, coloured, marks) * 2, _style(cell, coloured))
+        text.append(f" {told}   ")
+    return text
+
+
+def _axis_line(axis: TimeAxis, num_columns: int) -> Text:
+    line = [" "] * (GUTTER + num_columns)
+    for number in ticks(axis.limit, max(2, num_columns // 10)):
+        text = f"{number:g} s"
+        at = GUTTER + int(number / axis.limit * (num_columns - 1))
+        if at + len(text) <= len(line):
+            line[at : at + len(text)] = text
+    return Text("".join(line).rstrip(), style="dim")

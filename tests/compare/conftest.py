@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from inflight.compare.report import Comparison, compare
+from inflight.compare.workload import Workload
+from inflight.loading import LoadedEngine, engine_config, load_engine
+
+NUM_REQUESTS = 12
+NUM_SLOTS = 4
+
+
+@pytest.fixture(scope="session")
+def engine() -> Iterator[LoadedEngine]:
+    """The built-in model."""
+    loaded = load_engine(engine_config(None, {"max_num_seqs": NUM_SLOTS}))
+    yield loaded
+    loaded.close()
+
+
+@pytest.fixture(scope="session")
+def comparison(engine: LoadedEngine) -> Comparison:
+    """A dozen real requests under the three strategies."""
+    workload = Workload(num_requests=NUM_REQUESTS, max_tokens=48)
+    return compare(engine, workload, num_slots=NUM_SLOTS, model="<the & model>")

@@ -1,0 +1,109 @@
+"""`inflight compare` as its user sees it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from inflight.cli import main
+
+SMALL = ("compare", "--requests", "4", "--batch-size", "2", "--max-tokens", "8")
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["inflight", *map(str, arguments)])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    return int(exit_.value.code or 0)
+
+
+def test_the_table_and_the_picture_are_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, *SMALL) == 0
+    text = capsys.readouterr().out
+    for words in (
+        "4 requests in one burst, 2 slots",
+        "sequential",
+        "static",
+        "continuous",
+        "slot use",
+        "KV waste",
+    ):
+        assert words in text
+    assert "the same tokens under every strategy" in " ".join(text.split())
+
+
+def test_json_is_all_that_is_printed_and_files_are_written(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    files = [tmp_path / f"x.{kind}" for kind in ("html", "svg", "png")]
+    options = [part for path in files for part in (f"--{path.suffix[1:]}", path)]
+    assert run(monkeypatch, *SMALL, "--json", "--strategies", "static,continuous", *options) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(found["strategies"]) == ["static", "continuous"]
+    assert found["model"] == "the built-in model"
+    assert [path.read_bytes()[:8] for path in files] == [b"<!doctyp", b"<svg xml", b"\x89PNG\r\n\x1a\n"]
+
+
+def test_quiet_prints_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--quiet", "--strategies", "continuous", "--lengths", "ragged", "--temperature", "0")
+    assert run(monkeypatch, *SMALL, *arguments) == 0
+    printed = capsys.readouterr()
+    assert printed.out == printed.err == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--arrival", "sometimes"), "allowed is burst, or poisson:RATE"),
+        (("--arrival", "poisson:-3"), "allowed is burst, or poisson:RATE"),
+        (("--lengths", "endless"), "allowed are real, ragged"),
+        (("--strategies", "best"), "best"),
+        (("--strategies", ","), "at least one"),
+        (("--strategies", "static,static"), "none twice"),
+        (("--max-tokens", "0"), "max_tokens is 0"),
+        (("--temperature", "-1"), "temperature is -1"),
+        (("--html", "no/such/folder/x.html"), "a folder that exists"),
+        (("--png", "."), "a folder that exists"),
+    ],
+)
+def test_what_is_wrong_is_told_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], told: str
+) -> None:
+    assert run(monkeypatch, "compare", *arguments) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("inflight: ")
+    assert told in printed.err
+    assert printed.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("option", ["--requests", "--batch-size"])
+def test_numbers_out_of_range_are_a_usage_error(monkeypatch: pytest.MonkeyPatch, option: str) -> None:
+    assert run(monkeypatch, "compare", option, "0") == 2
+
+
+def test_a_folder_that_is_no_model(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert run(monkeypatch, "compare", tmp_path) == 1
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_png_without_pillow_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    assert run(monkeypatch, *SMALL, "--png", tmp_path / "x.png") == 1
+    assert "pip install 'inflight-llm[pictures]'" in capsys.readouterr().err
+
+
+def test_the_command_line_starts_without_torch() -> None:
+    code = "import sys, inflight.cli; print('torch' in sys.modules, 'PIL' in sys.modules)"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout.split() == ["False", "False"]

@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+
+from inflight.compare.axis import TimeAxis, ticks
+from inflight.compare.layout import Kind, Timeline, lay_out
+from inflight.compare.report import Comparison
+from tests.compare import hand_made
+from tests.compare.conftest import NUM_SLOTS
+
+STRATEGIES = ("sequential", "static", "continuous")
+
+
+def test_a_run_made_by_hand_is_laid_out_cell_by_cell() -> None:
+    spans = [
+        (span.slot, span.request, span.kind, span.first, span.last, span.num_tokens)
+        for span in lay_out(hand_made.run()).spans
+    ]
+    assert spans == [
+        (0, 0, Kind.PREFILL, 0, 1, 1),
+        (0, 0, Kind.DECODE, 1, 3, 2),
+        (0, 2, Kind.PREFILL, 3, 4, 1),
+        (0, 2, Kind.DECODE, 4, 5, 1),
+        (1, 1, Kind.PREFILL, 0, 1, 1),
+        (1, 1, Kind.DECODE, 1, 2, 1),
+        (1, 1, Kind.HELD, 2, 4, 0),
+        (1, 3, Kind.PREFILL, 4, 6, 1),  # a prompt in two chunks: only the last one samples
+    ]
+
+
+def test_a_token_dropped_at_the_end_is_not_counted() -> None:
+    run = hand_made.run()
+    run.steps[2] = hand_made.step(2, [hand_made.token(0, "a", 1), hand_made.token(1, "b", 1)], idle=(1,))
+    b = [span for span in lay_out(run).spans if span.request == 1]
+    assert [(span.kind, span.first, span.last, span.num_tokens) for span in b] == [
+        (Kind.PREFILL, 0, 1, 1),
+        (Kind.DECODE, 1, 2, 1),
+        (Kind.HELD, 2, 4, 0),
+    ]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_no_slot_has_two_requests_at_once(comparison: Comparison, strategy: str) -> None:
+    timeline = comparison.results[strategy].timeline
+    cells = Counter((span.slot, step) for span in timeline.spans for step in range(span.first, span.last))
+    assert max(cells.values()) == 1
+    assert {slot for slot, _ in cells} <= set(range(NUM_SLOTS))
+    assert {step for _, step in cells} == set(range(timeline.num_steps))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_token_is_drawn_once(comparison: Comparison, strategy: str) -> None:
+    drawn: Counter[int] = Counter()
+    for span in comparison.results[strategy].timeline.spans:
+        drawn[span.request] += span.num_tokens
+        # A decoding slot gives a token in every step; one that is held gives none.
+        if span.kind is Kind.DECODE:
+            assert span.num_tokens == span.last - span.first
+        if span.kind is Kind.HELD:
+            assert span.num_tokens == 0
+    assert [drawn[index] for index in range(len(comparison.requests))] == [
+        request.num_output_tokens for request in comparison.requests
+    ]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_neighbouring_spans_differ(comparison: Comparison, strategy: str) -> None:
+    spans = comparison.results[strategy].timeline.spans
+    for one, other in pairwise(spans):
+        if one.slot == other.slot and one.last == other.first:
+            assert (one.request, one.kind) != (other.request, other.kind)
+
+
+def test_the_pictures_show_what_the_strategies_are(comparison: Comparison) -> None:
+    sequential, static, continuous = (comparison.results[name].timeline for name in STRATEGIES)
+    assert sequential.num_slots_used == 1
+    assert static.num_slots_used == continuous.num_slots_used == NUM_SLOTS
+    # Static: nobody joins before the longest of a batch is done, and finished ones hold their slots until then.
+    starts = sorted({span.first for span in static.spans if span.kind is Kind.PREFILL})
+    assert len(starts) == 3
+    assert not any(span.first < start < span.last for span in static.spans for start in starts)
+    assert any(span.kind is Kind.HELD for span in static.spans)
+    for start, end in pairwise(starts):
+        slots = {span.slot for span in static.spans if span.last == end}
+        assert slots == {span.slot for span in static.spans if start <= span.first < end}
+    # Continuous: a slot that is given up is taken over in the very next step, as long as anyone waits.
+    assert not any(span.kind is Kind.HELD for span in continuous.spans)
+    last_joins = max(span.first for span in continuous.spans if span.kind is Kind.PREFILL)
+    busy = Counter(
+        step for span in continuous.spans for step in range(span.first, min(span.last, last_joins))
+    )
+    assert set(busy.values()) == {NUM_SLOTS}
+
+
+def test_requests_done_at_a_moment() -> None:
+    timeline = lay_out(hand_made.run())
+    assert [timeline.num_done(moment) for moment in (0.0, 1.5, 2.0, 3.0, 5.0, 6.0)] == [0, 0, 1, 2, 3, 4]
+
+
+def test_only_a_far_slower_strategy_is_cut() -> None:
+    def lasting(seconds: float) -> Timeline:
+        return Timeline("any", 1, [0.0], [seconds], [])
+
+    assert TimeAxis.over([lasting(9), lasting(3), lasting(2)]).limit == 3
+    assert TimeAxis.over([lasting(4), lasting(3), lasting(2)]).limit == 4
+    assert TimeAxis.over([lasting(4)]).limit == 4
+
+
+@pytest.mark.parametrize("limit", [10, 96, 0.034, 7, 1])
+def test_ticks_are_few_round_and_within(limit: float) -> None:
+    found = ticks(limit)
+    assert found[0] == 0
+    assert found[-1] <= limit * (1 + 1e-9)
+    assert 4 <= len(found) <= 13
+    assert ticks(96) == [0, 10, 20, 30, 40, 50, 60, 70, 80, 90]

@@ -1,0 +1,168 @@
+"""Tokenizer, model, data order, export: what is trained is what transformers loads."""
+
+import json
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tools.builtin import dataset, train
+from tools.builtin.corpus import documents
+from tools.builtin.examples import END_OF_TEXT, IM_END, IM_START, SPECIAL_TOKENS, Example
+from tools.builtin.export import export
+from tools.builtin.model import TINY, Decoder, Shape
+from tools.builtin.sample import complete
+from tools.builtin.tokenizer import token_id
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    return dataset.make_tokenizer(seed=0, documents_used=300)
+
+
+def plan(**changes: object) -> train.Plan:
+    values: dict[str, object] = {
+        "minutes": 1.0,
+        "steps": 10,
+        "rows": 2,
+        "length": 32,
+        "learning_rate": 1e-2,
+        "seed": 0,
+    }
+    return train.Plan(**(values | changes))  # type: ignore[arg-type]
+
+
+def test_special_tokens_come_first_and_stay_whole() -> None:
+    assert [token_id(tokenizer(), token) for token in SPECIAL_TOKENS] == [0, 1, 2]
+    assert tokenizer().encode(f"{IM_START}user").ids[0] == 1
+    with pytest.raises(ValueError, match="no token 'missing'"):
+        token_id(tokenizer(), "missing")
+
+
+def test_tokenizer_training_is_deterministic() -> None:
+    assert dataset.make_tokenizer(seed=0, documents_used=300).to_str() == tokenizer().to_str()
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(max_size=60))
+def test_any_text_survives_the_round_trip(text: str) -> None:
+    assert tokenizer().decode(tokenizer().encode(text).ids, skip_special_tokens=False) == text
+
+
+def test_the_shipped_shape_fits_the_repository() -> None:
+    with torch.device("meta"):
+        size = sum(parameter.numel() for parameter in Decoder(Shape()).parameters())
+    assert 2 * size < 12_000_000
+
+
+def test_exported_checkpoint_has_equal_logits_in_transformers(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Decoder(TINY)
+    with torch.no_grad():
+        for parameter in model.parameters():  # norms away from one, so that a swapped norm would show
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    export(model, tokenizer(), tmp_path, torch.float32)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    ids = torch.randint(0, TINY.vocab_size, (2, 70))
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids), theirs(ids).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_exported_tokenizer_and_chat_template_match_the_training_text(tmp_path: Path) -> None:
+    export(Decoder(TINY), tokenizer(), tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    example = Example("chat", ("Hi", "Hello!", "Who are you?", "A small model."), system="Be kind.")
+    roles = ("system", "user", "assistant", "user", "assistant")
+    messages = [
+        {"role": role, "content": text}
+        for role, text in zip(roles, (example.system, *example.turns), strict=True)
+    ]
+    assert loaded.apply_chat_template(messages, tokenize=False) + END_OF_TEXT == example.text
+    asked = loaded.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
+    assert asked == example.prompt
+    assert loaded(example.text).input_ids == tokenizer().encode(example.text).ids
+    assert loaded.eos_token == IM_END
+    assert json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"] == [2, 0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=20, max_size=60),
+    length=st.integers(4, 30),
+    skip=st.integers(0, 9),
+)
+def test_rows_begin_at_documents_and_leave_none_out(lengths: list[int], length: int, skip: int) -> None:
+    ids = np.concatenate([[1] * (n - 1) + [0] for n in lengths]).astype(np.uint16)
+    if len(ids) < length + 1:
+        return
+    begins = [0, *np.cumsum(lengths)[:-1].tolist()]
+    rows = train.row_starts(ids, 0, length, skip).tolist()
+    assert set(rows) <= set(begins)
+    assert rows == sorted(set(rows))
+    assert all(row + length + 1 <= len(ids) for row in rows)
+    # Between the first and the last row, every document that fits in a row is whole in one of them.
+    for begin, size in zip(begins, lengths, strict=True):
+        if rows[0] <= begin < rows[-1] and size <= length:
+            assert any(row <= begin and begin + size <= row + length + 1 for row in rows)
+
+
+def test_generated_arrays_are_the_documents(tmp_path: Path) -> None:
+    tokenizer().save(str(tmp_path / "tokenizer.json"))
+    counts = dataset.generate(tmp_path, count=30, seed=3, processes=1, seconds=60)
+    ids = np.load(tmp_path / "train.npy")
+    assert counts == (len(ids), len(np.load(tmp_path / "held_out.npy")))
+    expected = "".join(example.text for example in documents(3, 0, 30))
+    assert tokenizer().decode(ids.tolist(), skip_special_tokens=False) == expected
+
+
+def test_batches_repeat_with_the_seed() -> None:
+    ids = np.asarray(([1] * 9 + [0]) * 50, dtype=np.uint16)
+    ids[:-1] += np.arange(len(ids) - 1, dtype=np.uint16) % 7 * (ids[:-1] > 0)
+    first, again, other = (train.batches(ids, 0, plan(seed=seed)) for seed in (1, 1, 2))
+    one = [next(first) for _ in range(20)]
+    assert all(torch.equal(x, next(again)) for x in one)
+    assert not all(torch.equal(x, next(other)) for x in one)
+    assert one[0].shape == (2, 33)
+
+
+def test_the_rate_warms_up_and_decays() -> None:
+    schedule = plan(steps=100)
+    rates = [schedule.rate(schedule.progress(step, 0.0)) for step in range(101)]
+    assert rates[0] < rates[2]
+    assert max(rates) == pytest.approx(1e-2, rel=0.01)
+    assert rates[2:] == sorted(rates[2:], reverse=True)
+    assert rates[-1] == pytest.approx(1e-2 * schedule.floor)
+    assert plan(steps=None).progress(0, 30.0) == pytest.approx(0.5)
+
+
+def test_training_learns_and_survives_a_broken_compiler(capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    model = Decoder(TINY)
+    trainer = train.Trainer(model, plan(steps=30), torch.device("cpu"), compile_model=False)
+
+    def broken(rows: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError(f"no compiler for {rows.shape}")
+
+    trainer.loss = broken
+    ids = np.asarray([5, 6, 7, 8, 0] * 40, dtype=np.uint16)
+    saves: list[int] = []
+    loss = trainer.run(train.batches(ids, 0, plan(steps=30)), lambda: saves.append(1))
+    assert loss < 3.0  # a uniform guess has ln 2048 = 7.6
+    assert "going on without" in capsys.readouterr().out
+    assert trainer.validate(ids, 0) < 1.0
+
+
+def test_completion_stops_at_the_end_token() -> None:
+    model = Decoder(TINY)
+    with torch.no_grad():  # every logit row prefers the end of the turn
+        model.embed_tokens.weight.zero_()
+        model.embed_tokens.weight[2] = 1.0
+        model.embed_tokens.weight[3:] = 0.01
+        model.norm.weight.fill_(5.0)
+    assert complete(model, tokenizer(), ["Hello there", "Hi"], max_new=5, seed=0) == ["", ""]
