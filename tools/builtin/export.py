@@ -49,6 +49,7 @@ def export(model: Decoder, tokenizer: Tokenizer, folder: Path, dtype: torch.dtyp
             "do_sample": True,
             "temperature": 0.7,
             "top_p": 0.95,
+            "max_new_tokens": 1024,
             "top_k": 50,
             "eos_token_id": [im_end, end_of_text],
             "pad_token_id": end_of_text,
