@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import show
+from inflight.compare.axis import ticks
 from inflight.compare.figures import figures
 from inflight.compare.measure import measure
 from inflight.compare.workload import Workload, build_jobs
@@ -127,20 +128,23 @@ def draw_curve(rows: list[dict[str, Any]]) -> str:
     points = [place(row) for row in rows]
     line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
     marks = "".join(
-        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4"/><text x="{x + 7:.1f}" y="{y - 7:.1f}">{row["slots"]} slots</text>'
+        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4"/><text x="{x + 8:.1f}" y="{y + 16:.1f}">{row["slots"]} slots</text>'
         for row, (x, y) in zip(rows, points, strict=True)
     )
-    ticks = "".join(
-        f'<text x="{left - 8}" y="{height - bottom - share * (height - bottom - 20) + 4:.1f}" text-anchor="end">'
-        f"{share * most_speed:,.0f}</text>"
-        f'<text x="{left + share * (width - left - 20):.1f}" y="{height - bottom + 18}" text-anchor="middle">'
-        f"{share * most_ms:.1f}</text>"
-        for share in (0, 0.25, 0.5, 0.75, 1)
+    marks += "".join(
+        f'<text x="{left - 8}" y="{place({"between_tokens_ms": 0, "tokens_per_second": speed})[1] + 4:.1f}" '
+        f'text-anchor="end">{speed:,.0f}</text>'
+        for speed in ticks(most_speed, 6)
+    )
+    marks += "".join(
+        f'<text x="{place({"between_tokens_ms": ms, "tokens_per_second": 0})[0]:.1f}" y="{height - bottom + 18}" '
+        f'text-anchor="middle">{ms:g}</text>'
+        for ms in ticks(most_ms, 10)
     )
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
         f'font-size="12" fill="#444"><rect width="{width}" height="{height}" fill="#fff"/>'
-        f'<path d="M{left},20V{height - bottom}H{width - 20}" fill="none" stroke="#999"/>{ticks}'
+        f'<path d="M{left},20V{height - bottom}H{width - 20}" fill="none" stroke="#999"/>'
         f'<polyline points="{line}" fill="none" stroke="#3b6fd4" stroke-width="2"/>{marks}'
         f'<text x="{left}" y="14">output tokens/s</text>'
         f'<text x="{width - 20}" y="{height - 12}" text-anchor="end">ms between two tokens of one answer</text></svg>\n'

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -103,9 +105,7 @@ def load_engine(config: EngineConfig, progress: LoadProgress | None = None) -> L
     if config.model.device not in ("auto", "cpu"):
         raise ConfigError(f"device is {config.model.device!r}: allowed is 'auto' or 'cpu'")
     model = config.model
-    policy = _policy(
-        config.scheduler.policy
-    )  # before the weights: a wrong name should not take minutes to show
+    policy = _policy(config.scheduler.policy)  # first of all: a wrong name should not take minutes to show
     checkpoint = open_checkpoint(model.model, model.revision, model.load_format, model.hf_config)
     tokenizer = _load_tokenizer(config, checkpoint)
     spec = decoder_spec(checkpoint.config)
@@ -166,7 +166,9 @@ def _build_core(
     limits = Limits(
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens or CPU_BATCHED_TOKENS,
-        max_kv_tokens=options.max_kv_tokens or num_blocks * block_size,
+        # Unless asked for, no limit but the blocks themselves: tokens of a shared prefix are resident in every
+        # request that has it, and there may be many more of them than places.
+        max_kv_tokens=options.max_kv_tokens or sys.maxsize,
     )
     cache = ChainHashCache(block_size) if config.cache.enable_prefix_caching else NoPrefixCache()
     scheduler = Scheduler(limits, policy, BlockManager(num_blocks, block_size, cache))
@@ -194,12 +196,13 @@ def _num_blocks(config: EngineConfig, decoder: Decoder, context: int) -> int:
 
 
 def _available_memory() -> int:
-    """Bytes of RAM that can be had without swapping."""
-    try:
-        with open("/proc/meminfo") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    """Bytes of RAM that can be had without swapping, in this container where it is one."""
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    with contextlib.suppress(OSError, IndexError, ValueError):
+        found = Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]
+        available = int(found) * 1024
+    with contextlib.suppress(OSError, ValueError):  # "max": the container has no limit of its own
+        group = Path("/sys/fs/cgroup")
+        limit = int((group / "memory.max").read_text())
+        available = min(available, limit - int((group / "memory.current").read_text()))
+    return available

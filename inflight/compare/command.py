@@ -83,6 +83,9 @@ def compare(
         engine.close()
     _write(comparison, html, svg, png)
     _show(comparison, as_json, quiet)
+    written = [str(file) for file in (html, svg, png) if file is not None]
+    if written and not quiet:
+        print(f"written: {', '.join(written)}", file=sys.stderr)
 
 
 def _check(strategies: str, *files: Path | None) -> list[str]:

@@ -2,7 +2,8 @@
 
 from inflight.scheduling.batch import Admission, Batch, Sampled, TableUpdate
 from inflight.scheduling.policy import POLICIES, Policy, make_policy
-from inflight.scheduling.scheduler import Limits, Scheduler
+from inflight.scheduling.roster import Limits
+from inflight.scheduling.scheduler import Scheduler
 
 __all__ = [
     "POLICIES",

@@ -7,85 +7,15 @@ first, those further behind (prompts, resumed requests) share what is left of th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from inflight.errors import EngineError
-from inflight.events import Delta, KVUsage
-from inflight.kv import BlockManager
+from inflight.events import Delta
 from inflight.request import Request, Status
 from inflight.scheduling.batch import Admission, Batch, Sampled, TableUpdate
-from inflight.scheduling.policy import Policy
+from inflight.scheduling.roster import Roster
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What no step exceeds."""
-
-    max_num_seqs: int  # requests that hold a row
-    max_num_batched_tokens: int  # tokens computed in one step
-    max_kv_tokens: int  # tokens resident across all running requests
-
-
-class Scheduler:
-    def __init__(self, limits: Limits, policy: Policy, blocks: BlockManager) -> None:
-        self.limits = limits
-        self.policy = policy
-        self.blocks = blocks
-        self.requests: dict[str, Request] = {}
-        self.running: list[Request] = []  # in order of admission
-        self.lingering: list[Request] = []  # finished, but kept by the policy
-        self.num_resident = 0  # tokens of running and lingering requests that have KV
-        # Every running request must be able to get a token of every step.
-        self._max_running = min(limits.max_num_seqs, limits.max_num_batched_tokens)
-        self._free_rows = list(range(self._max_running - 1, -1, -1))
-        self._num_steps = 0
-        self._num_arrivals = 0
-
-    # ---- from outside ----
-
-    def add(self, request: Request) -> None:
-        if request.request_id in self.requests:
-            raise EngineError(f"request id {request.request_id!r} is already in use")
-        request.arrival = self._num_arrivals
-        self._num_arrivals += 1
-        self.requests[request.request_id] = request
-        self.policy.push(request, self._num_steps)
-
-    def abort(self, request: Request, now: float, reason: str = "abort") -> tuple[int, list[Delta]]:
-        """End a request wherever it is. The number of blocks that became free, and the news."""
-        if request.status is Status.WAITING:
-            self.policy.remove(request)
-            num_freed = 0
-        else:
-            (self.running if request.status is Status.RUNNING else self.lingering).remove(request)
-            num_freed = self._leave(request)
-        request.record.finish_reason = request.record.finish_reason or reason
-        delta = self._end(request, Delta(request.request_id, []), now)
-        return num_freed, [*self._retire(now), delta]
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self.policy)
-
-    @property
-    def has_work(self) -> bool:
-        return bool(self.requests)
-
-    def usage(self) -> KVUsage:
-        return self.blocks.usage(self.num_resident)
-
-    def check_idle(self) -> None:
-        """Assert, at no cost, that an engine without requests holds nothing."""
-        assert self.num_resident == 0, f"{self.num_resident} tokens are resident in an idle engine"
-        assert self.blocks.pool.num_used == 0, (
-            f"{self.blocks.pool.num_used} blocks are used in an idle engine"
-        )
-
-    def check(self) -> None:
-        """Assert that every block and token is accounted for. Walks all blocks: for tests."""
-        self.blocks.check([*self.running, *self.lingering])
-        held = sum(request.num_computed for request in (*self.running, *self.lingering))
-        assert held == self.num_resident, "resident tokens are miscounted"
+class Scheduler(Roster):
+    """A roster that knows what to compute next."""
 
     # ---- one step ----
 
@@ -221,17 +151,6 @@ class Scheduler:
             request.num_in_flight -= 1
             request.num_tokens -= 1
 
-    def _leave(self, request: Request) -> int:
-        """Give back the row and the blocks. The number of blocks that became free."""
-        self._free_rows.append(request.row)
-        request.row = -1
-        return self._release(request)
-
-    def _release(self, request: Request) -> int:
-        """Give back the blocks alone."""
-        self.num_resident -= request.num_computed
-        return self.blocks.free(request)
-
     # ---- admission ----
 
     def _admit(self, batch: Batch, now: float) -> None:
@@ -322,45 +241,6 @@ class Scheduler:
             if len(kept) >= first:  # else it was preempted meanwhile; computed anew, it says the same
                 kept[first : first + len(positions)] = positions
                 request.prompt_logprobs = kept
-
-    def _finish(self, ended: list[tuple[Request, Delta]], now: float) -> None:
-        """Requests have all their tokens. Those that the policy lets go do so in the delta of their last token."""
-        for request, _ in ended:
-            if request.status is Status.WAITING:  # preempted with its last token in flight
-                self.policy.remove(request)
-            else:
-                request.status = Status.LINGERING
-        self.running = [request for request in self.running if request.status is Status.RUNNING]
-        for request, delta in ended:
-            if request.status is Status.WAITING:
-                self._end(request, delta, now)
-            elif self.policy.leaves(request, self.running):
-                self._leave(request)
-                self._end(request, delta, now)
-            else:
-                self.lingering.append(request)
-
-    def _retire(self, now: float) -> list[Delta]:
-        """Let go of the finished requests that the policy no longer keeps."""
-        deltas = []
-        for request in self.lingering[:]:
-            if self.policy.leaves(request, self.running):
-                self.lingering.remove(request)
-                self._leave(request)
-                deltas.append(self._end(request, Delta(request.request_id, []), now))
-        return deltas
-
-    def _end(self, request: Request, delta: Delta, now: float) -> Delta:
-        """The request is gone: complete its record and its last delta."""
-        request.status = Status.FINISHED
-        del self.requests[request.request_id]
-        record = request.record
-        record.finished_at = now
-        record.num_output_tokens = request.num_output_tokens
-        delta.finish_reason = record.finish_reason
-        delta.stop_token_id = record.stop_token_id
-        delta.record = record
-        return delta
 
     def _end_with_errors(self, batch: Batch, errors: dict[int, str], now: float) -> list[Delta]:
         deltas: list[Delta] = []

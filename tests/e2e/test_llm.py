@@ -419,3 +419,15 @@ def test_the_same_tokens_from_sharded_weights(folder: Folder, tmp_path: Path, fr
     write_checkpoint(tmp_path, "llama", max_shard_size="100KB")
     llm = LLM(tmp_path, tokenizer=str(folder()))
     assert only(llm.generate(TEXT, replace(GREEDY, max_tokens=60))).token_ids == free_run.token_ids
+
+
+def test_a_shared_prefix_is_held_once_however_many_share_it(folder: Folder) -> None:
+    """Eight requests of 161 tokens run at once in memory for 768, since 160 of them are the same."""
+    with LLM(folder(), num_blocks=48, block_size=16, max_num_seqs=8) as llm:
+        records: list[StepRecord] = []
+        llm.observe(records.append)
+        prefix = [3 + position % 200 for position in range(160)]
+        params = replace(GREEDY, max_tokens=6)
+        outputs = llm.generate([[*prefix, 5 + index] for index in range(8)], params)
+        assert max(record.num_running for record in records) == 8
+        assert [output.num_cached_tokens for output in outputs] == [0] + [160] * 7
