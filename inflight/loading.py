@@ -18,7 +18,7 @@ import torch
 from inflight.attention.cpu import cpu_attention
 from inflight.config import EngineConfig
 from inflight.engine import EngineCore
-from inflight.errors import ConfigError, EngineError, KVBudgetError
+from inflight.errors import ConfigError, EngineError, KVBudgetError, ModelError
 from inflight.execution.runner import ModelRunner
 from inflight.frontend import Intake
 from inflight.kv import BlockManager, ChainHashCache, NoPrefixCache
@@ -139,13 +139,21 @@ def load_engine(config: EngineConfig, progress: LoadProgress | None = None) -> L
 
 
 def _load_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | None:
-    if config.model.skip_tokenizer_init:
+    model = config.model
+    if model.skip_tokenizer_init:
         return None
-    if config.model.tokenizer is not None:
-        folder: Path | None = open_checkpoint(config.model.tokenizer, load_format="dummy").folder
+    if model.tokenizer is not None:
+        folder: Path | None = open_checkpoint(model.tokenizer, load_format="dummy").folder
     else:
         folder = checkpoint.folder
-    return None if folder is None else Tokenizer.load(folder)
+    if folder is None:
+        return None
+    try:
+        return Tokenizer.load(folder)
+    except ModelError:
+        if model.load_format == "dummy" and model.tokenizer is None:
+            return None  # a config alone is enough for random weights
+        raise
 
 
 def _policy(choice: str | Callable[[], Any]) -> Policy:

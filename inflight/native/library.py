@@ -52,11 +52,18 @@ class Library:
 
 
 def _num_threads() -> int:
-    """As many as the user allows in the usual way, or as there are processors to run on."""
+    """As many as the user allows in the usual way, or as there are cores to run on."""
     asked = os.environ.get("OMP_NUM_THREADS", "")
     if asked.isdecimal() and int(asked) > 0:
         return int(asked)
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1
+    processors = os.sched_getaffinity(0)
+    try:  # two processors of one core share its arithmetic units: one thread keeps them busy
+        files = [Path(f"/sys/devices/system/cpu/cpu{n}/topology/thread_siblings_list") for n in processors]
+        return len({file.read_text() for file in files})
+    except OSError:
+        return len(processors)
 
 
 @cache

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from inflight import LLM, Policy, RequestOutput, SamplingParams
-from inflight.errors import ConfigError, EngineError, ParameterError, PromptError, TemplateError
+from inflight.errors import ConfigError, EngineError, ModelError, ParameterError, PromptError, TemplateError
 from inflight.events import StepRecord
 from inflight.request import Request
 from tests.checkpoints import FAMILIES, write_checkpoint
@@ -431,3 +431,13 @@ def test_a_shared_prefix_is_held_once_however_many_share_it(folder: Folder) -> N
         outputs = llm.generate([[*prefix, 5 + index] for index in range(8)], params)
         assert max(record.num_running for record in records) == 8
         assert [output.num_cached_tokens for output in outputs] == [0] + [160] * 7
+
+
+def test_random_weights_need_a_config_alone(folder: Folder, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((folder() / "config.json").read_bytes())
+    with LLM(tmp_path, load_format="dummy") as llm:
+        assert len(only(llm.generate([5, 6, 7], GREEDY)).token_ids) == 24
+        with pytest.raises(PromptError, match="tokenizer"):
+            llm.generate(TEXT, GREEDY)
+    with pytest.raises(ModelError, match=r"tokenizer\.json"):
+        LLM(tmp_path, load_format="dummy", tokenizer=str(tmp_path))
