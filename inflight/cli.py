@@ -56,26 +56,91 @@ def generate(
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Send each prompt as a user message.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a prompt, a line each.")] = False,
-    max_tokens: Annotated[int | None, typer.Option(rich_help_panel=SAMPLING)] = None,
-    temperature: Annotated[float | None, typer.Option(rich_help_panel=SAMPLING)] = None,
-    top_p: Annotated[float | None, typer.Option(rich_help_panel=SAMPLING)] = None,
-    top_k: Annotated[int | None, typer.Option(rich_help_panel=SAMPLING)] = None,
-    min_p: Annotated[float | None, typer.Option(rich_help_panel=SAMPLING)] = None,
-    repetition_penalty: Annotated[float | None, typer.Option(rich_help_panel=SAMPLING)] = None,
-    seed: Annotated[int | None, typer.Option(rich_help_panel=SAMPLING)] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            rich_help_panel=SAMPLING,
+            help="Longest answer. Without it: the checkpoint's own limit, or the end of the context.",
+        ),
+    ] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            rich_help_panel=SAMPLING,
+            help="0 is greedy. Without it, as for those below: what the checkpoint recommends.",
+        ),
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            rich_help_panel=SAMPLING, help="Keep the most likely tokens up to this share of probability."
+        ),
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(rich_help_panel=SAMPLING, help="Keep this many of the most likely tokens.")
+    ] = None,
+    min_p: Annotated[
+        float | None,
+        typer.Option(
+            rich_help_panel=SAMPLING,
+            help="Keep tokens at least this likely, relative to the most likely one.",
+        ),
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None,
+        typer.Option(rich_help_panel=SAMPLING, help="Above 1: tokens seen before become less likely."),
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(rich_help_panel=SAMPLING, help="Same seed, same answer, whatever else runs.")
+    ] = None,
     n: Annotated[int | None, typer.Option("-n", rich_help_panel=SAMPLING, help="Answers a prompt.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(rich_help_panel=SAMPLING, help="May be repeated.")] = None,
-    logprobs: Annotated[int | None, typer.Option(rich_help_panel=SAMPLING)] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", rich_help_panel=SAMPLING)] = False,
-    dtype: Annotated[str, typer.Option(rich_help_panel=ENGINE)] = "auto",
-    load_format: Annotated[str, typer.Option(rich_help_panel=ENGINE)] = "auto",
-    policy: Annotated[str, typer.Option(rich_help_panel=ENGINE)] = "continuous",
-    max_model_len: Annotated[int | None, typer.Option(rich_help_panel=ENGINE)] = None,
-    max_num_seqs: Annotated[int, typer.Option(rich_help_panel=ENGINE)] = 256,
-    max_num_batched_tokens: Annotated[int | None, typer.Option(rich_help_panel=ENGINE)] = None,
-    max_kv_tokens: Annotated[int | None, typer.Option(rich_help_panel=ENGINE)] = None,
-    kv_cache_memory: Annotated[int | None, typer.Option(rich_help_panel=ENGINE, help="Bytes.")] = None,
-    enable_prefix_caching: Annotated[bool, typer.Option(rich_help_panel=ENGINE)] = True,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(rich_help_panel=SAMPLING, help="End the answer before this text; may be repeated."),
+    ] = None,
+    logprobs: Annotated[
+        int | None,
+        typer.Option(
+            rich_help_panel=SAMPLING,
+            help="Report this many of the most likely tokens at each place (with --json).",
+        ),
+    ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", rich_help_panel=SAMPLING, help="Go on after the end token.")
+    ] = False,
+    dtype: Annotated[
+        str,
+        typer.Option(
+            rich_help_panel=ENGINE, help="How weights are held: auto, float32, bfloat16 or float16."
+        ),
+    ] = "auto",
+    load_format: Annotated[
+        str, typer.Option(rich_help_panel=ENGINE, help="auto, safetensors, or dummy for random weights.")
+    ] = "auto",
+    policy: Annotated[
+        str,
+        typer.Option(
+            rich_help_panel=ENGINE, help="continuous, static, sequential, priority, fair, or module:Class."
+        ),
+    ] = "continuous",
+    max_model_len: Annotated[
+        int | None, typer.Option(rich_help_panel=ENGINE, help="Longest prompt and answer together.")
+    ] = None,
+    max_num_seqs: Annotated[
+        int, typer.Option(rich_help_panel=ENGINE, help="Requests in the running batch.")
+    ] = 256,
+    max_num_batched_tokens: Annotated[
+        int | None, typer.Option(rich_help_panel=ENGINE, help="Tokens computed in one step.")
+    ] = None,
+    max_kv_tokens: Annotated[
+        int | None, typer.Option(rich_help_panel=ENGINE, help="Tokens resident across all running requests.")
+    ] = None,
+    kv_cache_memory: Annotated[
+        int | None, typer.Option(rich_help_panel=ENGINE, help="Memory for keys and values, in bytes.")
+    ] = None,
+    enable_prefix_caching: Annotated[
+        bool, typer.Option(rich_help_panel=ENGINE, help="Compute shared beginnings once.")
+    ] = True,
 ) -> None:
     """Answer prompts with a model and print the answers."""
     prompts = _read_prompts(prompt, prompts_file)
