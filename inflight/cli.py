@@ -14,6 +14,7 @@ import typer
 from inflight import __version__
 from inflight.compare.command import compare
 from inflight.errors import EngineError, InflightError, PromptError
+from inflight.outputs import RequestOutput
 
 app = typer.Typer(
     help="An LLM serving engine whose unit of scheduling is one token, not one request.",
@@ -38,127 +39,60 @@ def root(
     pass
 
 
-ENGINE = "Engine"
-SAMPLING = "Sampling"
+def _sampling(text: str, *names: str) -> Any:
+    return typer.Option(*names, rich_help_panel="Sampling", help=text)
+
+
+def _engine(text: str) -> Any:
+    return typer.Option(rich_help_panel="Engine", help=text)
+
+
+_MODEL = typer.Argument(help="A folder with a checkpoint, or a hub id.", show_default="the built-in model")
+_PROMPTS_FILE = typer.Option(help="A file with one prompt a line; - is standard input.")
+_MAX_TOKENS = _sampling("Longest answer. Without it: the checkpoint's own limit, or the end of the context.")
+_TEMPERATURE = _sampling("0 is greedy. Without it, as for those below: what the checkpoint recommends.")
+_TOP_P = _sampling("Keep the most likely tokens up to this share of probability.")
+_MIN_P = _sampling("Keep tokens at least this likely, relative to the most likely one.")
+_PENALTY = _sampling("Above 1: tokens seen before become less likely.")
+_STOP = _sampling("End the answer before this text; may be repeated.")
+_LOGPROBS = _sampling("Report this many of the most likely tokens at each place (with --json).")
+_DTYPE = _engine("How weights are held: auto, float32, bfloat16 or float16.")
+_POLICY = _engine("continuous, static, sequential, priority, fair, or module:Class.")
 
 
 @app.command()
 def generate(
-    model: Annotated[
-        str | None,
-        typer.Argument(help="A folder with a checkpoint, or a hub id.", show_default="the built-in model"),
-    ] = None,
+    model: Annotated[str | None, _MODEL] = None,
     prompt: Annotated[
         list[str] | None, typer.Option("--prompt", "-p", help="A prompt; may be repeated.")
     ] = None,
-    prompts_file: Annotated[
-        Path | None, typer.Option(help="A file with one prompt a line; - is standard input.")
-    ] = None,
+    prompts_file: Annotated[Path | None, _PROMPTS_FILE] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Send each prompt as a user message.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a prompt, a line each.")] = False,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            rich_help_panel=SAMPLING,
-            help="Longest answer. Without it: the checkpoint's own limit, or the end of the context.",
-        ),
-    ] = None,
-    temperature: Annotated[
-        float | None,
-        typer.Option(
-            rich_help_panel=SAMPLING,
-            help="0 is greedy. Without it, as for those below: what the checkpoint recommends.",
-        ),
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option(
-            rich_help_panel=SAMPLING, help="Keep the most likely tokens up to this share of probability."
-        ),
-    ] = None,
-    top_k: Annotated[
-        int | None, typer.Option(rich_help_panel=SAMPLING, help="Keep this many of the most likely tokens.")
-    ] = None,
-    min_p: Annotated[
-        float | None,
-        typer.Option(
-            rich_help_panel=SAMPLING,
-            help="Keep tokens at least this likely, relative to the most likely one.",
-        ),
-    ] = None,
-    repetition_penalty: Annotated[
-        float | None,
-        typer.Option(rich_help_panel=SAMPLING, help="Above 1: tokens seen before become less likely."),
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option(rich_help_panel=SAMPLING, help="Same seed, same answer, whatever else runs.")
-    ] = None,
-    n: Annotated[int | None, typer.Option("-n", rich_help_panel=SAMPLING, help="Answers a prompt.")] = None,
-    stop: Annotated[
-        list[str] | None,
-        typer.Option(rich_help_panel=SAMPLING, help="End the answer before this text; may be repeated."),
-    ] = None,
-    logprobs: Annotated[
-        int | None,
-        typer.Option(
-            rich_help_panel=SAMPLING,
-            help="Report this many of the most likely tokens at each place (with --json).",
-        ),
-    ] = None,
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", rich_help_panel=SAMPLING, help="Go on after the end token.")
-    ] = False,
-    dtype: Annotated[
-        str,
-        typer.Option(
-            rich_help_panel=ENGINE, help="How weights are held: auto, float32, bfloat16 or float16."
-        ),
-    ] = "auto",
-    load_format: Annotated[
-        str, typer.Option(rich_help_panel=ENGINE, help="auto, safetensors, or dummy for random weights.")
-    ] = "auto",
-    policy: Annotated[
-        str,
-        typer.Option(
-            rich_help_panel=ENGINE, help="continuous, static, sequential, priority, fair, or module:Class."
-        ),
-    ] = "continuous",
-    max_model_len: Annotated[
-        int | None, typer.Option(rich_help_panel=ENGINE, help="Longest prompt and answer together.")
-    ] = None,
-    max_num_seqs: Annotated[
-        int, typer.Option(rich_help_panel=ENGINE, help="Requests in the running batch.")
-    ] = 256,
-    max_num_batched_tokens: Annotated[
-        int | None, typer.Option(rich_help_panel=ENGINE, help="Tokens computed in one step.")
-    ] = None,
-    max_kv_tokens: Annotated[
-        int | None, typer.Option(rich_help_panel=ENGINE, help="Tokens resident across all running requests.")
-    ] = None,
-    kv_cache_memory: Annotated[
-        int | None, typer.Option(rich_help_panel=ENGINE, help="Memory for keys and values, in bytes.")
-    ] = None,
-    enable_prefix_caching: Annotated[
-        bool, typer.Option(rich_help_panel=ENGINE, help="Compute shared beginnings once.")
-    ] = True,
+    max_tokens: Annotated[int | None, _MAX_TOKENS] = None,
+    temperature: Annotated[float | None, _TEMPERATURE] = None,
+    top_p: Annotated[float | None, _TOP_P] = None,
+    top_k: Annotated[int | None, _sampling("Keep this many of the most likely tokens.")] = None,
+    min_p: Annotated[float | None, _MIN_P] = None,
+    repetition_penalty: Annotated[float | None, _PENALTY] = None,
+    seed: Annotated[int | None, _sampling("Same seed, same answer, whatever else runs.")] = None,
+    n: Annotated[int | None, _sampling("Answers a prompt.", "-n")] = None,
+    stop: Annotated[list[str] | None, _STOP] = None,
+    logprobs: Annotated[int | None, _LOGPROBS] = None,
+    ignore_eos: Annotated[bool, _sampling("Go on after the end token.", "--ignore-eos")] = False,
+    dtype: Annotated[str, _DTYPE] = "auto",
+    load_format: Annotated[str, _engine("auto, safetensors, or dummy for random weights.")] = "auto",
+    policy: Annotated[str, _POLICY] = "continuous",
+    max_model_len: Annotated[int | None, _engine("Longest prompt and answer together.")] = None,
+    max_num_seqs: Annotated[int, _engine("Requests in the running batch.")] = 256,
+    max_num_batched_tokens: Annotated[int | None, _engine("Tokens computed in one step.")] = None,
+    max_kv_tokens: Annotated[int | None, _engine("Tokens resident across all running requests.")] = None,
+    kv_cache_memory: Annotated[int | None, _engine("Memory for keys and values, in bytes.")] = None,
+    enable_prefix_caching: Annotated[bool, _engine("Compute shared beginnings once.")] = True,
 ) -> None:
     """Answer prompts with a model and print the answers."""
     prompts = _read_prompts(prompt, prompts_file)
-    from inflight import LLM, SamplingParams  # torch is loaded only now
-
-    llm = LLM(
-        model,
-        dtype=dtype,
-        load_format=load_format,
-        policy=policy,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_kv_tokens=max_kv_tokens,
-        kv_cache_memory=kv_cache_memory,
-        enable_prefix_caching=enable_prefix_caching,
-    )
-    asked: dict[str, Any] = {
+    asked = {
         "max_tokens": max_tokens,
         "temperature": temperature,
         "top_p": top_p,
@@ -171,23 +105,36 @@ def generate(
         "logprobs": logprobs,
         "ignore_eos": ignore_eos or None,
     }
-    # What is not asked for is the checkpoint's recommendation; answers end by themselves or at the context's end.
-    params = SamplingParams(
-        **{
-            "max_tokens": None,
-            **llm.get_default_sampling_fields(),
-            **{k: v for k, v in asked.items() if v is not None},
-        }
-    )
-    if chat:
-        outputs = llm.chat([[{"role": "user", "content": text}] for text in prompts], params)
-    else:
-        outputs = llm.generate(prompts, params)
+    engine = {
+        "dtype": dtype,
+        "load_format": load_format,
+        "policy": policy,
+        "max_model_len": max_model_len,
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "max_kv_tokens": max_kv_tokens,
+        "kv_cache_memory": kv_cache_memory,
+        "enable_prefix_caching": enable_prefix_caching,
+    }
+    outputs = _answer(model, engine, prompts, chat, {k: v for k, v in asked.items() if v is not None})
     for text, output in zip(prompts, outputs, strict=True):
         _print_json(text, output) if as_json else _print_text(text, output, several=len(prompts) > 1)
     failed = [answer.error for output in outputs for answer in output.outputs if answer.error]
     if failed:
         raise EngineError(f"{len(failed)} answers failed; the first with: {failed[0]}")
+
+
+def _answer(
+    model: str | None, engine: dict[str, Any], prompts: list[str], chat: bool, asked: dict[str, Any]
+) -> list[RequestOutput]:
+    from inflight import LLM, SamplingParams  # torch is loaded only now
+
+    llm = LLM(model, **engine)
+    # What is not asked for is the checkpoint's recommendation; answers end by themselves or at the context's end.
+    params = SamplingParams(**{"max_tokens": None, **llm.get_default_sampling_fields(), **asked})
+    if chat:
+        return llm.chat([[{"role": "user", "content": text}] for text in prompts], params)
+    return llm.generate(prompts, params)
 
 
 app.command()(compare)
@@ -206,7 +153,7 @@ def _read_prompts(prompts: list[str] | None, file: Path | None) -> list[str]:
     return found
 
 
-def _print_json(prompt: str, output: Any) -> None:
+def _print_json(prompt: str, output: RequestOutput) -> None:
     answers = [
         {
             "text": answer.text,
@@ -240,7 +187,7 @@ def _print_json(prompt: str, output: Any) -> None:
     )
 
 
-def _print_text(prompt: str, output: Any, several: bool) -> None:
+def _print_text(prompt: str, output: RequestOutput, several: bool) -> None:
     """Answers as they are: not through rich, which would read codes like :smile: into them."""
     for answer in output.outputs:
         if several or len(output.outputs) > 1:

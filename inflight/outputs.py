@@ -86,7 +86,7 @@ class RequestOutput:
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
+    metrics: RequestMetrics
     prompt_logprobs: list[Logprobs | None] | None = None
     finished: bool = False
     num_cached_tokens: int = 0
-    metrics: RequestMetrics | None = None

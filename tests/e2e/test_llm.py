@@ -80,7 +80,6 @@ def test_outputs_have_what_users_look_for(llm: LLM) -> None:
         chosen += position[token_id].logprob
     assert answer.cumulative_logprob == pytest.approx(chosen)
     metrics = output.metrics
-    assert metrics is not None
     assert metrics.time_in_queue is not None
     assert metrics.time_to_first_token is not None
     assert metrics.latency is not None
