@@ -120,8 +120,6 @@ def measure_attention(name: str, backend: AttentionBackend, context: int, repeat
         rows=torch.arange(batch, dtype=torch.int32),
         block_tables=tables,
         slots=tables[:, last // block_size].long() * block_size + last % block_size,
-        max_query_len=1,
-        max_context_len=context,
     )
     query = torch.randn(batch, num_heads, head_dim)
     key, value = torch.randn(2, batch, num_kv_heads, head_dim)

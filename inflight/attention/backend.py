@@ -39,8 +39,6 @@ class AttentionInputs:
     rows: Tensor  # [B] int32, index into block_tables
     block_tables: Tensor  # [max_rows, max_blocks] int32, permanent
     slots: Tensor  # [T] int64, token place of each token: block_id * block_size + offset
-    max_query_len: int
-    max_context_len: int
 
 
 class AttentionBackend(Protocol):

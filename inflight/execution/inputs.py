@@ -48,8 +48,6 @@ def build_inputs(batch: Batch, rows: Rows, block_size: int) -> StepInputs:
         rows=row_ids.int(),
         block_tables=rows.block_tables,
         slots=blocks * block_size + positions % block_size,
-        max_query_len=max(batch.counts),
-        max_context_len=max(map(int.__add__, batch.starts, batch.counts)),
     )
     sampling = [index for index, samples in enumerate(batch.samples) if samples]
     chosen = slice(None) if len(sampling) == len(batch) else sampling

@@ -89,6 +89,4 @@ class Scene:
             rows=torch.tensor([self.rows[r] for r, _, _ in step], dtype=torch.int32),
             block_tables=self.tables,
             slots=torch.cat(slots),
-            max_query_len=max(n for _, _, n in step),
-            max_context_len=max(ends),
         )

@@ -43,8 +43,6 @@ def logprobs(decoder: Decoder, token_ids: list[int], chunks: list[int] | None = 
             rows=torch.zeros(1, dtype=torch.int32),
             block_tables=table.to(torch.int32)[None],
             slots=table[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE,
-            max_query_len=count,
-            max_context_len=start + count,
         )
         hidden = decoder.forward(ids[start : start + count], positions, caches, inputs)
         out.append(decoder.logits(hidden).log_softmax(-1))
