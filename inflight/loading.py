@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from inflight.attention.composed import ComposedAttention
 from inflight.attention.cpu import cpu_attention
 from inflight.config import EngineConfig
 from inflight.engine import EngineCore
@@ -110,10 +111,11 @@ def load_engine(config: EngineConfig, progress: LoadProgress | None = None) -> L
     tokenizer = _load_tokenizer(config, checkpoint)
     spec = decoder_spec(checkpoint.config)
     context = resolve_context(spec, model.max_model_len)
+    kernels = cpu_kernels()
     decoder = load_decoder(
         checkpoint,
-        cpu_kernels(),
-        cpu_attention(),
+        kernels,
+        ComposedAttention(kernels, cpu_attention()),
         resolve_dtype(model.dtype, checkpoint.config),
         torch.device("cpu"),
         progress=progress,

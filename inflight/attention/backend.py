@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
+
+from inflight.attention.layer import AttentionLayer
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,7 @@ class AttentionInputs:
     its KV is complete once this step's keys and values are written.
     """
 
+    positions: Tensor  # [T] int64
     query_starts: Tensor  # [B + 1] int32, from 0 to T
     context_lens: Tensor  # [B] int32, tokens with KV after this step
     rows: Tensor  # [B] int32, index into block_tables
@@ -41,9 +44,28 @@ class AttentionInputs:
     slots: Tensor  # [T] int64, token place of each token: block_id * block_size + offset
 
 
-class AttentionBackend(Protocol):
-    """Owns the layout of the cache. `attend` first writes this step's keys and values, for all entries,
-    then attends: so an entry may read blocks that another entry of the same step fills."""
+InputsT = TypeVar("InputsT", contravariant=True)
+
+
+class AttentionBackend(Protocol[InputsT]):
+    """Owns the layout of the cache, and says which inputs it reads a step from."""
+
+    def allocate(self, shape: KVShape, num_blocks: int, device: torch.device) -> list[Tensor]:
+        """One cache tensor a layer."""
+
+    def attend(
+        self,
+        qkv: Tensor,  # [T, (num_heads + 2 * num_kv_heads) * head_dim], as projected; may be overwritten
+        layer: AttentionLayer,
+        cache: Tensor,
+        inputs: InputsT,
+    ) -> Tensor:  # [T, num_heads * head_dim]
+        """Normalise and rotate queries and keys, write this step's keys and values, for all entries, then attend:
+        so an entry may read blocks that another entry of the same step fills."""
+
+
+class HeadAttention(Protocol):
+    """The last two of these three for heads that are ready: what `ComposedAttention` makes a backend of."""
 
     def allocate(self, shape: KVShape, num_blocks: int, device: torch.device) -> list[Tensor]:
         """One cache tensor a layer."""
@@ -56,6 +78,6 @@ class AttentionBackend(Protocol):
         cache: Tensor,
         inputs: AttentionInputs,
         scale: float,
-        window: int | None,  # a query at position p sees keys in (p - window, p]; None: all up to p
+        window: int | None,
     ) -> Tensor:  # [T, num_heads, head_dim]
         ...

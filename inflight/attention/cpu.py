@@ -6,19 +6,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inflight.attention.backend import AttentionBackend, AttentionInputs, KVShape
+from inflight.attention.backend import AttentionInputs, HeadAttention, KVShape
 from inflight.errors import ConfigError
 from inflight.native.library import Library, native_library
 
 
-def cpu_attention() -> AttentionBackend:
+def cpu_attention() -> HeadAttention:
     """The compiled backend, or plain torch where it cannot be had."""
     library = native_library()
     return TorchCpuAttention() if library is None else CpuAttention(library)
 
 
 class CpuAttention:
-    """Implements `AttentionBackend` on the compiled library, in float32.
+    """Implements `HeadAttention` on the compiled library, in float32.
 
     A layer's cache is [num_blocks, num_kv_heads, 2, head_dim, block_size]: keys as drawn, and the values in
     their half as [block_size, head_dim]. A query's result is the same bits whatever else is in the batch and
@@ -81,7 +81,7 @@ class CpuAttention:
 
 
 class TorchCpuAttention:
-    """Implements `AttentionBackend` with torch alone, within rounding of the compiled one.
+    """Implements `HeadAttention` with torch alone, within rounding of the compiled one.
 
     A layer's cache is [2, num_blocks, block_size, num_kv_heads, head_dim].
     """

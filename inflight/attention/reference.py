@@ -9,7 +9,7 @@ from inflight.attention.backend import AttentionInputs, KVShape
 
 
 class ReferenceAttention:
-    """Implements `AttentionBackend`. A cache is [2, num_blocks, block_size, num_kv_heads, head_dim]."""
+    """Implements `HeadAttention`. A cache is [2, num_blocks, block_size, num_kv_heads, head_dim]."""
 
     def allocate(self, shape: KVShape, num_blocks: int, device: torch.device) -> list[Tensor]:
         size = (2, num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)

@@ -17,7 +17,6 @@ class StepInputs:
     """What one forward pass reads. T tokens in B entries, S of which sample."""
 
     token_ids: Tensor  # [T] int64
-    positions: Tensor  # [T] int64
     attention: AttentionInputs
     sampling_entries: list[int]  # [S] indices into the batch
     sampling_tokens: Tensor  # [S] int64, the last token of each sampling entry
@@ -43,6 +42,7 @@ def build_inputs(batch: Batch, rows: Rows, block_size: int) -> StepInputs:
         positions = starts.repeat_interleave(counts) + offsets
     blocks = rows.block_tables[token_rows, positions // block_size].long()
     attention = AttentionInputs(
+        positions=positions,
         query_starts=torch.cat((ends.new_zeros(1), ends)).int(),
         context_lens=lengths.int(),
         rows=row_ids.int(),
@@ -53,7 +53,6 @@ def build_inputs(batch: Batch, rows: Rows, block_size: int) -> StepInputs:
     chosen = slice(None) if len(sampling) == len(batch) else sampling
     return StepInputs(
         token_ids=rows.tokens[token_rows, positions].long(),
-        positions=positions,
         attention=attention,
         sampling_entries=sampling,
         sampling_tokens=(ends - 1)[chosen],

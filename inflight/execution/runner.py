@@ -49,7 +49,7 @@ class ModelRunner:
             for row, request in batch.admissions:
                 self.sampling.set(row, request)
             inputs = build_inputs(batch, self.rows, self.block_size)
-        hidden = self.decoder.forward(inputs.token_ids, inputs.positions, self.caches, inputs.attention)
+        hidden = self.decoder.forward(inputs.token_ids, self.caches, inputs.attention)
         ticket = Ticket(len(batch), inputs.sampling_entries, None, self._prompt_logprobs(batch, hidden))
         if inputs.sampling_entries:
             ticket.sampled = self._sample(batch, inputs, hidden).fetch()

@@ -1,7 +1,8 @@
 """The seam between the decoder and the arithmetic of one device.
 
-The decoder is written once, in terms of these operations. `TorchKernels` runs anywhere and is the
-reference; `NativeKernels` is the compiled CPU path.
+The decoder is written once, in terms of these operations, each as large as some device can do in one go.
+`TorchKernels` runs anywhere and is the reference, `NativeKernels` is the compiled CPU path (both put them together
+from smaller ones: `composed.py`), `TritonKernels` the GPU path.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Linear(Protocol):
 
 
 class Kernels(Protocol):
-    """Activations are 2-D, [tokens, features], contiguous, in `compute_dtype`."""
+    """Activations are 2-D, [tokens, features], contiguous, in `compute_dtype`. Norm weights are float32."""
 
     compute_dtype: torch.dtype
 
@@ -42,13 +43,18 @@ class Kernels(Protocol):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Normalise the last dimension, whatever the leading ones; statistics in float32."""
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """(rms_norm(x + residual), x + residual). May reuse the memory of either input."""
+    def norm_linear(self, x: Tensor, norm: Tensor | None, eps: float, linear: Linear) -> Tensor:
+        """linear(rms_norm(x)), or linear(x) without a norm."""
 
-    def rotate(self, x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
-        """Rotary embedding of x [T, heads, head_dim]: the first rotary_dim features of each head, in halves
-        (feature i turns with feature i + rotary_dim / 2). cos_sin [max_position, rotary_dim] holds cos in its
-        first half and sin in its second. May work in place."""
+    def norm_gate_up(
+        self, x: Tensor, norm: Tensor | None, eps: float, linear: Linear, activation: str
+    ) -> Tensor:
+        """[T, hidden] -> [T, inner]: activation(first half) * second half of norm_linear. "silu" or "gelu_tanh"."""
 
-    def gate(self, gate_up: Tensor, activation: str) -> Tensor:
-        """[T, 2n] -> [T, n]: activation(first half) * second half. "silu" or "gelu_tanh"."""
+    def linear_add(
+        self, x: Tensor, linear: Linear, residual: Tensor, norm: Tensor | None, eps: float
+    ) -> Tensor:
+        """residual + rms_norm(linear(x)), or residual + linear(x) without a norm. May overwrite the residual."""
+
+    def logits(self, x: Tensor, norm: Tensor, eps: float, linear: Linear) -> Tensor:
+        """norm_linear in float32."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from inflight.errors import ConfigError
+from inflight.layers.composed import ComposedKernels
 from inflight.layers.kernels import Linear
 from inflight.layers.torch_kernels import check_activation, check_bias, check_weight
 from inflight.native.library import Library
@@ -93,7 +94,7 @@ class NativeLinear:
         return out
 
 
-class NativeKernels:
+class NativeKernels(ComposedKernels):
     """Implements `Kernels`."""
 
     compute_dtype = torch.float32
@@ -123,22 +124,13 @@ class NativeKernels:
         )
         return out
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """In place: `residual` becomes the sum, `x` the norm."""
+    def add(self, residual: Tensor, x: Tensor) -> Tensor:
+        """In place."""
         if x.shape != residual.shape:
             raise ConfigError(f"x is {list(x.shape)} and residual {list(residual.shape)}: they must be alike")
         x, residual = _dense(x), _dense(residual)
-        num_features = x.shape[-1]
-        self._library.add_rms_norm(
-            x.data_ptr(),
-            residual.data_ptr(),
-            _weight(weight, num_features).data_ptr(),
-            x.numel() // num_features,
-            num_features,
-            eps,
-            self._library.threads,
-        )
-        return x, residual
+        self._library.add(residual.data_ptr(), x.data_ptr(), x.numel(), self._library.threads)
+        return residual
 
     def rotate(self, x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
         """In place."""

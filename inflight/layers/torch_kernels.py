@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inflight.errors import ConfigError
+from inflight.layers.composed import ComposedKernels
 from inflight.layers.kernels import Linear
 
 ACTIVATIONS = ("silu", "gelu_tanh")
@@ -48,7 +49,7 @@ class TorchLinear:
         return F.linear(x, self._weight.to(self._compute_dtype), self._bias)
 
 
-class TorchKernels:
+class TorchKernels(ComposedKernels):
     """Implements `Kernels`."""
 
     def __init__(
@@ -65,9 +66,8 @@ class TorchKernels:
         scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
         return (wide * scale * weight.float()).to(x.dtype)
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        added = x + residual
-        return self.rms_norm(added, weight, eps), added
+    def add(self, residual: Tensor, x: Tensor) -> Tensor:
+        return residual + x
 
     def rotate(self, x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
         rotary_dim = cos_sin.shape[-1]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from inflight.attention.backend import AttentionBackend, AttentionInputs, KVShape
+from inflight.attention.backend import AttentionBackend, KVShape
+from inflight.attention.layer import AttentionLayer
 from inflight.layers.kernels import Kernels, Linear
 from inflight.models.spec import DecoderSpec, QKNorm
 
@@ -14,9 +17,9 @@ class Layer:
     """The weights of one layer. A norm that the spec does not ask for is None."""
 
     __slots__ = (
+        "attention",
         "attention_in_norm",
         "attention_out_norm",
-        "cos_sin",
         "down",
         "gate_up",
         "k_norm",
@@ -25,7 +28,6 @@ class Layer:
         "output",
         "q_norm",
         "qkv",
-        "window",
     )
 
     def __init__(
@@ -53,8 +55,18 @@ class Layer:
         whole, any_norm = spec.qk_norm is QKNorm.WHOLE, spec.qk_norm is not QKNorm.NONE
         self.q_norm = norm(any_norm, spec.query_size if whole else spec.head_dim)
         self.k_norm = norm(any_norm, spec.kv_size if whole else spec.head_dim)
-        self.cos_sin = cos_sin  # [max_position, rotary_dim], shared between layers
-        self.window = window
+        self.attention = AttentionLayer(
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            # Norms of the whole projection are the decoder's work, see _normalise_whole.
+            q_norm=None if whole else self.q_norm,
+            k_norm=None if whole else self.k_norm,
+            eps=spec.norm_eps,
+            cos_sin=cos_sin,  # shared between layers
+            scale=spec.attention_scale,
+            window=window,
+        )
 
 
 class Decoder:
@@ -68,7 +80,7 @@ class Decoder:
         self,
         spec: DecoderSpec,
         kernels: Kernels,
-        attention: AttentionBackend,
+        attention: AttentionBackend[Any],
         dtype: torch.dtype,
         device: torch.device,
         max_position: int | None = None,
@@ -91,8 +103,6 @@ class Decoder:
             self.embedding = torch.empty(spec.vocab_size, spec.hidden_size, dtype=dtype, device=device)
         # Models that scale their embedding were trained with a factor of the weights' own precision.
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()
-        # The norm that follows each layer: the next layer's first, or the final one.
-        self._next_norms = [layer.attention_in_norm for layer in self.layers[1:]] + [self.final_norm]
 
     def kv_shape(self, block_size: int) -> KVShape:
         spec = self.spec
@@ -100,28 +110,23 @@ class Decoder:
             spec.num_layers, spec.num_kv_heads, spec.head_dim, block_size, self.kernels.compute_dtype
         )
 
-    def forward(
-        self, token_ids: Tensor, positions: Tensor, caches: list[Tensor], inputs: AttentionInputs
-    ) -> Tensor:
-        """[T] int64 ids and positions -> [T, hidden_size] in the compute dtype, final norm applied."""
-        rms_norm, eps = self.kernels.rms_norm, self.spec.norm_eps
-        residual = self._embed(token_ids)
-        first = self.layers[0].attention_in_norm
-        x = residual if first is None else rms_norm(residual, first, eps)
-        for layer, cache, next_norm in zip(self.layers, caches, self._next_norms, strict=True):
-            x = self._attend(layer, x, positions, cache, inputs)
-            if layer.attention_out_norm is not None:
-                x = rms_norm(x, layer.attention_out_norm, eps)
-            x, residual = self._join(x, residual, layer.mlp_in_norm)
-            x = layer.down(self.kernels.gate(layer.gate_up(x), self.spec.activation))
-            if layer.mlp_out_norm is not None:
-                x = rms_norm(x, layer.mlp_out_norm, eps)
-            x, residual = self._join(x, residual, next_norm)
-        return x
+    def forward(self, token_ids: Tensor, caches: list[Tensor], inputs: Any) -> Tensor:
+        """Token ids [T], and the step as the attention backend reads it -> the residual stream [T, hidden_size]."""
+        kernels, eps, activation = self.kernels, self.spec.norm_eps, self.spec.activation
+        stream = self._embed(token_ids)
+        for layer, cache in zip(self.layers, caches, strict=True):
+            qkv = kernels.norm_linear(stream, layer.attention_in_norm, eps, layer.qkv)
+            if layer.q_norm is not layer.attention.q_norm:
+                qkv = self._normalise_whole(layer, qkv)
+            attended = self.attention.attend(qkv, layer.attention, cache, inputs)
+            stream = kernels.linear_add(attended, layer.output, stream, layer.attention_out_norm, eps)
+            inner = kernels.norm_gate_up(stream, layer.mlp_in_norm, eps, layer.gate_up, activation)
+            stream = kernels.linear_add(inner, layer.down, stream, layer.mlp_out_norm, eps)
+        return stream
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, stream: Tensor) -> Tensor:
         """[S, hidden_size] -> [S, vocab_size] float32."""
-        logits = self.head(hidden).float()
+        logits = self.kernels.logits(stream, self.final_norm, self.spec.norm_eps, self.head)
         cap = self.spec.logit_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
@@ -133,34 +138,12 @@ class Decoder:
             x = self.embedding[token_ids].to(self.kernels.compute_dtype)
         return x if self._embedding_scale == 1.0 else x * self._embedding_scale
 
-    def _join(self, x: Tensor, residual: Tensor, norm: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Back into the residual stream: (what the next block reads, the stream)."""
-        if norm is None:
-            x = x + residual
-            return x, x
-        return self.kernels.add_rms_norm(x, residual, norm, self.spec.norm_eps)
-
-    def _attend(
-        self, layer: Layer, x: Tensor, positions: Tensor, cache: Tensor, inputs: AttentionInputs
-    ) -> Tensor:
-        """[T, hidden_size] -> [T, hidden_size]"""
-        spec, kernels = self.spec, self.kernels
-        heads, kv_heads = spec.num_heads, spec.num_kv_heads
-        qkv = layer.qkv(x).view(-1, heads + 2 * kv_heads, spec.head_dim)
-        value = qkv[:, heads + kv_heads :]
-        if layer.q_norm is None or layer.k_norm is None:
-            turned = kernels.rotate(qkv[:, : heads + kv_heads], positions, layer.cos_sin)
-            query, key = turned[:, :heads], turned[:, heads:]
-        else:
-            query = self._normalise(qkv[:, :heads], layer.q_norm)
-            key = self._normalise(qkv[:, heads : heads + kv_heads], layer.k_norm)
-            query = kernels.rotate(query, positions, layer.cos_sin)
-            key = kernels.rotate(key, positions, layer.cos_sin)
-        out = self.attention.attend(query, key, value, cache, inputs, spec.attention_scale, layer.window)
-        return layer.output(out.reshape(-1, spec.query_size))
-
-    def _normalise(self, x: Tensor, weight: Tensor) -> Tensor:
-        """[T, heads, head_dim], over each head or over all of them together."""
-        if self.spec.qk_norm is QKNorm.HEAD:
-            return self.kernels.rms_norm(x, weight, self.spec.norm_eps)
-        return self.kernels.rms_norm(x.flatten(1), weight, self.spec.norm_eps).view(x.shape)
+    def _normalise_whole(self, layer: Layer, qkv: Tensor) -> Tensor:
+        """All query heads together and all key heads together, where single heads are not."""
+        assert layer.q_norm is not None
+        assert layer.k_norm is not None
+        sizes = [len(layer.q_norm), len(layer.k_norm), self.spec.kv_size]
+        query, key, value = torch.split(qkv, sizes, dim=1)
+        query = self.kernels.rms_norm(query, layer.q_norm, self.spec.norm_eps)
+        key = self.kernels.rms_norm(key, layer.k_norm, self.spec.norm_eps)
+        return torch.cat((query, key, value), dim=1)

@@ -40,7 +40,7 @@ class _Stored:
 def load_decoder(
     checkpoint: Checkpoint,
     kernels: Kernels,
-    attention: AttentionBackend,
+    attention: AttentionBackend[Any],
     dtype: torch.dtype,
     device: torch.device,
     *,

@@ -105,15 +105,14 @@ void inflight_rms_norm(float* x, int64_t outer, int64_t inner, int64_t outer_str
     });
 }
 
-// residual += x; x = rms_norm(residual)
-void inflight_add_rms_norm(float* x, float* residual, const float* weight, int64_t tokens, int64_t n, float eps,
-                           int threads) {
-    if (tokens * n <= kParallelFloats) threads = 1;
-    parallel_for(threads, tokens, even_chunk(threads, tokens), [&](int64_t token) {
-        float* added = residual + token * n;
-        float* row = x + token * n;
-        for (int64_t i = 0; i < n; ++i) added[i] += row[i];
-        scale_row(added, weight, row, n, inverse_rms(added, n, eps));
+// residual += x
+void inflight_add(float* residual, const float* x, int64_t n, int threads) {
+    constexpr int64_t piece = 4096;
+    const int64_t pieces = (n + piece - 1) / piece;
+    if (n <= kParallelFloats) threads = 1;
+    parallel_for(threads, pieces, even_chunk(threads, pieces), [&](int64_t unit) {
+        const int64_t end = std::min(n, (unit + 1) * piece);
+        for (int64_t i = unit * piece; i < end; ++i) residual[i] += x[i];
     });
 }
 

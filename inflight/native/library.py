@@ -37,7 +37,7 @@ class Library:
         self.gather_f32 = self._bind("gather_f32", *gather)
         self.gather_bf16 = self._bind("gather_bf16", *gather)
         self.rms_norm = self._bind("rms_norm", _P, _L, _L, _L, _L, _P, _P, _L, _F, _I)
-        self.add_rms_norm = self._bind("add_rms_norm", _P, _P, _P, _L, _L, _F, _I)
+        self.add = self._bind("add", _P, _P, _L, _I)
         self.rotate = self._bind("rotate", _P, _L, _L, _L, _L, _P, _P, _L, _I)
         self.gate_silu = self._bind("gate_silu", _P, _P, _L, _L, _I)
         self.gate_gelu_tanh = self._bind("gate_gelu_tanh", _P, _P, _L, _L, _I)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from inflight.attention.backend import AttentionBackend, AttentionInputs, KVShape
+from inflight.attention.backend import AttentionInputs, HeadAttention, KVShape
 
 # One step: (request, first token, number of tokens) for each entry.
 Step = list[tuple[int, int, int]]
@@ -57,7 +57,7 @@ class Scene:
         """One request a step."""
         return [[entry] for entry in self.whole()[0]]
 
-    def run(self, backend: AttentionBackend, steps: list[Step], window: int | None = None) -> list[Tensor]:
+    def run(self, backend: HeadAttention, steps: list[Step], window: int | None = None) -> list[Tensor]:
         """What each request's tokens attended to, [length, num_heads, head_dim]. The cache starts as NaN."""
         heads = self.heads
         shape = KVShape(1, heads.num_kv_heads, heads.head_dim, self.block_size, torch.float32)
@@ -77,13 +77,15 @@ class Scene:
 
     def inputs(self, step: Step) -> AttentionInputs:
         counts = torch.tensor([0] + [n for _, _, n in step])
-        slots = []
+        slots, places = [], []
         for r, first, n in step:
             positions = torch.arange(first, first + n)
             blocks = self.tables[self.rows[r]][positions // self.block_size].long()
+            places.append(positions)
             slots.append(blocks * self.block_size + positions % self.block_size)
         ends = [first + n for _, first, n in step]
         return AttentionInputs(
+            positions=torch.cat(places),
             query_starts=counts.cumsum(0).int(),
             context_lens=torch.tensor(ends, dtype=torch.int32),
             rows=torch.tensor([self.rows[r] for r, _, _ in step], dtype=torch.int32),

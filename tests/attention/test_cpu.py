@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inflight.attention.backend import AttentionBackend, KVShape
+from inflight.attention.backend import HeadAttention, KVShape
 from inflight.attention.cpu import CpuAttention, TorchCpuAttention, cpu_attention
 from inflight.attention.reference import ReferenceAttention
 from inflight.errors import ConfigError
@@ -25,12 +25,12 @@ def native() -> CpuAttention:
 
 
 @pytest.fixture(params=["native", "torch"])
-def backend(request: pytest.FixtureRequest) -> AttentionBackend:
+def backend(request: pytest.FixtureRequest) -> HeadAttention:
     return native() if request.param == "native" else TorchCpuAttention()
 
 
 def assert_close(
-    scene: Scene, backend: AttentionBackend, schedules: list[list[Step]], window: int | None = None
+    scene: Scene, backend: HeadAttention, schedules: list[list[Step]], window: int | None = None
 ) -> None:
     expected = torch.cat(scene.run(ReferenceAttention(), scene.whole(), window))
     for steps in schedules:
@@ -40,14 +40,14 @@ def assert_close(
 
 @pytest.mark.parametrize("head_dim", [16, 20, 64, 80, 128, 256])
 @pytest.mark.parametrize("group", [1, 3, 8])
-def test_head_shapes(backend: AttentionBackend, head_dim: int, group: int) -> None:
+def test_head_shapes(backend: HeadAttention, head_dim: int, group: int) -> None:
     scene = Scene(Heads(2 * group, 2, head_dim), block_size=16, lengths=[1, 18])
     assert_close(scene, backend, [scene.whole(), scene.chunks(6)])
 
 
 @pytest.mark.parametrize("block_size", [1, 8, 16, 24, 32])
 @pytest.mark.parametrize("window", [None, 1, 7, 16, 40])
-def test_blocks_and_windows(backend: AttentionBackend, block_size: int, window: int | None) -> None:
+def test_blocks_and_windows(backend: HeadAttention, block_size: int, window: int | None) -> None:
     scene = Scene(Heads(), block_size, lengths=[3, 49, 17])
     assert_close(scene, backend, [scene.whole(), scene.chunks(9)], window)
 
@@ -101,7 +101,7 @@ def test_bits_do_not_depend_on_the_threads() -> None:
     assert torch.equal(found[0], found[2])
 
 
-def test_an_entry_reads_a_block_that_another_fills_in_the_same_step(backend: AttentionBackend) -> None:
+def test_an_entry_reads_a_block_that_another_fills_in_the_same_step(backend: HeadAttention) -> None:
     scene = Scene(Heads(), block_size=16, lengths=[16, 20])
     scene.qkv[1][:16] = scene.qkv[0]  # the same prefix
     expected = scene.run(ReferenceAttention(), scene.whole())[1][16:]
@@ -111,7 +111,7 @@ def test_an_entry_reads_a_block_that_another_fills_in_the_same_step(backend: Att
     torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
 
 
-def test_large_scores_do_not_overflow(backend: AttentionBackend) -> None:
+def test_large_scores_do_not_overflow(backend: HeadAttention) -> None:
     scene = Scene(Heads(), block_size=16, lengths=[40])
     scene.qkv[0][:, : 6 * 16] *= 30  # queries and keys: scores in the thousands
     assert_close(scene, backend, [scene.chunks(11)])

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from inflight.errors import ConfigError
-from inflight.layers.kernels import Kernels
 from inflight.layers.native_kernels import NativeKernels
 from inflight.layers.select import cpu_kernels
 from inflight.layers.torch_kernels import TorchKernels
 from inflight.native.library import native_library
+
+CpuKernels = NativeKernels | TorchKernels
 
 
 def native() -> NativeKernels:
@@ -24,7 +25,7 @@ def native() -> NativeKernels:
 
 
 @pytest.fixture(params=["native", "torch"])
-def kernels(request: pytest.FixtureRequest) -> Kernels:
+def kernels(request: pytest.FixtureRequest) -> CpuKernels:
     return native() if request.param == "native" else TorchKernels()
 
 
@@ -39,7 +40,7 @@ def assert_near(found: Tensor, wanted: Tensor) -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 17), (2, 64), (40, 1024), (5, 4, 128), (3, 2, 20)])
-def test_rms_norm(kernels: Kernels, shape: tuple[int, ...]) -> None:
+def test_rms_norm(kernels: CpuKernels, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(shape), torch.randn(shape[-1])
     found = kernels.rms_norm(x, weight, 1e-6)
@@ -47,7 +48,7 @@ def test_rms_norm(kernels: Kernels, shape: tuple[int, ...]) -> None:
     assert_near(found, norm64(x, weight, 1e-6))
 
 
-def test_rms_norm_of_heads_inside_a_packed_tensor(kernels: Kernels) -> None:
+def test_rms_norm_of_heads_inside_a_packed_tensor(kernels: CpuKernels) -> None:
     torch.manual_seed(1)
     packed, weight = torch.randn(6, 7 * 32), torch.randn(32)
     for x in (
@@ -62,18 +63,36 @@ def test_rms_norm_of_heads_inside_a_packed_tensor(kernels: Kernels) -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 5), (3, 64), (33, 1000)])
-def test_add_rms_norm(kernels: Kernels, shape: tuple[int, int]) -> None:
+def test_add(kernels: CpuKernels, shape: tuple[int, int]) -> None:
     torch.manual_seed(2)
-    x, residual, weight = torch.randn(shape), torch.randn(shape), torch.randn(shape[1])
-    added = x + residual
-    normed, total = kernels.add_rms_norm(x, residual, weight, 1e-6)
-    assert torch.equal(total, added)
-    assert_near(normed, norm64(added, weight, 1e-6))
+    x, residual = torch.randn(shape), torch.randn(shape)
+    expected = x + residual
+    assert torch.equal(kernels.add(residual, x), expected)
+
+
+@pytest.mark.parametrize("norm", [None, torch.linspace(0.5, 1.5, 24)])
+def test_what_the_decoder_asks_for_is_made_of_these(kernels: CpuKernels, norm: Tensor | None) -> None:
+    torch.manual_seed(4)
+    x = torch.randn(5, 24)
+    linear = kernels.linear(24, 24, torch.float32, bias=True)
+    weight, bias = torch.randn(24, 24) / 8, torch.randn(24) / 8
+    linear.load(weight)
+    linear.load_bias(bias)
+
+    def normed(y: Tensor) -> Tensor:
+        return y.double() if norm is None else norm64(y, norm, 1e-6)
+
+    y = normed(x) @ weight.double().T + bias
+    assert_near(kernels.norm_linear(x, norm, 1e-6, linear), y)
+    gated = torch.nn.functional.silu(y[:, :12]) * y[:, 12:]
+    assert_near(kernels.norm_gate_up(x, norm, 1e-6, linear, "silu"), gated)
+    added = x.double() + normed(x.double() @ weight.double().T + bias)
+    assert_near(kernels.linear_add(x, linear, x.clone(), norm, 1e-6), added)
 
 
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(128, 128), (80, 80), (64, 32), (20, 6), (8, 2)])
 @pytest.mark.parametrize("num_tokens", [1, 9, 60])
-def test_rotate(kernels: Kernels, head_dim: int, rotary_dim: int, num_tokens: int) -> None:
+def test_rotate(kernels: CpuKernels, head_dim: int, rotary_dim: int, num_tokens: int) -> None:
     torch.manual_seed(3)
     half = rotary_dim // 2
     angles = torch.rand(50, half) * 6
@@ -94,7 +113,7 @@ def test_rotate(kernels: Kernels, head_dim: int, rotary_dim: int, num_tokens: in
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("shape", [(1, 2), (3, 34), (17, 3000)])
-def test_gate(kernels: Kernels, activation: str, shape: tuple[int, int]) -> None:
+def test_gate(kernels: CpuKernels, activation: str, shape: tuple[int, int]) -> None:
     torch.manual_seed(4)
     gate_up = torch.randn(shape) * 4
     gate, up = gate_up.double().chunk(2, dim=-1)
@@ -107,7 +126,7 @@ def test_gate(kernels: Kernels, activation: str, shape: tuple[int, int]) -> None
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-def test_gate_far_from_zero(kernels: Kernels, activation: str) -> None:
+def test_gate_far_from_zero(kernels: CpuKernels, activation: str) -> None:
     gate_up = torch.tensor([[-1e4, -200.0, -89.0, 0.0, 89.0, 200.0, 1e4, 1, 1, 1, 1, 1, 1, 1]])
     found = kernels.gate(gate_up, activation)
     torch.testing.assert_close(found, torch.tensor([[0.0, 0, 0, 0, 89, 200, 1e4]]), rtol=1e-6, atol=1e-6)
@@ -125,16 +144,14 @@ def test_a_token_has_the_same_bits_in_every_batch() -> None:
     heads = x.view(90, 26, 40)
     normed, gated = kernels.rms_norm(x, weight, 1e-6), kernels.gate(x, "silu")
     turned = kernels.rotate(heads.clone(), positions, cos_sin)
-    added = kernels.add_rms_norm(x.clone(), x.clone(), weight, 1e-6)[0]
     for i in (0, 41, 89):
         one = slice(i, i + 1)
         assert torch.equal(kernels.rms_norm(x[one], weight, 1e-6), normed[one])
         assert torch.equal(kernels.gate(x[one], "silu"), gated[one])
         assert torch.equal(kernels.rotate(heads[one].clone(), positions[one], cos_sin), turned[one])
-        assert torch.equal(kernels.add_rms_norm(x[one].clone(), x[one].clone(), weight, 1e-6)[0], added[one])
 
 
-def test_an_unknown_activation_is_refused(kernels: Kernels) -> None:
+def test_an_unknown_activation_is_refused(kernels: CpuKernels) -> None:
     with pytest.raises(ConfigError, match="allowed is silu, gelu_tanh"):
         kernels.gate(torch.ones(1, 2), "relu")
 
@@ -144,7 +161,7 @@ def test_what_would_read_outside_is_refused() -> None:
     with pytest.raises(ConfigError, match="must be"):
         kernels.rms_norm(torch.ones(2, 8), torch.ones(7), 1e-6)
     with pytest.raises(ConfigError, match="must be alike"):
-        kernels.add_rms_norm(torch.ones(2, 8), torch.ones(1, 8), torch.ones(8), 1e-6)
+        kernels.add(torch.ones(2, 8), torch.ones(1, 8))
     with pytest.raises(ConfigError, match="cannot rotate"):
         kernels.rotate(torch.ones(2, 1, 8), torch.tensor([0]), torch.ones(1, 8))
 

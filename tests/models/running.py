@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from inflight.attention.backend import AttentionInputs
+from inflight.attention.composed import ComposedAttention
 from inflight.attention.cpu import TorchCpuAttention, cpu_attention
 from inflight.layers.select import cpu_kernels
 from inflight.layers.torch_kernels import TorchKernels
@@ -24,7 +25,8 @@ def load(folder: Path, dtype: torch.dtype = torch.float32, fast: bool = False, *
     """In plain torch, or with the fastest kernels that this machine can compile."""
     kernels = cpu_kernels() if fast else TorchKernels()
     attention = cpu_attention() if fast else TorchCpuAttention()
-    return load_decoder(open_checkpoint(str(folder)), kernels, attention, dtype, CPU, **options)
+    backend = ComposedAttention(kernels, attention)
+    return load_decoder(open_checkpoint(str(folder)), kernels, backend, dtype, CPU, **options)
 
 
 @torch.inference_mode()
@@ -38,13 +40,14 @@ def logprobs(decoder: Decoder, token_ids: list[int], chunks: list[int] | None = 
     for count in chunks or [num_tokens]:
         positions = torch.arange(start, start + count)
         inputs = AttentionInputs(
+            positions=positions,
             query_starts=torch.tensor([0, count], dtype=torch.int32),
             context_lens=torch.tensor([start + count], dtype=torch.int32),
             rows=torch.zeros(1, dtype=torch.int32),
             block_tables=table.to(torch.int32)[None],
             slots=table[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE,
         )
-        hidden = decoder.forward(ids[start : start + count], positions, caches, inputs)
+        hidden = decoder.forward(ids[start : start + count], caches, inputs)
         out.append(decoder.logits(hidden).log_softmax(-1))
         start += count
     assert start == num_tokens

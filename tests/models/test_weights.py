@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from inflight.attention.composed import ComposedAttention
 from inflight.attention.cpu import TorchCpuAttention
 from inflight.errors import WeightsError
 from inflight.layers.torch_kernels import TorchKernels
@@ -134,7 +135,8 @@ def test_progress_counts_every_byte(folder: Path) -> None:
 def dummy(family: str, seed: int, **overrides: Any) -> Decoder:
     config = FAMILIES[family](**overrides).to_dict()
     checkpoint = open_checkpoint("nowhere", load_format="dummy", hf_config=config)
-    kernels, attention = TorchKernels(), TorchCpuAttention()
+    kernels = TorchKernels()
+    attention = ComposedAttention(kernels, TorchCpuAttention())
     return load_decoder(checkpoint, kernels, attention, torch.float32, CPU, load_format="dummy", seed=seed)
 
 
@@ -170,7 +172,8 @@ def test_dummy_weights_are_normal_also_beyond_one_block() -> None:
 def test_every_row_of_every_weight_is_placed_once(family: str) -> None:
     """Counting values: what is placed is what the decoder computes with."""
     spec = decoder_spec(FAMILIES[family]().to_dict())
-    decoder = Decoder(spec, TorchKernels(), TorchCpuAttention(), torch.float32, CPU)
+    kernels = TorchKernels()
+    decoder = Decoder(spec, kernels, ComposedAttention(kernels, TorchCpuAttention()), torch.float32, CPU)
     placed = list(placements(decoder))
     assert len({placement.name for placement in placed}) == len(placed)
     weights = sum(math.prod(placement.shape) for placement in placed if not placement.is_norm)
