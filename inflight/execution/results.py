@@ -1,0 +1,78 @@
+"""What a step leaves behind, from the device to the scheduler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from inflight.execution.sampling import LogprobTensors, SampledTensors, prompt_logprobs
+from inflight.models.decoder import Decoder
+from inflight.scheduling import Batch, Sampled
+
+# Prompt positions whose logits are held at once when their logprobs are asked for.
+PROMPT_LOGITS_AT_ONCE = 64
+
+NO_TOKEN = "the model's logits are not finite, or no token is allowed"
+
+
+@dataclass(slots=True)
+class Ticket:
+    """A launched step, still on the device."""
+
+    num_entries: int
+    sampling_entries: list[int]
+    sampled: SampledTensors | None  # None when no entry samples
+    prompt_logprobs: dict[int, list[LogprobTensors]]  # by entry, in order of position
+
+    def read(self) -> Sampled:
+        """Waits for the device where the tensors are still on it."""
+        result = Sampled([-1] * self.num_entries)
+        if self.sampled is not None:
+            sample = self.sampled.to_host()
+            for index, entry in enumerate(self.sampling_entries):
+                result.token_ids[entry] = sample.token_ids[index]
+                if sample.bad[index]:
+                    result.errors[entry] = NO_TOKEN
+            result.logprobs = {
+                self.sampling_entries[index]: found for index, found in sample.logprobs.items()
+            }
+        for entry, parts in self.prompt_logprobs.items():
+            result.prompt_logprobs[entry] = [position for part in parts for position in part.to_host()]
+        return result
+
+
+def wants_prompt_logprobs(batch: Batch) -> bool:
+    """Whether this step computes prompt tokens of a request that asks for their logprobs."""
+    return any(
+        request.params.prompt_logprobs is not None and start < request.num_prompt_tokens - 1
+        for request, start in zip(batch.requests, batch.starts, strict=True)
+    )
+
+
+def score_prompts(
+    batch: Batch, decoder: Decoder, stream: Tensor, tokens: Tensor
+) -> dict[int, list[LogprobTensors]]:
+    """For entries that ask: the logprob of every prompt token that this chunk predicts.
+
+    stream [T, hidden_size] as the decoder returned it, tokens [max_rows, max_len].
+    """
+    found: dict[int, list[LogprobTensors]] = {}
+    first = 0
+    for entry, (request, row, start, count) in enumerate(
+        zip(batch.requests, batch.rows, batch.starts, batch.counts, strict=True)
+    ):
+        wanted = request.params.prompt_logprobs
+        num_targets = min(start + count, request.num_prompt_tokens - 1) - start
+        if wanted is not None and num_targets > 0:
+            targets = tokens[row, start + 1 : start + 1 + num_targets].long()
+            found[entry] = [
+                prompt_logprobs(
+                    decoder.logits(stream[first + at : first + min(at + PROMPT_LOGITS_AT_ONCE, num_targets)]),
+                    targets[at : at + PROMPT_LOGITS_AT_ONCE],
+                    wanted,
+                ).fetch()
+                for at in range(0, num_targets, PROMPT_LOGITS_AT_ONCE)
+            ]
+        first += count
+    return found
