@@ -1,13 +1,19 @@
-"""How fast the engine is without a server: requests submitted at once, EOS ignored, prefix cache off.
+"""How fast the engine is without a server: requests submitted at once, EOS ignored.
 
-    python -m benchmarks.offline --shape qwen3-0.6b --dummy --dtype float32 --workload ragged decode
-    python -m benchmarks.offline --shape qwen3-0.6b --dummy --compare transformers --json
+    python -m benchmarks.offline --shape qwen3-0.6b --dtype float32 --workload ragged decode
+    python -m benchmarks.offline --shape llama-3.1-8b --workload ragged decode long prefill agent --batch 1 32 128 256
+    python -m benchmarks.offline --shape qwen3-0.6b --compare transformers --json
 
-ragged: prompts and outputs of uniform random length; output tokens/s from the first submission to the last token.
-decode: equal requests; the median time of a step in which all of them decode.
+ragged:  prompts and outputs of uniform random length; output tokens/s from the first submission to the last token.
+decode:  equal requests; the median time of a step in which all of them decode. On a GPU at a context of about 300.
+long:    the same at a context of about 8,300.
+prefill: long prompts with one output token each; prompt tokens/s.
+agent:   requests that share a long prompt and have a few tokens of their own; output tokens/s once the shared part is
+         cached, and the time to the first token of one such request alone. With --no-prefix-caching: without a cache.
 
-Timings on shared machines are noisy: `--repeat` runs take the median, and `--compare` puts the other engine into the
-same run.
+The prefix cache is off but for agent. Sizes are those of a GPU or of a CPU, whichever the engine runs on. Every
+workload runs once before it is measured. Timings on shared machines are noisy: `--repeat` runs take the median, and
+`--compare` puts the other engine into the same run.
 """
 
 from __future__ import annotations
@@ -15,6 +21,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -22,11 +30,38 @@ import torch
 
 from benchmarks.report import show
 from benchmarks.shapes import SHAPES
-from benchmarks.workloads import Workload, ragged, steady
+from benchmarks.workloads import Workload, agents, ragged, steady
 from inflight import LLM, SamplingParams
 from inflight.events import StepRecord
 
-DECODE_PROMPT, DECODE_OUTPUT = 64, 64
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How large the workloads are."""
+
+    requests: int
+    low: int
+    high: int
+    decode_prompt: int
+    decode_output: int
+    long_prompt: int
+    prefill: tuple[int, int]  # requests, tokens
+    agents: tuple[int, int, int, int]  # requests, shared tokens, own tokens, outputs
+    batches: tuple[int, ...]
+    long_batches: tuple[int, ...]
+
+    @property
+    def longest(self) -> int:
+        return max(
+            2 * self.high,
+            max(self.decode_prompt, self.long_prompt) + self.decode_output,
+            self.prefill[1] + 1,
+            sum(self.agents[1:]),
+        )
+
+
+GPU = Sizes(256, 100, 1024, 268, 64, 8268, (16, 8192), (64, 10_000, 64, 200), (1, 8, 32, 128, 256), (1, 32))
+CPU = Sizes(16, 32, 128, 64, 64, 512, (2, 512), (8, 512, 16, 32), (1, 8, 16), (1, 4))
 
 
 def run(llm: LLM, work: Workload, temperature: float) -> tuple[float, list[StepRecord]]:
@@ -56,13 +91,17 @@ def decode_ms(records: list[StepRecord], batch: int) -> float:
     return statistics.median(gaps) * 1e3
 
 
-def measure_ragged(llm: LLM, work: Workload, options: argparse.Namespace) -> dict[str, Any]:
+def measure_ragged(llm: LLM, sizes: Sizes, options: argparse.Namespace) -> dict[str, Any]:
+    work = ragged(sizes.requests, sizes.low, sizes.high, llm.vocab_size)
+    if options.warm_up:
+        run(llm, work, options.temperature)
     runs = [run(llm, work, options.temperature) for _ in range(options.repeat)]
     speeds = [work.num_output / seconds for seconds, _ in runs]
     records = runs[-1][1]
     return {
         "workload": "ragged",
         "batch": len(work.prompts),
+        "temperature": options.temperature,
         "tokens_in": work.num_input,
         "tokens_out": work.num_output,
         "output_tokens_per_s": statistics.median(speeds),
@@ -73,10 +112,63 @@ def measure_ragged(llm: LLM, work: Workload, options: argparse.Namespace) -> dic
     }
 
 
-def measure_decode(llm: LLM, batch: int, options: argparse.Namespace, vocab_size: int) -> dict[str, Any]:
-    work = steady(batch, DECODE_PROMPT, DECODE_OUTPUT, vocab_size)
+def measure_decode(
+    llm: LLM, name: str, batch: int, prompt: int, sizes: Sizes, options: argparse.Namespace
+) -> dict[str, Any]:
+    work = steady(batch, prompt, sizes.decode_output, llm.vocab_size)
+    if options.warm_up:
+        run(llm, work, options.temperature)
     times = [decode_ms(run(llm, work, options.temperature)[1], batch) for _ in range(options.repeat)]
-    return {"workload": "decode", "batch": batch, "step_ms": statistics.median(times), "runs": times}
+    return {"workload": name, "batch": batch, "step_ms": statistics.median(times), "runs": times}
+
+
+def measure_prefill(llm: LLM, sizes: Sizes, options: argparse.Namespace) -> dict[str, Any]:
+    batch, length = sizes.prefill
+    work = steady(batch, length, 1, llm.vocab_size)
+    if options.warm_up:
+        run(llm, work, 0.0)
+    speeds = [work.num_input / run(llm, work, 0.0)[0] for _ in range(options.repeat)]
+    return {
+        "workload": "prefill",
+        "batch": batch,
+        "prompt_tokens_per_s": statistics.median(speeds),
+        "runs": speeds,
+    }
+
+
+def measure_agents(llm: LLM, sizes: Sizes, options: argparse.Namespace) -> dict[str, Any]:
+    """Every run has new tokens of its own, so that only the shared part is ever a hit."""
+    count, shared, own, output_len = sizes.agents
+
+    def work(requests: int, seed: int) -> Workload:
+        return agents(requests, shared, own, output_len, llm.vocab_size, seed)
+
+    if options.warm_up:
+        run(llm, work(1, 1), 0.0)
+        run(llm, work(count, 2), 0.0)
+    speeds, firsts = [], []
+    for seed in range(3, 3 + options.repeat):
+        wave = work(count, seed)
+        seconds, _ = run(llm, wave, 0.0)
+        speeds.append(wave.num_output / seconds)
+        start = time.perf_counter()
+        _, records = run(llm, work(1, 100 + seed), 0.0)
+        sampled = next(record for record in records if record.slots[0].samples)
+        firsts.append((sampled.finished_at - _monotonic(start)) * 1e3)
+    return {
+        "workload": "agent",
+        "batch": count,
+        "prefix_caching": options.prefix_caching,
+        "output_tokens_per_s": statistics.median(speeds),
+        "first_token_ms": statistics.median(firsts),
+        "runs": speeds,
+        "first_token_runs": firsts,
+    }
+
+
+def _monotonic(counter: float) -> float:
+    """A moment of time.perf_counter() on the engine's clock."""
+    return counter + time.monotonic() - time.perf_counter()
 
 
 def measure_transformers(config: dict[str, Any], work: Workload) -> dict[str, Any]:
@@ -114,53 +206,93 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", help="a checkpoint instead of a shape with random weights")
-    parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
-    parser.add_argument("--dummy", action="store_true", help="random weights: what --shape implies")
-    parser.add_argument(
-        "--dtype", default="float32", help="how weights are held; the CPU computes in float32"
+    add = parser.add_argument
+    names = ("ragged", "decode", "long", "prefill", "agent")
+    add("--model", help="a checkpoint instead of a shape with random weights")
+    add("--shape", choices=SHAPES, default="qwen3-0.6b")
+    add(
+        "--dtype",
+        help="how weights are held (default: bfloat16 on a GPU, float32 on a CPU, which computes in it)",
     )
-    parser.add_argument("--workload", nargs="+", choices=("ragged", "decode"), default=["decode", "ragged"])
-    parser.add_argument("--requests", type=int, default=16, help="ragged: how many")
-    parser.add_argument("--low", type=int, default=32, help="ragged: shortest prompt and output")
-    parser.add_argument("--high", type=int, default=128, help="ragged: longest prompt and output")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 16], help="decode: batch sizes")
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--max-num-batched-tokens", type=int)
-    parser.add_argument("--policy", default="continuous")
-    parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument(
-        "--compare", choices=("transformers",), help="run this engine on the ragged workload too"
-    )
-    parser.add_argument("--json", action="store_true")
+    add("--device", default="auto")
+    add("--workload", nargs="+", choices=names, default=["decode", "ragged"])
+    add("--requests", type=int, help="ragged: how many")
+    add("--low", type=int, help="ragged: shortest prompt and output")
+    add("--high", type=int, help="ragged: longest prompt and output")
+    add("--batch", type=int, nargs="+", help="decode, long: batch sizes")
+    add("--temperature", type=float, default=0.0)
+    add("--max-num-batched-tokens", type=int)
+    add("--max-num-seqs", type=int)
+    add("--policy", default="continuous")
+    add("--pipeline-depth", type=int)
+    add("--enforce-eager", action="store_true", help="no CUDA graphs")
+    add("--no-prefix-caching", dest="prefix_caching", action="store_false", help="agent: without a cache")
+    add("--no-warm-up", dest="warm_up", action="store_false")
+    add("--repeat", type=int, default=3)
+    add("--compare", choices=("transformers",), help="run this engine on the ragged workload too")
+    add("--json", action="store_true")
     return parser.parse_args()
+
+
+def measure(options: argparse.Namespace, sizes: Sizes, load: Callable[..., LLM]) -> list[dict[str, Any]]:
+    results = []
+    chosen = options.workload
+    if any(name != "agent" for name in chosen):
+        with load(enable_prefix_caching=False) as llm:
+            if "decode" in chosen:
+                for batch in options.batch or sizes.batches:
+                    results.append(measure_decode(llm, "decode", batch, sizes.decode_prompt, sizes, options))
+            if "long" in chosen:
+                for batch in options.batch or sizes.long_batches:
+                    results.append(measure_decode(llm, "long", batch, sizes.long_prompt, sizes, options))
+            if "prefill" in chosen:
+                results.append(measure_prefill(llm, sizes, options))
+            if "ragged" in chosen:
+                results.append(measure_ragged(llm, sizes, options))
+        del llm  # two models need not fit
+    if "agent" in chosen:
+        with load(enable_prefix_caching=options.prefix_caching) as llm:
+            results.append(measure_agents(llm, sizes, options))
+    for result in results:
+        result["engine"] = "inflight"
+    return results
 
 
 def main() -> None:
     options = parse()
+    on_gpu = options.device != "cpu" and torch.cuda.is_available()
+    base = GPU if on_gpu else CPU
+    sizes = Sizes(
+        options.requests or base.requests,
+        options.low or base.low,
+        options.high or base.high,
+        *(getattr(base, name) for name in Sizes.__slots__[3:]),
+    )
+    dtype = options.dtype or ("bfloat16" if on_gpu else "float32")
     config = SHAPES[options.shape]
     source: dict[str, Any] = {"model": options.model, "skip_tokenizer_init": True}
     if options.model is None:
         source = {"model": options.shape, "hf_config": config, "load_format": "dummy"}
-    llm = LLM(
-        **source,
-        dtype=options.dtype,
-        max_model_len=max(2 * options.high, DECODE_PROMPT + DECODE_OUTPUT) + 1,
-        max_num_seqs=max(options.requests, *options.batch),
-        max_num_batched_tokens=options.max_num_batched_tokens,
-        enable_prefix_caching=False,
-        policy=options.policy,
-        show_progress=False,
-    )
-    results = []
-    if "decode" in options.workload:
-        results += [measure_decode(llm, batch, options, llm.vocab_size) for batch in options.batch]
-    work = ragged(options.requests, options.low, options.high, llm.vocab_size)
-    if "ragged" in options.workload:
-        results.append(measure_ragged(llm, work, options))
-    for result in results:
-        result["engine"] = "inflight"
+    batches = (*(options.batch or sizes.batches), sizes.requests if "ragged" in options.workload else 1)
+
+    def load(**more: Any) -> LLM:
+        return LLM(
+            **source,
+            dtype=dtype,
+            device=options.device,
+            max_model_len=sizes.longest + 1,
+            max_num_seqs=options.max_num_seqs or max(batches),
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            policy=options.policy,
+            pipeline_depth=options.pipeline_depth,
+            enforce_eager=options.enforce_eager,
+            show_progress=False,
+            **more,
+        )
+
+    results = measure(options, sizes, load)
     if options.compare:
+        work = ragged(sizes.requests, sizes.low, sizes.high, config["vocab_size"])
         results.append(measure_transformers(config, work))
         if "ragged" in options.workload:
             ratio = results[-2]["output_tokens_per_s"] / results[-1]["output_tokens_per_s"]
@@ -171,14 +303,16 @@ def main() -> None:
             result["workload"],
             result["batch"],
             result.get("step_ms", "-"),
-            result.get("output_tokens_per_s", "-"),
+            result.get("output_tokens_per_s", result.get("prompt_tokens_per_s", "-")),
+            result.get("first_token_ms", "-"),
             result.get("kv_waste", "-"),
         )
         for result in results
     ]
-    title = f"{options.model or options.shape}, weights as {options.dtype}, {torch.get_num_threads()} threads"
-    columns = ("engine", "workload", "requests", "decode step ms", "output tok/s", "KV waste")
-    data = {"benchmark": "offline", "shape": options.shape, "dtype": options.dtype, "results": results}
+    where = torch.cuda.get_device_name() if on_gpu else f"{torch.get_num_threads()} threads"
+    title = f"{options.model or options.shape}, weights as {dtype}, {where}"
+    columns = ("engine", "workload", "requests", "decode step ms", "tok/s", "first token ms", "KV waste")
+    data = {"benchmark": "offline", "shape": options.shape, "dtype": dtype, "results": results}
     show(title, columns, rows, options.json, data)
 
 

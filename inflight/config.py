@@ -33,6 +33,7 @@ class ModelConfig:
     load_format: str = "auto"
     device: str = "auto"
     max_model_len: int | None = None  # None: what the checkpoint says, cut to what the KV budget holds
+    enforce_eager: bool = False  # on a GPU: launch kernels one by one instead of replaying captured graphs
     seed: int = 0
     skip_tokenizer_init: bool = False
     # Replaces the checkpoint's config.json: with load_format="dummy", a model from a config alone.

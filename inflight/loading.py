@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -13,18 +11,13 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from inflight.attention.composed import ComposedAttention
-from inflight.attention.cpu import cpu_attention
 from inflight.config import EngineConfig
 from inflight.engine import EngineCore
-from inflight.errors import ConfigError, EngineError, KVBudgetError, ModelError
-from inflight.execution.runner import ModelRunner
+from inflight.errors import ConfigError, EngineError, ModelError
+from inflight.execution.platforms import Platform, platform
 from inflight.frontend import Intake
 from inflight.kv import BlockManager, ChainHashCache, NoPrefixCache
-from inflight.kv.budget import blocks_for_memory, fit_context
-from inflight.layers.select import cpu_kernels
+from inflight.kv.budget import fit_context
 from inflight.models.builtin import checkpoint_folder
 from inflight.models.checkpoint import Checkpoint, open_checkpoint
 from inflight.models.decoder import Decoder
@@ -37,9 +30,6 @@ from inflight.text import ChatTemplate, Tokenizer
 
 logger = logging.getLogger(__name__)
 
-CPU_BATCHED_TOKENS = 512
-CPU_MEMORY_SHARE = 0.4  # of the memory that is available once the weights are loaded
-
 LoadProgress = Callable[[int, int], None]  # bytes done, bytes in all
 
 
@@ -48,6 +38,7 @@ class LoadedEngine:
     """An engine and what belongs to its model."""
 
     config: EngineConfig
+    platform: Platform
     core: EngineCore
     decoder: Decoder
     tokenizer: Tokenizer | None
@@ -77,7 +68,7 @@ class LoadedEngine:
         self.core.close()
         num_blocks = self.core.scheduler.blocks.pool.num_blocks
         self.config = config
-        self.core = _build_core(config, policy, self.decoder, num_blocks, self.max_model_len)
+        self.core = _build_core(config, policy, self.platform, self.decoder, num_blocks, self.max_model_len)
         return self.core
 
     def close(self) -> None:
@@ -93,8 +84,8 @@ def engine_config(model: str | PathLike[str] | None, options: dict[str, Any]) ->
     Without a model it is the built-in one.
     """
     options = dict(options)
-    for name in ("enforce_eager", "disable_log_stats", "trust_remote_code"):
-        # Steps on the CPU are never captured, statistics cost nothing, code in a model folder is never run.
+    for name in ("disable_log_stats", "trust_remote_code"):
+        # Statistics cost nothing, code in a model folder is never run.
         options.pop(name, None)
     if options.pop("tensor_parallel_size", 1) != 1:
         raise ConfigError("tensor_parallel_size must be 1: a model runs on one device")
@@ -103,40 +94,38 @@ def engine_config(model: str | PathLike[str] | None, options: dict[str, Any]) ->
 
 def load_engine(config: EngineConfig, progress: LoadProgress | None = None) -> LoadedEngine:
     """Open the checkpoint, load the weights, size the KV memory and put the engine together."""
-    if config.model.device not in ("auto", "cpu"):
-        raise ConfigError(f"device is {config.model.device!r}: allowed is 'auto' or 'cpu'")
     model = config.model
     policy = _policy(config.scheduler.policy)  # first of all: a wrong name should not take minutes to show
+    place = platform(model.device)
     checkpoint = open_checkpoint(model.model, model.revision, model.load_format, model.hf_config)
     tokenizer = _load_tokenizer(config, checkpoint)
     spec = decoder_spec(checkpoint.config)
     context = resolve_context(spec, model.max_model_len)
-    kernels = cpu_kernels()
+    dtype = resolve_dtype(model.dtype, checkpoint.config)
     decoder = load_decoder(
         checkpoint,
-        kernels,
-        ComposedAttention(kernels, cpu_attention()),
-        resolve_dtype(model.dtype, checkpoint.config),
-        torch.device("cpu"),
+        *place.parts(spec, dtype),
+        dtype,
+        place.device,
         progress=progress,
         load_format=model.load_format,
         seed=model.seed,
         max_position=context,
     )
-    num_blocks = _num_blocks(config, decoder, context)
+    num_blocks = place.num_blocks(config, decoder, context)
     limits = config.scheduler
     max_model_len = fit_context(
         num_blocks, config.cache.block_size, limits.max_kv_tokens, context, model.max_model_len
     )
     if max_model_len < context:
         logger.warning("the KV memory holds %d tokens: max_model_len is cut from %d", max_model_len, context)
-    core = _build_core(config, policy, decoder, num_blocks, max_model_len)
+    core = _build_core(config, policy, place, decoder, num_blocks, max_model_len)
     eos = eos_token_ids(checkpoint.config, checkpoint.generation_config)
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         eos = tuple(dict.fromkeys((*eos, tokenizer.eos_token_id)))
     intake = Intake.create(tokenizer, spec.vocab_size, max_model_len, eos, model.seed)
     return LoadedEngine(
-        config, core, decoder, tokenizer, intake, default_sampling(checkpoint.generation_config)
+        config, place, core, decoder, tokenizer, intake, default_sampling(checkpoint.generation_config)
     )
 
 
@@ -170,49 +159,23 @@ def _policy(choice: str | Callable[[], Any]) -> Policy:
 
 
 def _build_core(
-    config: EngineConfig, policy: Policy, decoder: Decoder, num_blocks: int, max_model_len: int
+    config: EngineConfig,
+    policy: Policy,
+    place: Platform,
+    decoder: Decoder,
+    num_blocks: int,
+    max_model_len: int,
 ) -> EngineCore:
     options, block_size = config.scheduler, config.cache.block_size
     limits = Limits(
         max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens or CPU_BATCHED_TOKENS,
+        max_num_batched_tokens=options.max_num_batched_tokens or place.max_num_batched_tokens,
         # Unless asked for, no limit but the blocks themselves: tokens of a shared prefix are resident in every
         # request that has it, and there may be many more of them than places.
         max_kv_tokens=options.max_kv_tokens or sys.maxsize,
     )
     cache = ChainHashCache(block_size) if config.cache.enable_prefix_caching else NoPrefixCache()
     scheduler = Scheduler(limits, policy, BlockManager(num_blocks, block_size, cache))
-    runner = ModelRunner(decoder, num_blocks, block_size, options.max_num_seqs, max_model_len)
-    return EngineCore(scheduler, runner, options.pipeline_depth or 1, options.max_queue)
-
-
-def _num_blocks(config: EngineConfig, decoder: Decoder, context: int) -> int:
-    cache, available = config.cache, _available_memory()
-    bytes_per_block = decoder.kv_shape(cache.block_size).bytes_per_block
-    given = cache.kv_cache_memory if cache.num_blocks is None else cache.num_blocks * bytes_per_block
-    if given is not None and given > available:
-        raise KVBudgetError(
-            f"num_blocks is {cache.num_blocks} and kv_cache_memory {cache.kv_cache_memory}: that is {given:,} "
-            f"bytes of KV memory, and {available:,} are available"
-        )
-    return blocks_for_memory(
-        memory=given if given is not None else int(available * CPU_MEMORY_SHARE),
-        bytes_per_block=bytes_per_block,
-        block_size=cache.block_size,
-        max_num_seqs=config.scheduler.max_num_seqs,
-        max_model_len=context,
-        exact=given is not None,
-    )
-
-
-def _available_memory() -> int:
-    """Bytes of RAM that can be had without swapping, in this container where it is one."""
-    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    with contextlib.suppress(OSError, IndexError, ValueError):
-        found = Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]
-        available = int(found) * 1024
-    with contextlib.suppress(OSError, ValueError):  # "max": the container has no limit of its own
-        group = Path("/sys/fs/cgroup")
-        limit = int((group / "memory.max").read_text())
-        available = min(available, limit - int((group / "memory.current").read_text()))
-    return available
+    runner = place.runner(config, decoder, num_blocks, max_model_len)
+    depth = options.pipeline_depth or place.pipeline_depth
+    return EngineCore(scheduler, runner, depth, options.max_queue)

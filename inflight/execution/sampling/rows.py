@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,14 +17,18 @@ from inflight.request import Request
 
 # Below this a temperature is greedy: float32 logits divided by less would overflow.
 MIN_TEMPERATURE = 1e-5
+# Above this every token is equally likely. Where it overflowed, a forbidden token's -inf would become NaN.
+MAX_TEMPERATURE = 1e30
 # The smallest normal float32: a penalty that underflowed to 0 would divide 0 by 0.
 MIN_REPETITION_PENALTY = 2.0**-126
 # A row with top_k sorts as many candidates as the first of these that holds its k. The width follows from
 # the row's own k alone: its sums must not run over more places because a neighbour asked for more.
 CANDIDATE_WIDTHS = (128, 1024, 8192)
 
-_FLOATS = ("temperature", "log_min_p", "top_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
-_INTS = ("seed_low", "seed_high", "top_k", "num_prompt_tokens", "min_length")
+_NUM_FLOATS = 6
+_NUM_INTS = 6
+_ROW = struct.Struct(f"={_NUM_FLOATS}f{_NUM_INTS}i")
+_NUMBERED_ROW = struct.Struct(f"=i{_NUM_FLOATS}f{_NUM_INTS}i")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,47 +48,73 @@ class RowTraits:
     bad_words: Tensor | None  # [n, longest], padded with -1 on the left
 
 
+def is_plain(traits: RowTraits) -> bool:
+    """The row asks for a draw and nothing else: no changed logits and no logprobs."""
+    extras = (traits.logprobs, traits.allowed_ids, traits.bias_ids, traits.stop_ids, traits.bad_words)
+    return not traits.penalties and all(extra is None for extra in extras)
+
+
 class SamplingRows:
     """Permanent sampling parameters of `max_rows` rows.
 
-    Each parameter is a column of one of two small matrices, so that admitting a request is two copies.
+    Each parameter is a column of one small matrix of 32-bit words, [max_rows, 12], floats first, so that
+    admitting requests, however many, is one copy.
     """
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device | str) -> None:
         self.vocab_size = vocab_size
         self.device = torch.device(device)
         self.version = 0  # changes whenever a row does
-        self._floats = torch.zeros(max_rows, len(_FLOATS), dtype=torch.float32, device=self.device)
-        self._ints = torch.zeros(max_rows, len(_INTS), dtype=torch.int32, device=self.device)
+        self.special_rows: set[int] = set()  # those in use that are not plain
+        self._table = torch.zeros(max_rows, _NUM_FLOATS + _NUM_INTS, dtype=torch.int32, device=self.device)
         self._traits: list[RowTraits | None] = [None] * max_rows
-        self.temperature, self.log_min_p, self.top_p = self._floats[:, :3].unbind(1)
-        self.repetition_penalty, self.frequency_penalty, self.presence_penalty = self._floats[:, 3:].unbind(1)
-        self.seed_low, self.seed_high, self.top_k = self._ints[:, :3].unbind(1)
-        self.num_prompt_tokens, self.min_length = self._ints[:, 3:].unbind(1)
+        floats = self._table[:, :_NUM_FLOATS].view(torch.float32)
+        self.temperature, self.log_min_p, self.top_p = floats[:, :3].unbind(1)
+        self.repetition_penalty, self.frequency_penalty, self.presence_penalty = floats[:, 3:].unbind(1)
+        ints = self._table[:, _NUM_FLOATS:]
+        self.seed_low, self.seed_high, self.top_k = ints[:, :3].unbind(1)
+        self.num_prompt_tokens, self.min_length, self.argmax = ints[:, 3:].unbind(1)
 
     def set(self, row: int, request: Request) -> None:
         """`request` takes `row`."""
+        words = bytearray(_ROW.pack(*self._admit(row, request)))
+        self._table[row] = self._to_device(torch.frombuffer(words, dtype=torch.int32))
+
+    def set_many(self, admissions: Sequence[tuple[int, Request]]) -> None:
+        """Every request takes its row; of two for the same row the last. One upload for all of them."""
+        if not admissions:
+            return
+        numbered = {row: _NUMBERED_ROW.pack(row, *self._admit(row, request)) for row, request in admissions}
+        words = torch.frombuffer(bytearray(b"".join(numbered.values())), dtype=torch.int32)
+        words = self._to_device(words).view(len(numbered), -1)  # [n, 13]: the row's number comes first
+        self._table.index_copy_(0, words[:, 0].long(), words[:, 1:])
+
+    def _admit(self, row: int, request: Request) -> tuple[float, ...]:
+        """Remember the row's traits, and return its numbers in the order of the columns."""
         params = request.params
         greedy = params.temperature < MIN_TEMPERATURE
         top_k = params.top_k if 0 < params.top_k < self.vocab_size else 0
-        floats = (
-            1.0 if greedy else params.temperature,
+        self._traits[row] = traits = self._read_traits(request, greedy, top_k)
+        (self.special_rows.discard if is_plain(traits) else self.special_rows.add)(row)
+        self.version += 1
+        return (
+            1.0 if greedy else min(params.temperature, MAX_TEMPERATURE),
             math.log(params.min_p) if params.min_p > 0 else -math.inf,
             params.top_p,
             max(params.repetition_penalty, MIN_REPETITION_PENALTY),
             params.frequency_penalty,
             params.presence_penalty,
+            *seed_words(request.seed),
+            top_k,
+            request.num_prompt_tokens,
+            request.num_prompt_tokens + min(params.min_tokens, request.max_tokens),
+            greedy or top_k == 1,  # argmax: the most likely token, of equals the lower id
         )
-        min_length = request.num_prompt_tokens + min(params.min_tokens, request.max_tokens)
-        ints = (*seed_words(request.seed), top_k, request.num_prompt_tokens, min_length)
-        self._floats[row] = self.upload(floats, torch.float32)
-        self._ints[row] = self.upload(ints, torch.int32)
-        self._traits[row] = self._read_traits(request, greedy, top_k)
-        self.version += 1
 
     def clear(self, row: int) -> None:
         """`row` is free. What the device holds stays until the next `set`: nothing reads it."""
         self._traits[row] = None
+        self.special_rows.discard(row)
         self.version += 1
 
     def traits(self, row: int) -> RowTraits:
@@ -94,7 +125,10 @@ class SamplingRows:
 
     def upload(self, values: Sequence[Any], dtype: torch.dtype) -> Tensor:
         """A list as a tensor on the device, without waiting for what the device is doing."""
-        tensor = torch.tensor(values, dtype=dtype)
+        return self._to_device(torch.tensor(values, dtype=dtype))
+
+    def _to_device(self, tensor: Tensor) -> Tensor:
+        # Torch keeps pinned memory for the next call, and reuses none that a copy may still be reading.
         if self.device.type == "cuda":
             return tensor.pin_memory().to(self.device, non_blocking=True)
         return tensor

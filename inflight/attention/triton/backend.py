@@ -1,0 +1,87 @@
+"""The attention backend for GPUs: a few launches a layer, all of which a CUDA graph can hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from inflight.attention.backend import KVShape
+from inflight.attention.layer import AttentionLayer
+from inflight.attention.triton.chunk import chunk_attention
+from inflight.attention.triton.decode import decode_attention
+from inflight.attention.triton.prefix import prefix_attention
+from inflight.attention.triton.rope_write import rope_write
+from inflight.attention.triton.tuning import Tuning
+from inflight.attention.triton.workspace import Workspace
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """Work of one kernel. The grid is as large as the table; items from `count` on are not read."""
+
+    table: Tensor  # int32, max_items rows of the kernel's fields (plan.py), flat or not
+    count: Tensor  # [1] int32
+
+
+@dataclass(frozen=True, slots=True)
+class TritonStep:
+    """One step in device memory. What is None is not launched; the rest may change between replays of a graph."""
+
+    positions: Tensor  # [T] int32; any valid position for padding
+    slots: Tensor  # [T] int32, token place of each token: block_id * block_size + offset; below 0: padding
+    block_tables: Tensor  # [max_rows, max_blocks] int32
+    decodes: Items | None  # DecodePlan.items
+    prefixes: Items | None  # PrefixPlan.items; only beside decodes
+    members: (
+        Tensor | None
+    )  # int32, max_members rows of MEMBER_FIELDS: PrefixPlan.members(); only with prefixes
+    chunks: Items | None  # ChunkPlan.items
+    workspace: Workspace
+
+
+class TritonAttention:
+    """Implements `AttentionBackend[TritonStep]`.
+
+    A layer's cache is [num_blocks, 2, num_kv_heads, block_size, head_dim]: index 0 keys, 1 values.
+    """
+
+    def __init__(self, tuning: Tuning) -> None:
+        self.tuning = tuning
+
+    def allocate(self, shape: KVShape, num_blocks: int, device: torch.device) -> list[Tensor]:
+        size = (num_blocks, 2, shape.num_kv_heads, shape.block_size, shape.head_dim)
+        return [torch.empty(size, dtype=shape.dtype, device=device) for _ in range(shape.num_layers)]
+
+    def attend(self, qkv: Tensor, layer: AttentionLayer, cache: Tensor, inputs: TritonStep) -> Tensor:
+        """Rows of the result that belong to no item hold whatever was in memory."""
+        step, tuning = inputs, self.tuning
+        rope_write(
+            qkv,
+            step.positions,
+            step.slots,
+            layer.cos_sin,
+            layer.q_norm,
+            layer.k_norm,
+            layer.eps,
+            cache,
+            layer.num_heads,
+            layer.num_kv_heads,
+            layer.head_dim,
+            tuning.early,
+        )
+        tables, workspace, early = step.block_tables, step.workspace, tuning.early
+        out = qkv.new_empty(len(qkv), layer.num_heads * layer.head_dim)
+        if step.prefixes is not None and step.members is not None:
+            table, count = step.prefixes.table, step.prefixes.count
+            prefix_attention(
+                qkv, cache, tables, table, count, step.members, workspace, layer, tuning.prefix, early
+            )
+        if step.decodes is not None:
+            table, count = step.decodes.table, step.decodes.count
+            decode_attention(qkv, cache, tables, table, count, workspace, layer, tuning.decode, early, out)
+        if step.chunks is not None:
+            table, count, tma = step.chunks.table, step.chunks.count, tuning.descriptors
+            chunk_attention(qkv, cache, tables, table, count, workspace, layer, tuning.chunk, tma, early, out)
+        return out

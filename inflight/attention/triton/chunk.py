@@ -1,0 +1,252 @@
+"""Attention of chunks of a prompt: cached keys through the block table, the chunk's own keys from where they are."""
+
+from __future__ import annotations
+
+import math
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from inflight.attention.layer import AttentionLayer
+from inflight.attention.triton.early import begin_early, launch_options
+from inflight.attention.triton.plan import CHUNK_FIELDS
+from inflight.attention.triton.tiles import (
+    arrive,
+    finish,
+    load_rows,
+    merge,
+    store_partial,
+    store_rows,
+    take_pages,
+    take_tile,
+)
+from inflight.attention.triton.tuning import Tile
+from inflight.attention.triton.workspace import Workspace
+
+
+def chunk_attention(
+    qkv: Tensor,  # [T, (num_heads + 2 * num_kv_heads) * head_dim], queries and keys ready
+    cache: Tensor,  # [num_blocks, 2, num_kv_heads, block_size, head_dim]
+    block_tables: Tensor,  # [max_rows, max_blocks] int32
+    items: Tensor,  # int32, max_items * CHUNK_FIELDS values: see plan.py
+    num_items: Tensor,  # [1] int32
+    workspace: Workspace,
+    layer: AttentionLayer,
+    tile: Tile,
+    descriptors: bool,
+    early: bool,
+    out: Tensor,  # [T, num_heads * head_dim], written where an item says so
+) -> None:
+    """Attend for every tile of positions that has items; other rows of `out` are left as they are."""
+    group, dim = layer.num_heads // layer.num_kv_heads, triton.next_power_of_2(layer.head_dim)
+    own = (
+        TensorDescriptor(qkv, list(qkv.shape), list(qkv.stride()), [tile.keys, dim]) if descriptors else None
+    )
+    _chunk[(layer.num_kv_heads, items.numel() // CHUNK_FIELDS)](
+        qkv,
+        own,
+        cache,
+        block_tables,
+        items,
+        num_items,
+        workspace.outs,
+        workspace.lses,
+        workspace.counters,
+        out,
+        layer.scale * math.log2(math.e),
+        layer.window or 0,
+        qkv.stride(0),
+        block_tables.stride(0),
+        NUM_KV_HEADS=layer.num_kv_heads,
+        GROUP=group,
+        HEAD_DIM=layer.head_dim,
+        BLOCK_SIZE=cache.shape[3],
+        WINDOW=layer.window is not None,
+        DESCRIPTORS=descriptors,
+        FIELDS=CHUNK_FIELDS,
+        ROWS=tile.rows,
+        DIM=dim,
+        BLOCK_N=tile.keys,
+        PRECISION="ieee" if qkv.element_size() == 4 else None,
+        EARLY=early,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        **launch_options(early),
+    )
+
+
+@triton.jit(
+    do_not_specialize=["window"],
+    do_not_specialize_on_alignment=["items", "num_items"],
+)
+def _chunk(
+    qkv,
+    own,
+    cache,
+    tables,
+    items,
+    num_items,
+    partial_outs,
+    partial_lses,
+    counters,
+    out,
+    scale,
+    window,
+    qkv_stride,
+    table_stride,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    FIELDS: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    head = tl.program_id(0)
+    item = items + tl.program_id(1) * FIELDS
+    token = tl.load(item)  # of the tile's first query
+    num_positions = tl.load(item + 1)
+    position = tl.load(item + 2)  # of the tile's first query
+    num_cached = tl.load(item + 3)  # keys before the chunk
+    table_row = tl.load(item + 4)
+    begin = tl.load(item + 5)
+    end = tl.load(item + 6)
+    first_slot = tl.load(item + 7)
+    part = tl.load(item + 8)
+    parts = tl.load(item + 9)
+    counter = tl.load(item + 10)
+    is_item = tl.program_id(1) < tl.load(num_items)
+    begin_early(EARLY)
+    if not is_item:
+        return
+
+    # Rows are (position, head) pairs, heads innermost; rows past the last position repeat it.
+    row = tl.arange(0, ROWS)
+    kept = row // GROUP < num_positions
+    offset = tl.minimum(row // GROUP, num_positions - 1)
+    query_head = head * GROUP + row % GROUP
+    at = position + offset  # [ROWS]
+    q = load_rows(qkv + (token + offset).to(tl.int64) * qkv_stride + query_head * HEAD_DIM, HEAD_DIM, DIM)
+    lowest = at - window + 1
+    if WINDOW:
+        begin = tl.maximum(begin, position - window + 1)
+
+    block_stride: tl.constexpr = 2 * NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
+    acc, peak, total = take_pages(
+        q,
+        tl.zeros([ROWS, DIM], tl.float32),
+        tl.full([ROWS], float("-inf"), tl.float32),
+        tl.zeros([ROWS], tl.float32),
+        cache + head * (BLOCK_SIZE * HEAD_DIM),
+        tables + table_row.to(tl.int64) * table_stride,
+        begin,
+        tl.minimum(end, num_cached),
+        lowest,
+        scale,
+        block_stride // 2,
+        block_stride,
+        HEAD_DIM,
+        DIM,
+        BLOCK_SIZE,
+        BLOCK_N,
+        WINDOW,
+        WINDOW,
+        PRECISION,
+    )
+    num_heads: tl.constexpr = NUM_KV_HEADS * GROUP
+    acc, peak, total = _take_own(
+        q,
+        acc,
+        peak,
+        total,
+        qkv,
+        own,
+        token - position,
+        (num_heads + head) * HEAD_DIM,
+        tl.maximum(begin, num_cached),
+        end,
+        position,
+        at,
+        lowest,
+        scale,
+        qkv_stride,
+        NUM_KV_HEADS * HEAD_DIM,
+        HEAD_DIM,
+        DIM,
+        BLOCK_N,
+        WINDOW,
+        DESCRIPTORS,
+        PRECISION,
+    )
+    result, lse = finish(acc, peak, total)
+
+    out_rows = out + ((token + offset).to(tl.int64) * num_heads + query_head) * HEAD_DIM
+    if parts == 1:
+        store_rows(out_rows, result, kept, HEAD_DIM, DIM)
+    else:
+        # A part has a slot for each position of a whole tile.
+        positions_per_tile: tl.constexpr = ROWS // GROUP
+        index = (first_slot + offset) * num_heads + query_head
+        stride: tl.constexpr = positions_per_tile * num_heads
+        store_partial(partial_outs, partial_lses, index + part * stride, result, lse, kept, HEAD_DIM, DIM)
+        if arrive(counters + counter * NUM_KV_HEADS + head, parts):
+            merged = merge(partial_outs, partial_lses, index, stride, parts, kept, ROWS, 1, HEAD_DIM, DIM)
+            store_rows(out_rows, merged, kept, HEAD_DIM, DIM)
+
+
+@triton.jit
+def _take_own(
+    q,  # [M, DIM]
+    acc,
+    peak,
+    total,
+    qkv,
+    own,  # descriptor of qkv, read if DESCRIPTORS
+    first_token,  # where the request's position 0 would be
+    key_column,  # of this head's keys in qkv; its values lie `value_offset` further
+    begin,
+    end,
+    position,  # of the tile's first query: keys up to it are seen by all rows
+    at,  # [M] positions of the queries
+    lowest,  # [M] first position that each row sees, read if WINDOW
+    scale,
+    qkv_stride,
+    value_offset: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The chunk's own keys at positions [begin, end): those below the diagonal without a mask, then the others."""
+    n = tl.arange(0, BLOCK_N)
+    masked_from = begin
+    if not WINDOW:
+        masked_from += tl.maximum(tl.minimum(position + 1, end) - begin, 0) // BLOCK_N * BLOCK_N
+        for start in tl.range(begin, masked_from, BLOCK_N):
+            if DESCRIPTORS:
+                k = own.load([first_token + start, key_column])
+                v = own.load([first_token + start, key_column + value_offset])
+            else:
+                k_at = qkv + (first_token + start + n).to(tl.int64) * qkv_stride + key_column
+                k = load_rows(k_at, HEAD_DIM, DIM)
+                v = load_rows(k_at + value_offset, HEAD_DIM, DIM)
+            acc, peak, total = take_tile(q, k, v, None, acc, peak, total, scale, False, PRECISION)
+    for start in tl.range(masked_from, end, BLOCK_N):
+        key = start + n
+        k_at = qkv + (first_token + tl.minimum(key, end - 1)).to(tl.int64) * qkv_stride + key_column
+        k = load_rows(k_at, HEAD_DIM, DIM)
+        v = load_rows(k_at + value_offset, HEAD_DIM, DIM)
+        seen = (key < end)[None, :] & (key[None, :] <= at[:, None])
+        if WINDOW:
+            seen = seen & (key[None, :] >= lowest[:, None])
+        acc, peak, total = take_tile(q, k, v, seen, acc, peak, total, scale, True, PRECISION)
+    return acc, peak, total

@@ -1,0 +1,208 @@
+"""Attention of single query tokens over paged keys, split over keys inside one launch."""
+
+from __future__ import annotations
+
+import math
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from inflight.attention.layer import AttentionLayer
+from inflight.attention.triton.early import begin_early, fetch, launch_options
+from inflight.attention.triton.plan import DECODE_FIELDS
+from inflight.attention.triton.tiles import (
+    arrive,
+    finish,
+    load_rows,
+    merge,
+    store_partial,
+    store_rows,
+    take_pages,
+)
+from inflight.attention.triton.tuning import Tile
+from inflight.attention.triton.workspace import Workspace
+
+MERGED_VALUES = 8192  # values that a merging program holds at once
+PAGES_AHEAD = 0  # asked for by programs that start early
+
+
+def decode_attention(
+    qkv: Tensor,  # [T, (num_heads + 2 * num_kv_heads) * head_dim], queries ready
+    cache: Tensor,  # [num_blocks, 2, num_kv_heads, block_size, head_dim]
+    block_tables: Tensor,  # [max_rows, max_blocks] int32
+    items: Tensor,  # int32, max_items * DECODE_FIELDS values: see plan.py
+    num_items: Tensor,  # [1] int32
+    workspace: Workspace,
+    layer: AttentionLayer,
+    tile: Tile,
+    early: bool,
+    out: Tensor,  # [T, num_heads * head_dim], written where an item says so
+) -> None:
+    """Attend for every entry that has items; rows of `out` without items are left as they are."""
+    group = layer.num_heads // layer.num_kv_heads
+    dim, padded_group = triton.next_power_of_2(layer.head_dim), triton.next_power_of_2(group)
+    # Heads vary fastest: programs that run together then read neighbouring memory, and share block ids.
+    grid = (layer.num_kv_heads, items.numel() // DECODE_FIELDS)
+    _decode[grid](
+        qkv,
+        cache,
+        block_tables,
+        items,
+        num_items,
+        workspace.outs,
+        workspace.lses,
+        workspace.counters,
+        out,
+        layer.scale * math.log2(math.e),
+        layer.window or 0,
+        qkv.stride(0),
+        block_tables.stride(0),
+        NUM_KV_HEADS=layer.num_kv_heads,
+        GROUP=group,
+        HEAD_DIM=layer.head_dim,
+        BLOCK_SIZE=cache.shape[3],
+        WINDOW=layer.window is not None,
+        FIELDS=DECODE_FIELDS,
+        ROWS=tile.rows,
+        PADDED_GROUP=padded_group,
+        DIM=dim,
+        BLOCK_N=tile.keys,
+        PARTS=max(1, min(32, MERGED_VALUES // (padded_group * dim))),
+        PRECISION="ieee" if qkv.element_size() == 4 else None,
+        PAGES_AHEAD=PAGES_AHEAD,
+        EARLY=early,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        **launch_options(early),
+    )
+
+
+@triton.jit(
+    do_not_specialize=["window"],
+    do_not_specialize_on_alignment=["items", "num_items"],
+)
+def _decode(
+    qkv,
+    cache,
+    tables,
+    items,
+    num_items,
+    partial_outs,
+    partial_lses,
+    counters,
+    out,
+    scale,
+    window,
+    qkv_stride,
+    table_stride,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    FIELDS: tl.constexpr,
+    ROWS: tl.constexpr,
+    PADDED_GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PARTS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PAGES_AHEAD: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    head = tl.program_id(0)
+    # All of the item at once, before it is known to be real: nothing waits twice for memory.
+    item = items + tl.program_id(1) * FIELDS
+    entry = tl.load(item)
+    table_row = tl.load(item + 1)
+    begin = tl.load(item + 2)
+    end = tl.load(item + 3)
+    context_len = tl.load(item + 4)
+    first_slot = tl.load(item + 5)
+    part = tl.load(item + 6)
+    parts = tl.load(item + 7)
+    own_parts = tl.load(item + 8)
+    is_item = tl.program_id(1) < tl.load(num_items)
+    if WINDOW:
+        begin = tl.maximum(begin, context_len - window)
+    keys = cache + head * (BLOCK_SIZE * HEAD_DIM)
+    table = tables + table_row.to(tl.int64) * table_stride
+    block_stride: tl.constexpr = 2 * NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
+    if EARLY and PAGES_AHEAD > 0 and is_item:
+        _fetch_pages(keys, table, begin, end, block_stride, HEAD_DIM, BLOCK_SIZE, PAGES_AHEAD)
+    begin_early(EARLY)
+    if not is_item:
+        return
+
+    row = tl.arange(0, ROWS)  # the group's queries; rows past the group repeat its last one
+    query = entry.to(tl.int64) * qkv_stride + (head * GROUP + tl.minimum(row, GROUP - 1)) * HEAD_DIM
+    q = load_rows(qkv + query, HEAD_DIM, DIM)
+    acc, peak, total = take_pages(
+        q,
+        tl.zeros([ROWS, DIM], tl.float32),
+        tl.full([ROWS], float("-inf"), tl.float32),
+        tl.zeros([ROWS], tl.float32),
+        keys,
+        table,
+        begin,
+        end,
+        None,
+        scale,
+        block_stride // 2,
+        block_stride,
+        HEAD_DIM,
+        DIM,
+        BLOCK_SIZE,
+        BLOCK_N,
+        False,
+        True,
+        PRECISION,
+    )
+    result, lse = finish(acc, peak, total)
+
+    num_heads: tl.constexpr = NUM_KV_HEADS * GROUP
+    out_row = out + (entry.to(tl.int64) * num_heads + head * GROUP) * HEAD_DIM
+    if parts == 1:
+        store_rows(out_row + row * HEAD_DIM, result, row < GROUP, HEAD_DIM, DIM)
+    else:
+        index = (first_slot + part) * num_heads + head * GROUP + row
+        store_partial(partial_outs, partial_lses, index, result, lse, row < GROUP, HEAD_DIM, DIM)
+        if arrive(counters + entry * NUM_KV_HEADS + head, own_parts):
+            g = tl.arange(0, PADDED_GROUP)
+            merged = merge(
+                partial_outs,
+                partial_lses,
+                first_slot * num_heads + head * GROUP + g,
+                num_heads,
+                parts,
+                g < GROUP,
+                PADDED_GROUP,
+                PARTS,
+                HEAD_DIM,
+                DIM,
+            )
+            store_rows(out_row + g * HEAD_DIM, merged, g < GROUP, HEAD_DIM, DIM)
+
+
+@triton.jit
+def _fetch_pages(
+    keys,
+    table,
+    begin,
+    end,
+    block_stride: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    PAGES: tl.constexpr,
+):
+    """Ask for the first keys and values of [begin, end). Should a block id or a page be about to change, all that is
+    lost is the asking: they are read again after the wait."""
+    last = tl.maximum(end - 1, 0) // BLOCK_SIZE
+    pages = tl.minimum(begin // BLOCK_SIZE + tl.arange(0, PAGES), last)
+    at = keys + tl.load(table + pages).to(tl.int64) * block_stride
+    num_bytes = tl.full(
+        [PAGES], BLOCK_SIZE * HEAD_DIM * (keys.dtype.element_ty.primitive_bitwidth // 8), tl.int32
+    )
+    fetch(at, num_bytes)
+    fetch(at + block_stride // 2, num_bytes)

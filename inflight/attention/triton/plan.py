@@ -1,0 +1,267 @@
+"""The host's part of attention: which program attends to which keys. Numpy alone; runs before every step.
+
+A plan is a table of int32 items, one a program (and KV head), most work first. Columns, in order:
+
+    decode   entry (= token), table row, begin, end, context_len, first slot, part, parts, own parts
+    prefix   first member, number of members, table row, begin, end, part
+    members  entry, context_len, first slot
+    chunk    first token, positions, first position, cached, table row, begin, end, first slot, part, parts, counter
+
+[begin, end) are key positions. A query whose keys are cut into several parts has a slot of the workspace for each, from
+its first slot on; the program that finishes last merges them. A decode entry's parts are those of its shared prefix,
+then its own. In a chunk, a tile of positions is cut as one: a slot for each position of each part.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int32]
+
+DECODE_FIELDS = 9
+PREFIX_FIELDS = 6
+MEMBER_FIELDS = 3
+CHUNK_FIELDS = 11
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePlan:
+    items: Ints  # [num_items, DECODE_FIELDS]
+    first_slots: Ints  # [E] where the entry's parts begin, if it has several
+    num_slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixPlan:
+    items: Ints  # [num_items, PREFIX_FIELDS]
+    entries: Ints  # [num_members], group by group
+    lens: Ints  # [E] keys of each entry that the prefix kernel reads
+    parts: Ints  # [E] partial results that it leaves for each entry
+
+    def members(self, context_lens: Ints, decode: DecodePlan) -> Ints:
+        """[num_members, MEMBER_FIELDS]: known once the entries' own parts are planned."""
+        return np.stack((self.entries, context_lens[self.entries], decode.first_slots[self.entries]), axis=1)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPlan:
+    items: Ints  # [num_items, CHUNK_FIELDS]
+    num_slots: int
+    num_counters: int
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Decode entries whose tables begin with the same blocks."""
+
+    entries: Ints
+    num_blocks: int
+
+    @property
+    def saved(self) -> int:
+        """Blocks that need not be read again."""
+        return (len(self.entries) - 1) * self.num_blocks
+
+
+def plan_decode(
+    context_lens: Ints,  # [E]
+    rows: Ints,  # [E]
+    prefix: PrefixPlan | None,
+    extra_items: int,  # items to spend on splitting entries
+    tile: int,  # keys that a program takes at a time
+    min_part: int,
+) -> DecodePlan:
+    """At most E + extra_items items, of even size. Every entry has one at least, and a key of its own."""
+    num_entries = len(context_lens)
+    first_keys, prefix_parts = (0, 0) if prefix is None else (prefix.lens, prefix.parts)
+    own_lens = context_lens - first_keys
+    part = part_size(int(own_lens.sum()), extra_items, tile, min_part)
+    own_parts = -(-own_lens // part)
+    parts = own_parts + prefix_parts
+    slots = parts * (parts > 1)
+    slot_ends = slots.cumsum(dtype=np.int32)
+    first_slots = slot_ends - slots
+
+    # Whole parts in any order, then the entries' last parts from the longest to the shortest.
+    whole = own_parts - 1
+    by_length = (whole * part - own_lens).argsort(kind="stable")
+    entry = np.concatenate((np.arange(num_entries).repeat(whole), by_length))
+    number = np.concatenate((counting(whole), whole[by_length]))
+
+    first_items = np.empty((num_entries, DECODE_FIELDS), dtype=np.int32)
+    first_items[:, 0] = np.arange(num_entries)
+    first_items[:, 1] = rows
+    first_items[:, 2] = first_keys
+    first_items[:, 4] = context_lens
+    first_items[:, 5] = first_slots
+    first_items[:, 6] = prefix_parts
+    first_items[:, 7] = parts
+    first_items[:, 8] = own_parts
+    items = first_items.take(entry, axis=0)
+    items[:, 2] += (number * part).astype(np.int32)
+    items[:, 3] = np.minimum(items[:, 2] + part, items[:, 4])
+    items[:, 6] += number.astype(np.int32)
+    return DecodePlan(items, first_slots, int(slot_ends[-1]) if num_entries else 0)
+
+
+def plan_prefix(
+    groups: list[Group],
+    rows: Ints,  # [E]
+    block_size: int,
+    tile_members: int,
+    extra_items: int,
+    tile: int,
+    min_part: int,
+    max_items: int,
+    max_slots: int,
+) -> PrefixPlan | None:
+    """None if nothing is shared. Groups that do not fit are left out, those that save least first."""
+    groups = _fitting(groups, tile_members, max_items - extra_items, max_slots)
+    if not groups:
+        return None
+    lens = np.zeros(len(rows), dtype=np.int32)
+    parts = np.zeros(len(rows), dtype=np.int32)
+    num_tiles = np.array([-(-len(group.entries) // tile_members) for group in groups])
+    num_members = np.array([len(group.entries) for group in groups])
+    num_keys = np.array([group.num_blocks * block_size for group in groups])
+    part = part_size(int((num_tiles * num_keys).sum()), extra_items, tile, min_part)
+    spare_slots = max_slots - int(num_members.sum())
+    part = max(part, part_size(int((num_members * num_keys).sum()), spare_slots, tile, min_part))
+    items: list[tuple[int, int, int, int, int, int]] = []
+    first_member = 0
+    for group, keys in zip(groups, num_keys.tolist(), strict=True):
+        lens[group.entries] = keys
+        parts[group.entries] = -(-keys // part)
+        row, members = int(rows[group.entries[0]]), len(group.entries)
+        # Tiles that read the same keys stand side by side, so that one finds what the other has fetched.
+        for number, begin in enumerate(range(0, keys, part)):
+            for first in range(0, members, tile_members):
+                count, end = min(tile_members, members - first), min(begin + part, keys)
+                items.append((first_member + first, count, row, begin, end, number))
+        first_member += members
+    entries = np.concatenate([group.entries for group in groups]).astype(np.int32)
+    return PrefixPlan(np.array(items, dtype=np.int32), entries, lens, parts)
+
+
+def _fitting(groups: list[Group], tile_members: int, max_tiles: int, max_slots: int) -> list[Group]:
+    kept = []
+    for group in sorted(groups, key=lambda group: -group.saved):
+        tiles, slots = -(-len(group.entries) // tile_members), 2 * len(group.entries)
+        if tiles <= max_tiles and slots <= max_slots:
+            kept.append(group)
+            max_tiles, max_slots = max_tiles - tiles, max_slots - slots
+    return kept
+
+
+def find_groups(
+    tables: Ints,  # [max_rows, max_blocks]
+    rows: Ints,  # [E]
+    num_blocks: Ints,  # [E] blocks of each entry that may be shared: full ones, and not the one written now
+    min_members: int,
+    min_blocks: int,
+    min_saved: int,
+) -> list[Group]:
+    """Groups that share at least `min_blocks` blocks each and save at least `min_saved` blocks of reading.
+
+    Tables that agree in one block nearly always agree in all before it, since shared blocks are found by the whole
+    prefix that they end. So entries are sorted by block number `min_blocks`, and what they share is checked within the
+    few groups that this leaves. If some share less than others, the choice is what saves most reading.
+    """
+    column = min_blocks - 1
+    candidates = np.flatnonzero(num_blocks >= min_blocks)
+    if len(candidates) < min_members:
+        return []
+    ids = tables[rows[candidates], column]
+    order = np.argsort(ids, kind="stable")
+    ids = ids[order]
+    starts = np.flatnonzero(np.concatenate(([True], ids[1:] != ids[:-1])))
+    sizes = np.diff(np.append(starts, len(ids)))
+    groups = []
+    for start, size in zip(starts[sizes >= min_members], sizes[sizes >= min_members], strict=True):
+        group = _best_group(tables, rows, num_blocks, candidates[order[start : start + size]])
+        if len(group.entries) >= min_members and group.num_blocks >= min_blocks and group.saved >= min_saved:
+            groups.append(group)
+    return groups
+
+
+def _best_group(tables: Ints, rows: Ints, num_blocks: Ints, entries: NDArray[np.intp]) -> Group:
+    """The members and length that save most, among those who share with the first entry."""
+    limits = num_blocks[entries]
+    width = int(limits[0])
+    same = tables[rows[entries], :width] == tables[rows[entries[0]], :width]
+    shared = np.where(same.all(axis=1), width, same.argmin(axis=1))
+    shared = np.minimum(shared, limits)
+    by_length = np.argsort(-shared, kind="stable")
+    saved = shared[by_length] * np.arange(len(entries))  # by taking the entries up to this one
+    best = int(saved.argmax())
+    members = np.sort(entries[by_length[: best + 1]]).astype(np.int32)
+    return Group(members, int(shared[by_length[best]]))
+
+
+def plan_chunks(
+    query_starts: Ints,  # [E + 1] token index of each entry's first query
+    context_lens: Ints,  # [E]
+    rows: Ints,  # [E]
+    tile_positions: int,
+    extra_items: int,  # items to spend on splitting tiles over keys
+    tile: int,  # keys that a program takes at a time
+    min_part: int,
+) -> ChunkPlan:
+    """At most `extra_items` more items than tiles; splits use at most 2 * extra_items * tile_positions slots."""
+    counts = np.diff(query_starts)
+    tiles = -(-counts // tile_positions)
+    entry = np.repeat(np.arange(len(counts)), tiles)
+    offset = counting(tiles) * tile_positions  # from the entry's first query to the tile's
+    cached = (context_lens - counts)[entry]
+    position = cached + offset
+    positions = np.minimum(tile_positions, counts[entry] - offset)
+    keys = position + positions
+
+    part = part_size(int(keys.sum()), extra_items, tile, min_part)
+    parts = -(-keys // part)
+    split = parts > 1
+    slots = np.where(split, parts * tile_positions, 0)
+    first_slot = np.cumsum(slots) - slots
+    counter: NDArray[np.intp] = np.cumsum(split) - split
+
+    of = np.repeat(np.arange(len(entry)), parts)  # the tile that an item is part of
+    number = counting(parts)
+    begin = number * part
+    end = np.minimum(begin + part, keys[of])
+    order = np.argsort(begin - end, kind="stable")
+    of, number = of[order], number[order]
+    items = np.empty((len(of), CHUNK_FIELDS), dtype=np.int32)
+    columns = (
+        (query_starts[entry] + offset)[of],
+        positions[of],
+        position[of],
+        cached[of],
+        rows[entry][of],
+        begin[order],
+        end[order],
+        first_slot[of],
+        number,
+        parts[of],
+        counter[of],
+    )
+    for column, values in enumerate(columns):
+        items[:, column] = values
+    return ChunkPlan(items, int(slots.sum()), int(split.sum()))
+
+
+def part_size(total: int, extra_items: int, tile: int, min_part: int) -> int:
+    """The smallest multiple of `tile`, from `min_part` on, that cuts `total` keys at most `extra_items` times."""
+    if extra_items <= 0:
+        return max(-(-total // tile) * tile, tile)
+    return max(-(-max(-(-total // extra_items), min_part) // tile) * tile, tile)
+
+
+def counting(counts: NDArray[Any]) -> NDArray[np.intp]:
+    """0 .. counts[0]-1, 0 .. counts[1]-1, and so on."""
+    ends = counts.cumsum()
+    numbers: NDArray[np.intp] = np.arange(ends[-1] if len(ends) else 0) - (ends - counts).repeat(counts)
+    return numbers

@@ -1,0 +1,223 @@
+"""Queries and keys made ready, keys and values put into the cache: one pass over the projected heads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from inflight.attention.triton.early import begin_early, launch_options
+
+
+@dataclass(frozen=True, slots=True)
+class HeadTile:
+    """What one program turns: some heads of some tokens. Both counts are powers of two."""
+
+    tokens: int
+    heads: int
+    num_warps: int
+
+
+FEW_TOKENS = HeadTile(tokens=1, heads=4, num_warps=1)
+MANY_TOKENS = HeadTile(tokens=4, heads=8, num_warps=4)
+MANY = 256
+
+
+def rope_write(
+    qkv: Tensor,  # [T, (num_heads + 2 * num_kv_heads) * head_dim]
+    positions: Tensor,  # [T] int32
+    slots: Tensor,  # [T] int32; below 0: padding, nothing is written for this token
+    cos_sin: Tensor,  # [max_position, rotary_dim] float32
+    q_norm: Tensor | None,  # [head_dim] float32
+    k_norm: Tensor | None,  # [head_dim] float32
+    eps: float,
+    cache: Tensor,  # [num_blocks, 2, num_kv_heads, block_size, head_dim]
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    early: bool = False,
+    tile: HeadTile | None = None,
+) -> None:
+    """Normalise and rotate queries and keys in place, and write keys and values to the cache."""
+    num_tokens, rotary_dim = len(qkv), cos_sin.shape[1]
+    tile = tile or (MANY_TOKENS if num_tokens >= MANY else FEW_TOKENS)
+    head_parts = triton.cdiv(num_heads, tile.heads) + 2 * triton.cdiv(num_kv_heads, tile.heads)
+    grid = (head_parts * triton.cdiv(num_tokens, tile.tokens),)
+    rest = head_dim - rotary_dim
+    _rope_write[grid](
+        qkv,
+        positions,
+        slots,
+        cos_sin,
+        qkv if q_norm is None else q_norm,
+        qkv if k_norm is None else k_norm,
+        cache,
+        num_tokens,
+        eps,
+        qkv.stride(0),
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        ROTARY_DIM=rotary_dim,
+        BLOCK_SIZE=cache.shape[3],
+        Q_NORM=q_norm is not None,
+        K_NORM=k_norm is not None,
+        TOKENS=tile.tokens,
+        HEADS=tile.heads,
+        DIM=triton.next_power_of_2(head_dim),
+        HALF=triton.next_power_of_2(rotary_dim // 2),
+        REST=triton.next_power_of_2(rest) if rest else 0,
+        EARLY=early,
+        num_warps=tile.num_warps,
+        **launch_options(early),
+    )
+
+
+@triton.jit(
+    do_not_specialize=["num_tokens"],
+    do_not_specialize_on_alignment=["positions", "slots", "q_norm", "k_norm"],
+)
+def _rope_write(
+    qkv,
+    positions,
+    slots,
+    cos_sin,
+    q_norm,
+    k_norm,
+    cache,
+    num_tokens,
+    eps,
+    qkv_stride,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    Q_NORM: tl.constexpr,
+    K_NORM: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    q_parts: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
+    kv_parts: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
+    part = tl.program_id(0) % (q_parts + 2 * kv_parts)
+    tile = tl.program_id(0) // (q_parts + 2 * kv_parts)
+
+    # Rows are (token, head) pairs, heads innermost.
+    row = tl.arange(0, TOKENS * HEADS)
+    token = tile * TOKENS + row // HEADS
+    slot = tl.load(slots + token, mask=token < num_tokens, other=-1)
+    real = slot >= 0
+    position = tl.load(positions + token, mask=real, other=0)
+    token_heads = qkv + token.to(tl.int64) * qkv_stride
+    # Where the token's features for KV head 0 lie: keys here, values `value_offset` further.
+    place = (slot // BLOCK_SIZE).to(tl.int64) * (2 * NUM_KV_HEADS * BLOCK_SIZE) + slot % BLOCK_SIZE
+    cached = cache + place * HEAD_DIM
+    value_offset: tl.constexpr = NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
+
+    if part < q_parts:
+        head = part * HEADS + row % HEADS
+        _turn(
+            token_heads + head * HEAD_DIM,
+            cached,
+            cos_sin + position * ROTARY_DIM,
+            q_norm,
+            eps,
+            real & (head < NUM_HEADS),
+            HEAD_DIM,
+            ROTARY_DIM,
+            Q_NORM,
+            False,
+            HALF,
+            REST,
+            EARLY,
+        )
+    elif part < q_parts + kv_parts:
+        head = (part - q_parts) * HEADS + row % HEADS
+        _turn(
+            token_heads + (NUM_HEADS + head) * HEAD_DIM,
+            cached + head * (BLOCK_SIZE * HEAD_DIM),
+            cos_sin + position * ROTARY_DIM,
+            k_norm,
+            eps,
+            real & (head < NUM_KV_HEADS),
+            HEAD_DIM,
+            ROTARY_DIM,
+            K_NORM,
+            True,
+            HALF,
+            REST,
+            EARLY,
+        )
+    else:
+        head = (part - q_parts - kv_parts) * HEADS + row % HEADS
+        d = tl.arange(0, DIM)
+        kept = (real & (head < NUM_KV_HEADS))[:, None] & (d < HEAD_DIM)[None, :]
+        source = token_heads + (NUM_HEADS + NUM_KV_HEADS + head) * HEAD_DIM
+        target = cached + value_offset + head * (BLOCK_SIZE * HEAD_DIM)
+        begin_early(EARLY)
+        tl.store(target[:, None] + d[None, :], tl.load(source[:, None] + d[None, :], mask=kept), mask=kept)
+
+
+@triton.jit
+def _turn(
+    heads,  # [R] pointers to heads in qkv
+    cached,  # [R] pointers to the same heads' places in the cache
+    angles,  # [R] pointers to cosines, sines following
+    norm,
+    eps,
+    kept,  # [R] whether the row exists
+    HEAD_DIM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    NORM: tl.constexpr,
+    TO_CACHE: tl.constexpr,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """A head is low | high | rest: low turns with high, rest is only normalised."""
+    half: tl.constexpr = ROTARY_DIM // 2
+    i = tl.arange(0, HALF)
+    turned = kept[:, None] & (i < half)[None, :]
+    cos = tl.load(angles[:, None] + i[None, :], mask=turned, other=0.0)
+    sin = tl.load(angles[:, None] + half + i[None, :], mask=turned, other=0.0)
+    begin_early(EARLY)
+    low = tl.load(heads[:, None] + i[None, :], mask=turned, other=0.0).to(tl.float32)
+    high = tl.load(heads[:, None] + half + i[None, :], mask=turned, other=0.0).to(tl.float32)
+    if NORM:
+        squares = tl.sum(low * low, 1) + tl.sum(high * high, 1)
+        low *= tl.load(norm + i, mask=i < half, other=0.0)[None, :]
+        high *= tl.load(norm + half + i, mask=i < half, other=0.0)[None, :]
+        if REST > 0:
+            j = tl.arange(0, REST)
+            still = kept[:, None] & (j < HEAD_DIM - ROTARY_DIM)[None, :]
+            rest = tl.load(heads[:, None] + ROTARY_DIM + j[None, :], mask=still, other=0.0).to(tl.float32)
+            squares += tl.sum(rest * rest, 1)
+        factor = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
+        low *= factor
+        high *= factor
+        if REST > 0:
+            rest *= (
+                factor * tl.load(norm + ROTARY_DIM + j, mask=j < HEAD_DIM - ROTARY_DIM, other=0.0)[None, :]
+            )
+            tl.store(heads[:, None] + ROTARY_DIM + j[None, :], rest, mask=still)
+            if TO_CACHE:
+                tl.store(cached[:, None] + ROTARY_DIM + j[None, :], rest, mask=still)
+    elif REST > 0 and TO_CACHE:
+        j = tl.arange(0, REST)
+        still = kept[:, None] & (j < HEAD_DIM - ROTARY_DIM)[None, :]
+        rest = tl.load(heads[:, None] + ROTARY_DIM + j[None, :], mask=still)
+        tl.store(cached[:, None] + ROTARY_DIM + j[None, :], rest, mask=still)
+    new_low = low * cos - high * sin
+    new_high = high * cos + low * sin
+    tl.store(heads[:, None] + i[None, :], new_low, mask=turned)
+    tl.store(heads[:, None] + half + i[None, :], new_high, mask=turned)
+    if TO_CACHE:
+        tl.store(cached[:, None] + i[None, :], new_low, mask=turned)
+        tl.store(cached[:, None] + half + i[None, :], new_high, mask=turned)

@@ -1,0 +1,77 @@
+"""Tile sizes of the attention kernels, by device, number type and head size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from triton import next_power_of_2
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How one program works: `rows` queries meet `keys` keys at a time."""
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int  # tiles of keys and values on their way at once, the one in use included
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """Tiles of each kernel for one model on one device."""
+
+    group: int  # query heads a KV head
+    decode: Tile
+    prefix: Tile
+    chunk: Tile
+    descriptors: bool  # whether the device copies whole tiles by itself (TMA), and tiles are such that it can
+    early: bool = False  # whether kernels start before those they wait for are done
+
+    @property
+    def prefix_members(self) -> int:
+        """Requests whose queries fit in one prefix tile."""
+        return self.prefix.rows // self.group
+
+    @property
+    def chunk_positions(self) -> int:
+        """Positions whose queries fit in one chunk tile."""
+        return self.chunk.rows // self.group
+
+
+def choose(dtype: torch.dtype, head_dim: int, group: int, device: torch.device) -> Tuning:
+    """Tiles that fit the device's shared memory."""
+    dim = next_power_of_2(head_dim)
+    decode_rows = max(16, next_power_of_2(group))
+    if dtype == torch.float32:
+        # Products in full precision run on the plain units: small tiles, for parity and not for speed.
+        keys = 32 if dim <= 128 else 16
+        return Tuning(
+            group=group,
+            decode=Tile(decode_rows, keys, 4, 2),
+            prefix=Tile(32, keys, 4, 1),
+            chunk=Tile(32, keys, 4, 1),
+            descriptors=False,
+        )
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    if not hopper:
+        # About 100 KB of shared memory a multiprocessor on the smallest of these devices.
+        keys = 64 if dim <= 64 else 32
+        rows = 64 if dim > 128 else 128
+        return Tuning(
+            group=group,
+            decode=Tile(decode_rows, keys, 4, 3 if dim <= 128 else 2),
+            prefix=Tile(rows, keys, 8 if rows == 128 else 4, 2),
+            chunk=Tile(rows, keys, 8 if rows == 128 else 4, 2),
+            descriptors=False,
+        )
+    stages = 3 if dim <= 128 else 2
+    return Tuning(
+        group=group,
+        decode=Tile(decode_rows, 64 if dim <= 128 else 32, 4, 2),
+        prefix=Tile(128, 64, 8, stages),
+        chunk=Tile(128, 128 if dim <= 128 else 64, 8, stages),
+        descriptors=head_dim == dim,
+        early=True,
+    )

@@ -1,0 +1,173 @@
+"""One step in device memory: the packed upload, its sections as each shape lays them out, the results."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from inflight.attention.triton.backend import Items, TritonStep
+from inflight.attention.triton.plan import CHUNK_FIELDS, DECODE_FIELDS, MEMBER_FIELDS, PREFIX_FIELDS
+from inflight.attention.triton.planner import DecodeWork, Planner
+from inflight.attention.triton.workspace import Workspace
+from inflight.execution.gpu.kernels import StepTokens, TableUpdates, open_step
+from inflight.execution.gpu.packed import Ints, Layout, staging
+from inflight.execution.gpu.rows import DeviceRows
+from inflight.execution.gpu.shapes import Buckets, StepShape
+from inflight.execution.gpu.step import HostStep
+
+MIN_UPDATES = 32  # table updates that every shape has room for
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """What a step samples, [S] int32 each, and where the results go."""
+
+    tokens: Tensor  # the last token of each sampling entry
+    rows: Tensor
+    lengths: Tensor
+    ids: Tensor
+    bad: Tensor
+
+
+class DeviceStep:
+    """Buffers that every step reuses: steps of one device run one after the other."""
+
+    def __init__(self, rows: DeviceRows, buckets: Buckets, planner: Planner, workspace: Workspace) -> None:
+        self.rows = rows
+        self.buckets = buckets
+        self.planner = planner
+        self.workspace = workspace
+        device = rows.device
+        self._layouts: dict[StepShape, Layout] = {}
+        size = max(self.layout(shape).size for shape in buckets.largest())
+        self._packed = torch.zeros(size, dtype=torch.int32, device=device)
+        self._token_ids = torch.zeros(buckets.tokens[-1], dtype=torch.int32, device=device)
+        self._results = torch.zeros(2 * buckets.max_entries, dtype=torch.int32, device=device)
+
+    def layout(self, shape: StepShape) -> Layout:
+        if shape not in self._layouts:
+            self._layouts[shape] = Layout(self._sizes(shape))
+        return self._layouts[shape]
+
+    def _sizes(self, shape: StepShape) -> dict[str, int]:
+        planner, num_tokens, num_samples = self.planner, shape.num_tokens, shape.num_samples
+        num_updates = max(shape.num_decodes, MIN_UPDATES)
+        sizes = dict.fromkeys(("num_decode_items", "num_prefix_items", "num_chunk_items"), 1)
+        sizes |= dict.fromkeys(("token_rows", "positions", "slots"), num_tokens)
+        sizes |= dict.fromkeys(("sample_tokens", "sample_rows", "sample_lengths"), num_samples)
+        sizes |= dict.fromkeys(("update_rows", "update_columns", "update_blocks"), num_updates)
+        sizes["decode_items"] = planner.max_decode_items(shape.num_decodes) * DECODE_FIELDS
+        if shape.prefix:
+            sizes["prefix_items"] = planner.max_prefix_items * PREFIX_FIELDS
+            sizes["members"] = shape.num_decodes * MEMBER_FIELDS
+        if shape.chunks:
+            items = planner.max_chunk_items(num_tokens, shape.num_entries)
+            sizes["chunk_items"] = items * CHUNK_FIELDS
+        return sizes
+
+    # ---- on the host ----
+
+    def upload(self, host: HostStep, updates: Ints, draws: bool) -> StepShape:
+        """Tell the device about a step; which shape it has. `draws`: whether the step itself samples."""
+        rows, num_decodes = self.rows, host.num_decodes
+        work: DecodeWork | None = None
+        if num_decodes:
+            contexts, entry_rows = host.context_lens[:num_decodes], host.rows[:num_decodes]
+            work = self.planner.decodes(contexts, entry_rows, rows.mirror, rows.version)
+        shared = work is not None and work.prefix is not None
+        num_samples = len(host.sampling_entries)
+        draws = draws and num_samples > 0
+        if host.only_decodes:
+            shape = self.buckets.decode(num_decodes, draws, shared)
+        else:
+            shape = self.buckets.mixed(host.num_tokens, num_samples, draws, shared)
+        held, part = self._stage(shape)
+        _put(part["token_rows"], host.token_rows, -1)
+        _put(part["positions"], host.positions, 0)
+        _put(part["slots"], host.slots, -1)
+        if draws:
+            _put(part["sample_tokens"], host.sample_tokens, 0)
+            _put(part["sample_rows"], host.sample_rows, -1)
+            _put(part["sample_lengths"], host.sample_lengths, 0)
+        if updates.shape[1] > len(part["update_rows"]):
+            rows.write_tables(updates)
+            updates = updates[:, :0]
+        for name, values in zip(("update_rows", "update_columns", "update_blocks"), updates, strict=True):
+            _put(part[name], values, -1)
+        self._plan(host, work, shape, part)
+        self._send(held)
+        return shape
+
+    def _plan(self, host: HostStep, work: DecodeWork | None, shape: StepShape, part: dict[str, Ints]) -> None:
+        num_decodes = host.num_decodes
+        counts = [0, 0, 0]
+        if work is not None:
+            counts[0] = _put_items(part["decode_items"], work.decode.items)
+            if work.prefix is not None:
+                counts[1] = _put_items(part["prefix_items"], work.prefix.items)
+                _put_items(part["members"], work.members())
+        if shape.chunks:
+            starts, contexts = host.query_starts[num_decodes:], host.context_lens[num_decodes:]
+            plan = self.planner.chunks(starts, contexts, host.rows[num_decodes:])
+            counts[2] = _put_items(part["chunk_items"], plan.items)
+        for name, count in zip(
+            ("num_decode_items", "num_prefix_items", "num_chunk_items"), counts, strict=True
+        ):
+            part[name][0] = count
+
+    def upload_nothing(self, shape: StepShape) -> None:
+        """A step of this shape that is all padding."""
+        held, part = self._stage(shape)
+        for name, values in part.items():
+            values[:] = -1 if name.endswith(("rows", "slots")) else 0
+        self._send(held)
+
+    def _stage(self, shape: StepShape) -> tuple[Tensor, dict[str, Ints]]:
+        layout = self.layout(shape)
+        held, array = staging(layout.size, self.rows.device)
+        return held, layout.on_host(array)
+
+    def _send(self, held: Tensor) -> None:
+        self._packed[: len(held)].copy_(held, non_blocking=True)
+
+    # ---- on the device ----
+
+    def open(self, shape: StepShape) -> tuple[Tensor, TritonStep]:
+        """The step's token ids [T], and where they are: the first launch of every step."""
+        part = self.layout(shape).on_device(self._packed)
+        rows, token_ids = self.rows, self._token_ids[: shape.num_tokens]
+        updates = TableUpdates(part["update_rows"], part["update_columns"], part["update_blocks"])
+        tokens = StepTokens(part["token_rows"], part["positions"], token_ids)
+        open_step(rows.tokens, rows.block_tables, updates, tokens)
+        step = TritonStep(
+            positions=part["positions"],
+            slots=part["slots"],
+            block_tables=rows.block_tables,
+            decodes=Items(part["decode_items"], part["num_decode_items"]),
+            prefixes=Items(part["prefix_items"], part["num_prefix_items"]) if shape.prefix else None,
+            members=part["members"] if shape.prefix else None,
+            chunks=Items(part["chunk_items"], part["num_chunk_items"]) if shape.chunks else None,
+            workspace=self.workspace,
+        )
+        return token_ids, step
+
+    def samples(self, shape: StepShape) -> Samples:
+        part = self.layout(shape).on_device(self._packed)
+        ids, bad = self.results(shape)
+        return Samples(part["sample_tokens"], part["sample_rows"], part["sample_lengths"], ids, bad)
+
+    def results(self, shape: StepShape) -> Tensor:
+        """[2, S] int32: token ids, and whether the logits were bad."""
+        return self._results[: 2 * shape.num_samples].view(2, shape.num_samples)
+
+
+def _put(section: Ints, values: Ints, rest: int) -> None:
+    section[: len(values)] = values
+    section[len(values) :] = rest
+
+
+def _put_items(section: Ints, items: Ints) -> int:
+    section[: items.size] = items.reshape(-1)
+    return len(items)

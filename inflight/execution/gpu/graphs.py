@@ -1,0 +1,69 @@
+"""Captured steps: one CUDA graph a shape, all in one memory pool."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import torch
+
+from inflight.execution.gpu.shapes import StepShape
+
+logger = logging.getLogger(__name__)
+
+ResultT = TypeVar("ResultT")
+
+
+class StepGraphs(Generic[ResultT]):
+    """Runs `compute(shape)`, by replay from the second time on.
+
+    `compute` must enqueue the same kernels on the same memory whenever it is given the same shape, and doing so twice
+    must be as good as once: a new shape is run, which compiles what has never run before, then recorded, then replayed.
+    What it returns stays where the graph wrote it, and is overwritten by the next step of any shape.
+    """
+
+    def __init__(self, compute: Callable[[StepShape], ResultT]) -> None:
+        self._compute = compute
+        self._graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, ResultT]] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def run(self, shape: StepShape) -> ResultT:
+        if shape not in self._graphs:
+            self.capture(shape)
+        graph, result = self._graphs[shape]
+        graph.replay()
+        return result
+
+    def capture(self, shape: StepShape) -> None:
+        start = time.perf_counter()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            self._compute(shape)
+        torch.cuda.current_stream().wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            result = self._compute(shape)
+        self._graphs[shape] = graph, result
+        logger.debug("captured %s in %.3f s", shape, time.perf_counter() - start)
+
+    def clear(self) -> None:
+        self._graphs.clear()
+
+
+class EagerSteps(Generic[ResultT]):
+    """The same without graphs: every kernel is launched by itself, at every step."""
+
+    def __init__(self, compute: Callable[[StepShape], ResultT]) -> None:
+        self.run = compute
+
+    def __len__(self) -> int:
+        return 0
+
+    def clear(self) -> None:
+        """Nothing is kept."""

@@ -1,0 +1,199 @@
+"""Runs batches on a GPU: the host plans and uploads, the device replays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from inflight.attention.triton.backend import TritonAttention
+from inflight.attention.triton.planner import Planner
+from inflight.errors import EngineError
+from inflight.execution.gpu.device_step import DeviceStep
+from inflight.execution.gpu.graphs import EagerSteps, StepGraphs
+from inflight.execution.gpu.rows import DeviceRows
+from inflight.execution.gpu.shapes import Buckets, StepShape
+from inflight.execution.gpu.step import HostStep, host_step
+from inflight.execution.results import NO_TOKEN, Ticket, score_prompts, wants_prompt_logprobs
+from inflight.execution.sampling import Sampler, SamplingRows
+from inflight.execution.sampling.triton import Workspace as DrawWorkspace
+from inflight.execution.sampling.triton import draw
+from inflight.models.decoder import Decoder
+from inflight.scheduling import Batch, Sampled
+
+
+@dataclass(slots=True)
+class GpuTicket:
+    """A launched step. Its results are on their way to host memory, and there once `done` has happened."""
+
+    num_entries: int
+    sampling_entries: list[int]
+    drawn: Tensor | None  # [2, S] int32 in host memory, padded: token ids, and whether the logits were bad
+    rest: Ticket | None  # instead, where the step did not sample by itself
+    done: torch.cuda.Event | None  # None where there is nothing to wait for
+
+    def read(self) -> Sampled:
+        if self.done is not None:
+            self.done.synchronize()
+        if self.rest is not None:
+            return self.rest.read()
+        result = Sampled([-1] * self.num_entries)
+        if self.drawn is not None:
+            token_ids, bad = self.drawn.tolist()
+            if len(self.sampling_entries) == self.num_entries:
+                result.token_ids = token_ids[: self.num_entries]
+            else:
+                for index, entry in enumerate(self.sampling_entries):
+                    result.token_ids[entry] = token_ids[index]
+            if any(bad):
+                found = zip(self.sampling_entries, bad, strict=False)
+                result.errors = {entry: NO_TOKEN for entry, is_bad in found if is_bad}
+        return result
+
+
+class GpuRunner:
+    """Implements `Runner`. No part of `launch` waits for the device.
+
+    With `graphs`, each shape of step is captured once and replayed. Without (and on a CPU under Triton's
+    interpreter, where tests run it) every kernel is launched by itself.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        num_blocks: int,
+        block_size: int,
+        max_rows: int,
+        max_len: int,
+        max_tokens: int,
+        graphs: bool = True,
+        share_prefixes: bool = True,
+    ) -> None:
+        if not isinstance(decoder.attention, TritonAttention):
+            raise EngineError(f"GpuRunner cannot plan for {type(decoder.attention).__name__}")
+        spec, device = decoder.spec, decoder.device
+        self.decoder = decoder
+        self.block_size = block_size
+        self.caches = decoder.attention.allocate(decoder.kv_shape(block_size), num_blocks, device)
+        self.rows = DeviceRows(max_rows, max_len, block_size, device)
+        self.sampling = SamplingRows(max_rows, spec.vocab_size, device)
+        self.sampler = Sampler(self.sampling)
+        self.draw_workspace = DrawWorkspace.allocate(max_rows, spec.vocab_size, device)
+        self.buckets = Buckets(max_rows, max_tokens)
+        planner = Planner(
+            decoder.attention.tuning,
+            spec.num_kv_heads,
+            block_size,
+            max_rows,
+            _num_processors(device),
+            share_prefixes,
+        )
+        workspace = planner.workspace(spec.num_heads, spec.num_kv_heads, spec.head_dim, device)
+        self.step = DeviceStep(self.rows, self.buckets, planner, workspace)
+        self.steps: StepGraphs[Tensor] | EagerSteps[Tensor]
+        self.steps = StepGraphs(self._compute) if graphs else EagerSteps(self._compute)
+
+    # ---- a step ----
+
+    @torch.inference_mode()
+    def launch(self, batch: Batch) -> GpuTicket:
+        self.rows.admit(batch.admissions)
+        self.sampling.set_many(batch.admissions)
+        updates = self.rows.extend(batch.tables)
+        host = host_step(batch, self.rows.mirror, self.block_size)
+        draws = self.sampling.special_rows.isdisjoint(batch.rows) and not wants_prompt_logprobs(batch)
+        shape = self.step.upload(host, updates, draws)
+        stream = self.steps.run(shape)
+        if draws:
+            return self._ticket(len(batch), host, shape)
+        return self._sample_apart(batch, host, stream)
+
+    def _compute(self, shape: StepShape) -> Tensor:
+        """The device's part: the residual stream [T, hidden_size], and a token a sample if the shape has any."""
+        token_ids, inputs = self.step.open(shape)
+        stream = self.decoder.forward(token_ids, self.caches, inputs)
+        if shape.num_samples:
+            samples = self.step.samples(shape)
+            last = stream[samples.tokens] if shape.chunks else stream
+            draw(
+                self.decoder.logits(last),
+                samples.rows,
+                samples.lengths,
+                self.sampling,
+                self.rows.tokens,
+                samples.ids,
+                samples.bad,
+                self.draw_workspace,
+            )
+        return stream
+
+    def _ticket(self, num_entries: int, host: HostStep, shape: StepShape) -> GpuTicket:
+        drawn = self._to_host(self.step.results(shape)) if shape.num_samples else None
+        return GpuTicket(num_entries, host.sampling_entries, drawn, None, self._event())
+
+    def _sample_apart(self, batch: Batch, host: HostStep, stream: Tensor) -> GpuTicket:
+        """Steps in which somebody asks for more than a plain draw: penalties, masks, logprobs."""
+        ticket = Ticket(
+            len(batch),
+            host.sampling_entries,
+            None,
+            score_prompts(batch, self.decoder, stream, self.rows.tokens),
+        )
+        if host.sampling_entries:
+            device = self.decoder.device
+            tokens, rows, lengths = (
+                self.sampling.upload(part.tolist(), torch.int64).to(device)
+                for part in (host.sample_tokens, host.sample_rows, host.sample_lengths)
+            )
+            logits = self.decoder.logits(stream[tokens])
+            sampled = self.sampler.sample(logits, host.sample_rows.tolist(), lengths, self.rows.tokens)
+            self.rows.tokens[rows, lengths] = sampled.token_ids.int()
+            ticket.sampled = sampled.fetch()
+        return GpuTicket(len(batch), host.sampling_entries, None, ticket, self._event())
+
+    def collect(self, ticket: GpuTicket) -> Sampled:
+        return ticket.read()
+
+    # ---- before the first step ----
+
+    @torch.inference_mode()
+    def rehearse(self, shape: StepShape) -> None:
+        """Run a step of this shape that computes nothing: its kernels are compiled then, and captured."""
+        self.step.upload_nothing(shape)
+        self.steps.run(shape)
+
+    def prepare(self, shapes: Iterable[StepShape]) -> None:
+        for shape in shapes:
+            self.rehearse(shape)
+        self._wait()
+
+    def close(self) -> None:
+        self._wait()
+        self.steps.clear()
+        self.caches.clear()
+
+    # ---- the device, which in tests may be a CPU ----
+
+    def _event(self) -> torch.cuda.Event | None:
+        if self.decoder.device.type != "cuda":
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def _to_host(self, tensor: Tensor) -> Tensor:
+        on_gpu = tensor.device.type == "cuda"
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu)
+        return host.copy_(tensor, non_blocking=on_gpu)
+
+    def _wait(self) -> None:
+        if self.decoder.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def _num_processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

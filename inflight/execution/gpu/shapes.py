@@ -1,0 +1,67 @@
+"""The sizes that steps are rounded up to, so that a few captured graphs serve all of them."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+# Below each bound, sizes are this far apart.
+DECODE_STEPS = ((1, 1), (2, 2), (8, 4), (64, 8), (256, 16), (1 << 30, 32))
+TOKEN_STEPS = ((16, 16), (256, 64), (1024, 128), (2048, 256), (4096, 512), (1 << 30, 1024))
+SAMPLE_STEPS = ((16, 16), (1 << 30, 64))
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """One graph. All but the flags are capacities: a step of this shape fills part of each."""
+
+    num_tokens: int
+    num_entries: int
+    num_samples: int  # 0: sampling happens outside, on the hidden states
+    chunks: bool  # whether there are entries besides decodes
+    prefix: bool  # whether decodes that share a prefix read it together
+
+    @property
+    def num_decodes(self) -> int:
+        return min(self.num_entries, self.num_tokens)
+
+
+class Buckets:
+    """Which sizes there are. Small steps are rounded finely: their time goes with their size soonest."""
+
+    def __init__(self, max_entries: int, max_tokens: int) -> None:
+        self.max_entries = max_entries
+        self.decodes = _sizes(max_entries, DECODE_STEPS)
+        self.tokens = _sizes(max_tokens, TOKEN_STEPS)
+        self.samples = _sizes(max_entries, SAMPLE_STEPS)
+
+    def largest(self) -> tuple[StepShape, ...]:
+        """The steps that take the most memory."""
+        tokens, entries = self.tokens[-1], self.max_entries
+        return self.mixed(tokens, entries, samples=True, prefix=True), self.decode(entries, True, True)
+
+    def decode(self, count: int, samples: bool, prefix: bool) -> StepShape:
+        """A step of `count` entries with one token each."""
+        size = _round_up(count, self.decodes)
+        return StepShape(size, size, size if samples else 0, chunks=False, prefix=prefix)
+
+    def mixed(self, num_tokens: int, num_samples: int, samples: bool, prefix: bool) -> StepShape:
+        """A step with chunks, whatever decodes are beside them."""
+        size = _round_up(num_tokens, self.tokens)
+        kept = _round_up(max(num_samples, 1), self.samples) if samples else 0
+        return StepShape(size, self.max_entries, min(kept, size), chunks=True, prefix=prefix)
+
+
+def _sizes(largest: int, steps: tuple[tuple[int, int], ...]) -> list[int]:
+    """Ascending, up to and including `largest`."""
+    sizes: list[int] = []
+    size = 0
+    for bound, spacing in steps:
+        while size < min(bound, largest):
+            size = min(size + spacing - size % spacing, largest)
+            sizes.append(size)
+    return sizes
+
+
+def _round_up(count: int, sizes: list[int]) -> int:
+    return sizes[bisect_left(sizes, count)]

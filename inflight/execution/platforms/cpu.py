@@ -1,0 +1,79 @@
+"""The CPU: compiled kernels where there is a compiler, one step at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from inflight.attention.backend import AttentionBackend
+from inflight.attention.composed import ComposedAttention
+from inflight.attention.cpu import cpu_attention
+from inflight.config import EngineConfig
+from inflight.errors import KVBudgetError
+from inflight.execution.runner import ModelRunner
+from inflight.kv.budget import blocks_for_memory
+from inflight.layers.kernels import Kernels
+from inflight.layers.select import cpu_kernels
+from inflight.models.decoder import Decoder
+from inflight.models.spec import DecoderSpec
+from inflight.native.library import native_library
+
+MEMORY_SHARE = 0.4  # of the memory that is available once the weights are loaded
+
+
+class CpuPlatform:
+    """Implements `Platform`."""
+
+    device = torch.device("cpu")
+    max_num_batched_tokens = 512
+    pipeline_depth = 1
+
+    def parts(self, spec: DecoderSpec, dtype: torch.dtype) -> tuple[Kernels, AttentionBackend[Any]]:  # noqa: ARG002
+        kernels = cpu_kernels()
+        return kernels, ComposedAttention(kernels, cpu_attention())
+
+    def num_blocks(self, config: EngineConfig, decoder: Decoder, context: int) -> int:
+        cache, available = config.cache, _available_memory()
+        bytes_per_block = decoder.kv_shape(cache.block_size).bytes_per_block
+        given = cache.kv_cache_memory if cache.num_blocks is None else cache.num_blocks * bytes_per_block
+        if given is not None and given > available:
+            raise KVBudgetError(
+                f"num_blocks is {cache.num_blocks} and kv_cache_memory {cache.kv_cache_memory}: that is "
+                f"{given:,} bytes of KV memory, and {available:,} are available"
+            )
+        return blocks_for_memory(
+            memory=given if given is not None else int(available * MEMORY_SHARE),
+            bytes_per_block=bytes_per_block,
+            block_size=cache.block_size,
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_model_len=context,
+            exact=given is not None,
+        )
+
+    def runner(self, config: EngineConfig, decoder: Decoder, num_blocks: int, max_len: int) -> ModelRunner:
+        return ModelRunner(
+            decoder, num_blocks, config.cache.block_size, config.scheduler.max_num_seqs, max_len
+        )
+
+    def describe(self) -> str:
+        library = native_library()
+        if library is None:
+            return "CPU, kernels in plain torch"
+        return f"CPU, compiled kernels, {library.threads} threads"
+
+
+def _available_memory() -> int:
+    """Bytes of RAM that can be had without swapping, in this container where it is one."""
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    with contextlib.suppress(OSError, IndexError, ValueError):
+        found = Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]
+        available = int(found) * 1024
+    with contextlib.suppress(OSError, ValueError):  # "max": the container has no limit of its own
+        group = Path("/sys/fs/cgroup")
+        limit = int((group / "memory.max").read_text())
+        available = min(available, limit - int((group / "memory.current").read_text()))
+    return available

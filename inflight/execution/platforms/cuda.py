@@ -1,0 +1,98 @@
+"""A GPU: Triton kernels, captured graphs, two steps in flight."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from inflight.attention.backend import AttentionBackend
+from inflight.attention.triton.backend import TritonAttention
+from inflight.attention.triton.tuning import choose
+from inflight.config import EngineConfig
+from inflight.errors import ConfigError, KVBudgetError
+from inflight.execution.gpu.memory import step_memory
+from inflight.execution.gpu.runner import GpuRunner
+from inflight.kv.budget import blocks_for_memory
+from inflight.layers.kernels import Kernels
+from inflight.layers.triton_kernels import TritonKernels
+from inflight.models.decoder import Decoder
+from inflight.models.spec import DecoderSpec
+
+logger = logging.getLogger(__name__)
+
+OLDEST = (8, 0)  # Ampere: the first with bfloat16 and asynchronous copies
+PROBE_BLOCKS = 2  # enough to run steps that are only measured
+
+
+class CudaPlatform:
+    """Implements `Platform`."""
+
+    max_num_batched_tokens = 8192
+    pipeline_depth = 2
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.capability = torch.cuda.get_device_capability(device)
+        if self.capability < OLDEST:
+            name = torch.cuda.get_device_name(device)
+            raise ConfigError(
+                f"device is {name}, compute capability {_version(self.capability)}: "
+                f"allowed is {_version(OLDEST)} (Ampere) and later"
+            )
+        torch.cuda.set_device(device)
+
+    def parts(self, spec: DecoderSpec, dtype: torch.dtype) -> tuple[Kernels, AttentionBackend[Any]]:
+        group = spec.num_heads // spec.num_kv_heads
+        tuning = choose(dtype, spec.head_dim, group, self.device)
+        return TritonKernels(dtype, self.device), TritonAttention(tuning)
+
+    def num_blocks(self, config: EngineConfig, decoder: Decoder, context: int) -> int:
+        cache = config.cache
+        bytes_per_block = decoder.kv_shape(cache.block_size).bytes_per_block
+        needed = step_memory(lambda: self.runner(config, decoder, PROBE_BLOCKS, context, graphs=False))
+        free, total = torch.cuda.mem_get_info(self.device)
+        room = int(total * cache.gpu_memory_utilization) - (total - free) - needed
+        given = cache.kv_cache_memory if cache.num_blocks is None else cache.num_blocks * bytes_per_block
+        if given is not None and given > free - needed:
+            raise KVBudgetError(
+                f"num_blocks is {cache.num_blocks} and kv_cache_memory {cache.kv_cache_memory}: that is "
+                f"{given:,} bytes of KV memory, and {max(0, free - needed):,} are free on {self.device}"
+            )
+        if given is None and room < bytes_per_block:
+            raise KVBudgetError(
+                f"gpu_memory_utilization is {cache.gpu_memory_utilization}: of {total:,} bytes on {self.device}, "
+                f"{total - free:,} are in use and the largest step takes {needed:,}; none are left for KV blocks"
+            )
+        return blocks_for_memory(
+            memory=room if given is None else given,
+            bytes_per_block=bytes_per_block,
+            block_size=cache.block_size,
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_model_len=context,
+            exact=True,
+        )
+
+    def runner(
+        self, config: EngineConfig, decoder: Decoder, num_blocks: int, max_len: int, graphs: bool = True
+    ) -> GpuRunner:
+        options = config.scheduler
+        return GpuRunner(
+            decoder,
+            num_blocks,
+            config.cache.block_size,
+            max_rows=options.max_num_seqs,
+            max_len=max_len,
+            max_tokens=options.max_num_batched_tokens or self.max_num_batched_tokens,
+            graphs=graphs and not config.model.enforce_eager,
+        )
+
+    def describe(self) -> str:
+        name = torch.cuda.get_device_name(self.device)
+        early = ", programmatic launch" if self.capability >= (9, 0) else ""
+        return f"{name} (compute capability {_version(self.capability)}), Triton kernels{early}"
+
+
+def _version(capability: tuple[int, int]) -> str:
+    return "{}.{}".format(*capability)

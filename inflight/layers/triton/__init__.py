@@ -1,0 +1,1 @@
+"""Triton kernels around and instead of the matrix products."""

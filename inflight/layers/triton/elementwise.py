@@ -1,0 +1,141 @@
+"""Norms and gates in one pass over memory."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from inflight.layers.triton.early import begin_early, launch_options
+
+GATES = {"silu": 1, "gelu_tanh": 2}  # how kernels name the activations; 0 is none
+_SHORT_ROW = 2048  # elements: rows shorter than this (heads, say) share a program
+_LONG_ROW = 4096  # rows longer than this get more warps
+_GATE_BLOCK = 1024
+
+
+@triton.jit
+def activate(gate, GATE: tl.constexpr):
+    """SiLU, or GELU's tanh form: both are the gate times a logistic function."""
+    if GATE == 1:
+        inner = gate
+    else:
+        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 * sqrt(2 / pi)
+    small = tl.exp(-tl.abs(inner))  # never overflows
+    return gate * tl.where(inner >= 0, 1.0, small) / (1.0 + small)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _rms_norm_kernel(
+    x,
+    weight,
+    residual,
+    out,
+    num_rows,
+    inner_rows,
+    outer_stride,
+    inner_stride,
+    num_features,
+    eps,
+    ADD: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Row r of x lies at (r // inner_rows) * outer_stride + (r % inner_rows) * inner_stride."""
+    begin_early(EARLY)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    live = (row < num_rows)[:, None] & (column < num_features)[None, :]  # [ROWS, BLOCK]
+    outer = (row // inner_rows).to(tl.int64)
+    start = outer * outer_stride + (row % inner_rows).to(tl.int64) * inner_stride
+    wide = tl.load(x + start[:, None] + column[None, :], mask=live, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 1) / num_features + eps)  # [ROWS]
+    factor = tl.load(weight + column, mask=column < num_features, other=0.0)
+    y = wide * scale[:, None] * factor[None, :]
+    place = row.to(tl.int64)[:, None] * num_features + column[None, :]
+    if ADD:
+        y += tl.load(residual + place, mask=live, other=0.0).to(tl.float32)
+    tl.store(out + place, y.to(out.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def _gate_kernel(gate_up, out, inner, GATE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    begin_early(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = column < inner
+    gate = tl.load(gate_up + row * 2 * inner + column, mask=live, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + (row * 2 + 1) * inner + column, mask=live, other=0.0).to(tl.float32)
+    tl.store(out + row * inner + column, (activate(gate, GATE) * up).to(out.dtype.element_ty), mask=live)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, early: bool = False) -> Tensor:
+    """Normalise the last dimension of x [..., n], which may be a view of something larger."""
+    return _normalise(x, weight, eps, None, early)
+
+
+def add_normed(residual: Tensor, x: Tensor, weight: Tensor, eps: float, early: bool = False) -> Tensor:
+    """residual += rms_norm(x), both [T, n] and contiguous; returns the residual."""
+    return _normalise(x, weight, eps, residual, early)
+
+
+def _normalise(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, early: bool) -> Tensor:
+    num_features = x.shape[-1]
+    view = _three_dims(x)
+    outer_rows, inner_rows, _ = view.shape
+    num_rows = outer_rows * inner_rows
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if residual is None else residual
+    if num_rows == 0:
+        return out
+    block = triton.next_power_of_2(num_features)
+    rows = min(max(1, _SHORT_ROW // block), 16)
+    _rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
+        view,
+        weight,
+        x if residual is None else residual,
+        out,
+        num_rows,
+        inner_rows,
+        view.stride(0),
+        view.stride(1),
+        num_features,
+        eps,
+        ADD=residual is not None,
+        ROWS=rows,
+        BLOCK=block,
+        EARLY=early,
+        num_warps=4 if block <= _LONG_ROW else 8,
+        **launch_options(early),
+    )
+    return out
+
+
+def gate(gate_up: Tensor, activation: str, early: bool = False) -> Tensor:
+    """[T, 2n] -> [T, n]: activation(first half) * second half."""
+    num_rows, double = gate_up.shape
+    inner = double // 2
+    out = torch.empty(num_rows, inner, dtype=gate_up.dtype, device=gate_up.device)
+    if num_rows == 0:
+        return out
+    _gate_kernel[(num_rows, triton.cdiv(inner, _GATE_BLOCK))](
+        gate_up.contiguous(),
+        out,
+        inner,
+        GATE=GATES[activation],
+        BLOCK=_GATE_BLOCK,
+        EARLY=early,
+        num_warps=4,
+        **launch_options(early),
+    )
+    return out
+
+
+def _three_dims(x: Tensor) -> Tensor:
+    """[..., n] as [outer, inner, n], a view where the strides allow it, features adjacent."""
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    if x.dim() > 3:
+        x = x.flatten(0, -3)
+    return x.reshape(1, -1, x.shape[-1]) if x.dim() < 3 else x

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from inflight.attention.backend import KVShape
+from inflight.attention.triton.backend import TritonAttention, TritonStep
+from inflight.attention.triton.plan import find_groups, plan_chunks, plan_decode, plan_prefix
+from inflight.attention.triton.tuning import Tile, Tuning, choose
+from tests.attention.triton_scene import DEVICE, SMALL, TOLERANCE, Scene, Shape, items
+
+TILE = Tile(rows=32, keys=16, num_warps=4, num_stages=2)
+DEVICES = torch.device(DEVICE)
+
+
+def slots_of(scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions and slots of the scene's tokens, padding last."""
+    positions, slots = [], []
+    for context_len, count, row in zip(scene.context_lens, scene.counts, scene.rows, strict=True):
+        at = np.arange(context_len - count, context_len)
+        positions.append(at)
+        size = scene.shape.block_size
+        slots.append(scene.tables.numpy()[row, at // size] * size + at % size)
+    padding = len(scene.qkv) - int(scene.query_starts[-1])
+    positions.append(np.zeros(padding))
+    slots.append(np.full(padding, -1))
+    made = [torch.from_numpy(np.concatenate(x).astype(np.int32)).to(DEVICE) for x in (positions, slots)]
+    return made[0], made[1]
+
+
+@pytest.mark.parametrize(("shares", "window"), [(False, None), (True, 20)])
+def test_decodes_and_chunks_in_one_step(shares: bool, window: int | None) -> None:
+    shape = Shape(4, 2, 64, 8)
+    # Three decodes, two of which share a prefix; a chunk on cached tokens, and a whole prompt.
+    scene = Scene(shape, [60, 50, 9, 70, 33], [1, 1, 1, 25, 33], shared=2, shared_blocks=5)
+    contexts, rows, num_decodes = scene.context_lens, scene.rows, 3
+    tuning = Tuning(2, SMALL, TILE, TILE, descriptors=False)
+    prefix = None
+    if shares:
+        groups = find_groups(
+            scene.tables.numpy(), rows[:num_decodes], (contexts[:num_decodes] - 1) // 8, 2, 2, 2
+        )
+        prefix = plan_prefix(groups, rows[:num_decodes], 8, tuning.prefix_members, 4, 16, 16, 8, 50)
+        assert prefix is not None
+    decodes = plan_decode(contexts[:num_decodes], rows[:num_decodes], prefix, 4, 16, 16)
+    chunks = plan_chunks(
+        scene.query_starts[num_decodes:],
+        contexts[num_decodes:],
+        rows[num_decodes:],
+        tuning.chunk_positions,
+        4,
+        16,
+        16,
+    )
+    qkv, cache, tables = scene.on_device
+    # This step's keys and values are not in the cache yet.
+    positions, slots = slots_of(scene)
+    real = slots[slots >= 0].long().cpu()
+    content = cache.cpu()
+    content[real // 8, :, :, real % 8] = float("nan")
+    cache = content.to(DEVICE)
+    workspace = scene.workspace()
+    step = TritonStep(
+        positions=positions,
+        slots=slots,
+        block_tables=tables,
+        decodes=items(decodes.items, 12),
+        prefixes=items(prefix.items, 8) if prefix else None,
+        members=items(prefix.members(contexts, decodes), 4).table if prefix else None,
+        chunks=items(chunks.items, 16),
+        workspace=workspace,
+    )
+    out = TritonAttention(tuning).attend(qkv, shape.layer(window), cache, step)
+    expected = scene.expected(window)
+    got = out[: len(expected)].view(expected.shape).double().cpu()
+    torch.testing.assert_close(got, expected, rtol=0, atol=TOLERANCE[torch.float32])
+    assert torch.equal(cache.cpu()[real // 8, :, :, real % 8], scene.cache[real // 8, :, :, real % 8])
+    assert not workspace.counters.any()
+
+
+def test_the_cache_holds_what_its_shape_says() -> None:
+    shape = KVShape(num_layers=3, num_kv_heads=2, head_dim=64, block_size=8, dtype=torch.float16)
+    tuning = choose(torch.float16, 64, 2, DEVICES)
+    caches = TritonAttention(tuning).allocate(shape, 5, DEVICES)
+    assert [list(cache.shape) for cache in caches] == [[5, 2, 2, 8, 64]] * 3
+    assert sum(cache.nbytes for cache in caches) == 5 * shape.bytes_per_block
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("group", [1, 3, 8, 16])
+def test_every_tile_holds_whole_groups(dtype: torch.dtype, head_dim: int, group: int) -> None:
+    tuning = choose(dtype, head_dim, group, DEVICES)
+    assert tuning.decode.rows >= group
+    assert tuning.prefix_members >= 1
+    assert tuning.chunk_positions >= 1

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inflight.attention.triton.chunk import chunk_attention
+from inflight.attention.triton.plan import plan_chunks
+from inflight.attention.triton.tuning import Tile
+from tests.attention.triton_scene import DEVICE, DTYPES, Scene, Shape, items
+
+TILE = Tile(rows=32, keys=16, num_warps=4, num_stages=2)
+WHOLE_TILES = DEVICE == "cpu" or torch.cuda.get_device_capability() >= (9, 0)
+
+
+def attend(
+    scene: Scene, extra_items: int, window: int | None = None, descriptors: bool = False, tile: Tile = TILE
+) -> torch.Tensor:
+    positions = tile.rows * scene.shape.num_kv_heads // scene.shape.num_heads
+    plan = plan_chunks(
+        scene.query_starts, scene.context_lens, scene.rows, positions, extra_items, tile.keys, tile.keys
+    )
+    workspace, out = scene.workspace(plan.num_slots + 1, plan.num_counters + 1), scene.blank()
+    work, layer = items(plan.items, len(plan.items) + 3), scene.shape.layer(window)
+    chunk_attention(*scene.on_device, work.table, work.count, workspace, layer, tile, descriptors, False, out)
+    assert not workspace.counters.any()
+    return out
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "block_size"),
+    [(2, 2, 64, 8), (4, 2, 128, 16), (3, 1, 80, 8), (8, 2, 64, 16), (7, 1, 80, 16)],
+)
+@pytest.mark.parametrize("extra_items", [0, 7])
+def test_chunks_attend_to_all_they_should(
+    num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, extra_items: int
+) -> None:
+    shape = Shape(num_heads, num_kv_heads, head_dim, block_size)
+    scene = Scene(shape, [2, 40, 61, 17], [2, 40, 23, 1])
+    scene.check(attend(scene, extra_items))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_chunks_in_every_number_type(dtype: torch.dtype) -> None:
+    scene = Scene(Shape(4, 2, 128, 16), [2, 40, 61, 17], [2, 40, 23, 1], dtype)
+    scene.check(attend(scene, 7))
+
+
+@pytest.mark.parametrize(("window", "extra_items"), [(1, 7), (7, 0), (30, 7), (100, 7)])
+def test_windows(window: int, extra_items: int) -> None:
+    scene = Scene(Shape(), [50, 67, 9], [50, 20, 3])
+    scene.check(attend(scene, extra_items, window), window)
+
+
+@pytest.mark.skipif(not WHOLE_TILES, reason="the device does not copy whole tiles")
+def test_whole_tiles_copied_by_the_device() -> None:
+    scene = Scene(Shape(4, 2, 64, 8), [90, 70], [90, 41], torch.float16)
+    scene.check(attend(scene, 0, descriptors=True))
+
+
+@settings(max_examples=8)
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.integers(0, 60)), min_size=1, max_size=3),
+    st.integers(0, 8),
+    st.sampled_from([None, 4, 25]),
+    st.sampled_from([16, 32]),
+)
+def test_any_chunks_under_any_split(
+    entries: list[tuple[int, int]], extra_items: int, window: int | None, keys: int
+) -> None:
+    scene = Scene(Shape(2, 1, 64, 16), [sum(entry) for entry in entries], [count for count, _ in entries])
+    scene.check(attend(scene, extra_items, window, tile=replace(TILE, keys=keys)), window)
+
+
+def test_no_items_write_nothing() -> None:
+    scene = Scene(Shape(), [5], [5])
+    work, out, layer = items(np.empty((0, 11), dtype=np.int32), 4), scene.blank(), scene.shape.layer()
+    chunk_attention(
+        *scene.on_device, work.table, work.count, scene.workspace(), layer, TILE, False, False, out
+    )
+    assert (out == 77.0).all()

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from inflight.attention.triton.rope_write import HeadTile, rope_write
+from tests.attention.triton_scene import DEVICE, NAN, TOLERANCE
+
+EPS = 1e-5
+
+
+def reference(heads: Tensor, norm: Tensor | None, positions: Tensor, cos_sin: Tensor) -> Tensor:
+    """heads [T, n, head_dim] -> the same, in float64."""
+    heads = heads.double()
+    if norm is not None:
+        heads = heads / (heads.square().mean(-1, keepdim=True) + EPS).sqrt() * norm.double()
+    cos, sin = cos_sin[positions.long()].double().unsqueeze(1).chunk(2, -1)
+    half = cos.shape[-1]
+    low, high, rest = heads[..., :half], heads[..., half : 2 * half], heads[..., 2 * half :]
+    return torch.cat((low * cos - high * sin, high * cos + low * sin, rest), -1)
+
+
+@pytest.mark.parametrize("tile", [HeadTile(4, 2, 4), None])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "rotary_dim", "block_size"),
+    [(4, 2, 64, 64, 8), (3, 3, 80, 80, 16), (7, 1, 128, 64, 16), (6, 2, 80, 32, 8)],
+)
+@pytest.mark.parametrize(
+    ("normed", "dtype"), [("both", torch.float32), ("none", torch.bfloat16), ("k", torch.float32)]
+)
+def test_heads_are_normalised_turned_and_cached(
+    tile: HeadTile | None,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    rotary_dim: int,
+    block_size: int,
+    normed: str,
+    dtype: torch.dtype,
+) -> None:
+    generator = torch.Generator().manual_seed(num_heads + head_dim)
+    num_tokens, num_blocks = 7, 5
+    width = (num_heads + 2 * num_kv_heads) * head_dim
+    qkv = torch.randn(num_tokens, width, generator=generator).to(dtype)
+    q_norm = torch.rand(head_dim, generator=generator) + 0.5 if normed == "both" else None
+    k_norm = torch.rand(head_dim, generator=generator) + 0.5 if normed != "none" else None
+    positions = torch.tensor([3, 0, 11, 29, 7, 1, 2], dtype=torch.int32)
+    slots = torch.tensor([5, 0, 4 * block_size + 3, -1, 17, 9, -1], dtype=torch.int32)
+    cos_sin = torch.randn(30, rotary_dim, generator=generator)
+    cache = torch.full((num_blocks, 2, num_kv_heads, block_size, head_dim), NAN, dtype=dtype)
+
+    turned, written = qkv.clone().to(DEVICE), cache.to(DEVICE)
+    rope_write(
+        turned,
+        positions.to(DEVICE),
+        slots.to(DEVICE),
+        cos_sin.to(DEVICE),
+        None if q_norm is None else q_norm.to(DEVICE),
+        None if k_norm is None else k_norm.to(DEVICE),
+        EPS,
+        written,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        tile=tile,
+    )
+
+    def heads(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        each, first_value = x.view(num_tokens, -1, head_dim), num_heads + num_kv_heads
+        return each[:, :num_heads], each[:, num_heads:first_value], each[:, first_value:]
+
+    query, key, value = heads(qkv)
+    real = slots >= 0
+    expected = torch.cat(
+        (reference(query, q_norm, positions, cos_sin), reference(key, k_norm, positions, cos_sin)), 1
+    )
+    turned, written = turned.cpu(), written.cpu()
+    new_query, new_key, new_value = heads(turned)
+    got = torch.cat((new_query, new_key), 1)
+    torch.testing.assert_close(
+        got[real].double(), expected[real], rtol=TOLERANCE[dtype] / 2, atol=TOLERANCE[dtype]
+    )
+    assert torch.equal(new_value, value)
+    assert torch.equal(turned[~real], qkv[~real])
+
+    blocks, offsets = slots[real].long() // block_size, slots[real].long() % block_size
+    assert torch.equal(written[blocks, 0, :, offsets], new_key[real])
+    assert torch.equal(written[blocks, 1, :, offsets], value[real])
+    written[blocks, :, :, offsets] = NAN
+    assert written.isnan().all()

@@ -1,0 +1,60 @@
+"""The GPU path on a CPU: the same runner, its kernels in Triton's interpreter. On a machine with a GPU, the GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from inflight.attention.backend import AttentionBackend
+from inflight.attention.triton.backend import TritonAttention
+from inflight.attention.triton.tuning import choose
+from inflight.config import EngineConfig
+from inflight.execution.gpu.runner import GpuRunner
+from inflight.layers.kernels import Kernels
+from inflight.layers.triton.tiles import MAX_TOKENS
+from inflight.layers.triton_kernels import TritonKernels
+from inflight.models.decoder import Decoder
+from inflight.models.spec import DecoderSpec
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+class InterpretedPlatform:
+    """Implements `Platform`."""
+
+    device = DEVICE
+    max_num_batched_tokens = 64
+    pipeline_depth = 2
+
+    def __init__(self, share_prefixes: bool = True) -> None:
+        self.share_prefixes = share_prefixes
+        self.runners: list[GpuRunner] = []
+
+    def parts(self, spec: DecoderSpec, dtype: torch.dtype) -> tuple[Kernels, AttentionBackend[Any]]:
+        # Every program takes long in the interpreter: the smallest steps are enough for the fused kernels.
+        few_tokens = MAX_TOKENS if DEVICE.type == "cuda" else 1
+        tuning = choose(dtype, spec.head_dim, spec.num_heads // spec.num_kv_heads, DEVICE)
+        return TritonKernels(dtype, DEVICE, few_tokens=few_tokens), TritonAttention(tuning)
+
+    def num_blocks(self, config: EngineConfig, decoder: Decoder, context: int) -> int:  # noqa: ARG002
+        return config.cache.num_blocks or 64
+
+    def runner(self, config: EngineConfig, decoder: Decoder, num_blocks: int, max_len: int) -> GpuRunner:
+        options = config.scheduler
+        self.runners.append(
+            GpuRunner(
+                decoder,
+                num_blocks,
+                config.cache.block_size,
+                max_rows=options.max_num_seqs,
+                max_len=max_len,
+                max_tokens=options.max_num_batched_tokens or self.max_num_batched_tokens,
+                graphs=False,
+                share_prefixes=self.share_prefixes,
+            )
+        )
+        return self.runners[-1]
+
+    def describe(self) -> str:
+        return "Triton's interpreter"
