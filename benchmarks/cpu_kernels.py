@@ -17,7 +17,7 @@ from functools import partial
 
 import torch
 
-from inflight.attention.backend import AttentionBackend, AttentionInputs, KVShape
+from inflight.attention.backend import AttentionInputs, HeadAttention, KVShape
 from inflight.attention.cpu import CpuAttention, TorchCpuAttention
 from inflight.layers.kernels import Kernels, Linear
 from inflight.layers.native_kernels import NativeKernels
@@ -105,7 +105,7 @@ def measure_linear(
     return results
 
 
-def measure_attention(name: str, backend: AttentionBackend, context: int, repeats: int) -> AttentionResult:
+def measure_attention(name: str, backend: HeadAttention, context: int, repeats: int) -> AttentionResult:
     batch, num_heads, num_kv_heads, head_dim, block_size = 16, 16, 8, 128, 16
     num_blocks = -(-context // block_size)
     shape = KVShape(4, num_kv_heads, head_dim, block_size, torch.float32)
@@ -115,6 +115,7 @@ def measure_attention(name: str, backend: AttentionBackend, context: int, repeat
     tables = torch.randperm(batch * num_blocks).to(torch.int32).view(batch, num_blocks)
     last = context - 1
     inputs = AttentionInputs(
+        positions=torch.full((batch,), last),
         query_starts=torch.arange(batch + 1, dtype=torch.int32),
         context_lens=torch.full((batch,), context, dtype=torch.int32),
         rows=torch.arange(batch, dtype=torch.int32),
@@ -142,7 +143,7 @@ def run(
             contenders += [("native", native, torch.float32), ("native bf16", native, torch.bfloat16)]
         for name, kernels, dtype in contenders:
             linears += measure_linear(name, kernels, dtype, shape, sizes, repeats)
-    backends: list[tuple[str, AttentionBackend]] = [("torch", TorchCpuAttention())]
+    backends: list[tuple[str, HeadAttention]] = [("torch", TorchCpuAttention())]
     if library is not None:
         backends.append(("native", CpuAttention(library)))
     attentions = [

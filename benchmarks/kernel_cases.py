@@ -19,11 +19,11 @@ from inflight.attention.triton.decode import decode_attention
 from inflight.attention.triton.planner import Planner
 from inflight.attention.triton.rope_write import rope_write
 from inflight.attention.triton.tuning import choose as choose_tuning
+from inflight.early import can_start_early
 from inflight.execution.sampling import SamplingRows
 from inflight.execution.sampling.triton import Workspace as DrawWorkspace
 from inflight.execution.sampling.triton import draw
 from inflight.layers.rotary import Rope
-from inflight.layers.triton.early import can_start_early
 from inflight.layers.triton.elementwise import gate, rms_norm
 from inflight.layers.triton.tiles import num_multiprocessors
 from inflight.layers.triton_kernels import TritonKernels, TritonLinear

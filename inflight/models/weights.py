@@ -86,7 +86,8 @@ def fill_dummy(decoder: Decoder, seed: int = 0) -> None:
     One block of random numbers is cut at ever other places, so that filling runs at the speed of copying.
     """
     generator = torch.Generator().manual_seed(seed)
-    values = (torch.randn(_DUMMY_VALUES, generator=generator) * _DUMMY_STD).to(decoder.dtype)
+    values = torch.randn(_DUMMY_VALUES, generator=generator) * _DUMMY_STD
+    values = values.to(decoder.dtype).to(decoder.device)
     start = 0
     for placement in placements(decoder):
         if placement.is_norm:

@@ -41,10 +41,14 @@ class DeviceStep:
         self.workspace = workspace
         device = rows.device
         self._layouts: dict[StepShape, Layout] = {}
-        size = max(self.layout(shape).size for shape in buckets.largest())
+        size = max(Layout(self._sizes(shape)).size for shape in buckets.largest())
         self._packed = torch.zeros(size, dtype=torch.int32, device=device)
         self._token_ids = torch.zeros(buckets.tokens[-1], dtype=torch.int32, device=device)
         self._results = torch.zeros(2 * buckets.max_entries, dtype=torch.int32, device=device)
+
+    @property
+    def shapes_met(self) -> frozenset[StepShape]:
+        return frozenset(self._layouts)
 
     def layout(self, shape: StepShape) -> Layout:
         if shape not in self._layouts:
@@ -78,7 +82,6 @@ class DeviceStep:
             work = self.planner.decodes(contexts, entry_rows, rows.mirror, rows.version)
         shared = work is not None and work.prefix is not None
         num_samples = len(host.sampling_entries)
-        draws = draws and num_samples > 0
         if host.only_decodes:
             shape = self.buckets.decode(num_decodes, draws, shared)
         else:

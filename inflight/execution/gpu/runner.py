@@ -130,7 +130,7 @@ class GpuRunner:
         return stream
 
     def _ticket(self, num_entries: int, host: HostStep, shape: StepShape) -> GpuTicket:
-        drawn = self._to_host(self.step.results(shape)) if shape.num_samples else None
+        drawn = self._to_host(self.step.results(shape)) if host.sampling_entries else None
         return GpuTicket(num_entries, host.sampling_entries, drawn, None, self._event())
 
     def _sample_apart(self, batch: Batch, host: HostStep, stream: Tensor) -> GpuTicket:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 # Below each bound, sizes are this far apart.
 DECODE_STEPS = ((1, 1), (2, 2), (8, 4), (64, 8), (256, 16), (1 << 30, 32))
 TOKEN_STEPS = ((16, 16), (256, 64), (1024, 128), (2048, 256), (4096, 512), (1 << 30, 1024))
-SAMPLE_STEPS = ((16, 16), (1 << 30, 64))
+# Sampling takes a small part of a step with chunks: few sizes are enough.
+SAMPLE_SIZES = (16, 64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +34,22 @@ class Buckets:
         self.max_entries = max_entries
         self.decodes = _sizes(max_entries, DECODE_STEPS)
         self.tokens = _sizes(max_tokens, TOKEN_STEPS)
-        self.samples = _sizes(max_entries, SAMPLE_STEPS)
+        self.samples = [*(size for size in SAMPLE_SIZES if size < max_entries), max_entries]
 
     def largest(self) -> tuple[StepShape, ...]:
         """The steps that take the most memory."""
         tokens, entries = self.tokens[-1], self.max_entries
         return self.mixed(tokens, entries, samples=True, prefix=True), self.decode(entries, True, True)
+
+    def usual(self) -> list[StepShape]:
+        """What nearly all steps are like, those that take the most memory first."""
+        decodes = [self.decode(size, samples=True, prefix=False) for size in self.decodes]
+        mixed = [
+            self.mixed(tokens, size, samples=True, prefix=False)
+            for tokens in self.tokens
+            for size in self.samples
+        ]
+        return sorted({*decodes, *mixed}, key=lambda shape: (-shape.num_tokens, -shape.num_samples))
 
     def decode(self, count: int, samples: bool, prefix: bool) -> StepShape:
         """A step of `count` entries with one token each."""
@@ -48,7 +59,7 @@ class Buckets:
     def mixed(self, num_tokens: int, num_samples: int, samples: bool, prefix: bool) -> StepShape:
         """A step with chunks, whatever decodes are beside them."""
         size = _round_up(num_tokens, self.tokens)
-        kept = _round_up(max(num_samples, 1), self.samples) if samples else 0
+        kept = _round_up(num_samples, self.samples) if samples else 0
         return StepShape(size, self.max_entries, min(kept, size), chunks=True, prefix=prefix)
 
 

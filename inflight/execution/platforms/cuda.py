@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from inflight.attention.triton.backend import TritonAttention
 from inflight.attention.triton.tuning import choose
 from inflight.config import EngineConfig
 from inflight.errors import ConfigError, KVBudgetError
+from inflight.execution.gpu.graphs import StepGraphs
 from inflight.execution.gpu.memory import step_memory
 from inflight.execution.gpu.runner import GpuRunner
 from inflight.kv.budget import blocks_for_memory
@@ -78,7 +80,7 @@ class CudaPlatform:
         self, config: EngineConfig, decoder: Decoder, num_blocks: int, max_len: int, graphs: bool = True
     ) -> GpuRunner:
         options = config.scheduler
-        return GpuRunner(
+        runner = GpuRunner(
             decoder,
             num_blocks,
             config.cache.block_size,
@@ -87,6 +89,12 @@ class CudaPlatform:
             max_tokens=options.max_num_batched_tokens or self.max_num_batched_tokens,
             graphs=graphs and not config.model.enforce_eager,
         )
+        if isinstance(runner.steps, StepGraphs):
+            start = time.perf_counter()
+            shapes = runner.buckets.usual()
+            runner.prepare(shapes)
+            logger.info("captured %d shapes of step in %.1f s", len(shapes), time.perf_counter() - start)
+        return runner
 
     def describe(self) -> str:
         name = torch.cuda.get_device_name(self.device)

@@ -1,0 +1,55 @@
+"""Permanent rows: what the host sends, the device has."""
+
+from __future__ import annotations
+
+import torch
+
+from inflight.execution.gpu.kernels import StepTokens, TableUpdates, open_step
+from inflight.execution.gpu.rows import DeviceRows
+from inflight.request import Request, SamplingParams
+from inflight.scheduling.batch import Admission, TableUpdate
+from tests.execution.gpu.interpreted import DEVICE
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def test_tables_reach_the_device_and_the_mirror() -> None:
+    rows = DeviceRows(max_rows=4, max_len=40, block_size=4, device=DEVICE)
+    updates = rows.extend([TableUpdate(2, 0, [7, 8, 9]), TableUpdate(0, 3, [5])])
+    assert updates.tolist() == [[2, 2, 2, 0], [0, 1, 2, 3], [7, 8, 9, 5]]
+    rows.write_tables(updates)
+    assert rows.block_tables.tolist() == rows.mirror.tolist()
+    assert rows.block_tables[2, :3].tolist() == [7, 8, 9]
+    assert rows.extend([]).shape == (3, 0)
+
+
+def test_many_updates() -> None:
+    rows = DeviceRows(max_rows=2, max_len=8000, block_size=4, device=DEVICE)
+    rows.write_tables(rows.extend([TableUpdate(1, 10, list(range(1, 701)))]))
+    assert rows.block_tables.tolist() == rows.mirror.tolist()
+    assert not rows.block_tables[0].any()
+
+
+def test_tokens_of_admitted_requests() -> None:
+    rows = DeviceRows(max_rows=3, max_len=10, block_size=4, device=DEVICE)
+    requests = [
+        Request("a", [1, 2, 3], SamplingParams(), max_tokens=4),
+        Request("b", [4, 5], SamplingParams(), max_tokens=4),
+    ]
+    version = rows.version
+    rows.admit([Admission(2, requests[0]), Admission(0, requests[1])])
+    assert rows.tokens[2, :3].tolist() == [1, 2, 3]
+    assert rows.tokens[0, :2].tolist() == [4, 5]
+    assert rows.version != version
+
+
+def test_a_step_opens_with_its_tokens_and_updates() -> None:
+    tokens = torch.arange(30, dtype=torch.int32, device=DEVICE).view(3, 10)
+    tables = torch.zeros(3, 4, dtype=torch.int32, device=DEVICE)
+    ids = ints(-9, -9, -9, -9)
+    updates = TableUpdates(ints(1, -1, 2), ints(0, 0, 3), ints(11, 12, 13))
+    open_step(tokens, tables, updates, StepTokens(ints(2, 0, 1, -1), ints(3, 9, 0, 5), ids))
+    assert ids.tolist() == [23, 9, 10, 0]
+    assert tables.tolist() == [[0, 0, 0, 0], [11, 0, 0, 0], [0, 0, 0, 13]]

@@ -1,0 +1,49 @@
+"""Rounding steps up to shapes."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inflight.execution.gpu.shapes import Buckets
+
+LIMITS = st.tuples(st.integers(1, 700), st.integers(1, 20_000)).filter(lambda limits: limits[0] <= limits[1])
+
+
+@given(LIMITS, st.data())
+def test_every_step_fits_its_shape(limits: tuple[int, int], data: st.DataObject) -> None:
+    max_entries, max_tokens = limits
+    buckets = Buckets(max_entries, max_tokens)
+    count = data.draw(st.integers(1, max_entries))
+    shape = buckets.decode(count, samples=True, prefix=False)
+    assert count <= shape.num_tokens == shape.num_entries == shape.num_samples <= max_entries
+    num_tokens = data.draw(st.integers(1, max_tokens))
+    num_samples = data.draw(st.integers(0, min(num_tokens, max_entries)))
+    shape = buckets.mixed(num_tokens, num_samples, samples=True, prefix=False)
+    assert num_tokens <= shape.num_tokens <= max_tokens
+    assert num_samples <= shape.num_samples <= max_entries
+    assert shape.chunks
+
+
+@given(LIMITS)
+def test_usual_shapes_are_those_that_steps_get(limits: tuple[int, int]) -> None:
+    buckets = Buckets(*limits)
+    usual = buckets.usual()
+    assert len(set(usual)) == len(usual)
+    for count in {1, limits[0] // 2 or 1, limits[0]}:
+        assert buckets.decode(count, samples=True, prefix=False) in usual
+    for num_tokens in {1, limits[1] // 2 or 1, limits[1]}:
+        assert buckets.mixed(num_tokens, 1, samples=True, prefix=False) in usual
+    assert usual[0].num_tokens == max(shape.num_tokens for shape in usual)
+
+
+@pytest.mark.parametrize(("count", "size"), [(1, 1), (3, 4), (9, 16), (65, 80), (256, 256)])
+def test_sizes_are_close_together_where_steps_are_small(count: int, size: int) -> None:
+    assert Buckets(256, 8192).decode(count, samples=True, prefix=False).num_tokens == size
+
+
+def test_sampling_apart_is_another_shape() -> None:
+    buckets = Buckets(8, 64)
+    assert buckets.decode(3, samples=False, prefix=False).num_samples == 0
+    assert buckets.mixed(20, 3, samples=False, prefix=True).num_samples == 0

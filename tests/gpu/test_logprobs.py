@@ -1,0 +1,39 @@
+"""Log-probabilities in bfloat16 beside transformers on the same GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from inflight import LLM, SamplingParams
+from tests.checkpoints import FAMILIES
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_is_as_near_to_float32_as_transformers_is(
+    family: str, checkpoint: Callable[..., Path], prompts: list[list[int]]
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = checkpoint(family)
+    prompt = prompts[-1]
+
+    def theirs(dtype: torch.dtype) -> torch.Tensor:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).cuda().eval()
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt], device="cuda")).logits[0].float()
+        scores: torch.Tensor = logits.log_softmax(-1)[:-1]
+        return scores.gather(1, torch.tensor(prompt[1:], device="cuda")[:, None])[:, 0].cpu()
+
+    exact, rounded = theirs(torch.float32), theirs(torch.bfloat16)
+    options = {"dtype": "bfloat16", "num_blocks": 64, "max_num_seqs": 4}
+    with LLM(folder, skip_tokenizer_init=True, show_progress=False, **options) as llm:
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        output = llm.generate([prompt], params, use_tqdm=False)[0]
+    assert output.prompt_logprobs is not None
+    ours = torch.tensor([next(iter(found.values())).logprob for found in output.prompt_logprobs if found])
+    assert (ours - exact).abs().mean() <= 1.5 * (rounded - exact).abs().mean() + 1e-3
+    assert (ours - exact).abs().max() < 0.25

@@ -1,0 +1,75 @@
+"""Tokens on the GPU: those of the CPU, however a step is run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from inflight import SamplingParams
+from tests.checkpoints import FAMILIES
+from tests.gpu.conftest import Ask
+
+Checkpoint = Callable[..., Path]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_in_float32_is_the_cpu(family: str, checkpoint: Checkpoint, ask: Ask) -> None:
+    folder = checkpoint(family)
+    assert ask(folder, dtype="float32") == ask(folder, dtype="float32", device="cpu")
+
+
+@pytest.mark.parametrize(
+    "params", [{"top_p": 0.9}, {"top_k": 7}, {"min_p": 0.1}, {"top_k": 20, "top_p": 0.8}, {}]
+)
+def test_seeded_sampling_in_float32_is_the_cpu(
+    params: dict[str, float], checkpoint: Checkpoint, ask: Ask
+) -> None:
+    wanted = SamplingParams(
+        temperature=0.8,
+        seed=5,
+        max_tokens=24,
+        ignore_eos=True,
+        detokenize=False,
+        **params,  # type: ignore[arg-type]
+    )
+    folder = checkpoint("qwen3")
+    found, expected = ask(folder, wanted, dtype="float32"), ask(folder, wanted, dtype="float32", device="cpu")
+    # A logarithm that rounds the other way may turn one draw in thousands; the answers after it differ.
+    assert sum(a == b for a, b in zip(found, expected, strict=True)) >= len(expected) - 1
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_graphs_and_depth_change_nothing(dtype: str, checkpoint: Checkpoint, ask: Ask) -> None:
+    folder = checkpoint("qwen3")
+    expected = ask(folder, dtype=dtype)
+    assert ask(folder, dtype=dtype, enforce_eager=True) == expected
+    assert ask(folder, dtype=dtype, pipeline_depth=1) == expected
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "mistral"])
+def test_prefixes_and_chunks_change_nothing(family: str, checkpoint: Checkpoint, ask: Ask) -> None:
+    folder = checkpoint(family)
+    expected = ask(folder, dtype="float32")
+    assert ask(folder, dtype="float32", enable_prefix_caching=False) == expected
+    assert ask(folder, dtype="float32", max_num_batched_tokens=512) == expected
+    assert ask(folder, dtype="float32", block_size=32, num_blocks=200) == expected
+
+
+def test_preemption_changes_nothing(checkpoint: Checkpoint, ask: Ask) -> None:
+    folder = checkpoint("llama")
+    assert ask(folder, dtype="float32", num_blocks=24, max_model_len=260) == ask(folder, dtype="float32")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"repetition_penalty": 1.3}, {"presence_penalty": 0.5, "frequency_penalty": 0.4}, {"logit_bias": {7: 3.0}},
+     {"min_tokens": 5}, {"logprobs": 3}, {"allowed_token_ids": [4, 5, 6, 7]}],
+)  # fmt: skip
+def test_what_is_sampled_outside_the_graph_is_the_cpu_too(
+    more: dict[str, object], checkpoint: Checkpoint, ask: Ask
+) -> None:
+    wanted = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False, **more)  # type: ignore[arg-type]
+    folder = checkpoint("qwen3")
+    assert ask(folder, wanted, dtype="float32") == ask(folder, wanted, dtype="float32", device="cpu")
