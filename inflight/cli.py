@@ -56,6 +56,9 @@ _MIN_P = _sampling("Keep tokens at least this likely, relative to the most likel
 _PENALTY = _sampling("Above 1: tokens seen before become less likely.")
 _STOP = _sampling("End the answer before this text; may be repeated.")
 _LOGPROBS = _sampling("Report this many of the most likely tokens at each place (with --json).")
+_DEVICE = _engine("auto, cpu, cuda or cuda:<index>. auto: a GPU where there is one.")
+_GPU_SHARE = _engine("Share of the GPU's memory to use in all.")
+_EAGER = _engine("On a GPU: no captured graphs.")
 _DTYPE = _engine("How weights are held: auto, float32, bfloat16 or float16.")
 _POLICY = _engine("continuous, static, sequential, priority, fair, or module:Class.")
 
@@ -80,6 +83,7 @@ def generate(
     stop: Annotated[list[str] | None, _STOP] = None,
     logprobs: Annotated[int | None, _LOGPROBS] = None,
     ignore_eos: Annotated[bool, _sampling("Go on after the end token.", "--ignore-eos")] = False,
+    device: Annotated[str, _DEVICE] = "auto",
     dtype: Annotated[str, _DTYPE] = "auto",
     load_format: Annotated[str, _engine("auto, safetensors, or dummy for random weights.")] = "auto",
     policy: Annotated[str, _POLICY] = "continuous",
@@ -88,7 +92,9 @@ def generate(
     max_num_batched_tokens: Annotated[int | None, _engine("Tokens computed in one step.")] = None,
     max_kv_tokens: Annotated[int | None, _engine("Tokens resident across all running requests.")] = None,
     kv_cache_memory: Annotated[int | None, _engine("Memory for keys and values, in bytes.")] = None,
+    gpu_memory_utilization: Annotated[float, _GPU_SHARE] = 0.9,
     enable_prefix_caching: Annotated[bool, _engine("Compute shared beginnings once.")] = True,
+    enforce_eager: Annotated[bool, _EAGER] = False,
 ) -> None:
     """Answer prompts with a model and print the answers."""
     prompts = _read_prompts(prompt, prompts_file)
@@ -106,6 +112,7 @@ def generate(
         "ignore_eos": ignore_eos or None,
     }
     engine = {
+        "device": device,
         "dtype": dtype,
         "load_format": load_format,
         "policy": policy,
@@ -114,7 +121,9 @@ def generate(
         "max_num_batched_tokens": max_num_batched_tokens,
         "max_kv_tokens": max_kv_tokens,
         "kv_cache_memory": kv_cache_memory,
+        "gpu_memory_utilization": gpu_memory_utilization,
         "enable_prefix_caching": enable_prefix_caching,
+        "enforce_eager": enforce_eager,
     }
     outputs = _answer(model, engine, prompts, chat, {k: v for k, v in asked.items() if v is not None})
     for text, output in zip(prompts, outputs, strict=True):

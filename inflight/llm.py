@@ -44,6 +44,8 @@ class LLM:
         config = engine_config(model, options)
         with _loading_bar(config.model.model, show_progress) as progress:
             self._engine: LoadedEngine = load_engine(config, progress)
+        if progress is not None:
+            Console(stderr=True).print(self._engine.platform.describe(), style="dim", highlight=False)
         self._num_requests = 0
         self._closed = False
 

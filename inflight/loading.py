@@ -119,6 +119,7 @@ def load_engine(config: EngineConfig, progress: LoadProgress | None = None) -> L
     )
     if max_model_len < context:
         logger.warning("the KV memory holds %d tokens: max_model_len is cut from %d", max_model_len, context)
+    logger.info("%s; %d KV blocks of %d tokens", place.describe(), num_blocks, config.cache.block_size)
     core = _build_core(config, policy, place, decoder, num_blocks, max_model_len)
     eos = eos_token_ids(checkpoint.config, checkpoint.generation_config)
     if tokenizer is not None and tokenizer.eos_token_id is not None:

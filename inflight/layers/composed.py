@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+import torch
 from torch import Tensor
 
 from inflight.layers.kernels import Linear
@@ -11,6 +12,8 @@ from inflight.layers.kernels import Linear
 
 class ComposedKernels(ABC):
     """All of `Kernels` but what its parts are made of."""
+
+    compute_dtype: torch.dtype
 
     @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -23,6 +26,9 @@ class ComposedKernels(ABC):
     @abstractmethod
     def add(self, residual: Tensor, x: Tensor) -> Tensor:
         """residual + x. May overwrite the residual."""
+
+    def rows(self, table: Tensor, ids: Tensor) -> Tensor:
+        return table[ids].to(self.compute_dtype)
 
     def norm_linear(self, x: Tensor, norm: Tensor | None, eps: float, linear: Linear) -> Tensor:
         return linear(x if norm is None else self.rms_norm(x, norm, eps))

@@ -40,6 +40,9 @@ class Kernels(Protocol):
     def linear(self, in_features: int, out_features: int, dtype: torch.dtype, bias: bool) -> Linear:
         """An empty linear layer whose weights are stored as `dtype`, or as something no less exact."""
 
+    def rows(self, table: Tensor, ids: Tensor) -> Tensor:
+        """Rows [len(ids), n] of an embedding table [N, n], in the compute dtype."""
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Normalise the last dimension, whatever the leading ones; statistics in float32."""
 

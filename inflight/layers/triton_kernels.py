@@ -1,18 +1,21 @@
-"""The decoder's arithmetic on a GPU: Triton around cuBLAS, and Triton alone where a step has few tokens."""
+"""The decoder's arithmetic on a GPU: Triton around cuBLAS, and Triton alone where a step does not have many tokens."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from inflight.early import can_start_early
 from inflight.errors import ConfigError
 from inflight.layers.kernels import Linear
 from inflight.layers.torch_kernels import check_activation, check_bias, check_weight
-from inflight.layers.triton.early import can_start_early
-from inflight.layers.triton.elementwise import add_normed, gate, rms_norm
+from inflight.layers.triton.elementwise import add_normed, gate, rms_norm, rows
+from inflight.layers.triton.medium_linear import medium_linear
 from inflight.layers.triton.small_linear import Workspace, small_linear
-from inflight.layers.triton.tiles import MAX_TOKENS, pays
+from inflight.layers.triton.tiles import MAX_TOKENS, pays_medium, pays_small
 
 
 class TritonLinear:
@@ -38,7 +41,7 @@ class TritonLinear:
         self.bias[first : first + len(bias)].copy_(bias)
 
     def rows(self, ids: Tensor) -> Tensor:
-        return self.weight[ids]
+        return self._kernels.rows(self.weight, ids)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._kernels.norm_linear(x, None, 0.0, self)
@@ -59,7 +62,9 @@ class TritonKernels:
         `early`: kernels start before those they wait for are done; by default where the chip can do it."""
         self.compute_dtype = compute_dtype
         self._device = torch.device(device)
-        self._few_tokens = min(few_tokens, MAX_TOKENS)
+        self._few_tokens = few_tokens
+        # Measured with a Hopper's copy engine only: older chips keep the vendor's product.
+        self._medium = self._device.type != "cuda" or can_start_early(self._device)
         self._early = can_start_early(self._device) if early is None else early
         self._workspace = Workspace(self._device)
 
@@ -71,8 +76,8 @@ class TritonKernels:
 
     def norm_linear(self, x: Tensor, norm: Tensor | None, eps: float, linear: Linear) -> Tensor:
         layer = _ours(linear)
-        if self._is_small(x, layer):
-            return self._small(x, norm, eps, layer)
+        if self._is_fused(x, layer):
+            return self._fused(x, norm, eps, layer)
         return F.linear(self._normed(x, norm, eps), layer.weight, layer.bias)
 
     def norm_gate_up(
@@ -80,8 +85,8 @@ class TritonKernels:
     ) -> Tensor:
         check_activation(activation)
         layer = _ours(linear)
-        if self._is_small(x, layer):
-            return self._small(x, norm, eps, layer, activation=activation)
+        if self._is_fused(x, layer, gated=True):
+            return self._fused(x, norm, eps, layer, activation=activation)
         return gate(self.norm_linear(x, norm, eps, layer), activation, self._early)
 
     def linear_add(
@@ -91,31 +96,35 @@ class TritonKernels:
         layer = _ours(linear)
         if norm is not None:
             return add_normed(residual, self.norm_linear(x, None, eps, layer), norm, eps, self._early)
-        if self._is_small(x, layer):
-            return self._small(x, None, eps, layer, residual=residual, out=residual)
+        if self._is_fused(x, layer):
+            return self._fused(x, None, eps, layer, residual=residual, out=residual)
         if layer.bias is not None:
             return residual.add_(F.linear(x, layer.weight, layer.bias))
         return residual.addmm_(x, layer.weight.T)
 
     def logits(self, x: Tensor, norm: Tensor, eps: float, linear: Linear) -> Tensor:
         layer = _ours(linear)
-        if self._is_small(x, layer):
+        if self._is_fused(x, layer):
             out = torch.empty(len(x), layer.out_features, dtype=torch.float32, device=x.device)
-            return self._small(x, norm, eps, layer, out=out)
+            return self._fused(x, norm, eps, layer, out=out)
         x = self._normed(x, norm, eps)
         if layer.bias is None and x.is_cuda and x.dtype != torch.float32:
             return torch.mm(x, layer.weight.T, out_dtype=torch.float32)
         return F.linear(x, layer.weight, layer.bias).float()
 
-    def _is_small(self, x: Tensor, layer: TritonLinear) -> bool:
-        """Whether a step has so few tokens that its time is that of reading the weights."""
-        num_tokens = len(x)
-        return num_tokens <= self._few_tokens and pays(num_tokens, *layer.weight.shape, x.element_size())
+    def rows(self, table: Tensor, ids: Tensor) -> Tensor:
+        """table [N, n], ids [T] -> [T, n]"""
+        return rows(table, ids, self._early)
+
+    def _is_fused(self, x: Tensor, layer: TritonLinear, gated: bool = False) -> bool:
+        if len(x) > self._few_tokens:
+            return False
+        return _is_small(x, layer) or (self._medium and _is_medium(x, layer, gated))
 
     def _normed(self, x: Tensor, norm: Tensor | None, eps: float) -> Tensor:
         return x if norm is None else self.rms_norm(x, norm, eps)
 
-    def _small(
+    def _fused(
         self,
         x: Tensor,
         norm: Tensor | None,
@@ -126,21 +135,28 @@ class TritonKernels:
         residual: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        if norm is not None and x.dtype == torch.float16:
+        after: dict[str, Any] = {
+            "bias": layer.bias,
+            "activation": activation,
+            "residual": residual,
+            "out": out,
+        }
+        if not _is_small(x, layer):
+            x = self._normed(x, norm, eps)
+            return medium_linear(x, layer.weight, self._workspace, **after, early=self._early)
+        if x.dtype == torch.float16:
             # The fused norm scales its result, not its input, which may be too large for float16.
-            x, norm = self.rms_norm(x, norm, eps), None
-        return small_linear(
-            x,
-            layer.weight,
-            self._workspace,
-            norm=norm,
-            eps=eps,
-            bias=layer.bias,
-            activation=activation,
-            residual=residual,
-            out=out,
-            early=self._early,
-        )
+            x, norm = self._normed(x, norm, eps), None
+        return small_linear(x, layer.weight, self._workspace, norm=norm, eps=eps, **after, early=self._early)
+
+
+def _is_small(x: Tensor, layer: TritonLinear) -> bool:
+    """Whether a step has so few tokens that its time is that of reading the weights."""
+    return pays_small(len(x), layer.out_features, layer.in_features, x.element_size())
+
+
+def _is_medium(x: Tensor, layer: TritonLinear, gated: bool) -> bool:
+    return pays_medium(len(x), layer.out_features, layer.in_features, x.element_size(), gated)
 
 
 def _ours(linear: Linear) -> TritonLinear:

@@ -132,10 +132,8 @@ class Decoder:
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         """[T] -> [T, hidden_size]"""
-        if self.embedding is None:
-            x = self.head.rows(token_ids)
-        else:
-            x = self.embedding[token_ids].to(self.kernels.compute_dtype)
+        table = self.embedding
+        x = self.head.rows(token_ids) if table is None else self.kernels.rows(table, token_ids)
         return x if self._embedding_scale == 1.0 else x * self._embedding_scale
 
     def _normalise_whole(self, layer: Layer, qkv: Tensor) -> Tensor:

@@ -10,11 +10,11 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from inflight.attention.layer import AttentionLayer
-from inflight.attention.triton.early import begin_early, launch_options
 from inflight.attention.triton.plan import CHUNK_FIELDS
 from inflight.attention.triton.tiles import (
     arrive,
     finish,
+    first_blocks,
     load_rows,
     merge,
     store_partial,
@@ -24,6 +24,7 @@ from inflight.attention.triton.tiles import (
 )
 from inflight.attention.triton.tuning import Tile
 from inflight.attention.triton.workspace import Workspace
+from inflight.early import begin_early, launch_options
 
 
 def chunk_attention(
@@ -139,13 +140,16 @@ def _chunk(
         begin = tl.maximum(begin, position - window + 1)
 
     block_stride: tl.constexpr = 2 * NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
+    table = tables + table_row.to(tl.int64) * table_stride
+    blocks = first_blocks(table, begin, tl.minimum(end, num_cached), BLOCK_SIZE, BLOCK_N)
     acc, peak, total = take_pages(
         q,
         tl.zeros([ROWS, DIM], tl.float32),
         tl.full([ROWS], float("-inf"), tl.float32),
         tl.zeros([ROWS], tl.float32),
         cache + head * (BLOCK_SIZE * HEAD_DIM),
-        tables + table_row.to(tl.int64) * table_stride,
+        table,
+        blocks,
         begin,
         tl.minimum(end, num_cached),
         lowest,

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from inflight.attention.triton.early import begin_early, launch_options
+from inflight.early import begin_early, launch_options
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from inflight.execution.sampling import Sampler, SamplingRows
 from inflight.execution.sampling.triton import Workspace as DrawWorkspace
 from inflight.execution.sampling.triton import draw
 from inflight.models.decoder import Decoder
+from inflight.request import Request, SamplingParams
 from inflight.scheduling import Batch, Sampled
 
 
@@ -163,6 +164,19 @@ class GpuRunner:
         """Run a step of this shape that computes nothing: its kernels are compiled then, and captured."""
         self.step.upload_nothing(shape)
         self.steps.run(shape)
+
+    @torch.inference_mode()
+    def rehearse_apart(self) -> None:
+        """Sample every row outside the graph, with all that takes memory there."""
+        params = SamplingParams(temperature=1.0, top_p=0.5, repetition_penalty=1.1, logprobs=1)
+        rows = range(len(self.rows.tokens))
+        self.sampling.set_many([(row, Request("", [0], params, max_tokens=1)) for row in rows])
+        lengths = torch.ones(len(rows), dtype=torch.int64, device=self.decoder.device)
+        hidden = self.decoder.spec.hidden_size
+        stream = lengths.new_zeros((len(rows), hidden), dtype=self.decoder.kernels.compute_dtype)
+        self.sampler.sample(self.decoder.logits(stream), rows, lengths, self.rows.tokens)
+        for row in rows:
+            self.sampling.clear(row)
 
     def prepare(self, shapes: Iterable[StepShape]) -> None:
         for shape in shapes:

@@ -16,8 +16,10 @@ from torch import Tensor
 from inflight.execution.sampling.randomness import RaceKey, log_exponential
 from inflight.execution.sampling.rows import CANDIDATE_WIDTHS
 
-# On a CPU about this many logits are worked on at a time, so that the many passes stay in the cache.
+# About this many logits are worked on at a time: on a CPU so that the many passes stay in the cache, on a GPU so that
+# the copies that sorting makes stay small beside the KV memory.
 CPU_TILE = 1 << 19
+GPU_TILE = 1 << 24
 # A mass of 1 in fixed point: a vocabulary of 2^20 masses adds up to less than 2^63, and what rounds to no
 # mass beside the most likely token lies 29 nats below it, where no noise (25 nats from end to end) can win.
 MASS_ONE = 2.0**42
@@ -45,7 +47,7 @@ class DrawParams(NamedTuple):
 def row_tiles(logits: Tensor) -> Iterator[slice]:
     """Slices of the rows of logits [R, V] to work on together."""
     num_rows, vocab_size = logits.shape
-    step = max(1, CPU_TILE // vocab_size if logits.device.type == "cpu" else num_rows)
+    step = max(1, (CPU_TILE if logits.device.type == "cpu" else GPU_TILE) // vocab_size)
     return (slice(first, first + step) for first in range(0, num_rows, step))
 
 

@@ -1,4 +1,4 @@
-"""Norms and gates in one pass over memory."""
+"""Norms, gates and lookups in one pass over memory, and with as many threads as 16-byte loads keep busy."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from inflight.layers.triton.early import begin_early, launch_options
+from inflight.early import begin_early, launch_options
 
 GATES = {"silu": 1, "gelu_tanh": 2}  # how kernels name the activations; 0 is none
-_SHORT_ROW = 2048  # elements: rows shorter than this (heads, say) share a program
-_LONG_ROW = 4096  # rows longer than this get more warps
 _GATE_BLOCK = 1024
+_ROW_BLOCK = 2048  # of a lookup
 
 
 @triton.jit
@@ -26,35 +25,31 @@ def activate(gate, GATE: tl.constexpr):
     return gate * tl.where(inner >= 0, 1.0, small) / (1.0 + small)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit
 def _rms_norm_kernel(
     x,
     weight,
     residual,
     out,
-    num_rows,
     inner_rows,
     outer_stride,
     inner_stride,
     num_features,
     eps,
     ADD: tl.constexpr,
-    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Row r of x lies at (r // inner_rows) * outer_stride + (r % inner_rows) * inner_stride."""
-    begin_early(EARLY)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
-    live = (row < num_rows)[:, None] & (column < num_features)[None, :]  # [ROWS, BLOCK]
-    outer = (row // inner_rows).to(tl.int64)
-    start = outer * outer_stride + (row % inner_rows).to(tl.int64) * inner_stride
-    wide = tl.load(x + start[:, None] + column[None, :], mask=live, other=0.0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(wide * wide, 1) / num_features + eps)  # [ROWS]
-    factor = tl.load(weight + column, mask=column < num_features, other=0.0)
-    y = wide * scale[:, None] * factor[None, :]
-    place = row.to(tl.int64)[:, None] * num_features + column[None, :]
+    live = column < num_features
+    factor = tl.load(weight + column, mask=live, other=0.0)
+    begin_early(EARLY)
+    start = (row // inner_rows).to(tl.int64) * outer_stride + (row % inner_rows).to(tl.int64) * inner_stride
+    place = row.to(tl.int64) * num_features + column
+    wide = tl.load(x + start + column, mask=live, other=0.0).to(tl.float32)
+    y = wide * tl.rsqrt(tl.sum(wide * wide, 0) / num_features + eps) * factor
     if ADD:
         y += tl.load(residual + place, mask=live, other=0.0).to(tl.float32)
     tl.store(out + place, y.to(out.dtype.element_ty), mask=live)
@@ -69,6 +64,16 @@ def _gate_kernel(gate_up, out, inner, GATE: tl.constexpr, BLOCK: tl.constexpr, E
     gate = tl.load(gate_up + row * 2 * inner + column, mask=live, other=0.0).to(tl.float32)
     up = tl.load(gate_up + (row * 2 + 1) * inner + column, mask=live, other=0.0).to(tl.float32)
     tl.store(out + row * inner + column, (activate(gate, GATE) * up).to(out.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def _rows_kernel(table, ids, out, num_features, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    begin_early(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = column < num_features
+    source = table + tl.load(ids + row).to(tl.int64) * num_features
+    tl.store(out + row * num_features + column, tl.load(source + column, mask=live), mask=live)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, early: bool = False) -> Tensor:
@@ -90,23 +95,20 @@ def _normalise(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, e
     if num_rows == 0:
         return out
     block = triton.next_power_of_2(num_features)
-    rows = min(max(1, _SHORT_ROW // block), 16)
-    _rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
+    _rms_norm_kernel[(num_rows,)](
         view,
         weight,
         x if residual is None else residual,
         out,
-        num_rows,
         inner_rows,
         view.stride(0),
         view.stride(1),
         num_features,
         eps,
         ADD=residual is not None,
-        ROWS=rows,
         BLOCK=block,
         EARLY=early,
-        num_warps=4 if block <= _LONG_ROW else 8,
+        num_warps=_warps(block),
         **launch_options(early),
     )
     return out
@@ -132,10 +134,35 @@ def gate(gate_up: Tensor, activation: str, early: bool = False) -> Tensor:
     return out
 
 
+def rows(table: Tensor, ids: Tensor, early: bool = False) -> Tensor:
+    """table [N, n], ids [T], 0 <= id < N -> [T, n]"""
+    num_features = table.shape[1]
+    out = torch.empty(len(ids), num_features, dtype=table.dtype, device=table.device)
+    if len(ids) == 0:
+        return out
+    block = min(_ROW_BLOCK, triton.next_power_of_2(num_features))
+    _rows_kernel[(len(ids), triton.cdiv(num_features, block))](
+        table,
+        ids,
+        out,
+        num_features,
+        BLOCK=block,
+        EARLY=early,
+        num_warps=_warps(block),
+        **launch_options(early),
+    )
+    return out
+
+
+def _warps(block: int) -> int:
+    """One load of 16 bytes (8 elements of 2) for each thread; a chip's limit is 32 warps, and half of it is enough."""
+    return max(1, min(16, block // 256))
+
+
 def _three_dims(x: Tensor) -> Tensor:
-    """[..., n] as [outer, inner, n], a view where the strides allow it, features adjacent."""
+    """[..., n] as [outer, inner, n], a view where the strides allow it, features adjacent. Of [T, n], inner is 1."""
     if x.stride(-1) != 1:
         x = x.contiguous()
     if x.dim() > 3:
         x = x.flatten(0, -3)
-    return x.reshape(1, -1, x.shape[-1]) if x.dim() < 3 else x
+    return x.reshape(-1, 1, x.shape[-1]) if x.dim() < 3 else x

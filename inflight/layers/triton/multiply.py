@@ -15,10 +15,10 @@ _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
-def _dot(w, features, acc, PRECISION: tl.constexpr):
+def dot(a, b, acc, PRECISION: tl.constexpr):
     if _INTERPRETED:  # its product of two bfloat16 tensors is that of their bits
-        return tl.dot(w.to(tl.float32), features.to(tl.float32), acc, input_precision="ieee")
-    return tl.dot(w, features, acc, input_precision=PRECISION)
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    return tl.dot(a, b, acc, input_precision=PRECISION)
 
 
 @triton.jit
@@ -89,7 +89,7 @@ def multiply_whole(
             squares += wide * wide
             gain = tl.load(norm + start + k, mask=inside, other=0.0)
             features = (wide * gain[:, None]).to(features.dtype)
-        acc = _dot(w, features, acc, PRECISION)
+        acc = dot(w, features, acc, PRECISION)
     return acc, tl.sum(squares, 0)
 
 
@@ -131,5 +131,5 @@ def multiply_sliced(
             squares += wide * wide
             gain = tl.load(norm + start + k, mask=inside, other=0.0)
             features = (wide * gain[:, :, None]).to(features.dtype)
-        acc = _dot(w, features, acc, PRECISION)
+        acc = dot(w, features, acc, PRECISION)
     return tl.sum(acc, 0), tl.sum(tl.sum(squares, 0), 0)

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from inflight.layers.triton.early import begin_early, fetch_into_l2, launch_options
+from inflight.early import begin_early, fetch_into_l2, launch_options
 from inflight.layers.triton.elementwise import GATES, activate
 from inflight.layers.triton.multiply import multiply_plain, multiply_sliced, multiply_whole
 from inflight.layers.triton.tiles import Tile, choose, num_multiprocessors, token_bucket
@@ -33,6 +33,11 @@ class Workspace:
     def __init__(self, device: torch.device, num_floats: int = 1 << 23, num_tiles: int = 1 << 12) -> None:
         self.partials = torch.empty(num_floats, dtype=torch.float32, device=device)
         self.counters = torch.zeros(num_tiles, dtype=torch.int32, device=device)
+
+    def check(self, num_tiles: int, tile: Tile) -> None:
+        assert num_tiles <= len(self.counters), f"{num_tiles} tiles are too many to split"
+        num_floats = num_tiles * tile.split * tile.block_m * (tile.block_n + 1)
+        assert num_floats <= len(self.partials), f"{num_floats} partial sums do not fit the workspace"
 
 
 @triton.jit
@@ -48,7 +53,7 @@ def _weight_rows(index, tile, num_out, GATE: tl.constexpr, BLOCK_N: tl.constexpr
 
 
 @triton.jit
-def _fetch_tile(
+def fetch_tile(
     weight,
     tile,
     num_out,
@@ -135,7 +140,7 @@ def _small_linear_kernel(
     first = part * share
     last = tl.minimum(first + share, K)
     if EARLY:
-        _fetch_tile(weight, tile, num_out, K, first, last, ahead, GATE, BLOCK_N, LANES)
+        fetch_tile(weight, tile, num_out, K, first, last, ahead, GATE, BLOCK_N, LANES)
     begin_early(EARLY)
     rows = weight + _weight_rows(tl.arange(0, BLOCK_N), tile, num_out, GATE, BLOCK_N).to(tl.int64) * K
     if BLOCK_M <= 4:
@@ -203,11 +208,10 @@ def small_linear(
     if tile is None:
         num_sms = num_multiprocessors(x.device)
         tile = choose(token_bucket(num_tokens), num_rows, num_features, weight.itemsize, num_sms)
+    assert num_tokens <= tile.block_m, f"{num_tokens} tokens do not fit a tile of {tile.block_m}"
     num_tiles = triton.cdiv(num_rows, tile.block_n)
     if tile.split > 1:
-        assert num_tiles <= len(workspace.counters), f"{num_tiles} tiles are too many to split"
-        num_floats = num_tiles * tile.split * tile.block_m * (tile.block_n + 1)
-        assert num_floats <= len(workspace.partials), f"{num_floats} partial sums do not fit the workspace"
+        workspace.check(num_tiles, tile)
     _small_linear_kernel[(num_tiles * tile.split,)](
         x,
         weight,
@@ -221,7 +225,7 @@ def small_linear(
         num_out,
         num_features,
         eps,
-        _bytes_ahead(weight, tile, num_tiles) if early else 0,
+        bytes_ahead(weight, tile, num_tiles) if early else 0,
         GATE=0 if activation is None else GATES[activation],
         EVEN_K=num_features % tile.block_k == 0,
         BLOCK_M=tile.block_m,
@@ -239,7 +243,7 @@ def small_linear(
     return out
 
 
-def _bytes_ahead(weight: Tensor, tile: Tile, num_tiles: int) -> int:
+def bytes_ahead(weight: Tensor, tile: Tile, num_tiles: int) -> int:
     """How much of each weight row to ask for ahead: a multiple of 16, none where rows are not aligned to that."""
     row_bytes = weight.shape[1] * weight.itemsize
     if row_bytes % 16 or weight.data_ptr() % 16:

@@ -1,4 +1,4 @@
-"""How `small_linear` cuts a layer into programs: one place for all that is measured and none that is computed."""
+"""How linear layers are cut into programs: one place for all that is measured and none that is computed."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import functools
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-MAX_TOKENS = 64  # the largest bucket
+MAX_TOKENS = 256  # up to which fused kernels may pay
+MAX_SMALL = 64  # tokens, the largest bucket of `small_linear`
 _LARGE = 64 << 20  # bytes of weights from which a layer's time is all bandwidth, for as many tokens as that
 _SMALL = 16 << 20  # bytes of weights up to which it is all latency
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """One program: `block_n` weight rows and all tokens, `block_k` features at a time."""
+    """One program: `block_m` tokens (of few: all) and `block_n` weight rows, `block_k` features at a time."""
 
     block_m: int  # tokens, padded; 4 and fewer go without tensor cores
     block_n: int
@@ -30,10 +32,18 @@ def token_bucket(num_tokens: int) -> int:
     return num_tokens if num_tokens <= 2 else max(16, 1 << (num_tokens - 1).bit_length())
 
 
-def pays(num_tokens: int, num_rows: int, num_features: int, itemsize: int) -> bool:
-    """Whether one fused kernel beats a norm, the vendor's product and a gate in a row."""
-    large = num_rows * num_features * itemsize >= _LARGE
-    return num_tokens <= (MAX_TOKENS if large else MAX_TOKENS // 2)
+def pays_small(num_tokens: int, num_rows: int, num_features: int, itemsize: int) -> bool:
+    """Whether `small_linear` beats a norm, the vendor's product and a gate in a row."""
+    # With more tokens only long rows are worth it: there are too few programs for anything else.
+    large = num_rows * num_features * itemsize >= _LARGE and num_features > num_rows
+    return num_tokens <= (MAX_SMALL if large else MAX_SMALL // 2)
+
+
+def pays_medium(num_tokens: int, num_rows: int, num_features: int, itemsize: int, gated: bool) -> bool:
+    """The same for `medium_linear`. The more the tensor cores are the limit, the better is the vendor's product, but a
+    gate that needs no kernel of its own makes up for it."""
+    small = num_rows * num_features * itemsize <= _SMALL
+    return itemsize == 2 and num_tokens <= (MAX_TOKENS if small or gated else MAX_SMALL)
 
 
 @functools.cache
@@ -42,6 +52,17 @@ def num_multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return 132
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def can_describe(x: Tensor, weight: Tensor) -> bool:
+    """Whether the chip's copy engine (TMA) can fetch tiles of these by itself."""
+    if (
+        x.device.type != "cuda"
+        or x.element_size() != 2
+        or torch.cuda.get_device_capability(x.device) < (9, 0)
+    ):
+        return False
+    return x.shape[1] % 8 == 0 and x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
 
 
 @functools.cache
@@ -68,6 +89,22 @@ def choose(num_tokens: int, num_rows: int, num_features: int, itemsize: int, num
         split = _split(2 * num_sms, -(-num_rows // 64), num_features // 128)
         return Tile(64, 64, 128, 1, split, 4, 3)
     return Tile(64, 128, 64, 1, 1, 4, 4)
+
+
+@functools.cache
+def choose_medium(num_tokens: int, num_rows: int, num_features: int, itemsize: int, num_sms: int) -> Tile:
+    """The same for `medium_linear`, whose tiles of tokens may be several: one program a multiprocessor, or nearly."""
+    if itemsize == 4:
+        return Tile(64, 32, 32, 1, 1, 4, 2)
+    if num_rows >= 128 * num_sms:
+        return Tile(64, 128, 64, 1, 1, 4, 7) if num_tokens <= 64 else Tile(128, 256, 64, 1, 1, 8, 4)
+    token_tiles = -(-num_tokens // 64)
+    for block_n, stages in ((32, 5), (64, 6), (128, 4)):
+        num_tiles = token_tiles * -(-num_rows // block_n)
+        if num_tiles <= num_sms:
+            split = _split(num_sms, num_tiles, num_features // 256) if 4 * num_tiles <= num_sms else 1
+            return Tile(64, block_n, 128, 1, split, 4, stages)
+    return Tile(128, 128, 64, 1, 1, 4, 4)
 
 
 def _padded(size: int) -> int:

@@ -116,6 +116,7 @@ def test_a_rehearsal_leaves_no_trace(folder: Path, interpreted: InterpretedPlatf
             cache.fill_(3.0)
         runner.rows.tokens.fill_(4)
         runner.prepare(runner.buckets.usual())
+        runner.rehearse_apart()
         assert all((cache == 3.0).all() for cache in runner.caches)
         assert (runner.rows.tokens == 4).all()
         assert not runner.step.workspace.counters.any()

@@ -1,8 +1,9 @@
-"""Programmatic dependent launch: a kernel may start, and fetch its weights, while the one before it still runs.
+"""Programmatic dependent launch: a kernel starts while the one before it still runs, and waits only where it must.
 
-Every kernel launched with `launch_pdl` must call `begin_early` before it touches anything that another kernel
-writes. It lets the kernel after it start too, and returns when all kernels before it are done and their writes
-can be seen. Hopper and later; in the interpreter, and on older chips, `EARLY` is False and nothing is compiled.
+Every kernel launched with these options calls `begin_early`, in every program, even one without work: a kernel that is
+done then means that all before it are done. Before the call it may read constants (weights, say) and what the host
+wrote before the step's first kernel, and nothing that another kernel of the step writes. Hopper and later; elsewhere,
+and in the interpreter, `EARLY` is False and nothing of this is compiled.
 """
 
 from __future__ import annotations
@@ -24,8 +25,16 @@ def can_start_early(device: torch.device) -> bool:
 
 
 def launch_options(early: bool) -> dict[str, bool]:
-    """What a launch needs beside its arguments; interpreters and older chips do not know the option."""
+    """What a launch needs beside its arguments; the interpreter and older chips do not know the option."""
     return {"launch_pdl": True} if early else {}
+
+
+@triton.jit
+def begin_early(EARLY: tl.constexpr):
+    """Let the next kernel start, and wait until all before are done and their writes can be seen."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
 
 
 @triton.jit
@@ -34,10 +43,3 @@ def fetch_into_l2(pointers, num_bytes):
     tl.inline_asm_elementwise(
         _FETCH, "=r,l,r", [pointers.to(tl.int64), num_bytes], dtype=tl.int32, is_pure=False, pack=1
     )
-
-
-@triton.jit
-def begin_early(EARLY: tl.constexpr):
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()

@@ -1,0 +1,245 @@
+"""Linear layers for some dozens to hundreds of tokens: the tensor cores have work, and latency still costs most.
+
+One kernel computes a tile of tokens by output features, and what stands after the product:
+
+    out = residual + activate(gate) * up,   gate, up = the halves of x @ W.T + bias
+
+Tokens stand first in the product, so both operands go from memory to the tensor cores without passing through
+registers (where the chip can, whole tiles are copied by its own engine: descriptors). A norm would need registers
+on the way, and is cheaper in a kernel of its own here.
+
+A gate's tile holds its rows in pairs, gate and up of the same output, so one product serves both and each pair
+ends up with one thread. Tiles are split, and their parts added up, as in `small_linear`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from inflight.early import begin_early, launch_options
+from inflight.layers.triton.elementwise import GATES, activate
+from inflight.layers.triton.multiply import dot
+from inflight.layers.triton.small_linear import Workspace, bytes_ahead, fetch_tile
+from inflight.layers.triton.tiles import Tile, can_describe, choose_medium, num_multiprocessors
+
+
+@triton.jit
+def _paired_rows(n, num_out, GATE: tl.constexpr):
+    """The weight row behind each column of all tiles; past the last one, the last one again."""
+    if GATE == 0:
+        return tl.minimum(n, num_out - 1)
+    return tl.minimum(n // 2, num_out - 1) + (n % 2) * num_out
+
+
+@triton.jit
+def _multiply(
+    x,
+    weight,
+    x_tiles,  # descriptor of x, tiles [BLOCK_M, BLOCK_K]; None: by pointers
+    weight_tiles,  # of weight, [BLOCK_N, BLOCK_K]; with a gate [BLOCK_N // 2, 2, BLOCK_K]
+    token,  # first of the tile
+    tile,
+    first,
+    last,
+    num_tokens,
+    num_out,
+    K,
+    GATE: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Products [BLOCK_M, BLOCK_N] over features [first, last)."""
+    k = tl.arange(0, BLOCK_K)
+    m = tl.minimum(token + tl.arange(0, BLOCK_M), num_tokens - 1)
+    x_rows = x + m.to(tl.int64) * K
+    rows = weight + _paired_rows(tile * BLOCK_N + tl.arange(0, BLOCK_N), num_out, GATE).to(tl.int64) * K
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in tl.range(first, last, BLOCK_K, num_stages=STAGES):
+        inside = k < (BLOCK_K if EVEN_K else last - start)
+        if x_tiles is None:
+            features = tl.load(x_rows[:, None] + (start + k)[None, :], mask=inside[None, :], other=0.0)
+            w = tl.load(rows[:, None] + (start + k)[None, :], mask=inside[None, :], other=0.0)
+        else:
+            features = x_tiles.load([token, start])
+            if GATE == 0:
+                w = weight_tiles.load([tile * BLOCK_N, start])
+            else:
+                pairs = weight_tiles.load([tile * (BLOCK_N // 2), 0, start])
+                w = tl.reshape(pairs, [BLOCK_N, BLOCK_K])
+        acc = dot(features, tl.trans(w), acc, PRECISION)
+    return acc
+
+
+@triton.jit
+def _finish(
+    acc,
+    token,
+    tile,
+    bias,
+    residual,
+    out,
+    num_tokens,
+    num_out,
+    GATE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """What stands after the product acc [BLOCK_M, BLOCK_N], and the store."""
+    if bias is not None:
+        row = _paired_rows(tile * BLOCK_N + tl.arange(0, BLOCK_N), num_out, GATE)
+        acc += tl.load(bias + row).to(tl.float32)[None, :]
+    WIDTH: tl.constexpr = BLOCK_N if GATE == 0 else BLOCK_N // 2
+    if GATE != 0:
+        gate, up = tl.split(tl.reshape(acc, [BLOCK_M, WIDTH, 2]))
+        acc = activate(gate, GATE) * up
+    m = token + tl.arange(0, BLOCK_M)
+    n = tile * WIDTH + tl.arange(0, WIDTH)
+    live = (m < num_tokens)[:, None] & (n < num_out)[None, :]
+    place = m[:, None].to(tl.int64) * num_out + n[None, :]
+    if residual is not None:
+        acc += tl.load(residual + place, mask=live, other=0.0).to(tl.float32)
+    tl.store(out + place, acc.to(out.dtype.element_ty), mask=live)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "ahead"])
+def _medium_linear_kernel(
+    x,  # [num_tokens, K]
+    weight,  # [num_out, K]; with a gate [2 * num_out, K]
+    x_tiles,
+    weight_tiles,
+    bias,  # one for each weight row, or None
+    residual,  # [num_tokens, num_out], or None
+    out,  # [num_tokens, num_out]
+    partials,  # SPLIT slots of BLOCK_M * BLOCK_N for each tile
+    counters,  # int32, one for each tile, zero
+    num_tokens,
+    num_out,
+    K,
+    ahead,
+    GATE: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
+    LANES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    # Programs that read the same weights stand side by side: they run at the same time.
+    token_tiles = tl.cdiv(num_tokens, BLOCK_M)
+    token_tile, share_of_tile = tl.program_id(0) % token_tiles, tl.program_id(0) // token_tiles
+    part, tile = share_of_tile % SPLIT, share_of_tile // SPLIT
+    token = token_tile * BLOCK_M
+    share = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLIT) * BLOCK_K
+    first = part * share
+    last = tl.minimum(first + share, K)
+    if EARLY and token == 0:
+        fetch_tile(weight, tile, num_out, K, first, last, ahead, GATE, BLOCK_N, LANES)
+    begin_early(EARLY)
+    acc = _multiply(
+        x, weight, x_tiles, weight_tiles, token, tile, first, last, num_tokens, num_out, K,
+        GATE, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, PRECISION,
+    )  # fmt: skip
+    if SPLIT == 1:
+        _finish(acc, token, tile, bias, residual, out, num_tokens, num_out, GATE, BLOCK_M, BLOCK_N)
+    else:
+        SLOT: tl.constexpr = BLOCK_M * BLOCK_N
+        inner = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        meeting = tile * token_tiles + token_tile
+        slots = partials + meeting.to(tl.int64) * (SPLIT * SLOT)
+        tl.store(slots + part * SLOT + inner, acc)
+        tl.debug_barrier()  # every thread's stores come before the one atomic that tells of them
+        arrived = tl.atomic_add(counters + meeting, 1, sem="acq_rel", scope="gpu")
+        if arrived == SPLIT - 1:
+            total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            # Not unrolled: all parts at once are more than the registers hold.
+            for other in tl.range(0, SPLIT):
+                total += tl.load(slots + other * SLOT + inner, cache_modifier=".cg")
+            tl.store(counters + meeting, 0)
+            _finish(total, token, tile, bias, residual, out, num_tokens, num_out, GATE, BLOCK_M, BLOCK_N)
+
+
+def medium_linear(
+    x: Tensor,  # [T, K]
+    weight: Tensor,  # [N, K]
+    workspace: Workspace,
+    *,
+    bias: Tensor | None = None,  # [N]
+    activation: str | None = None,
+    residual: Tensor | None = None,  # [T, N]
+    out: Tensor | None = None,
+    early: bool = False,
+    tile: Tile | None = None,
+) -> Tensor:
+    """[T, N], or [T, N // 2] with an activation. `out` may be the residual."""
+    num_tokens, num_features = x.shape
+    num_rows = weight.shape[0]
+    num_out = num_rows if activation is None else num_rows // 2
+    if out is None:
+        out = torch.empty(num_tokens, num_out, dtype=x.dtype, device=x.device)
+    if num_tokens == 0:
+        return out
+    if tile is None:
+        tile = choose_medium(
+            num_tokens, num_rows, num_features, x.element_size(), num_multiprocessors(x.device)
+        )
+    num_tiles = triton.cdiv(num_rows, tile.block_n)
+    token_tiles = triton.cdiv(num_tokens, tile.block_m)
+    if tile.split > 1:
+        workspace.check(num_tiles * token_tiles, tile)
+    x_tiles, weight_tiles = _describe(x, weight, tile, activation is not None)
+    _medium_linear_kernel[(num_tiles * tile.split * token_tiles,)](
+        x,
+        weight,
+        x_tiles,
+        weight_tiles,
+        bias,
+        residual,
+        out,
+        workspace.partials if tile.split > 1 else None,
+        workspace.counters if tile.split > 1 else None,
+        num_tokens,
+        num_out,
+        num_features,
+        bytes_ahead(weight, tile, num_tiles) if early else 0,
+        GATE=0 if activation is None else GATES[activation],
+        EVEN_K=num_features % tile.block_k == 0,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k,
+        SPLIT=tile.split,
+        STAGES=tile.stages,
+        LANES=max(32 * tile.num_warps, tile.block_n),
+        PRECISION="ieee" if weight.dtype == torch.float32 else "tf32",
+        EARLY=early,
+        num_warps=tile.num_warps,
+        **launch_options(early),
+    )
+    return out
+
+
+def _describe(
+    x: Tensor, weight: Tensor, tile: Tile, gated: bool
+) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
+    if not can_describe(x, weight):
+        return None, None
+    num_rows, num_features = weight.shape
+    x_tiles = TensorDescriptor(x, list(x.shape), [num_features, 1], [tile.block_m, tile.block_k])
+    if not gated:
+        shape, strides, block = [num_rows, num_features], [num_features, 1], [tile.block_n, tile.block_k]
+    else:
+        # [outputs, gate or up, features]
+        shape = [num_rows // 2, 2, num_features]
+        strides = [num_features, num_rows // 2 * num_features, 1]
+        block = [tile.block_n // 2, 2, tile.block_k]
+    return x_tiles, TensorDescriptor(weight, shape, strides, block)

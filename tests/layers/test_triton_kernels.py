@@ -1,0 +1,184 @@
+"""The GPU's kernels against float64: norms, gates, and the decoder's operations on both sides of the threshold."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from inflight.errors import ConfigError
+from inflight.layers.kernels import Kernels, Linear
+from inflight.layers.torch_kernels import TorchKernels
+from inflight.layers.triton.elementwise import add_normed, gate, rms_norm, rows
+from inflight.layers.triton_kernels import TritonKernels
+from tests.layers.test_triton_small_linear import DEVICE, TOLERANCE, assert_near, draw, normed64, reference
+
+FEW = 4  # tokens, so that the threshold is crossed by small tests
+
+
+def make(kernels: Kernels, weight: Tensor, bias: Tensor | None = None) -> Linear:
+    linear = kernels.linear(weight.shape[1], weight.shape[0], weight.dtype, bias is not None)
+    linear.load(weight)
+    if bias is not None:
+        linear.load_bias(bias)
+    return linear
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    "shape", [(1, 1), (3, 17), (40, 64), (5, 4, 128), (3, 2, 20), (2, 3, 4, 24), (2, 5000)]
+)
+def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, weight = draw(*shape, dtype=dtype), draw(shape[-1])
+    found = rms_norm(x, weight, 1e-6)
+    assert found.shape == x.shape
+    assert_near(found, normed64(x, weight, 1e-6), dtype)
+
+
+def test_rms_norm_of_views_of_something_larger() -> None:
+    torch.manual_seed(1)
+    packed, weight = draw(6, 7 * 32), draw(32)
+    for x in (
+        packed.view(6, 7, 32)[:, 2:5],
+        packed[:, 32:64],
+        packed.view(6, 7, 32).transpose(1, 2)[..., :7],
+        packed.view(2, 3, 7, 32)[:, 1:, 2:5],
+    ):
+        scale = weight[: x.shape[-1]]
+        assert_near(rms_norm(x, scale, 1e-5), normed64(x, scale, 1e-5), torch.float32)
+
+
+def test_rms_norm_of_large_and_of_no_values() -> None:
+    x = torch.full((2, 48), 3e4, dtype=torch.float16, device=DEVICE)
+    ones = torch.ones(48, device=DEVICE)
+    assert torch.equal(rms_norm(x, ones, 1e-6), torch.ones_like(x))
+    assert torch.equal(rms_norm(torch.zeros_like(x), ones, 1e-6), torch.zeros_like(x))
+    assert rms_norm(x[:0], ones, 1e-6).shape == (0, 48)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_a_norm_is_added_in_place(dtype: torch.dtype) -> None:
+    torch.manual_seed(2)
+    residual, x, weight = draw(5, 40, dtype=dtype), draw(5, 40, dtype=dtype), draw(40)
+    wanted = residual.double() + normed64(x, weight, 1e-6)
+    assert add_normed(residual, x, weight, 1e-6) is residual
+    assert_near(residual, wanted, dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("shape", [(1, 2), (3, 34), (2, 2100), (0, 8)])
+def test_gate(shape: tuple[int, int], activation: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(3)
+    gate_up = draw(*shape, dtype=dtype, scale=3.0)
+    identity = torch.eye(shape[1], device=DEVICE)
+    assert_near(gate(gate_up, activation), reference(gate_up, identity, activation=activation), dtype)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_a_gate_far_from_zero(activation: str) -> None:
+    values = torch.tensor([-1e4, -90.0, 90.0, 1e4], device=DEVICE)
+    found = gate(torch.cat((values, torch.ones(4, device=DEVICE))).unsqueeze(0), activation)
+    torch.testing.assert_close(found[0], values.clamp(min=0))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    ("num_tokens", "with_bias"), [(0, False), (1, True), (FEW, False), (FEW + 1, True), (11, False)]
+)
+def test_the_decoders_operations(num_tokens: int, with_bias: bool, dtype: torch.dtype) -> None:
+    check_the_decoders_operations(TritonKernels(dtype, DEVICE, few_tokens=FEW), num_tokens, with_bias)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("num_tokens", "with_bias"), [(40, False), (70, True)])
+def test_the_decoders_operations_with_more_tokens(
+    num_tokens: int, with_bias: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a norm fused into the product and with one before it, and with nothing left to the vendor's product."""
+    monkeypatch.setattr(torch.nn.functional, "linear", None)
+    check_the_decoders_operations(TritonKernels(dtype, DEVICE), num_tokens, with_bias)
+
+
+def check_the_decoders_operations(kernels: Kernels, num_tokens: int, with_bias: bool) -> None:
+    torch.manual_seed(num_tokens)
+    dtype = kernels.compute_dtype
+    x, norm, out_norm = draw(num_tokens, 40, dtype=dtype), draw(40), draw(24)
+    weight, bias = draw(24, 40, dtype=dtype, scale=0.15), draw(24, dtype=dtype) if with_bias else None
+    linear = make(kernels, weight, bias)
+    residual = draw(num_tokens, 24, dtype=dtype)
+
+    assert_near(linear(x), reference(x, weight, bias=bias), dtype)
+    for gain in (norm, None):
+        wanted = reference(x, weight, gain, 1e-5, bias)
+        assert_near(kernels.norm_linear(x, gain, 1e-5, linear), wanted, dtype)
+        for activation in ("silu", "gelu_tanh"):
+            gated = reference(x, weight, gain, 1e-5, bias, activation)
+            assert_near(kernels.norm_gate_up(x, gain, 1e-5, linear, activation), gated, dtype)
+    plain = reference(x, weight, bias=bias)
+    wanted = residual.double() + plain
+    assert_near(kernels.linear_add(x, linear, residual.clone(), None, 1e-5), wanted, dtype)
+    wanted = residual.double() + normed64(plain, out_norm, 1e-5)
+    assert_near(kernels.linear_add(x, linear, residual.clone(), out_norm, 1e-5), wanted, dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("num_tokens", [2, FEW + 1])
+def test_logits_are_float32(num_tokens: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(4)
+    kernels = TritonKernels(dtype, DEVICE, few_tokens=FEW)
+    x, weight, norm = draw(num_tokens, 32, dtype=dtype), draw(50, 32, dtype=dtype), draw(32)
+    found = kernels.logits(x, norm, 1e-6, make(kernels, weight))
+    assert found.dtype == torch.float32
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(
+        found.double(), reference(x, weight, norm, 1e-6), rtol=tolerance, atol=tolerance * 10
+    )
+
+
+def test_a_stream_too_large_to_scale_in_float16() -> None:
+    """x times the norm's gain is beyond float16, the normed x is not."""
+    kernels = TritonKernels(torch.float16, DEVICE)
+    x, gain = (
+        torch.full((1, 64), 6e4, dtype=torch.float16, device=DEVICE),
+        torch.full((64,), 8.0, device=DEVICE),
+    )
+    linear = make(kernels, torch.full((16, 64), 0.125, dtype=torch.float16, device=DEVICE))
+    assert torch.equal(
+        kernels.norm_linear(x, gain, 1e-6, linear), torch.full((1, 16), 64.0).half().to(DEVICE)
+    )
+
+
+def test_weights_are_loaded_in_pieces_and_read_by_row() -> None:
+    kernels = TritonKernels(torch.bfloat16, DEVICE)
+    linear = kernels.linear(8, 6, torch.float32, bias=True)
+    weight = torch.arange(48.0).view(6, 8)
+    linear.load(weight[4:], 4)
+    linear.load(weight[:4])
+    linear.load_bias(torch.ones(6))
+    for dtype in (torch.int32, torch.int64):
+        ids = torch.tensor([5, 0, 5], dtype=dtype, device=DEVICE)
+        assert torch.equal(linear.rows(ids).cpu(), weight[[5, 0, 5]].bfloat16())
+    assert linear.rows(ids[:0]).shape == (0, 8)
+    x = torch.eye(8, dtype=torch.bfloat16, device=DEVICE)
+    assert torch.equal(linear(x).cpu(), weight.T.bfloat16() + 1)
+
+
+def test_long_rows_are_looked_up_whole() -> None:
+    table = draw(4, 5000)
+    assert torch.equal(rows(table, torch.tensor([3, 1], device=DEVICE)), table[[3, 1]])
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    kernels = TritonKernels(torch.float32, DEVICE)
+    linear = kernels.linear(4, 6, torch.float32, bias=False)
+    with pytest.raises(ConfigError, match="does not fit"):
+        linear.load(torch.ones(6, 5))
+    with pytest.raises(ConfigError, match="made without one"):
+        linear.load_bias(torch.ones(6))
+    with pytest.raises(ConfigError, match="allowed is silu, gelu_tanh"):
+        kernels.norm_gate_up(draw(1, 4), None, 1e-6, linear, "relu")
+    other = TorchKernels(device=DEVICE).linear(4, 6, torch.float32, bias=False)
+    with pytest.raises(ConfigError, match="TorchLinear was given"):
+        kernels.norm_linear(draw(1, 4), None, 1e-6, other)

@@ -1,0 +1,117 @@
+"""Linear layers for some dozens of tokens, in every way they are cut and fused, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from inflight.layers.triton.medium_linear import medium_linear
+from inflight.layers.triton.small_linear import Workspace
+from inflight.layers.triton.tiles import MAX_TOKENS, Tile, choose_medium
+from tests.layers.test_triton_small_linear import DEVICE, TOLERANCE, assert_near, draw, poisoned, reference
+
+TILES = [Tile(16, 32, 32, 1, 1, 4, 3), Tile(16, 16, 16, 1, 2, 4, 2), Tile(32, 32, 16, 1, 3, 4, 2)]
+
+
+@pytest.fixture
+def workspace() -> Workspace:
+    made = Workspace(torch.device(DEVICE), num_floats=1 << 16, num_tiles=64)
+    made.partials.fill_(torch.nan)
+    return made
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("activation", [None, "silu", "gelu_tanh"])
+def test_every_fusion_in_every_tile(tile: Tile, activation: str | None, workspace: Workspace) -> None:
+    """Neither 37 tokens, 72 features nor 52 rows are a multiple of a tile."""
+    torch.manual_seed(0)
+    x, weight = draw(37, 72), draw(52, 72, scale=72**-0.5)
+    num_out = 52 if activation is None else 26
+    bias, residual = draw(52), draw(37, num_out)
+    for use_bias, use_residual in [(0, 0), (1, 0), (0, 1), (1, 1)]:
+        parts = {
+            "bias": bias if use_bias else None,
+            "activation": activation,
+            "residual": residual if use_residual else None,
+        }
+        out = poisoned(37, num_out, dtype=torch.float32)
+        assert medium_linear(x, weight, workspace, out=out, tile=tile, **parts) is out  # type: ignore[arg-type]
+        assert_near(out, reference(x, weight, **parts), torch.float32)  # type: ignore[arg-type]
+        assert not workspace.counters.any()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("num_tokens", [1, 33, 64, 65, 200])
+def test_any_number_of_tokens(num_tokens: int, dtype: torch.dtype, workspace: Workspace) -> None:
+    torch.manual_seed(num_tokens)
+    x, weight = draw(num_tokens, 80, dtype=dtype), draw(36, 80, dtype=dtype, scale=0.1)
+    out = poisoned(num_tokens, 36, dtype=dtype)
+    medium_linear(x, weight, workspace, out=out)
+    assert_near(out, reference(x, weight), dtype)
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_the_residual_is_added_in_place(tile: Tile, workspace: Workspace) -> None:
+    torch.manual_seed(1)
+    x, weight, residual = draw(20, 64), draw(48, 64, scale=0.1), draw(20, 48)
+    wanted = reference(x, weight, residual=residual)
+    assert medium_linear(x, weight, workspace, residual=residual, out=residual, tile=tile) is residual
+    assert_near(residual, wanted, torch.float32)
+
+
+@pytest.mark.parametrize("tile", [tile for tile in TILES if tile.split > 1], ids=str)
+def test_a_split_product_is_the_same_each_time(tile: Tile, workspace: Workspace) -> None:
+    torch.manual_seed(2)
+    x, weight = draw(40, 200), draw(40, 200)
+    first = medium_linear(x, weight, workspace, tile=tile)
+    for _ in range(3):
+        assert torch.equal(medium_linear(x, weight, workspace, tile=tile), first)
+
+
+def test_a_split_with_more_parts_than_features(workspace: Workspace) -> None:
+    torch.manual_seed(3)
+    x, weight = draw(20, 40), draw(20, 40)
+    found = medium_linear(x, weight, workspace, tile=Tile(16, 16, 16, 1, 8, 4, 2))
+    assert_near(found, reference(x, weight), torch.float32)
+
+
+def test_nothing_is_written_past_the_last_token_or_feature(workspace: Workspace) -> None:
+    torch.manual_seed(5)
+    x, weight = draw(3, 64), draw(20, 64)
+    memory = poisoned(5 * 20, dtype=torch.float32)
+    medium_linear(x, weight, workspace, out=memory[20:80].view(3, 20))
+    assert memory[:20].isnan().all()
+    assert memory[80:].isnan().all()
+    assert_near(memory[20:80].view(3, 20), reference(x, weight), torch.float32)
+
+
+def test_logits_in_float32_from_narrow_weights(workspace: Workspace) -> None:
+    torch.manual_seed(6)
+    x, weight = draw(40, 64, dtype=torch.bfloat16), draw(50, 64, dtype=torch.bfloat16)
+    out = poisoned(40, 50, dtype=torch.float32)
+    medium_linear(x, weight, workspace, out=out)
+    torch.testing.assert_close(out.double(), reference(x, weight), rtol=1e-5, atol=1e-4)
+    assert not torch.equal(out, out.bfloat16().float())
+
+
+def test_no_tokens(workspace: Workspace) -> None:
+    assert medium_linear(draw(0, 8), draw(6, 8), workspace).shape == (0, 6)
+
+
+def test_what_does_not_fit_the_workspace_is_refused(workspace: Workspace) -> None:
+    with pytest.raises(AssertionError, match="too many to split"):
+        medium_linear(draw(64, 16), draw(16 * 64, 16), workspace, tile=Tile(16, 16, 16, 1, 2, 4, 2))
+
+
+@pytest.mark.parametrize(
+    ("rows", "features"), [(4096, 1024), (1024, 3072), (28672, 4096), (4096, 14336), (100, 72)]
+)
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_tiles_fit_the_workspace_and_the_chip(rows: int, features: int, itemsize: int) -> None:
+    room = Workspace(torch.device("meta"))
+    for num_tokens in range(1, MAX_TOKENS + 1):
+        tile = choose_medium(num_tokens, rows, features, itemsize, 132)
+        if tile.split > 1:
+            room.check(-(-rows // tile.block_n) * -(-num_tokens // tile.block_m), tile)
+        held = tile.stages * tile.block_k * (tile.block_m + tile.block_n) * itemsize
+        assert held <= 227 << 10, "shared memory of a Hopper"
