@@ -64,10 +64,17 @@ GPU = Sizes(256, 100, 1024, 268, 64, 8268, (16, 8192), (64, 10_000, 64, 200), (1
 CPU = Sizes(16, 32, 128, 64, 64, 512, (2, 512), (8, 512, 16, 32), (1, 8, 16), (1, 4))
 
 
-def run(llm: LLM, work: Workload, temperature: float) -> tuple[float, list[StepRecord]]:
-    """Seconds for the whole workload, and what its steps did."""
+def observe(llm: LLM, work: Workload, temperature: float) -> list[StepRecord]:
+    """What the steps of the workload did. Writing it down takes time: not for measuring the whole."""
     records: list[StepRecord] = []
     llm.observe(records.append)
+    run(llm, work, temperature)
+    llm.unobserve(records.append)
+    return records
+
+
+def run(llm: LLM, work: Workload, temperature: float) -> float:
+    """Seconds for the whole workload."""
     params = [
         SamplingParams(temperature=temperature, max_tokens=length, ignore_eos=True, detokenize=False)
         for length in work.output_lens
@@ -76,8 +83,7 @@ def run(llm: LLM, work: Workload, temperature: float) -> tuple[float, list[StepR
     outputs = llm.generate(work.prompts, params, use_tqdm=False)
     seconds = time.perf_counter() - start
     assert [len(output.outputs[0].token_ids) for output in outputs] == work.output_lens
-    llm.unobserve(records.append)
-    return seconds, records
+    return seconds
 
 
 def decode_ms(records: list[StepRecord], batch: int) -> float:
@@ -93,11 +99,8 @@ def decode_ms(records: list[StepRecord], batch: int) -> float:
 
 def measure_ragged(llm: LLM, sizes: Sizes, options: argparse.Namespace) -> dict[str, Any]:
     work = ragged(sizes.requests, sizes.low, sizes.high, llm.vocab_size)
-    if options.warm_up:
-        run(llm, work, options.temperature)
-    runs = [run(llm, work, options.temperature) for _ in range(options.repeat)]
-    speeds = [work.num_output / seconds for seconds, _ in runs]
-    records = runs[-1][1]
+    records = observe(llm, work, options.temperature)  # and a warm-up
+    speeds = [work.num_output / run(llm, work, options.temperature) for _ in range(options.repeat)]
     return {
         "workload": "ragged",
         "batch": len(work.prompts),
@@ -118,7 +121,7 @@ def measure_decode(
     work = steady(batch, prompt, sizes.decode_output, llm.vocab_size)
     if options.warm_up:
         run(llm, work, options.temperature)
-    times = [decode_ms(run(llm, work, options.temperature)[1], batch) for _ in range(options.repeat)]
+    times = [decode_ms(observe(llm, work, options.temperature), batch) for _ in range(options.repeat)]
     return {"workload": name, "batch": batch, "step_ms": statistics.median(times), "runs": times}
 
 
@@ -127,7 +130,7 @@ def measure_prefill(llm: LLM, sizes: Sizes, options: argparse.Namespace) -> dict
     work = steady(batch, length, 1, llm.vocab_size)
     if options.warm_up:
         run(llm, work, 0.0)
-    speeds = [work.num_input / run(llm, work, 0.0)[0] for _ in range(options.repeat)]
+    speeds = [work.num_input / run(llm, work, 0.0) for _ in range(options.repeat)]
     return {
         "workload": "prefill",
         "batch": batch,
@@ -149,12 +152,11 @@ def measure_agents(llm: LLM, sizes: Sizes, options: argparse.Namespace) -> dict[
     speeds, firsts = [], []
     for seed in range(3, 3 + options.repeat):
         wave = work(count, seed)
-        seconds, _ = run(llm, wave, 0.0)
-        speeds.append(wave.num_output / seconds)
-        start = time.perf_counter()
-        _, records = run(llm, work(1, 100 + seed), 0.0)
+        speeds.append(wave.num_output / run(llm, wave, 0.0))
+        start = time.monotonic()  # the engine's clock
+        records = observe(llm, work(1, 100 + seed), 0.0)
         sampled = next(record for record in records if record.slots[0].samples)
-        firsts.append((sampled.finished_at - _monotonic(start)) * 1e3)
+        firsts.append((sampled.finished_at - start) * 1e3)
     return {
         "workload": "agent",
         "batch": count,
@@ -164,11 +166,6 @@ def measure_agents(llm: LLM, sizes: Sizes, options: argparse.Namespace) -> dict[
         "runs": speeds,
         "first_token_runs": firsts,
     }
-
-
-def _monotonic(counter: float) -> float:
-    """A moment of time.perf_counter() on the engine's clock."""
-    return counter + time.monotonic() - time.perf_counter()
 
 
 def measure_transformers(config: dict[str, Any], work: Workload) -> dict[str, Any]:

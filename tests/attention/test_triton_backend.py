@@ -35,7 +35,7 @@ def test_decodes_and_chunks_in_one_step(shares: bool, window: int | None) -> Non
     # Three decodes, two of which share a prefix; a chunk on cached tokens, and a whole prompt.
     scene = Scene(shape, [60, 50, 9, 70, 33], [1, 1, 1, 25, 33], shared=2, shared_blocks=5)
     contexts, rows, num_decodes = scene.context_lens, scene.rows, 3
-    tuning = Tuning(2, SMALL, TILE, TILE, descriptors=False)
+    tuning = Tuning(2, SMALL, SMALL, TILE, TILE, descriptors=False)
     prefix = None
     if shares:
         groups = find_groups(

@@ -56,30 +56,7 @@ class TritonAttention:
 
     def attend(self, qkv: Tensor, layer: AttentionLayer, cache: Tensor, inputs: TritonStep) -> Tensor:
         """Rows of the result that belong to no item hold whatever was in memory."""
-        step, tuning, early = inputs, self.tuning, self.tuning.early
-        # Chunks need keys that others have made ready; decodes alone ready their heads themselves.
-        fused = step.chunks is None
-        if not fused:
-            self._ready_heads(qkv, layer, cache, step)
-        tables, workspace = step.block_tables, step.workspace
-        out = qkv.new_empty(len(qkv), layer.num_heads * layer.head_dim)
-        if step.prefixes is not None and step.members is not None:
-            table, count = step.prefixes.table, step.prefixes.count
-            prefix_attention(
-                qkv, cache, tables, table, count, step.members, workspace, layer, tuning.prefix, early, fused
-            )
-        if step.decodes is not None:
-            table, count = step.decodes.table, step.decodes.count
-            slots = step.slots if fused else None
-            decode_attention(
-                qkv, cache, tables, table, count, workspace, layer, tuning.decode, early, out, slots
-            )
-        if step.chunks is not None:
-            table, count, tma = step.chunks.table, step.chunks.count, tuning.descriptors
-            chunk_attention(qkv, cache, tables, table, count, workspace, layer, tuning.chunk, tma, early, out)
-        return out
-
-    def _ready_heads(self, qkv: Tensor, layer: AttentionLayer, cache: Tensor, step: TritonStep) -> None:
+        step, tuning = inputs, self.tuning
         rope_write(
             qkv,
             step.positions,
@@ -92,5 +69,19 @@ class TritonAttention:
             layer.num_heads,
             layer.num_kv_heads,
             layer.head_dim,
-            self.tuning.early,
+            tuning.early,
         )
+        tables, workspace, early = step.block_tables, step.workspace, tuning.early
+        out = qkv.new_empty(len(qkv), layer.num_heads * layer.head_dim)
+        if step.prefixes is not None and step.members is not None:
+            table, count = step.prefixes.table, step.prefixes.count
+            prefix_attention(
+                qkv, cache, tables, table, count, step.members, workspace, layer, tuning.prefix, early
+            )
+        if step.decodes is not None:
+            table, count, tile = step.decodes.table, step.decodes.count, tuning.decode_for(len(qkv))
+            decode_attention(qkv, cache, tables, table, count, workspace, layer, tile, early, out)
+        if step.chunks is not None:
+            table, count, tma = step.chunks.table, step.chunks.count, tuning.descriptors
+            chunk_attention(qkv, cache, tables, table, count, workspace, layer, tuning.chunk, tma, early, out)
+        return out

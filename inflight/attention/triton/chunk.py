@@ -14,7 +14,6 @@ from inflight.attention.triton.plan import CHUNK_FIELDS
 from inflight.attention.triton.tiles import (
     arrive,
     finish,
-    first_blocks,
     load_rows,
     merge,
     store_partial,
@@ -140,16 +139,13 @@ def _chunk(
         begin = tl.maximum(begin, position - window + 1)
 
     block_stride: tl.constexpr = 2 * NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
-    table = tables + table_row.to(tl.int64) * table_stride
-    blocks = first_blocks(table, begin, tl.minimum(end, num_cached), BLOCK_SIZE, BLOCK_N)
     acc, peak, total = take_pages(
         q,
         tl.zeros([ROWS, DIM], tl.float32),
         tl.full([ROWS], float("-inf"), tl.float32),
         tl.zeros([ROWS], tl.float32),
         cache + head * (BLOCK_SIZE * HEAD_DIM),
-        table,
-        blocks,
+        tables + table_row.to(tl.int64) * table_stride,
         begin,
         tl.minimum(end, num_cached),
         lowest,

@@ -9,16 +9,15 @@ import triton.language as tl
 from torch import Tensor
 
 from inflight.attention.layer import AttentionLayer
-from inflight.attention.triton.heads import load_turn, load_turned
 from inflight.attention.triton.plan import MEMBER_FIELDS, PREFIX_FIELDS
-from inflight.attention.triton.tiles import finish, first_blocks, load_rows, store_partial, take_pages
+from inflight.attention.triton.tiles import finish, load_rows, store_partial, take_pages
 from inflight.attention.triton.tuning import Tile
 from inflight.attention.triton.workspace import Workspace
 from inflight.early import begin_early, launch_options
 
 
 def prefix_attention(
-    qkv: Tensor,  # [T, (num_heads + 2 * num_kv_heads) * head_dim]
+    qkv: Tensor,  # [T, (num_heads + 2 * num_kv_heads) * head_dim], queries ready
     cache: Tensor,  # [num_blocks, 2, num_kv_heads, block_size, head_dim]
     block_tables: Tensor,  # [max_rows, max_blocks] int32
     items: Tensor,  # int32, max_items * PREFIX_FIELDS values: see plan.py
@@ -28,12 +27,8 @@ def prefix_attention(
     layer: AttentionLayer,
     tile: Tile,
     early: bool,
-    raw: bool = False,
 ) -> None:
-    """Leave each member's partials in the workspace, where the decode kernel merges them with the entry's own.
-
-    `raw`: queries are as projected, and not ready.
-    """
+    """Leave each member's partials in the workspace, where the decode kernel merges them with the entry's own."""
     _prefix[(layer.num_kv_heads, items.numel() // PREFIX_FIELDS)](
         qkv,
         cache,
@@ -43,9 +38,6 @@ def prefix_attention(
         members,
         workspace.outs,
         workspace.lses,
-        layer.cos_sin,
-        qkv if layer.q_norm is None else layer.q_norm,
-        layer.eps,
         layer.scale * math.log2(math.e),
         layer.window or 0,
         qkv.stride(0),
@@ -53,9 +45,6 @@ def prefix_attention(
         NUM_KV_HEADS=layer.num_kv_heads,
         GROUP=layer.num_heads // layer.num_kv_heads,
         HEAD_DIM=layer.head_dim,
-        ROTARY_DIM=layer.cos_sin.shape[1],
-        Q_NORM=layer.q_norm is not None,
-        FUSED=raw,
         BLOCK_SIZE=cache.shape[3],
         WINDOW=layer.window is not None,
         FIELDS=PREFIX_FIELDS,
@@ -73,7 +62,7 @@ def prefix_attention(
 
 @triton.jit(
     do_not_specialize=["window"],
-    do_not_specialize_on_alignment=["items", "num_items", "members", "q_norm"],
+    do_not_specialize_on_alignment=["items", "num_items", "members"],
 )
 def _prefix(
     qkv,
@@ -84,9 +73,6 @@ def _prefix(
     members,
     partial_outs,
     partial_lses,
-    cos_sin,
-    q_norm,
-    eps,
     scale,
     window,
     qkv_stride,
@@ -94,9 +80,6 @@ def _prefix(
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    ROTARY_DIM: tl.constexpr,
-    Q_NORM: tl.constexpr,
-    FUSED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     FIELDS: tl.constexpr,
@@ -124,30 +107,20 @@ def _prefix(
     row = tl.arange(0, ROWS)
     member = members + (first_member + tl.minimum(row // GROUP, num_members - 1)) * MEMBER_FIELDS
     entry = tl.load(member)
-    context_len = tl.load(member + 1)
-    lowest = context_len - window  # of what the row sees, if there is a window
+    lowest = tl.load(member + 1) - window  # of what the row sees, if there is a window
     first_slot = tl.load(member + 2)
     query_head = head * GROUP + row % GROUP
-    queries = qkv + entry.to(tl.int64) * qkv_stride + query_head * HEAD_DIM
-    if FUSED:
-        angles = cos_sin + (context_len - 1) * ROTARY_DIM
-        along, across = load_turn(angles, q_norm, HEAD_DIM, ROTARY_DIM, DIM, Q_NORM)
-        q = load_turned(queries, along, across, eps, HEAD_DIM, ROTARY_DIM, DIM, Q_NORM)
-    else:
-        q = load_rows(queries, HEAD_DIM, DIM)
+    q = load_rows(qkv + entry.to(tl.int64) * qkv_stride + query_head * HEAD_DIM, HEAD_DIM, DIM)
     if WINDOW:
         begin = tl.maximum(begin, tl.min(lowest, 0))
     block_stride: tl.constexpr = 2 * NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
-    table = tables + table_row.to(tl.int64) * table_stride
-    blocks = first_blocks(table, begin, end, BLOCK_SIZE, BLOCK_N)
     acc, peak, total = take_pages(
         q,
         tl.zeros([ROWS, DIM], tl.float32),
         tl.full([ROWS], float("-inf"), tl.float32),
         tl.zeros([ROWS], tl.float32),
         cache + head * (BLOCK_SIZE * HEAD_DIM),
-        table,
-        blocks,
+        tables + table_row.to(tl.int64) * table_stride,
         begin,
         end,
         lowest,

@@ -62,13 +62,6 @@ def page_pointers(base, blocks, positions, block_stride, HEAD_DIM: tl.constexpr,
 
 
 @triton.jit
-def first_blocks(table, begin, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """[BLOCK_N] block ids of the first tile of keys in [begin, end)."""
-    n = tl.arange(0, BLOCK_N)
-    return tl.load(table + tl.minimum(begin + n, tl.maximum(end - 1, 0)) // BLOCK_SIZE)
-
-
-@triton.jit
 def take_pages(
     q,  # [M, DIM]
     acc,
@@ -76,7 +69,6 @@ def take_pages(
     total,
     keys,  # pointer to this head's keys in block 0; its values lie `value_offset` further
     table,  # pointer to the request's block ids
-    blocks,  # [BLOCK_N] first_blocks of them
     begin,
     end,
     lowest,  # [M] first position that each row sees, read if WINDOW
@@ -100,6 +92,7 @@ def take_pages(
     n = tl.arange(0, BLOCK_N)
     last = tl.maximum(end - 1, 0)
     masked_from = begin if MASK_ALL else begin + tl.maximum(end - begin, 0) // BLOCK_N * BLOCK_N
+    blocks = tl.load(table + tl.minimum(begin + n, last) // BLOCK_SIZE)
     if not MASK_ALL:
         for start in tl.range(begin, masked_from, BLOCK_N):
             k_at = page_pointers(keys, blocks, start + n, block_stride, HEAD_DIM, BLOCK_SIZE)

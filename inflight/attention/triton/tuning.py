@@ -18,16 +18,24 @@ class Tile:
     num_stages: int  # tiles of keys and values on their way at once, the one in use included
 
 
+FEW_ENTRIES = 32  # up to here, programs are so few that each must keep more on its way
+
+
 @dataclass(frozen=True, slots=True)
 class Tuning:
     """Tiles of each kernel for one model on one device."""
 
     group: int  # query heads a KV head
     decode: Tile
+    decode_few: Tile  # for steps of few entries; as many keys at a time as `decode`
     prefix: Tile
     chunk: Tile
     descriptors: bool  # whether the device copies whole tiles by itself (TMA), and tiles are such that it can
     early: bool = False  # whether kernels start before those they wait for are done
+
+    def decode_for(self, num_tokens: int) -> Tile:
+        """For a step of so many tokens."""
+        return self.decode_few if num_tokens <= FEW_ENTRIES else self.decode
 
     @property
     def prefix_members(self) -> int:
@@ -50,6 +58,7 @@ def choose(dtype: torch.dtype, head_dim: int, group: int, device: torch.device) 
         return Tuning(
             group=group,
             decode=Tile(decode_rows, keys, 4, 2),
+            decode_few=Tile(decode_rows, keys, 4, 2),
             prefix=Tile(32, keys, 4, 1),
             chunk=Tile(32, keys, 4, 1),
             descriptors=False,
@@ -59,9 +68,11 @@ def choose(dtype: torch.dtype, head_dim: int, group: int, device: torch.device) 
         # About 100 KB of shared memory a multiprocessor on the smallest of these devices.
         keys = 64 if dim <= 64 else 32
         rows = 64 if dim > 128 else 128
+        decode = Tile(decode_rows, keys, 4, 3 if dim <= 128 else 2)
         return Tuning(
             group=group,
-            decode=Tile(decode_rows, keys, 4, 3 if dim <= 128 else 2),
+            decode=decode,
+            decode_few=decode,
             prefix=Tile(rows, keys, 8 if rows == 128 else 4, 2),
             chunk=Tile(rows, keys, 8 if rows == 128 else 4, 2),
             descriptors=False,
@@ -70,6 +81,7 @@ def choose(dtype: torch.dtype, head_dim: int, group: int, device: torch.device) 
     return Tuning(
         group=group,
         decode=Tile(decode_rows, 64 if dim <= 128 else 32, 4, 2),
+        decode_few=Tile(decode_rows, 64 if dim <= 128 else 32, 2, 3),
         prefix=Tile(128, 64, 8, stages),
         chunk=Tile(128, 128 if dim <= 128 else 64, 8, stages),
         descriptors=head_dim == dim,
