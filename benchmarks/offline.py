@@ -153,8 +153,9 @@ def measure_agents(llm: LLM, sizes: Sizes, options: argparse.Namespace) -> dict[
     for seed in range(3, 3 + options.repeat):
         wave = work(count, seed)
         speeds.append(wave.num_output / run(llm, wave, 0.0))
+        alone = work(1, 100 + seed)
         start = time.monotonic()  # the engine's clock
-        records = observe(llm, work(1, 100 + seed), 0.0)
+        records = observe(llm, alone, 0.0)
         sampled = next(record for record in records if record.slots[0].samples)
         firsts.append((sampled.finished_at - start) * 1e3)
     return {

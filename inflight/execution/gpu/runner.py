@@ -187,6 +187,8 @@ class GpuRunner:
         self._wait()
         self.steps.clear()
         self.caches.clear()
+        if self.decoder.device.type == "cuda":
+            torch.cuda.empty_cache()  # torch keeps what was freed; others may want it
 
     # ---- the device, which in tests may be a CPU ----
 
