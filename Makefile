@@ -1,13 +1,16 @@
-# The only gate is `make test`: lint, types, layering, all tests. `make demo` shows what it is about.
+# The only gate is `make test`: lint, types, layering, all tests. `make demo` shows what it is about, `make serve` serves.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --quiet --disable-pip-version-check install --constraint constraints.txt
 
-.PHONY: demo test setup lint types layering tests clean
+.PHONY: demo serve test setup lint types layering tests clean
 
 demo: $(VENV)/.demo
 	$(BIN)/inflight compare --html compare.html --png compare.png
+
+serve: $(VENV)/.server
+	$(BIN)/inflight serve
 
 test: lint types layering tests
 
@@ -21,6 +24,10 @@ $(VENV)/.base: pyproject.toml constraints.txt
 
 $(VENV)/.demo: $(VENV)/.base
 	$(PIP) --editable '.[pictures]'
+	touch $@
+
+$(VENV)/.server: $(VENV)/.base
+	$(PIP) --editable '.[server]'
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.base

@@ -8,16 +8,20 @@ import itertools
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from inflight.engine import EngineClient, EngineStats, Health, InprocClient
+from inflight.config import ProcessConfig
+from inflight.engine import EngineClient, EngineStats, Health, InprocClient, ModelFacts, RequestState
 from inflight.errors import ConfigError, EngineError, ParameterError, RequestError
 from inflight.events import Delta
-from inflight.frontend import Assembler, Prompt
-from inflight.loading import LoadedEngine, engine_config, load_engine
+from inflight.frontend import Assembler, Front, Prompt
+from inflight.options import engine_config
 from inflight.outputs import CompletionOutput, RequestOutput
-from inflight.request import Request, SamplingParams
+from inflight.request import MAX_N, Request, SamplingParams
 from inflight.text import Tokenizer
+
+if TYPE_CHECKING:
+    from inflight.loading import LoadedEngine, LoadProgress
 
 OutputKind = Literal["cumulative", "delta", "final"]
 
@@ -32,16 +36,51 @@ class AsyncEngine:
     Leaving the loop, or cancelling the task, ends the request and frees its blocks.
     """
 
-    def __init__(self, loaded: LoadedEngine, client: EngineClient | None = None) -> None:
-        self._loaded = loaded
-        self._client: EngineClient = client or InprocClient(loaded.core)
+    def __init__(self, front: Front, client: EngineClient, facts: ModelFacts) -> None:
+        self._front = front
+        self._client = client
+        self.facts = facts
         self._ids = itertools.count()
         self._children: dict[str, set[str]] = {}  # by the user's request id: its answers, unless aborted
 
     @classmethod
-    async def start(cls, model: str | PathLike[str] | None = None, **options: Any) -> AsyncEngine:
-        """Load a model without blocking the event loop. Options are those of `LLM`."""
-        return cls(await asyncio.to_thread(load_engine, engine_config(model, options)))
+    def of(cls, loaded: LoadedEngine) -> AsyncEngine:
+        """Over an engine that is in this process."""
+        return cls(loaded, InprocClient(loaded.core), loaded.facts)
+
+    @classmethod
+    async def start(
+        cls,
+        model: str | PathLike[str] | None = None,
+        *,
+        in_process: bool = True,
+        process: ProcessConfig | None = None,
+        progress: LoadProgress | None = None,
+        **options: Any,
+    ) -> AsyncEngine:
+        """Load a model without blocking the event loop. Options are those of `LLM`.
+
+        With `in_process=False` the engine gets a process of its own, so that nothing done here slows its steps;
+        `process` says how it is watched. That needs the packages of inflight-llm[server].
+        """
+        config = engine_config(model, options)
+        if in_process:
+            from inflight.loading import load_engine
+
+            return cls.of(await asyncio.to_thread(load_engine, config, progress))
+        try:
+            from inflight.engine.process import ProcessClient
+        except ImportError as error:
+            raise ConfigError(
+                f"an engine in a process of its own needs {error.name}: install inflight-llm[server]"
+            ) from error
+        client = await ProcessClient.start(config, process, progress)
+        try:
+            front = await asyncio.to_thread(Front.of, config, client.facts)
+        except BaseException:
+            await client.close()
+            raise
+        return cls(front, client, client.facts)
 
     # ---- requests ----
 
@@ -64,12 +103,12 @@ class AsyncEngine:
             raise ParameterError(
                 f"output_kind is {output_kind!r}: allowed are {', '.join(get_args(OutputKind))}"
             )
-        params = self._loaded.default_sampling_params() if sampling_params is None else sampling_params
+        params = self._front.default_sampling_params() if sampling_params is None else sampling_params
         name = request_id if request_id is not None else f"request-{next(self._ids)}"
         if name in self._children:
             raise RequestError(f"request id {name!r} is already in use")
-        text, requests = self._loaded.intake.requests(name, prompt, params, priority, tenant, cache_salt)
-        assembler = Assembler(name, text, requests, self._loaded.tokenizer)
+        text, requests = self._front.intake.requests(name, prompt, params, priority, tenant, cache_salt)
+        assembler = Assembler(name, text, requests, self._front.tokenizer)
         self._children[name] = {request.request_id for request in requests}
         sent = _Sent()
         try:
@@ -104,7 +143,7 @@ class AsyncEngine:
         **options: Any,
     ) -> AsyncGenerator[RequestOutput]:
         """`generate`, with its options, for a conversation: through the checkpoint's chat template."""
-        template, tokenizer = self._loaded.chat_template, self.tokenizer
+        template, tokenizer = self._front.chat_template, self.tokenizer
         text = await asyncio.to_thread(
             template.render,
             messages,
@@ -155,17 +194,40 @@ class AsyncEngine:
         children.clear()
         return sum([await self._client.abort(child) for child in ending])
 
+    async def describe(self, request_id: str) -> list[RequestState]:
+        """What happened to a request that is there or was until recently: the states of its answers."""
+        found = await self._client.describe(request_id)
+        if found is not None:
+            return [found]
+        states = []
+        for index in range(MAX_N):
+            state = await self._client.describe(f"{request_id}/{index}")
+            if state is None:
+                break
+            states.append(state)
+        return states
+
     # ---- around it ----
 
     @property
+    def front(self) -> Front:
+        """The text side, for those who make requests themselves."""
+        return self._front
+
+    @property
+    def client(self) -> EngineClient:
+        """The handle below, for those who read deltas themselves."""
+        return self._client
+
+    @property
     def tokenizer(self) -> Tokenizer:
-        if self._loaded.tokenizer is None:
+        if self._front.tokenizer is None:
             raise ConfigError("this engine runs without a tokenizer")
-        return self._loaded.tokenizer
+        return self._front.tokenizer
 
     @property
     def max_model_len(self) -> int:
-        return self._loaded.max_model_len
+        return self._front.max_model_len
 
     async def stats(self) -> EngineStats:
         return await self._client.stats()
@@ -173,10 +235,10 @@ class AsyncEngine:
     async def health(self) -> Health:
         return await self._client.health()
 
-    async def close(self) -> None:
-        """Stop the loop. Streams still open end with an error."""
-        await self._client.close()
-        self._loaded.close()
+    async def close(self, drain: float = 0.0) -> None:
+        """Stop the loop. Requests may take up to `drain` seconds to end; streams open then end with an error."""
+        await self._client.close(drain)
+        self._front.close()
 
     async def __aenter__(self) -> AsyncEngine:
         return self

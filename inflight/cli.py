@@ -12,9 +12,11 @@ from typing import Annotated, Any
 import typer
 
 from inflight import __version__
+from inflight.bench.command import app as bench_app
 from inflight.compare.command import compare
 from inflight.errors import EngineError, InflightError, PromptError
 from inflight.outputs import RequestOutput
+from inflight.server.command import command as serve_command
 
 app = typer.Typer(
     help="An LLM serving engine whose unit of scheduling is one token, not one request.",
@@ -147,6 +149,8 @@ def _answer(
 
 
 app.command()(compare)
+app.command("serve")(serve_command())
+app.add_typer(bench_app, name="bench")
 
 
 def _read_prompts(prompts: list[str] | None, file: Path | None) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -84,12 +85,37 @@ class SchedulerConfig:
     max_kv_tokens: int | None = None  # tokens resident across all running requests
     max_queue: int | None = None  # waiting requests; None: no limit of its own
     pipeline_depth: int | None = None  # 1 or 2; None: the device's default
+    tenant_weights: dict[str, float] | None = (
+        None  # shares, for policies that share by tenant; 1 unless named
+    )
 
     def __post_init__(self) -> None:
         _require_integer("max_num_seqs", self.max_num_seqs, 1, "at least 1")
         for name in ("max_num_batched_tokens", "max_kv_tokens", "max_queue"):
             _require_integer(name, getattr(self, name), 1, "None or at least 1", optional=True)
         _require(self.pipeline_depth in (None, 1, 2), "pipeline_depth", self.pipeline_depth, "1 or 2")
+        weights = (self.tenant_weights or {}).values()
+        ok = all(isinstance(weight, int | float) and 0 < weight < math.inf for weight in weights)
+        _require(ok, "tenant_weights", self.tenant_weights, "None, or positive numbers by tenant")
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessConfig:
+    """How an engine in a process of its own is watched. All times are in seconds."""
+
+    max_restarts: int = 3  # within `restart_window`; one more death and it stays dead
+    restart_window: float = 600.0
+    heartbeat: float = 1.0  # between two signs of life
+    silent_after: float = 15.0  # without a sign of life before it counts as unhealthy
+    stalled_after: float = 60.0  # without a step, with work to do, before it counts as unhealthy
+    kill_stalled_after: float | None = None  # without a step before it is killed and restarted; None: never
+
+    def __post_init__(self) -> None:
+        _require_integer("max_restarts", self.max_restarts, 0, "at least 0")
+        for name in ("restart_window", "heartbeat", "silent_after", "stalled_after", "kill_stalled_after"):
+            given = getattr(self, name)
+            ok = given is None and name == "kill_stalled_after"
+            _require(ok or (isinstance(given, int | float) and given > 0), name, given, "a positive number")
 
 
 @dataclass(frozen=True, slots=True)

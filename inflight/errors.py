@@ -12,6 +12,7 @@
     │   └── TemplateError      the chat template failed, or broke its time or size limit
     ├── QueueFullError         the waiting queue is at its limit; try again later
     └── EngineError            a step failed, or the engine has stopped
+        └── EngineDeadError    the engine is not there: it died, is being restarted, hangs or was closed
 
 `RequestError` and its children are also `ValueError`, so code written for other engines catches them.
 Messages say what was wrong, what was given and what is allowed.
@@ -64,3 +65,7 @@ class QueueFullError(InflightError):
 
 class EngineError(InflightError, RuntimeError):
     """A step failed, or the engine has stopped."""
+
+
+class EngineDeadError(EngineError):
+    """The engine is not there: it died, is being restarted, hangs or was closed."""

@@ -6,27 +6,24 @@ import logging
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
-from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
-from inflight.config import EngineConfig
-from inflight.engine import EngineCore
+from inflight.config import EngineConfig, SchedulerConfig
+from inflight.engine import EngineCore, ModelFacts
 from inflight.errors import ConfigError, EngineError, ModelError
 from inflight.execution.platforms import Platform, platform
-from inflight.frontend import Intake
+from inflight.frontend import Front, Intake
 from inflight.kv import BlockManager, ChainHashCache, NoPrefixCache
 from inflight.kv.budget import fit_context
-from inflight.models.builtin import checkpoint_folder
 from inflight.models.checkpoint import Checkpoint, open_checkpoint
 from inflight.models.decoder import Decoder
 from inflight.models.defaults import default_sampling, eos_token_ids, resolve_context, resolve_dtype
 from inflight.models.families import decoder_spec
 from inflight.models.weights import load_decoder
-from inflight.request import SamplingParams
+from inflight.options import engine_config as engine_config
 from inflight.scheduling import Limits, Policy, Scheduler, make_policy
-from inflight.text import ChatTemplate, Tokenizer
+from inflight.text import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -34,29 +31,32 @@ LoadProgress = Callable[[int, int], None]  # bytes done, bytes in all
 
 
 @dataclass
-class LoadedEngine:
+class LoadedEngine(Front):
     """An engine and what belongs to its model."""
 
-    config: EngineConfig
     platform: Platform
     core: EngineCore
     decoder: Decoder
-    tokenizer: Tokenizer | None
-    intake: Intake
-    default_params: dict[str, Any]  # what the checkpoint's makers recommend
 
     @property
-    def max_model_len(self) -> int:
-        return self.intake.max_model_len
-
-    @cached_property
-    def chat_template(self) -> ChatTemplate:
-        if self.tokenizer is None:
-            raise ConfigError("chat needs a tokenizer, and this engine runs without one")
-        return ChatTemplate(self.tokenizer.chat_template, self.tokenizer.special_tokens)
-
-    def default_sampling_params(self) -> SamplingParams:
-        return SamplingParams(**self.default_params)
+    def facts(self) -> ModelFacts:
+        """What is to be known without holding the weights."""
+        folder = None if self.tokenizer is None else self.tokenizer.folder
+        limits, pool = self.core.scheduler.limits, self.core.scheduler.blocks.pool
+        return ModelFacts(
+            model=self.config.model.model,
+            vocab_size=self.intake.vocab_size,
+            max_model_len=self.max_model_len,
+            eos_token_ids=self.intake.eos_token_ids,
+            default_params=self.default_params,
+            tokenizer_folder=None if folder is None else str(folder.absolute()),
+            device=self.platform.describe(),
+            dtype=str(self.decoder.dtype).removeprefix("torch."),
+            num_blocks=pool.num_blocks,
+            block_size=self.config.cache.block_size,
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+        )
 
     def use(self, **scheduler_options: Any) -> EngineCore:
         """Put another engine over the same weights and KV memory in place of this one, which must be idle: another
@@ -64,7 +64,7 @@ class LoadedEngine:
         if self.core.has_work:
             raise EngineError("the engine has requests: another one can take its place only when it is idle")
         config = replace(self.config, scheduler=replace(self.config.scheduler, **scheduler_options))
-        policy = _policy(config.scheduler.policy)
+        policy = _policy(config.scheduler)
         self.core.close()
         num_blocks = self.core.scheduler.blocks.pool.num_blocks
         self.config = config
@@ -74,28 +74,13 @@ class LoadedEngine:
     def close(self) -> None:
         """Give back memory and the processes that render templates."""
         self.core.close()
-        if "chat_template" in self.__dict__:
-            self.chat_template.close()
-
-
-def engine_config(model: str | PathLike[str] | None, options: dict[str, Any]) -> EngineConfig:
-    """The configuration of an engine from the options that its user gave, in our names or those of other engines.
-
-    Without a model it is the built-in one.
-    """
-    options = dict(options)
-    for name in ("disable_log_stats", "trust_remote_code"):
-        # Statistics cost nothing, code in a model folder is never run.
-        options.pop(name, None)
-    if options.pop("tensor_parallel_size", 1) != 1:
-        raise ConfigError("tensor_parallel_size must be 1: a model runs on one device")
-    return EngineConfig.create(model=fspath(checkpoint_folder() if model is None else model), **options)
+        super().close()
 
 
 def load_engine(config: EngineConfig, progress: LoadProgress | None = None) -> LoadedEngine:
     """Open the checkpoint, load the weights, size the KV memory and put the engine together."""
     model = config.model
-    policy = _policy(config.scheduler.policy)  # first of all: a wrong name should not take minutes to show
+    policy = _policy(config.scheduler)  # first of all: a wrong name should not take minutes to show
     place = platform(model.device)
     checkpoint = open_checkpoint(model.model, model.revision, model.load_format, model.hf_config)
     tokenizer = _load_tokenizer(config, checkpoint)
@@ -125,9 +110,14 @@ def load_engine(config: EngineConfig, progress: LoadProgress | None = None) -> L
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         eos = tuple(dict.fromkeys((*eos, tokenizer.eos_token_id)))
     intake = Intake.create(tokenizer, spec.vocab_size, max_model_len, eos, model.seed)
-    return LoadedEngine(
-        config, place, core, decoder, tokenizer, intake, default_sampling(checkpoint.generation_config)
-    )
+    recommended = default_sampling(checkpoint.generation_config)
+    return LoadedEngine(config, tokenizer, intake, recommended, place, core, decoder)
+
+
+def load_core(config: EngineConfig, progress: LoadProgress) -> tuple[EngineCore, ModelFacts]:
+    """The half of an engine that runs in a process of its own: see `engine/worker.py`."""
+    loaded = load_engine(config, progress)
+    return loaded.core, loaded.facts
 
 
 def _load_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | None:
@@ -148,15 +138,19 @@ def _load_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer |
         raise
 
 
-def _policy(choice: str | Callable[[], Any]) -> Policy:
+def _policy(options: SchedulerConfig) -> Policy:
+    choice = options.policy
     try:
-        return make_policy(choice)
+        policy = make_policy(choice)
     except ConfigError:
         raise
     except Exception as error:  # a user's class can raise anything
         raise ConfigError(
             f"policy {choice!r} could not be made without arguments: {type(error).__name__}: {error}"
         ) from error
+    if options.tenant_weights:
+        policy.set_weights(options.tenant_weights)
+    return policy
 
 
 def _build_core(

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from inflight.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from inflight.config import CacheConfig, EngineConfig, ModelConfig, ProcessConfig, SchedulerConfig
 from inflight.errors import ConfigError
 
 PARTS = (ModelConfig, CacheConfig, SchedulerConfig)
@@ -87,3 +87,13 @@ def test_values_at_the_edge_are_taken(options: dict[str, Any]) -> None:
             for part in (config.model, config.cache, config.scheduler)
             if hasattr(part, name)
         ] == [value]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"max_restarts": -1}, {"heartbeat": 0}, {"silent_after": None}, {"kill_stalled_after": -1.0}]
+)
+def test_how_a_process_is_watched_is_checked(wrong: dict[str, Any]) -> None:
+    (name,) = wrong
+    with pytest.raises(ConfigError, match=name):
+        ProcessConfig(**wrong)
+    assert ProcessConfig(max_restarts=0, kill_stalled_after=None).max_restarts == 0

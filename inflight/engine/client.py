@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Literal, Protocol
 
-from inflight.engine.core import EngineStats
-from inflight.events import Delta
+from inflight.engine.core import EngineStats, StepObserver
+from inflight.events import Delta, RequestRecord
 from inflight.request import Request
 
 
@@ -18,10 +18,55 @@ class Health:
     healthy: bool
     seconds_since_step: float
     error: str | None = None
+    state: Literal["running", "stalled", "restarting", "dead", "closing", "closed"] = "running"
+    num_restarts: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What those who talk to an engine must know of its model: enough to make requests, without the weights."""
+
+    model: str
+    vocab_size: int  # the width of the logits
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    default_params: dict[str, Any]  # fields of SamplingParams that the checkpoint's makers recommend
+    tokenizer_folder: str | None
+    device: str
+    dtype: str
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+    @property
+    def num_full_requests(self) -> int:
+        """How many requests of full length fit into the KV memory at once."""
+        blocks_each = -(-self.max_model_len // self.block_size)
+        return min(self.num_blocks // blocks_each, self.max_num_seqs)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestState:
+    """What happened to one request, and why it took so long."""
+
+    record: RequestRecord
+    status: Literal["waiting", "running", "finished"]
+    num_computed: int = 0  # tokens that have KV now
+    num_blocks: int = 0  # that it holds
+    num_ahead: int = 0  # waiting requests that came before it, while it waits itself
+    # Requests that it waited for: those that ended between its arrival and its admission and, while it
+    # waits, those that run. The latest of them.
+    waited_for: tuple[str, ...] = ()
+    num_waited_for: int = 0
 
 
 class EngineClient(Protocol):
-    """Requests go in validated; deltas come out, the last one of each stream with a finish reason."""
+    """Requests go in validated; deltas come out, the last one of each stream with a finish reason.
+
+    An error delta ends one request. When the engine itself ends, every open stream raises EngineDeadError once it
+    has given all that had come, and so does everything that is asked of it.
+    """
 
     async def add(self, request: Request) -> None:
         """Queue a request. Raises QueueFullError at once when the queue is at its limit."""
@@ -33,8 +78,15 @@ class EngineClient(Protocol):
     async def abort(self, request_id: str, reason: str = "abort") -> int:
         """End a request; its stream ends with `reason` as finish reason. The number of KV blocks freed."""
 
+    async def describe(self, request_id: str) -> RequestState | None:
+        """What happened to a request that is there, or was until recently."""
+
+    def watch(self, observer: StepObserver) -> Callable[[], None]:
+        """Call `observer` in the event loop with the record of every step. Returns what ends that."""
+
     async def stats(self) -> EngineStats: ...
 
     async def health(self) -> Health: ...
 
-    async def close(self) -> None: ...
+    async def close(self, drain: float = 0.0) -> None:
+        """Stop. New requests are refused at once; those that run may take up to `drain` seconds to end."""

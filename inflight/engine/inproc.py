@@ -10,52 +10,18 @@ from collections.abc import AsyncGenerator, Callable
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from inflight.engine.client import Health
-from inflight.engine.core import EngineCore, EngineStats
-from inflight.engine.mailbox import Mailbox
-from inflight.errors import EngineError, RequestError
-from inflight.events import Delta
+from inflight.engine.client import Health, RequestState
+from inflight.engine.core import EngineCore, EngineStats, StepObserver
+from inflight.engine.history import History, state_of
+from inflight.engine.mailbox import Mailbox, MailStream
+from inflight.errors import EngineDeadError, RequestError
+from inflight.events import Delta, StepRecord
 from inflight.request import Request
 
 logger = logging.getLogger(__name__)
 
 STALLED_AFTER = 60.0  # seconds without a step, with work to do, before the engine counts as unhealthy
-
-
-class _Stream(AsyncGenerator[Delta]):
-    """The deltas of one request. A class, since a generator that was never begun does not notice its end."""
-
-    def __init__(self, mailbox: Mailbox, leave: Callable[[bool], None]) -> None:
-        self._mailbox = mailbox
-        self._leave = leave  # called once, with whether the request is still running
-        self._open = True
-
-    async def asend(self, value: None) -> Delta:  # noqa: ARG002
-        if not self._open:
-            raise StopAsyncIteration
-        try:
-            delta = await self._mailbox.take()
-        except BaseException:
-            self._end(running=True)
-            raise
-        if delta.finish_reason is not None:
-            self._end(running=False)
-        return delta
-
-    async def athrow(self, *error: Any) -> Delta:
-        self._end(running=True)
-        return await super().athrow(*error)
-
-    async def aclose(self) -> None:
-        self._end(running=True)
-
-    def __del__(self) -> None:
-        self._end(running=True)
-
-    def _end(self, running: bool) -> None:
-        if self._open:
-            self._open = False
-            self._leave(running)
+DRAIN_POLL = 0.02
 
 
 class InprocClient:
@@ -68,6 +34,8 @@ class InprocClient:
         self._core = core
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._mailboxes: dict[str, Mailbox] = {}
+        self._history = History()
+        self._closing = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._error: str | None = None
         self._last_progress = core.clock()
@@ -128,13 +96,15 @@ class InprocClient:
 
     def _deliver(self, deltas: list[Delta]) -> None:
         for delta in deltas:
+            if delta.record is not None:
+                self._history.add(delta.record)
             mailbox = self._mailboxes.get(delta.request_id)
             if mailbox is not None:
                 mailbox.put(delta)
 
     def _end_streams(self) -> None:
-        for request_id, mailbox in self._mailboxes.items():
-            mailbox.put(Delta(request_id, [], finish_reason="error", error=self._error))
+        for mailbox in self._mailboxes.values():
+            mailbox.fail(EngineDeadError(self._error))
 
     async def _ask(self, function: Callable[[], Any]) -> Any:
         """Run `function` in the engine's thread, between two steps."""
@@ -152,14 +122,14 @@ class InprocClient:
             value, error = None, None
             try:
                 if self._error is not None:
-                    raise EngineError(self._error)
+                    raise EngineDeadError(self._error)
                 value = function()
             except Exception as raised:
                 error = raised
             self._post(lambda: settle(value, error))
 
         if self._error is not None:
-            raise EngineError(self._error)
+            raise EngineDeadError(self._error)
         self._calls.put(call)
         if (
             self._error is not None
@@ -168,6 +138,8 @@ class InprocClient:
         return await answer
 
     async def add(self, request: Request) -> None:
+        if self._closing:
+            raise EngineDeadError(self._error or "the engine is closing")
         if request.request_id in self._mailboxes:
             raise RequestError(f"request id {request.request_id!r} is already in use")
         self._mailboxes[request.request_id] = Mailbox()
@@ -203,7 +175,7 @@ class InprocClient:
                 if running:
                     self._abandon(request_id)
 
-        return _Stream(mailbox, leave)
+        return MailStream(mailbox, leave)
 
     async def abort(self, request_id: str, reason: str = "abort") -> int:
         num_freed: int = await self._ask(lambda: self._abort(request_id, reason))
@@ -216,9 +188,35 @@ class InprocClient:
     async def health(self) -> Health:
         since = self._core.clock() - self._last_progress
         working = self._core.has_work
-        return Health(self._error is None and (not working or since < STALLED_AFTER), since, self._error)
+        if self._error is not None:
+            return Health(False, since, self._error, "closed" if self._closing else "dead")
+        if working and since >= STALLED_AFTER:
+            return Health(False, since, f"no step for {since:.0f} seconds", "stalled")
+        return Health(not self._closing, since, state="closing" if self._closing else "running")
 
-    async def close(self) -> None:
+    async def describe(self, request_id: str) -> RequestState | None:
+        state: RequestState | None = await self._ask(lambda: state_of(self._core, request_id))
+        return self._history.get(request_id) if state is None else self._history.complete(state)
+
+    def watch(self, observer: StepObserver) -> Callable[[], None]:
+        self._loop = asyncio.get_running_loop()
+
+        def pass_on(record: StepRecord) -> None:
+            self._post(lambda: observer(record))
+
+        def stop() -> None:
+            with contextlib.suppress(ValueError):  # the core has let go of it already
+                self._core.observers.remove(pass_on)
+
+        self._core.observers.append(pass_on)
+        return stop
+
+    async def close(self, drain: float = 0.0) -> None:
+        self._closing = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(drain):
+                while self._core.has_work and self._error is None:
+                    await asyncio.sleep(DRAIN_POLL)
         self._calls.put(None)
         await asyncio.to_thread(self._thread.join)
         self._core.close()

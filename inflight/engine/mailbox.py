@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
 
 from inflight.events import Delta
 
@@ -21,23 +23,73 @@ def merge(earlier: Delta, later: Delta) -> Delta:
 
 class Mailbox:
     """Holds at most one delta: what a slow reader has not taken is merged, so memory is bounded by the output
-    itself and the engine never waits."""
+    itself and the engine never waits. There is one reader."""
 
     def __init__(self) -> None:
         self._pending: Delta | None = None
         self._ended = False
-        self._arrived = asyncio.Event()
+        self._error: Exception | None = None
+        self._reader: asyncio.Future[None] | None = None  # waits for something to take
 
     def put(self, delta: Delta) -> None:
         if self._ended:  # an answer that is complete stays so, whatever happens to the engine
             return
         self._ended = delta.finish_reason is not None
         self._pending = delta if self._pending is None else merge(self._pending, delta)
-        self._arrived.set()
+        self._wake()
+
+    def fail(self, error: Exception) -> None:
+        """No more will come: the reader gets what is there, then the error."""
+        if not self._ended:
+            self._ended, self._error = True, error
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     async def take(self) -> Delta:
-        await self._arrived.wait()
-        self._arrived.clear()
+        if self._pending is None and self._error is None:
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
         delta, self._pending = self._pending, None
-        assert delta is not None
+        if delta is None:
+            assert self._error is not None
+            raise self._error
         return delta
+
+
+class MailStream(AsyncGenerator[Delta]):
+    """The deltas of one request. A class, since a generator that was never begun does not notice its end."""
+
+    def __init__(self, mailbox: Mailbox, leave: Callable[[bool], None]) -> None:
+        self._mailbox = mailbox
+        self._leave = leave  # called once, with whether the request is still running
+        self._open = True
+
+    async def asend(self, value: None) -> Delta:  # noqa: ARG002
+        if not self._open:
+            raise StopAsyncIteration
+        try:
+            delta = await self._mailbox.take()
+        except BaseException:
+            self._end(running=True)
+            raise
+        if delta.finish_reason is not None:
+            self._end(running=False)
+        return delta
+
+    async def athrow(self, *error: Any) -> Delta:
+        self._end(running=True)
+        return await super().athrow(*error)
+
+    async def aclose(self) -> None:
+        self._end(running=True)
+
+    def __del__(self) -> None:
+        self._end(running=True)
+
+    def _end(self, running: bool) -> None:
+        if self._open:
+            self._open = False
+            self._leave(running)

@@ -8,7 +8,7 @@ from inflight.request import Request, SamplingParams
 from inflight.text import IncrementalDetokenizer, StopStrings, Tokenizer
 
 
-class _Answer:
+class Answer:
     """One answer as it grows. Text is made when someone looks, or when stop strings have to be found in it."""
 
     def __init__(self, index: int, request: Request, tokenizer: Tokenizer | None) -> None:
@@ -103,6 +103,12 @@ class _Answer:
                 output.text += self._stops.flush()
             self._detokenizer = None
 
+    def take_text(self) -> str:
+        """The text since it was last taken. Whoever passes it on at once need not keep a growing copy."""
+        self.complete_text()
+        text, self.output.text = self.output.text, ""
+        return text
+
     def _add_logprobs(self, positions: list[PositionLogprobs]) -> None:
         output = self.output
         assert output.logprobs is not None
@@ -140,7 +146,7 @@ class Assembler:
         if self.params.prompt_logprobs is not None and len(self._prompt_token_ids) == 1:
             self._prompt_logprobs = [None]  # nothing predicts the first token, so no delta will tell
         self._answers = {
-            request.request_id: _Answer(index, request, tokenizer) for index, request in enumerate(requests)
+            request.request_id: Answer(index, request, tokenizer) for index, request in enumerate(requests)
         }
 
     @property

@@ -7,7 +7,7 @@ how much memory is set aside, who is preempted and when a finished request leave
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from inflight.errors import ConfigError
 from inflight.registry import Registry
@@ -76,6 +76,9 @@ class Policy:
         return True
 
     # What happened, for policies that keep accounts.
+
+    def set_weights(self, weights: Mapping[str, float]) -> None:
+        """The shares of tenants, before the first request."""
 
     def on_admit(self, request: Request) -> None:
         """The request runs. Called after `remove`."""

@@ -73,6 +73,8 @@ class StopStrings:
         if self.matched is not None:
             return ""
         automaton, state = self._automaton, self._state
+        if not automaton.edges:  # there are no stops
+            return text
         for index, character in enumerate(text):
             state = automaton.step(state, ord(character))
             stop = automaton.match[state]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ class Tokenizer:
         add_eos: bool = False,
         chat_template: files.ChatTemplateSource | None = None,
     ) -> None:
+        self.folder: Path | None = None  # where it was loaded from
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
@@ -60,13 +62,23 @@ class Tokenizer:
         config = files.read_json(path.parent / "tokenizer_config.json")
         specials = files.special_tokens(path.parent, config)
         _complete(backend, files.added_tokens(path.parent, config), specials)
-        return cls(
+        tokenizer = cls(
             backend,
             specials=specials,
             add_bos=config.get("add_bos_token") is True,
             add_eos=config.get("add_eos_token") is True,
             chat_template=files.chat_template(path.parent, config),
         )
+        tokenizer.folder = path.parent
+        return tokenizer
+
+    @cached_property
+    def max_characters_per_token(self) -> int | None:
+        """No token stands for more of a text; None where one may stand for any number."""
+        if self.byte_decoder is None:
+            return None
+        longest = max(map(len, self._backend.get_vocab(True)), default=1)
+        return 4 * longest  # a letter and its accents may be normalised to one character
 
     def encode(self, text: str, add_special_tokens: bool = True, *, parse_special: bool = True) -> list[int]:
         """Token ids of a text.

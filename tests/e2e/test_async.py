@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from inflight import LLM, AsyncEngine, RequestOutput, SamplingParams
-from inflight.engine import InprocClient
+from inflight.engine import EngineCore, InprocClient
 from inflight.errors import (
     ConfigError,
     EngineError,
@@ -31,6 +31,11 @@ GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 ENDLESS = replace(GREEDY, max_tokens=None)  # several hundred tokens: more than any test waits for
 
 
+def core_of(engine: AsyncEngine) -> EngineCore:
+    assert isinstance(engine._client, InprocClient)
+    return engine._client._core
+
+
 @contextlib.asynccontextmanager
 async def running(folder: Any, **options: Any) -> AsyncIterator[AsyncEngine]:
     """An engine that must be empty in the end, and about which the event loop has nothing to complain."""
@@ -38,7 +43,7 @@ async def running(folder: Any, **options: Any) -> AsyncIterator[AsyncEngine]:
     asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
     engine = await AsyncEngine.start(folder, **options)
     # On a busy machine a tiny model may be done before the test gets to act: each step gives way to the event loop.
-    engine._loaded.core.observers.append(lambda _: time.sleep(0.001))
+    core_of(engine).observers.append(lambda _: time.sleep(0.001))
     yield engine
     await engine.close()
     gc.collect()
@@ -382,7 +387,7 @@ async def test_a_step_that_fails_ends_its_streams_only(
     depth: int, method: str, folder: Folder, llm: LLM
 ) -> None:
     async with running(folder(), max_num_seqs=2, pipeline_depth=depth) as engine:
-        BreakingRunner(engine._loaded.core, method, 5)
+        BreakingRunner(core_of(engine), method, 5)
         prompts = [[i] * 9 for i in range(5, 11)]
         results = await asyncio.gather(
             *(final(engine, prompt, GREEDY) for prompt in prompts), return_exceptions=True
@@ -408,7 +413,7 @@ async def test_a_loop_that_dies_ends_all_streams(folder: Folder) -> None:
         def die() -> None:
             raise MemoryError("no more")
 
-        engine._loaded.core.step = die  # type: ignore[method-assign,assignment]
+        core_of(engine).step = die  # type: ignore[method-assign,assignment]
         for stream in streams:
             with pytest.raises(EngineError, match="the engine stopped: MemoryError: no more"):
                 async for _ in stream:

@@ -13,8 +13,8 @@ import pytest
 from inflight.engine import InprocClient
 from inflight.engine.fake import expected_tokens
 from inflight.engine.inproc import STALLED_AFTER
-from inflight.errors import EngineError, QueueFullError, RequestError
-from inflight.events import Delta
+from inflight.errors import EngineDeadError, EngineError, QueueFullError, RequestError
+from inflight.events import Delta, StepRecord
 from inflight.scheduling import Batch
 from tests.helpers import FakeEngine, make_request
 
@@ -238,12 +238,13 @@ async def test_a_loop_that_dies_ends_all_streams(engine: FakeEngine, client: Inp
         raise MemoryError("no more")
 
     engine.core.step = die  # type: ignore[method-assign]
-    for _, last in await asyncio.gather(*readers):
-        assert last.finish_reason == "error"
-        assert last.error == "the engine stopped: MemoryError: no more"
+    for error in await asyncio.gather(*readers, return_exceptions=True):
+        assert isinstance(error, EngineDeadError)
+        assert str(error) == "the engine stopped: MemoryError: no more"
     health = await client.health()
     assert not health.healthy
     assert health.error == "the engine stopped: MemoryError: no more"
+    assert health.state == "dead"
     for ask in (client.stats(), client.abort("r0"), client.add(make_request([1]))):
         with pytest.raises(EngineError, match="MemoryError"):
             await ask
@@ -274,8 +275,9 @@ async def test_closing_ends_open_streams(client: InprocClient) -> None:
     done = client.stream("done")
     await until(lambda: client._mailboxes["done"]._ended)
     await client.close()
-    deltas = [delta async for delta in stream]
-    assert (deltas[-1].finish_reason, deltas[-1].error) == ("error", "the engine was closed")
+    with pytest.raises(EngineDeadError, match="the engine was closed"):
+        async for _ in stream:
+            pass
     assert [delta.finish_reason async for delta in done] == ["length"]
     assert not (await client.health()).healthy
     with pytest.raises(EngineError, match="closed"):
@@ -302,6 +304,58 @@ async def test_a_question_asked_while_the_engine_ends_is_answered(
         patch.setattr(client, "_calls", Late())
         with pytest.raises(EngineError, match="closed"):
             await asyncio.wait_for(client.stats(), 60)
+
+
+async def test_closing_may_wait_for_those_that_run(engine: FakeEngine, client: InprocClient) -> None:
+    gate = Gate(engine)
+    await client.add(make_request([1], 30, "last"))
+    closing = asyncio.ensure_future(client.close(drain=60))
+    await asyncio.sleep(0)
+    assert (await client.health()).state == "closing"
+    with pytest.raises(EngineDeadError, match="closing"):
+        await client.add(make_request([1], 3, "late"))
+    gate.open.set()
+    assert (await read(client, "last"))[0] == expected_tokens([1], 30)
+    await closing
+
+
+# ---- what it shows ----
+
+
+async def test_why_a_request_took_long(client: InprocClient) -> None:
+    streams = []
+    for index in range(9):  # one more than there are slots
+        await client.add(make_request([index], LONG, f"r{index}"))
+        streams.append(client.stream(f"r{index}"))
+    state = await client.describe("r8")
+    assert state is not None
+    assert (state.status, state.num_waited_for) == ("waiting", 8)
+    await client.abort("r3")
+    await anext(streams[8])
+    state = await client.describe("r8")
+    assert state is not None
+    assert (state.status, state.waited_for) == ("running", ("r3",))
+    await client.abort("r8")
+    state = await client.describe("r8")
+    assert state is not None
+    assert (state.status, state.record.finish_reason) == ("finished", "abort")
+    assert await client.describe("nobody") is None
+    for stream in streams:
+        await stream.aclose()
+
+
+async def test_steps_can_be_watched(client: InprocClient) -> None:
+    records: list[StepRecord] = []
+    stop = client.watch(records.append)
+    await client.add(make_request([1, 2, 3], 5, "watched"))
+    await read(client, "watched")
+    await until_idle(client)
+    assert sum(slot.num_tokens for record in records for slot in record.slots) == 3 + 4
+    stop()
+    await client.add(make_request([1, 2, 3], 5, "unwatched"))
+    await read(client, "unwatched")
+    await until_idle(client)
+    assert not any(slot.request_id == "unwatched" for record in records for slot in record.slots)
 
 
 def test_a_second_event_loop_can_go_on_after_the_first() -> None:

@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from inflight.engine.mailbox import Mailbox
+from inflight.errors import EngineDeadError
 from inflight.events import Delta, PositionLogprobs, TokenLogprob
 
 
@@ -65,3 +68,21 @@ async def test_a_cancelled_reader_loses_nothing() -> None:
     await asyncio.gather(taking, return_exceptions=True)
     mailbox.put(Delta("r", [2], finish_reason="length"))
     assert (await mailbox.take()).token_ids == [1, 2]
+
+
+async def test_a_failed_box_gives_what_it_has_then_the_error() -> None:
+    mailbox = Mailbox()
+    mailbox.put(Delta("r", [1]))
+    mailbox.fail(EngineDeadError("gone"))
+    mailbox.put(Delta("r", [2]))
+    assert (await mailbox.take()).token_ids == [1]
+    for _ in range(2):
+        with pytest.raises(EngineDeadError, match="gone"):
+            await mailbox.take()
+
+
+async def test_a_finished_answer_does_not_fail() -> None:
+    mailbox = Mailbox()
+    mailbox.put(Delta("r", [1], finish_reason="length"))
+    mailbox.fail(EngineDeadError("gone"))
+    assert (await mailbox.take()).finish_reason == "length"

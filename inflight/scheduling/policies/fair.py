@@ -100,6 +100,9 @@ class Fair(Policy):
         counters = self.counters
         return max(candidates, key=lambda request: (counters.get(request.tenant, 0.0), request.arrival))
 
+    def set_weights(self, weights: Mapping[str, float]) -> None:
+        self.weights = dict(weights)
+
     def _charge(self, tenant: str, cost: float) -> None:
         self.counters[tenant] = self.counters.get(tenant, 0.0) + cost / self.weights.get(tenant, 1.0)
 

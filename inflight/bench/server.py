@@ -1,0 +1,87 @@
+"""What is asked of a server before it is measured: its address, its model's name, its vocabulary."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from inflight.bench.connection import Target
+from inflight.bench.workload import PATHS, Endpoint
+from inflight.errors import ConfigError, EngineError
+
+SECONDS = 60.0
+SMALLEST_VOCABULARY = 64
+
+
+@dataclass(frozen=True)
+class ServerAddress:
+    url: str  # without /v1
+    api_key: str | None = None
+
+    @classmethod
+    def parse(cls, url: str, api_key: str | None) -> ServerAddress:
+        parts = urlsplit(url)
+        try:
+            ok = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+        except ValueError:  # a port that is none
+            ok = False
+        if not ok or parts.query or parts.fragment:
+            raise ConfigError(f"url is {url!r}: it must be like http://127.0.0.1:8000")
+        return cls(url.rstrip("/").removesuffix("/v1"), api_key)
+
+    def target(self, endpoint: Endpoint) -> Target:
+        parts = urlsplit(self.url)
+        tls = parts.scheme == "https"
+        headers = () if self.api_key is None else (f"Authorization: Bearer {self.api_key}",)
+        assert parts.hostname is not None
+        port = parts.port or (443 if tls else 80)
+        return Target(parts.hostname, port, parts.path + PATHS[endpoint], tls, headers)
+
+    def model(self) -> str:
+        """The first model that is served."""
+        status, answer = self._ask("/v1/models")
+        try:
+            name = answer["data"][0]["id"]
+        except (LookupError, TypeError):
+            raise EngineError(
+                f"{self.url}/v1/models names no model (status {status}): give its name with --model"
+            ) from None
+        return str(name)
+
+    def vocab_size(self, model: str, most: int) -> int:
+        """How many ids may be drawn from: `most`, halved until the server takes the highest of them. Servers do not
+        tell the size of their vocabulary, but refuse an id outside it."""
+        size = most
+        while True:
+            body = {"model": model, "prompt": [size - 1], "max_tokens": 1}
+            status, answer = self._ask(PATHS["completions"], body)
+            if status == 200:
+                return size
+            if status != 400 or size < 2 * SMALLEST_VOCABULARY:
+                told = answer.get("error") if isinstance(answer, dict) else None
+                raise EngineError(
+                    f"{self.url} does not take token ids as a prompt (status {status}: {told}): use --endpoint chat"
+                )
+            size //= 2
+
+    def _ask(self, path: str, body: Any = None) -> tuple[int, Any]:
+        headers = {"Content-Type": "application/json"}
+        if self.api_key is not None:
+            headers["Authorization"] = f"Bearer {self.api_key}"
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, headers)
+        try:
+            with urllib.request.urlopen(request, timeout=SECONDS) as response:
+                return response.status, json.loads(response.read())
+        except urllib.error.HTTPError as error:
+            with error:
+                try:
+                    return error.code, json.loads(error.read())
+                except ValueError:
+                    return error.code, None
+        except (OSError, ValueError) as error:
+            raise EngineError(f"no answer from {self.url}: {error}") from None

@@ -1,0 +1,211 @@
+"""One engine process, from its start to its end, and the sockets to it. Used in one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+
+import msgspec
+import zmq
+
+from inflight.engine.wire import SECRET_LENGTH, Codec, Doors, Message, Stop, ToFront
+
+logger = logging.getLogger(__name__)
+
+COMMAND = (sys.executable, "-P", "-m", "inflight.engine.worker")
+MAX_FRAMES = 64  # taken at a time, so that others get their turn
+MAX_IPC_PATH = 100  # the system's limit is a little above
+END_TIMEOUT = 5.0  # seconds that a process gets to end by itself
+LAST_WORDS_TIMEOUT = 1.0  # seconds for what a dead process has said to get here
+POLL = 0.01
+
+
+class Child:
+    """A process with its sockets. What it says goes to `on_message`, in the event loop."""
+
+    def __init__(self, on_message: Callable[[ToFront], None]) -> None:
+        self.exited = asyncio.Event()  # set once the process is gone and all it said has been passed on
+        self.returncode: int | None = None
+        self.reason: str | None = None  # why it ended, where that is known
+        self._on_message = on_message
+        self._loop = asyncio.get_running_loop()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._killed = False
+        secret = secrets.token_bytes(SECRET_LENGTH)
+        self.codec: Codec[ToFront] = Codec(secret, ToFront)
+        self._context = zmq.Context()
+        self._up = self._context.socket(zmq.PULL)
+        self._down = self._context.socket(zmq.PUSH)
+        for socket in (self._up, self._down):
+            socket.set_hwm(0)  # what is on its way is bounded by the engine's outbox and by the open calls
+            socket.linger = 0
+        self._monitor = self._up.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._spoke = False
+        self._folder = self._bind()
+        doors = Doors(
+            self._up.get_string(zmq.LAST_ENDPOINT),
+            self._down.get_string(zmq.LAST_ENDPOINT),
+            secret.hex(),
+            os.getpid(),
+            logging.getLogger("inflight").getEffectiveLevel(),
+        )
+        self._loop.add_reader(self._up.fileno(), self._take_frames)
+        # The thread that starts a process must live as long as it does: for the system, it is the parent.
+        threading.Thread(target=self._live, args=(doors,), name="inflight-child", daemon=True).start()
+
+    def _bind(self) -> str | None:
+        """Sockets that only this user can reach; where there are no such, the secret alone keeps others out."""
+        folder = tempfile.mkdtemp(prefix="inflight-")  # mode 0700
+        if zmq.has("ipc") and len(folder) + len("/down") <= MAX_IPC_PATH:
+            self._up.bind(f"ipc://{folder}/up")
+            self._down.bind(f"ipc://{folder}/down")
+            return folder
+        os.rmdir(folder)
+        for socket in (self._up, self._down):
+            socket.bind("tcp://127.0.0.1:*")
+        return None
+
+    # ---- its thread ----
+
+    def _live(self, doors: Doors) -> None:
+        try:
+            process = subprocess.Popen(
+                COMMAND,
+                stdin=subprocess.PIPE,
+                stdout=2,  # whatever it prints is no output of this process
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+                start_new_session=True,  # Ctrl-C is for the parent
+            )
+        except OSError as error:
+            reason = f"the engine process could not be started: {error}"
+            self._post(lambda: self._end(None, reason))
+            return
+        self._process = process
+        if self._killed:  # before it was there
+            process.kill()
+        assert process.stdin is not None
+        with contextlib.suppress(OSError):  # it is gone already
+            process.stdin.write(msgspec.json.encode(doors) + b"\n")
+            process.stdin.flush()  # not closed: its end is how the process learns of ours
+        code = process.wait()
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+        self._post(lambda: self._end(code, None))
+
+    def _post(self, callback: Callable[[], None]) -> None:
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
+            self._loop.call_soon_threadsafe(callback)
+
+    # ---- the event loop ----
+
+    def _end(self, code: int | None, reason: str | None) -> None:
+        self._ending = self._loop.create_task(self._hear_and_close(code, reason))
+
+    async def _hear_and_close(self, code: int | None, reason: str | None) -> None:
+        """What it said before its end may still be on its way; the end of its connection comes behind it."""
+        if self._spoke:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LAST_WORDS_TIMEOUT):
+                    while not self._monitor.poll(0):
+                        await asyncio.sleep(POLL)
+        while self._take_frames():
+            pass
+        self.returncode = code
+        self.reason = self.reason or reason or f"the engine process ended {_how(code)}"
+        self._close_sockets()
+        self.exited.set()
+
+    def _close_sockets(self) -> None:
+        if not self._up.closed:
+            self._loop.remove_reader(self._up.fileno())
+            self._up.disable_monitor()
+            self._monitor.close()
+            self._up.close()
+            self._down.close()
+            self._context.term()
+            self._remove_folder()
+
+    def _remove_folder(self) -> None:
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+    def _take_frames(self) -> bool:
+        """Pass on what has come. Whether there may be more."""
+        for _ in range(MAX_FRAMES):
+            try:
+                frame = self._up.recv(zmq.NOBLOCK)
+            except zmq.ZMQError:  # no more, or the socket was closed by what the last message said
+                return False
+            message = self.codec.decode(frame)
+            if message is None:
+                continue
+            if not self._spoke:
+                # It speaks only when spoken to, so it has both sockets: their names are needed no more, and
+                # nothing is left behind however this process ends.
+                self._spoke = True
+                self._remove_folder()
+            self._on_message(message)
+        self._loop.call_soon(self._take_frames)
+        return True
+
+    def take_frames(self) -> None:
+        """Pass on what has come while the event loop was busy with something else."""
+        self._take_frames()
+
+    async def greet(self, message: Message) -> None:
+        """Send the first message, once the process is there to take it."""
+        frame = bytes(self.codec.encode(message))
+        while not self._down.closed:
+            try:
+                return self._down.send(frame, zmq.NOBLOCK)
+            except zmq.Again:
+                await asyncio.sleep(POLL)
+        return None
+
+    def send(self, message: Message) -> None:
+        self.send_frame(self.codec.encode(message))
+
+    def send_frame(self, frame: bytearray) -> None:
+        if not self._down.closed:
+            with contextlib.suppress(zmq.Again):  # no one is at the other end: news of that is on its way
+                self._down.send(frame, zmq.NOBLOCK)
+
+    def kill(self, reason: str | None = None) -> None:
+        """End it now."""
+        self.reason = self.reason or reason
+        self._killed = True
+        if self._process is not None:
+            self._process.kill()
+
+    async def end(self) -> None:
+        """Let it end by itself for a moment, then kill it. Returns when it is gone."""
+        try:
+            self.send(Stop())
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(END_TIMEOUT):
+                    await self.exited.wait()
+        finally:
+            self.kill()
+            await self.exited.wait()
+
+    @property
+    def process_id(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+
+def _how(code: int | None) -> str:
+    if code is not None and code < 0:
+        with contextlib.suppress(ValueError):
+            return f"by {signal.Signals(-code).name}"
+    return f"with code {code}"

@@ -1,0 +1,75 @@
+"""What happened to requests: those that are there, and those that were until recently."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import replace
+
+from inflight.engine.client import RequestState
+from inflight.engine.core import EngineCore
+from inflight.events import RequestRecord
+from inflight.request import Status
+
+MAX_RECORDS = 4096
+MAX_NAMED = 32  # requests named in one answer
+
+
+def state_of(core: EngineCore, request_id: str) -> RequestState | None:
+    """A request that is in the engine."""
+    scheduler = core.scheduler
+    request = scheduler.requests.get(request_id)
+    if request is None:
+        return None
+    request.record.num_output_tokens = request.num_output_tokens
+    if request.status is not Status.WAITING:
+        return RequestState(request.record, "running", request.num_computed, len(request.block_ids))
+    others = scheduler.requests.values()
+    ahead = sum(other.status is Status.WAITING and other.arrival < request.arrival for other in others)
+    running = [other.request_id for other in scheduler.running]
+    return RequestState(
+        request.record,
+        "waiting",
+        num_ahead=ahead,
+        waited_for=tuple(running[-MAX_NAMED:]),
+        num_waited_for=len(running),
+    )
+
+
+class History:
+    """The records of requests that have ended, the latest ones."""
+
+    def __init__(self, max_records: int = MAX_RECORDS) -> None:
+        self._max_records = max_records
+        self._records: OrderedDict[str, RequestRecord] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def add(self, record: RequestRecord) -> None:
+        self._records.pop(record.request_id, None)
+        self._records[record.request_id] = record
+        if len(self._records) > self._max_records:
+            self._records.popitem(last=False)
+
+    def get(self, request_id: str) -> RequestState | None:
+        record = self._records.get(request_id)
+        return None if record is None else self.complete(RequestState(record, "finished"))
+
+    def complete(self, state: RequestState) -> RequestState:
+        """With those that ended while it waited."""
+        mine = state.record
+        until = next((time for time in (mine.admitted_at, mine.finished_at) if time is not None), None)
+        ended = [
+            other.request_id
+            for other in self._records.values()
+            if other is not mine
+            and other.admitted_at is not None
+            and other.finished_at is not None
+            and mine.arrived_at < other.finished_at
+            and (until is None or other.finished_at <= until)
+        ]
+        return replace(
+            state,
+            waited_for=(*ended, *state.waited_for)[-MAX_NAMED:],
+            num_waited_for=len(ended) + state.num_waited_for,
+        )

@@ -1,0 +1,274 @@
+"""An engine in a process of its own, watched and restarted."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import msgspec
+
+from inflight.config import EngineConfig, ProcessConfig
+from inflight.engine.client import Health, ModelFacts, RequestState
+from inflight.engine.core import EngineStats, StepObserver
+from inflight.engine.history import History
+from inflight.engine.mailbox import Mailbox, MailStream
+from inflight.engine.supervisor import LoadProgress, Supervisor
+from inflight.engine.wire import Abort, Ack, Answer, Describe, Message, News, Watch, encode_add
+from inflight.errors import ConfigError, EngineDeadError, InflightError, QueueFullError, RequestError
+from inflight.events import Delta, RequestRecord, StepRecord
+from inflight.request import Request
+
+logger = logging.getLogger(__name__)
+
+ACK_EVERY = 16  # News; a fraction of the engine's window
+MAX_CALLS = 1 << 16  # unanswered at a time
+DRAIN_POLL = 0.02
+
+
+@dataclass(eq=False, slots=True)
+class _Entry:
+    """A request of this client."""
+
+    handle: int
+    record: RequestRecord  # as far as this side knows it
+    mailbox: Mailbox = field(default_factory=Mailbox)
+
+
+class ProcessClient:
+    """Implements `EngineClient`. Used in the event loop that started it.
+
+    When the process dies, every open stream and call ends with EngineDeadError; a new process takes its place,
+    and until it is ready requests are refused with the same error.
+    """
+
+    def __init__(
+        self, config: EngineConfig, process: ProcessConfig, progress: LoadProgress | None, build: str
+    ) -> None:
+        self.facts: ModelFacts  # of the model, once started
+        self._stats: EngineStats
+        self._supervisor = Supervisor(
+            build, _travelling(config), process, progress, self._deliver, self._begin, self._lose
+        )
+        self._clock = time.monotonic
+        self._numbers = itertools.count(1)
+        self._entries: dict[str, _Entry] = {}  # by request id, until their stream has ended
+        self._open: dict[int, _Entry] = {}  # by handle, until the engine has ended them
+        self._calls: dict[int, asyncio.Future[Answer]] = {}
+        self._history = History()
+        self._observers: list[StepObserver] = []
+        self._num_news = 0
+
+    @classmethod
+    async def start(
+        cls,
+        config: EngineConfig,
+        process: ProcessConfig | None = None,
+        progress: LoadProgress | None = None,
+        build: str = "model",
+    ) -> ProcessClient:
+        """Start the process and wait until its engine is ready. What the engine cannot do with its configuration
+        is raised as if it had been built here. `build` is "model", or `module:function` for another engine."""
+        client = cls(config, process or ProcessConfig(), progress, build)
+        await client._supervisor.start()
+        return client
+
+    @property
+    def process_id(self) -> int | None:
+        return self._supervisor.child.process_id
+
+    @property
+    def num_dropped_frames(self) -> int:
+        """Frames that one side could not read."""
+        return self._supervisor.child.codec.num_dropped + self._supervisor.num_dropped
+
+    # ---- what comes from the engine ----
+
+    def _begin(self, facts: ModelFacts, stats: EngineStats) -> None:
+        """A process is ready, the first or a later one."""
+        self.facts, self._stats = facts, stats
+        self._num_news = 0
+        if self._observers:
+            self._send(Watch(True))
+
+    def _lose(self, reason: str, all_requests: bool) -> None:
+        """Calls will not be answered; if the process is gone, so are its requests."""
+        if all_requests:
+            for entry in self._open.values():
+                entry.record.finish_reason, entry.record.finished_at = "error", self._clock()
+                self._history.add(entry.record)
+                entry.mailbox.fail(EngineDeadError(reason))
+            self._open.clear()
+        for answer in self._calls.values():
+            if not answer.done():
+                answer.set_exception(EngineDeadError(reason))
+        self._calls.clear()
+
+    def _deliver(self, news: News) -> None:
+        for handle, token_id in zip(news.handles, news.token_ids, strict=False):
+            entry = self._open.get(handle)
+            if entry is not None:
+                entry.mailbox.put(Delta(entry.record.request_id, [token_id]))
+        for handle, delta in news.deltas:
+            entry = self._open.get(handle)
+            if entry is None:
+                continue
+            if delta.finish_reason is not None:
+                del self._open[handle]
+                self._history.add(delta.record or entry.record)
+            entry.mailbox.put(delta)
+        for answer in news.answers:
+            call = self._calls.pop(answer.call, None)
+            if call is not None and not call.done():
+                call.set_result(answer)
+        if news.stats is not None:
+            self._stats = news.stats
+        for record in news.steps:
+            self._observe(record)
+        self._supervisor.working = bool(self._open)
+        self._num_news += 1
+        if self._num_news % ACK_EVERY == 0:
+            self._send(Ack(self._num_news))
+
+    def _observe(self, record: StepRecord) -> None:
+        for observer in self._observers[:]:
+            try:
+                observer(record)
+            except Exception:  # whoever watches must not hurt who is watched
+                logger.exception("an observer of steps failed and is called no more")
+                self._observers.remove(observer)
+
+    # ---- what it is asked ----
+
+    def _send(self, message: Message) -> None:
+        self._supervisor.child.send(message)
+
+    async def _ask(self, call: int, send: Callable[[], None]) -> Answer:
+        trouble = self._supervisor.trouble()
+        if trouble is not None:
+            raise EngineDeadError(trouble)
+        if len(self._calls) >= MAX_CALLS:
+            raise QueueFullError(f"{MAX_CALLS} calls to the engine are unanswered, which is the limit")
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        send()
+        self._calls[call] = answer
+        try:
+            found = await answer
+        finally:
+            self._calls.pop(call, None)
+        if found.problem is not None:
+            raise found.problem.error()
+        return found
+
+    async def add(self, request: Request) -> None:
+        if self._supervisor.closing:
+            raise EngineDeadError(self._supervisor.trouble() or "the engine is closing")
+        if request.request_id in self._entries:
+            raise RequestError(f"request id {request.request_id!r} is already in use")
+        handle = next(self._numbers)
+        request.record.arrived_at = self._clock()
+        entry = _Entry(handle, request.record)
+
+        def send() -> None:
+            child = self._supervisor.child
+            child.send_frame(encode_add(child.codec, handle, request))
+            self._open[handle] = self._entries[request.request_id] = entry
+
+        try:
+            await self._ask(handle, send)
+        except BaseException as error:
+            if self._entries.get(request.request_id) is entry:
+                del self._entries[request.request_id]
+            if isinstance(error, InflightError) and not isinstance(error, EngineDeadError):
+                self._open.pop(handle, None)  # refused: it never was there
+            self._abandon(entry)
+            raise
+
+    def _abandon(self, entry: _Entry) -> None:
+        """Abort without waiting for it."""
+        if entry.handle in self._open:
+            self._send(Abort(None, entry.handle, "abort"))
+
+    def stream(self, request_id: str) -> AsyncGenerator[Delta]:
+        entry = self._entries.get(request_id)
+        if entry is None:
+            raise RequestError(f"there is no request {request_id!r} to stream: add it first")
+
+        def leave(running: bool) -> None:
+            if self._entries.get(request_id) is entry:
+                del self._entries[request_id]
+                if running:
+                    self._abandon(entry)
+
+        return MailStream(entry.mailbox, leave)
+
+    async def abort(self, request_id: str, reason: str = "abort") -> int:
+        entry = self._entries.get(request_id)
+        if entry is None or entry.handle not in self._open:
+            return 0
+        call = next(self._numbers)
+        try:
+            answer = await self._ask(call, lambda: self._send(Abort(call, entry.handle, reason)))
+        except EngineDeadError:
+            if entry.handle in self._open:
+                raise
+            return 0  # it ended with its process
+        return answer.num_freed
+
+    async def describe(self, request_id: str) -> RequestState | None:
+        entry = self._entries.get(request_id)
+        if entry is not None and entry.handle in self._open:
+            call = next(self._numbers)
+            answer = await self._ask(call, lambda: self._send(Describe(call, entry.handle)))
+            if answer.state is not None:
+                return self._history.complete(answer.state)
+        return self._history.get(request_id)
+
+    def watch(self, observer: StepObserver) -> Callable[[], None]:
+        self._observers.append(observer)
+        self._send(Watch(True))
+
+        def stop() -> None:
+            with contextlib.suppress(ValueError):
+                self._observers.remove(observer)
+            if not self._observers:
+                self._send(Watch(False))
+
+        return stop
+
+    async def stats(self) -> EngineStats:
+        """As of the last step, or a few hundredths of a second before it."""
+        if self._supervisor.state != "running":
+            raise EngineDeadError(self._supervisor.trouble())
+        return self._stats
+
+    async def health(self) -> Health:
+        return self._supervisor.health()
+
+    async def close(self, drain: float = 0.0) -> None:
+        self._supervisor.closing = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(drain):
+                while self._open:
+                    await asyncio.sleep(DRAIN_POLL)
+        await self._supervisor.close()
+
+
+def _travelling(config: EngineConfig) -> dict[str, Any]:
+    """The options of a configuration, fit for a journey."""
+    policy = config.scheduler.policy
+    if not isinstance(policy, str):
+        raise ConfigError(
+            f"policy is {policy!r}: an engine in a process of its own takes one by name, or as module:Class"
+        )
+    options = asdict(config.model) | asdict(config.cache) | asdict(config.scheduler)
+    try:
+        msgspec.msgpack.encode(options)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(f"an option cannot be sent to the engine's process: {error}") from error
+    return options

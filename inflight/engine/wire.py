@@ -1,0 +1,255 @@
+"""Every message between a front process and an engine process, and how it looks on the wire.
+
+A frame is a secret of this pair of processes, then one message in msgpack. Nothing on the wire can be made to
+run. What does not begin with the secret, or is no message that the receiver knows, is dropped and counted.
+
+    front ── Start, Add, Abort, Describe, Ack, Watch, Stop ──►  engine
+    front ◄── Progress, Ready, Failed, News, Beat, Stopped ───  engine
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+from dataclasses import fields, replace
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from inflight import errors
+from inflight.engine.client import ModelFacts, RequestState
+from inflight.engine.core import EngineStats
+from inflight.errors import EngineError, InflightError, RequestError
+from inflight.events import Delta, StepRecord
+from inflight.request import Request, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+SECRET_LENGTH = 16
+LARGEST = 2**63 - 1  # msgpack's integers have 64 bits
+
+MessageT = TypeVar("MessageT")
+
+
+class Message(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """The root of all messages: on the wire an array that begins with the class's name."""
+
+
+class Doors(msgspec.Struct, frozen=True):
+    """What a new engine process reads on its standard input, as one line of JSON: how to reach its parent."""
+
+    up: str  # where it sends
+    down: str  # where it receives
+    secret: str  # in hex
+    parent_id: int
+    log_level: int
+
+
+# ---- to the engine ----
+
+
+class Start(Message, frozen=True):
+    """Build an engine."""
+
+    build: str  # module:function, which makes the engine
+    options: dict[str, Any]  # of EngineConfig.create
+    heartbeat: float
+
+
+class NewRequest(msgspec.Struct, array_like=True, frozen=True):
+    """What of a request is known before the engine has it."""
+
+    request_id: str
+    token_ids: list[int]
+    params: SamplingParams
+    max_tokens: int
+    seed: int
+    stop_ids: frozenset[int]
+    bad_word_ids: tuple[tuple[int, ...], ...]
+    priority: int
+    tenant: str
+    cache_salt: str
+    num_prompt_tokens: int
+
+    @classmethod
+    def of(cls, request: Request) -> NewRequest:
+        return cls(*(getattr(request, name) for name in cls.__struct_fields__))
+
+    def request(self) -> Request:
+        return Request(**{name: getattr(self, name) for name in self.__struct_fields__})
+
+
+class Add(Message, frozen=True):
+    """`call` is also the request's handle: no other request ever has it, whereas ids may be used again."""
+
+    call: int
+    request: NewRequest
+
+
+class Abort(Message, frozen=True):
+    call: int | None  # None: no answer is wanted
+    handle: int
+    reason: str
+
+
+class Describe(Message, frozen=True):
+    call: int
+    handle: int
+
+
+class Ack(Message, frozen=True):
+    """How many News the front has taken in so far."""
+
+    num_news: int
+
+
+class Watch(Message, frozen=True):
+    """Whether StepRecords are wanted."""
+
+    wanted: bool
+
+
+class Stop(Message, frozen=True):
+    """End now."""
+
+
+# ---- from the engine ----
+
+
+class Problem(msgspec.Struct, array_like=True, frozen=True):
+    """An exception that goes to whoever asked."""
+
+    kind: str
+    text: str
+    notes: list[str]
+
+    @classmethod
+    def of(cls, error: BaseException) -> Problem:
+        return cls(type(error).__name__, _printable(error), [*getattr(error, "__notes__", ())])
+
+    def error(self) -> InflightError:
+        """The same class and message where the class is one of ours."""
+        kind = getattr(errors, self.kind, None)
+        if isinstance(kind, type) and issubclass(kind, InflightError):
+            error = kind(self.text)
+        else:
+            error = EngineError(f"{self.kind}: {self.text}")
+        for note in self.notes:
+            error.add_note(note)
+        return error
+
+
+class Progress(Message, frozen=True):
+    """Bytes of weights loaded, and in all."""
+
+    num_done: int
+    num_total: int
+
+
+class Ready(Message, frozen=True):
+    facts: ModelFacts
+    stats: EngineStats
+
+
+class Failed(Message, frozen=True):
+    """The engine could not be built."""
+
+    problem: Problem
+
+
+class Answer(msgspec.Struct, array_like=True, frozen=True):
+    """To one call."""
+
+    call: int
+    num_freed: int = 0
+    state: RequestState | None = None
+    problem: Problem | None = None
+
+
+class News(Message, frozen=True):
+    """What a step, or several, brought. Most deltas are one token and nothing else: those are two columns."""
+
+    handles: list[int] = []
+    token_ids: list[int] = []
+    deltas: list[tuple[int, Delta]] = []  # the others, each with its request's handle
+    answers: list[Answer] = []
+    steps: list[StepRecord] = []
+    stats: EngineStats | None = None
+
+
+class Beat(Message, frozen=True):
+    """The process lives, and this is how its loop does."""
+
+    since_step: float  # seconds
+    working: bool
+    num_dropped: int  # frames
+
+
+class Stopped(Message, frozen=True):
+    """The loop ended with an error; the process will, too."""
+
+    text: str
+
+
+ToEngine = Start | Add | Abort | Describe | Ack | Watch | Stop
+ToFront = Progress | Ready | Failed | News | Beat | Stopped
+
+
+# ---- frames ----
+
+
+class Codec(Generic[MessageT]):
+    """Messages to frames, and frames of `incoming` types to messages. Not thread-safe."""
+
+    def __init__(self, secret: bytes, incoming: Any) -> None:
+        assert len(secret) == SECRET_LENGTH
+        self.num_dropped = 0
+        self._secret = secret
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[MessageT] = msgspec.msgpack.Decoder(incoming)
+        self._buffer = bytearray(secret)
+
+    def encode(self, message: Message) -> bytearray:
+        """The frame of a message, valid until the next call."""
+        self._encoder.encode_into(message, self._buffer, SECRET_LENGTH)
+        return self._buffer
+
+    def decode(self, frame: bytes) -> MessageT | None:
+        """The message of a frame, or None if it is none."""
+        try:
+            if not hmac.compare_digest(frame[:SECRET_LENGTH], self._secret):
+                raise ValueError("it is from a stranger")
+            return self._decoder.decode(memoryview(frame)[SECRET_LENGTH:])
+        except Exception as error:  # checks of our own types run in here too, and nothing may end the loop
+            self.num_dropped += 1
+            logger.warning("dropped a frame of %d bytes: %s", len(frame), error)
+            return None
+
+
+def encode_add(codec: Codec[Any], call: int, request: Request) -> bytearray:
+    """The frame of a request. Raises RequestError where it cannot travel."""
+    message = Add(call, NewRequest.of(request))
+    try:
+        try:
+            return codec.encode(message)
+        except OverflowError:
+            small = msgspec.structs.replace(message.request, params=_with_small_numbers(request.params))
+            return codec.encode(Add(call, small))
+    except UnicodeEncodeError as error:
+        raise RequestError(f"a text of the request is not valid Unicode: {error}") from None
+    except (OverflowError, TypeError) as error:
+        raise RequestError(f"the request cannot be sent to the engine: {error}") from None
+
+
+def _with_small_numbers(params: SamplingParams) -> SamplingParams:
+    """Integers without limit that mean no more than the largest one that can travel, such as top_k=10**30."""
+    changes: dict[str, Any] = {}
+    for item in fields(params):
+        value = getattr(params, item.name)
+        if isinstance(value, int) and value > LARGEST and item.name != "seed":
+            changes[item.name] = float(value) if item.type == "float" else LARGEST
+    return replace(params, **changes)
+
+
+def _printable(error: BaseException) -> str:
+    return str(error).encode(errors="backslashreplace").decode()

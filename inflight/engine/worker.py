@@ -1,0 +1,279 @@
+"""The engine process: a loop over a core that talks to its front through two sockets, and nothing else.
+
+Started by `engine/process.py` as `python -m inflight.engine.worker`. No text, JSON or HTTP in here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+import zmq
+
+from inflight.config import EngineConfig
+from inflight.engine.client import ModelFacts
+from inflight.engine.core import EngineCore
+from inflight.engine.history import state_of
+from inflight.engine.outbox import Outbox
+from inflight.engine.wire import (
+    Abort,
+    Ack,
+    Add,
+    Answer,
+    Beat,
+    Codec,
+    Describe,
+    Doors,
+    Failed,
+    Message,
+    Problem,
+    Progress,
+    Ready,
+    Start,
+    Stop,
+    Stopped,
+    ToEngine,
+    Watch,
+)
+from inflight.registry import Registry
+
+logger = logging.getLogger(__name__)
+
+Build = Callable[[EngineConfig, Callable[[int, int], None]], tuple[EngineCore, ModelFacts]]
+BUILDERS: Registry[Build] = Registry("builder", {"model": "inflight.loading:load_core"})
+
+MAX_MESSAGES = 128  # taken between two steps: a flood of requests must not keep the engine from stepping
+STEPS_PER_COLLECTION = 1 << 14  # of garbage, while steps follow each other
+REST_AFTER = 1 << 10  # steps after which garbage is collected as soon as there is nothing to do
+LINGER = 2000  # milliseconds for the last words
+
+
+class Link:
+    """The two sockets. Any thread may send; one receives."""
+
+    def __init__(self, doors: Doors) -> None:
+        secret = bytes.fromhex(doors.secret)
+        self.incoming: Codec[ToEngine] = Codec(secret, ToEngine)
+        self._outgoing: Codec[ToEngine] = Codec(secret, ToEngine)
+        self._context = zmq.Context()
+        self._up = self._context.socket(zmq.PUSH)
+        self._down = self._context.socket(zmq.PULL)
+        for socket in (self._up, self._down):
+            # No limit here: the outbox has one. So sending neither blocks nor drops.
+            socket.set_hwm(0)
+            socket.linger = LINGER
+        self._up.connect(doors.up)
+        self._down.connect(doors.down)
+        self._lock = threading.Lock()
+
+    def send(self, message: Message) -> None:
+        with self._lock:
+            self._up.send(self._outgoing.encode(message))
+
+    def receive(self, wait: bool) -> ToEngine | None:
+        """The next message; None if there is none yet, or if it was not one."""
+        try:
+            return self.incoming.decode(self._down.recv(0 if wait else zmq.NOBLOCK))
+        except zmq.Again:
+            return None
+
+    def close(self) -> None:
+        with self._lock:
+            self._up.close()
+            self._down.close()
+        self._context.term()
+
+
+class EngineLoop:
+    """Messages in, steps, news out."""
+
+    def __init__(self, core: EngineCore, link: Link) -> None:
+        self._core = core
+        self._link = link
+        self._outbox = Outbox(link.send, core.stats, core.clock)
+        self._stopped = False
+        self._num_steps_since_collection = 0
+        self.last_progress = core.clock()
+
+    def run(self) -> None:
+        core = self._core
+        while not self._stopped:
+            if core.has_work:
+                self._take_messages()
+            else:
+                self._rest()
+            if self._outbox.has_answers:  # whoever asked need not wait for a step
+                self._outbox.flush(idle=not core.has_work)
+            if core.has_work and not self._stopped:
+                deltas = core.step()
+                self.last_progress = core.clock()
+                self._outbox.put(deltas)
+                self._count_step()
+            self._outbox.flush(idle=not core.has_work)
+
+    def beat(self) -> Beat:
+        """How the loop does. Called by another thread."""
+        since = self._core.clock() - self.last_progress
+        return Beat(since, self._core.has_work, self._link.incoming.num_dropped)
+
+    def _take_messages(self) -> None:
+        for _ in range(MAX_MESSAGES):
+            message = self._link.receive(wait=False)
+            if message is None:
+                return
+            self._handle(message)
+
+    def _rest(self) -> None:
+        """Nothing to do: clean up, then wait for something."""
+        if self._num_steps_since_collection >= REST_AFTER:
+            self._collect_garbage(2)
+        message = self._link.receive(wait=True)
+        self.last_progress = self._core.clock()
+        if message is not None:
+            self._handle(message)
+            self._take_messages()
+
+    def _count_step(self) -> None:
+        self._num_steps_since_collection += 1
+        if self._num_steps_since_collection >= STEPS_PER_COLLECTION:
+            self._collect_garbage(1)
+
+    def _collect_garbage(self, generation: int) -> None:
+        self._num_steps_since_collection = 0
+        gc.collect(generation)
+
+    # ---- messages ----
+
+    def _handle(self, message: ToEngine) -> None:
+        match message:
+            case Add():
+                self._add(message)
+            case Abort():
+                self._abort(message)
+            case Describe(call, handle):
+                request_id = self._outbox.id_of(handle)
+                state = None if request_id is None else state_of(self._core, request_id)
+                self._outbox.answer(Answer(call, state=state))
+            case Ack(num_news):
+                self._outbox.taken(num_news)
+            case Watch(wanted):
+                observers = self._core.observers
+                with contextlib.suppress(ValueError):
+                    observers.remove(self._outbox.observe)
+                if wanted:
+                    observers.append(self._outbox.observe)
+            case Stop():
+                self._stopped = True
+            case _:
+                logger.warning("dropped a %s that came too late", type(message).__name__)
+
+    def _add(self, message: Add) -> None:
+        request = message.request.request()
+        try:
+            self._core.add(request)
+        except Exception as error:  # a request that cannot be added is its owner's trouble alone
+            self._outbox.answer(Answer(message.call, problem=Problem.of(error)))
+            return
+        self._outbox.open(request.request_id, message.call)
+        self._outbox.answer(Answer(message.call))
+
+    def _abort(self, message: Abort) -> None:
+        request_id = self._outbox.id_of(message.handle)
+        num_freed = 0
+        if request_id is not None:
+            num_freed, deltas = self._core.abort(request_id, message.reason)
+            self._outbox.put(deltas)
+        if message.call is not None:
+            self._outbox.answer(Answer(message.call, num_freed))
+
+
+# ---- the process ----
+
+
+def main() -> int:
+    for number in (signal.SIGINT, signal.SIGTERM):  # whoever started this one ends it, in order
+        signal.signal(number, signal.SIG_IGN)
+    doors = msgspec.json.decode(sys.stdin.buffer.readline(), type=Doors)
+    _die_with(doors.parent_id)
+    logging.basicConfig(
+        level=doors.log_level, format="%(asctime)s engine %(levelname)s %(name)s: %(message)s"
+    )
+    link = Link(doors)
+    try:
+        return _serve(link)
+    finally:
+        link.close()
+
+
+def _serve(link: Link) -> int:
+    start = link.receive(wait=True)
+    while not isinstance(start, Start):
+        start = link.receive(wait=True)
+    try:
+        config = EngineConfig.create(**start.options)
+        core, facts = BUILDERS.get(start.build)(config, lambda *done: link.send(Progress(*done)))
+    except Exception as error:
+        logger.debug("the engine could not be built", exc_info=True)
+        link.send(Failed(Problem.of(error)))
+        return 1
+    # What is there now stays until the end: no collection need look at it. Later ones wait for their time.
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    loop = EngineLoop(core, link)
+    _in_thread(lambda: _beat(link, loop, start.heartbeat), "heartbeat")
+    link.send(Ready(facts, core.stats()))
+    try:
+        loop.run()
+    except Exception as error:
+        logger.exception("the engine loop stopped")
+        link.send(Stopped(f"the engine stopped: {Problem.of(error).kind}: {Problem.of(error).text}"))
+        return 1
+    core.close()
+    return 0
+
+
+def _beat(link: Link, loop: EngineLoop, interval: float) -> None:
+    while True:
+        with contextlib.suppress(zmq.ZMQError):  # the socket was closed
+            link.send(loop.beat())
+        time.sleep(interval)
+
+
+def _die_with(parent_id: int) -> None:
+    """End when the parent does, even in the middle of a step."""
+    if sys.platform == "linux":
+        set_death_signal = 1  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent_id:
+        os._exit(1)
+    # The parent holds the other end of the standard input for as long as it lives.
+    lifeline = os.dup(0)
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+
+    def wait() -> None:
+        while os.read(lifeline, 1):
+            pass
+        os._exit(1)
+
+    _in_thread(wait, "lifeline")
+
+
+def _in_thread(function: Callable[[], None], name: str) -> None:
+    threading.Thread(target=function, name=f"inflight-{name}", daemon=True).start()
+
+
+if __name__ == "__main__":
+    code = main()
+    logging.shutdown()
+    os._exit(code)  # the system takes back memory faster than the libraries do

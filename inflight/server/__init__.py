@@ -1,0 +1,1 @@
+"""HTTP over the engine: OpenAI's API, bounded and observable. Imported only by those who serve."""

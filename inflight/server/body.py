@@ -1,0 +1,90 @@
+"""Reads a request's body within its limits of size and time, and makes a schema of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TypeVar
+
+from pydantic import ValidationError
+from starlette.requests import ClientDisconnect, Request
+
+from inflight.server.errors import ApiError, of_validation
+from inflight.server.schemas.common import Body
+
+T = TypeVar("T", bound=Body)
+
+LARGE = 64 << 10  # bytes from which on parsing takes so long that other streams would notice
+DISCARD_SECONDS = 1.0
+
+
+async def read_body(request: Request, max_bytes: int, seconds: float) -> bytes:
+    """The whole body. Raises ApiError 413 as soon as it is too large, 408 when it does not come."""
+    _check_kind(request)
+    declared = request.headers.get("content-length", "0")
+    if declared.isdecimal() and int(declared) > max_bytes:
+        await _discard(request, max_bytes)
+        raise _too_large(max_bytes)
+    parts: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(seconds):
+            async for part in request.stream():
+                size += len(part)
+                if size > max_bytes:
+                    break
+                parts.append(part)
+    except TimeoutError:
+        raise ApiError(
+            408, f"the body did not come within {seconds:g} s", code="read_timeout", headers=_CLOSE
+        ) from None
+    if size > max_bytes:
+        await _discard(request, max_bytes)
+        raise _too_large(max_bytes)
+    return b"".join(parts)
+
+
+_CLOSE = {"connection": "close"}
+
+
+def _too_large(max_bytes: int) -> ApiError:
+    message = f"the body is larger than {max_bytes} bytes, which is the limit"
+    return ApiError(413, message, code="body_too_large", headers=_CLOSE)
+
+
+async def _discard(request: Request, max_bytes: int) -> None:
+    """Read on for a moment without keeping anything: most clients look for the answer only when all is sent."""
+    size = 0
+    with contextlib.suppress(TimeoutError, ClientDisconnect, RuntimeError):
+        async with asyncio.timeout(DISCARD_SECONDS):
+            while size < max_bytes:
+                message = await request.receive()
+                size += len(message.get("body", b""))
+                if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                    return
+
+
+def _check_kind(request: Request) -> None:
+    """JSON, or nothing said. A page of another origin can send plain text without being allowed to."""
+    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise ApiError(415, f"the content type is {kind:.100}: it must be application/json")
+
+
+async def read_json(request: Request, schema: type[T], max_bytes: int, seconds: float) -> T:
+    """The body as the schema wants it. Raises ApiError 400 that names what is wrong."""
+    body = await read_body(request, max_bytes, seconds)
+    if len(body) <= LARGE:
+        return _parse(schema, body)
+    found = await asyncio.to_thread(_parse, schema, body)
+    found._is_large = True
+    return found
+
+
+def _parse(schema: type[T], body: bytes) -> T:
+    try:
+        return schema.model_validate_json(body)
+    except ValidationError as error:
+        raise of_validation(
+            error.errors(include_url=False, include_context=False), schema.unsupported
+        ) from None

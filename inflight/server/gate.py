@@ -1,0 +1,96 @@
+"""What every request passes before any route: an id for the logs, and its key."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from inflight.server.errors import ApiError, of_exception
+from inflight.server.keys import Caller
+from inflight.server.logs import request_id as current_request_id
+from inflight.server.state import ServerState
+
+logger = logging.getLogger("inflight.access")
+
+# Open to all: what a load balancer asks, and a page that holds nothing of the server's.
+OPEN = frozenset({"/health", "/ready", "/"})
+
+
+class Gate:
+    """The path that is checked here is the path that is routed: nothing rewrites it in between."""
+
+    def __init__(self, app: ASGIApp, state: ServerState) -> None:
+        self._app = app
+        self._state = state
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started = time.perf_counter()
+        name = f"req-{secrets.token_hex(8)}"
+        current_request_id.set(name)
+        seen: dict[str, Any] = {"status": 0, "id": name}
+
+        async def watched(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                seen["status"] = message["status"]
+                self._name(message, seen)
+            await send(message)
+
+        try:
+            scope["inflight.caller"] = self._caller(scope)
+        except ApiError as error:
+            scope["inflight.caller"] = None
+            self._state.metrics.refused[error.code or "denied"] += 1
+            await error.response()(scope, receive, watched)
+        else:
+            await self._pass(scope, receive, watched, seen)
+        self._log(scope, seen, time.perf_counter() - started)
+
+    async def _pass(self, scope: Scope, receive: Receive, send: Send, seen: dict[str, Any]) -> None:
+        try:
+            await self._app(scope, receive, send)
+        except Exception as error:
+            # The framework has logged it and answered, where it could; here it ends.
+            if not seen["status"]:
+                await of_exception(error).response()(scope, receive, send)
+
+    def _caller(self, scope: Scope) -> Caller:
+        if scope["path"] in OPEN and scope["method"] in ("GET", "HEAD"):
+            return Caller()
+        return self._state.keys.find(Headers(scope=scope).get("authorization"))
+
+    def _name(self, message: Message, seen: dict[str, Any]) -> None:
+        """Every response has an id: its own, or the one that its line in the log has."""
+        headers = message.setdefault("headers", [])
+        given = next((value for key, value in headers if key == b"x-request-id"), None)
+        if given is not None:
+            seen["id"] = given.decode("latin-1")
+        else:
+            message["headers"] = [*headers, (b"x-request-id", seen["id"].encode())]
+
+    def _log(self, scope: Scope, seen: dict[str, Any], seconds: float) -> None:
+        route = scope.get("route")
+        path = getattr(route, "path", "unknown")
+        status = str(seen["status"] or 499)  # the client went away before there was an answer
+        self._state.metrics.responses[path, status] += 1
+        if self._state.options.log_requests and scope["path"] not in ("/health", "/ready", "/metrics"):
+            caller: Caller | None = scope["inflight.caller"]
+            logger.info(
+                "%s %.200r %s in %.3f s",
+                *(scope["method"], scope["path"], status, seconds),
+                extra={
+                    "request_id": seen["id"],
+                    "method": scope["method"],
+                    "path": scope["path"][:200],
+                    "status": int(status),
+                    "seconds": round(seconds, 6),
+                    "key": caller.name if caller is not None else None,
+                },
+            )

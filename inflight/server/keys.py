@@ -1,0 +1,189 @@
+"""Who may call, how much, and as whom."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import math
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from inflight.errors import ConfigError
+from inflight.server.errors import ApiError
+from inflight.server.settings import read_yaml
+
+_FIELDS = {"name", "key", "key_env", "weight", "requests_per_minute", "max_concurrent", "cache"}
+MAX_NAME = 64
+
+
+@dataclass(eq=False)
+class Caller:
+    """One key's owner: limits, and what counts against them."""
+
+    name: str = ""  # "" where no key is asked for, or keys have no names
+    weight: float = 1.0
+    requests_per_minute: float | None = None
+    max_concurrent: int | None = None
+    own_cache: bool = False  # its prefixes are its own: no one can tell by timing what it sent
+    clock: Callable[[], float] = time.monotonic
+    num_running: int = 0
+    _allowance: float = field(default=0.0, init=False)
+    _counted_at: float = field(default=-math.inf, init=False)
+
+    def tenant(self, user: str | None) -> str:
+        """Whom fair scheduling counts a request against."""
+        return self.name or user or ""
+
+    def salt(self, salt: str) -> str:
+        """What separates this caller's prefixes from others'."""
+        if not self.own_cache:
+            return salt
+        return hashlib.sha256(f"{self.name}\0{salt}".encode()).hexdigest()
+
+    def enter(self) -> None:
+        """Count one more request. Raises ApiError when that is one too many."""
+        if self.max_concurrent is not None and self.num_running >= self.max_concurrent:
+            raise ApiError(
+                429,
+                f"this key has {self.num_running} requests running: at most {self.max_concurrent} are allowed at once",
+                code="concurrency_limit_exceeded",
+                retry_after=1,
+            )
+        if self.requests_per_minute is not None:
+            self._take_from_allowance(self.requests_per_minute)
+        self.num_running += 1
+
+    def leave(self) -> None:
+        self.num_running -= 1
+
+    def _take_from_allowance(self, per_minute: float) -> None:
+        """A bucket that holds a minute's requests and fills evenly."""
+        now = self.clock()
+        full = max(per_minute, 1.0)
+        self._allowance = min(full, self._allowance + (now - self._counted_at) * per_minute / 60)
+        self._counted_at = now
+        if self._allowance < 1:
+            wait = math.ceil((1 - self._allowance) * 60 / per_minute)
+            raise ApiError(
+                429,
+                f"this key may send {per_minute:g} requests a minute: the next one is allowed in {wait} s",
+                code="rate_limit_exceeded",
+                retry_after=wait,
+            )
+        self._allowance -= 1
+
+
+class Keys:
+    """Finds the caller of a key. Without keys everyone is the same caller."""
+
+    def __init__(self, callers: Iterable[tuple[str, Caller]] = ()) -> None:
+        # Keys are found by a digest that is different in every process: the time a look-up takes tells nothing.
+        self._secret = secrets.token_bytes(32)
+        self._callers = {self._digest(key): caller for key, caller in callers}
+        self._everyone = Caller()
+
+    def _digest(self, key: str) -> bytes:
+        return hmac.digest(self._secret, key.encode(), "sha256")
+
+    @property
+    def required(self) -> bool:
+        return bool(self._callers)
+
+    @property
+    def callers(self) -> list[Caller]:
+        return list(self._callers.values()) or [self._everyone]
+
+    def weights(self) -> dict[str, float]:
+        """The shares of named callers, for fair scheduling."""
+        return {caller.name: caller.weight for caller in self._callers.values() if caller.name}
+
+    def find(self, authorization: str | None) -> Caller:
+        """The caller of an `Authorization` header. Raises ApiError where there is none."""
+        if not self._callers:
+            return self._everyone
+        scheme, _, key = (authorization or "").partition(" ")
+        if scheme.lower() != "bearer" or not key.strip():
+            raise _denied("an API key is needed: send it as 'Authorization: Bearer KEY'", "missing_api_key")
+        given = self._digest(key.strip())
+        found = None
+        for digest, caller in self._callers.items():
+            if hmac.compare_digest(digest, given):
+                found = caller  # and go on: all keys take the same time
+        if found is None:
+            raise _denied("the API key is not known here", "invalid_api_key")
+        return found
+
+
+def _denied(message: str, code: str) -> ApiError:
+    return ApiError(401, message, code=code, headers={"www-authenticate": "Bearer"})
+
+
+def load_keys(api_keys: Iterable[str], file: str | None) -> Keys:
+    """Keys from flags, which are all one caller, and from a file, where each has a name."""
+    shared = Caller()
+    found = [(key, shared) for key in api_keys]
+    if file is not None:
+        found += _read_file(Path(file))
+        names = [caller.name for _, caller in found if caller.name]
+        if len(set(names)) < len(names):
+            raise ConfigError(f"{file} has the name {_twice(names)!r} twice")
+    keys = [key for key, _ in found]
+    if len(set(keys)) < len(keys):
+        raise ConfigError("an API key is given twice")
+    return Keys(found)
+
+
+def _twice(names: list[str]) -> str:
+    return next(name for name in names if names.count(name) > 1)
+
+
+def _read_file(path: Path) -> list[tuple[str, Caller]]:
+    content = read_yaml(path, "the keys file")
+    entries = content.get("keys") if isinstance(content, dict) else content
+    if not isinstance(entries, list) or not entries:
+        raise ConfigError(f"the keys file {str(path)!r} must hold 'keys', a list with at least one key")
+    return [_read_entry(f"key {number} of {path}", entry) for number, entry in enumerate(entries, 1)]
+
+
+def _read_entry(where: str, entry: Any) -> tuple[str, Caller]:
+    if not isinstance(entry, dict) or set(entry) - _FIELDS:
+        raise ConfigError(f"{where} must be a mapping of {', '.join(sorted(_FIELDS))}, and nothing else")
+    name = entry.get("name")
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME:
+        raise ConfigError(f"{where} has the name {name!r}: it must have 1 to {MAX_NAME} characters")
+    caller = Caller(
+        name=name,
+        weight=_positive(where, "weight", entry.get("weight", 1.0)),
+        own_cache=_cache(where, entry.get("cache", "own")),
+    )
+    if entry.get("requests_per_minute") is not None:
+        caller.requests_per_minute = _positive(where, "requests_per_minute", entry["requests_per_minute"])
+    if entry.get("max_concurrent") is not None:
+        caller.max_concurrent = math.ceil(_positive(where, "max_concurrent", entry["max_concurrent"]))
+    return _secret(where, entry), caller
+
+
+def _secret(where: str, entry: dict[str, Any]) -> str:
+    if ("key" in entry) == ("key_env" in entry):
+        raise ConfigError(f"{where} must have either 'key' or 'key_env', the variable that holds it")
+    key = entry["key"] if "key" in entry else os.environ.get(str(entry["key_env"]))
+    if not isinstance(key, str) or not key.strip():
+        raise ConfigError(f"{where} has no key: it must be a non-empty string")
+    return key
+
+
+def _positive(where: str, name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ConfigError(f"{where}: {name} is {value!r}: it must be a positive number")
+    return float(value)
+
+
+def _cache(where: str, value: Any) -> bool:
+    if value not in ("own", "shared"):
+        raise ConfigError(f"{where}: cache is {value!r}: allowed are own and shared")
+    return bool(value == "own")

@@ -1,0 +1,59 @@
+"""Log lines, as text or as JSON, each with the id of the request it is about. Never a prompt, never a key."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from contextvars import ContextVar
+from typing import Any
+
+request_id: ContextVar[str | None] = ContextVar("inflight_request_id", default=None)
+
+_FIELDS = ("method", "path", "status", "seconds", "key")
+
+
+class JsonFormatter(logging.Formatter):
+    """One object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        found: dict[str, Any] = {
+            "time": _time(record.created),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            "request_id": _request_id(record),
+        }
+        found |= {name: getattr(record, name) for name in _FIELDS if hasattr(record, name)}
+        if record.exc_info:
+            found["exception"] = self.formatException(record.exc_info)
+        return json.dumps({name: value for name, value in found.items() if value is not None}, default=str)
+
+
+class TextFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        name = _request_id(record)
+        text = f"{_time(record.created)} {record.levelname:7} {f'[{name}] ' if name else ''}{record.getMessage()}"
+        return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
+
+
+def _time(seconds: float) -> str:
+    whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
+    return f"{whole}.{int(seconds % 1 * 1000):03}Z"
+
+
+def _request_id(record: logging.LogRecord) -> str | None:
+    found: str | None = getattr(record, "request_id", None) or request_id.get()
+    return found
+
+
+def configure_logging(level: str, kind: str) -> None:
+    """All loggers of this process to standard error."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if kind == "json" else TextFormatter())
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.WARNING)
+    logging.getLogger("inflight").setLevel(level.upper())
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)

@@ -1,0 +1,243 @@
+"""What Prometheus reads: gauges and totals of the engine, histograms of requests.
+
+Histograms are kept in plain lists and only shown as Prometheus has them, since one of them counts every token.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+from inflight import __version__
+from inflight.engine import EngineStats
+from inflight.events import RequestRecord
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+_FIRST = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+    160,
+)
+_GAP = (
+    0.001,
+    0.002,
+    0.005,
+    0.01,
+    0.015,
+    0.02,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    1,
+    2.5,
+    5,
+    10,
+)
+_TIME = (
+    0.01,
+    0.05,
+    0.1,
+    0.3,
+    0.5,
+    0.8,
+    1,
+    1.5,
+    2,
+    2.5,
+    5,
+    10,
+    15,
+    20,
+    30,
+    40,
+    50,
+    60,
+    120,
+    240,
+    480,
+    960,
+    1920,
+)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000)
+_COUNT = (1, 2, 5, 10, 20, 50, 100)
+
+
+class Histogram:
+    def __init__(self, name: str, text: str, bounds: tuple[float, ...]) -> None:
+        self.name = name
+        self.text = text
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def add(self, value: float, count: int = 1) -> None:
+        self._counts[bisect_left(self._bounds, value)] += count
+        self._sum += value * count
+
+    def family(self, prefix: str, model: str) -> Metric:
+        total, buckets = 0, []
+        for bound, count in zip((*map(float, self._bounds), "+Inf"), self._counts, strict=True):
+            total += count
+            buckets.append((str(bound), float(total)))
+        found = HistogramMetricFamily(f"{prefix}:{self.name}", self.text, labels=["model_name"])
+        found.add_metric([model], buckets, sum_value=self._sum)
+        return found
+
+
+class Metrics:
+    """Counts, and tells under one prefix or two."""
+
+    def __init__(self, model: str, compat: bool) -> None:
+        self._model = model
+        self._prefixes = ("inflight", "vllm") if compat else ("inflight",)
+        self.first_token = Histogram(
+            "time_to_first_token_seconds", "From a request to its first token", _FIRST
+        )
+        self.gap = Histogram("inter_token_latency_seconds", "Between two tokens of an answer", _GAP)
+        self.request_gap = Histogram(
+            "request_time_per_output_token_seconds", "Mean time between tokens of an answer", _GAP
+        )
+        self.latency = Histogram("e2e_request_latency_seconds", "From a request to its end", _TIME)
+        self.queue = Histogram("request_queue_time_seconds", "Waiting for admission", _TIME)
+        self.prefill = Histogram("request_prefill_time_seconds", "From admission to the first token", _TIME)
+        self.decode = Histogram("request_decode_time_seconds", "From the first token to the last", _TIME)
+        self.inference = Histogram(
+            "request_inference_time_seconds", "From admission to the last token", _TIME
+        )
+        self.prompt_tokens = Histogram("request_prompt_tokens", "Tokens of a prompt", _TOKENS)
+        self.output_tokens = Histogram("request_generation_tokens", "Tokens of an answer", _TOKENS)
+        self.max_tokens = Histogram("request_params_max_tokens", "Tokens that an answer may have", _TOKENS)
+        self.num_answers = Histogram("request_params_n", "Answers that a request asks for", _COUNT)
+        self._histograms = [item for item in vars(self).values() if isinstance(item, Histogram)]
+        self.finished: Counter[str] = Counter()  # by finish reason
+        self.refused: Counter[str] = Counter()  # by error code
+        self.responses: Counter[tuple[str, str]] = Counter()  # by route and status
+        self.num_disconnects = 0
+        self.num_freed_blocks = 0
+
+    def ended(self, record: RequestRecord) -> None:
+        """An answer is complete, whatever way."""
+        self.finished[record.finish_reason or "error"] += 1
+        self.prompt_tokens.add(record.num_prompt_tokens)
+        self.output_tokens.add(record.num_output_tokens)
+        if record.admitted_at is None:
+            return
+        self.queue.add(record.admitted_at - record.arrived_at)
+        if record.first_token_at is None or record.last_token_at is None:
+            return
+        self.prefill.add(record.first_token_at - record.admitted_at)
+        decoding = record.last_token_at - record.first_token_at
+        self.decode.add(decoding)
+        self.inference.add(record.last_token_at - record.admitted_at)
+        if record.num_output_tokens > 1:
+            self.request_gap.add(decoding / (record.num_output_tokens - 1))
+
+    def render(self, stats: EngineStats | None, num_restarts: int) -> bytes:
+        """The page; without what the engine knows while it is not there."""
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(_Families(list(self._families(stats, num_restarts))))
+        return generate_latest(registry)
+
+    def _families(self, stats: EngineStats | None, num_restarts: int) -> Iterator[Metric]:
+        for prefix in self._prefixes:
+            for histogram in self._histograms:
+                yield histogram.family(prefix, self._model)
+            yield self._counter(
+                f"{prefix}:request_success", "Answers by how they ended", "finished_reason", self.finished
+            )
+            if stats is not None:
+                yield from self._engine(prefix, stats)
+        yield self._counter("inflight:requests_refused", "Requests refused, by code", "code", self.refused)
+        responses = CounterMetricFamily("inflight:http_responses", "Responses", labels=["route", "status"])
+        for (route, status), count in self.responses.items():
+            responses.add_metric([route, status], count)
+        yield responses
+        yield self._total("inflight:disconnects", "Requests whose client went away", self.num_disconnects)
+        yield self._total(
+            "inflight:disconnect_freed_blocks", "KV blocks that came back by that", self.num_freed_blocks
+        )
+        yield self._total("inflight:engine_restarts", "Restarts of an engine that died", num_restarts)
+        info = GaugeMetricFamily("inflight:build_info", "Always 1", labels=["version"])
+        info.add_metric([__version__], 1)
+        yield info
+
+    def _engine(self, prefix: str, stats: EngineStats) -> Iterator[Metric]:
+        kv = stats.kv
+        yield self._gauge(f"{prefix}:num_requests_running", "Requests in the batch", stats.num_running)
+        yield self._gauge(f"{prefix}:num_requests_waiting", "Requests in the queue", stats.num_waiting)
+        usage = kv.num_used / kv.num_blocks if kv.num_blocks else 0.0
+        yield self._gauge(f"{prefix}:kv_cache_usage_perc", "Used share of the KV blocks, 1 is all", usage)
+        for name, text, value in (
+            ("prompt_tokens", "Prompt tokens", stats.num_prompt_tokens),
+            ("generation_tokens", "Output tokens", stats.num_output_tokens),
+            ("num_preemptions", "Requests put back into the queue", stats.num_preemptions),
+            ("prefix_cache_queries", "Tokens looked up in the prefix cache", stats.num_prefix_queries),
+            ("prefix_cache_hits", "Tokens found there", stats.num_prefix_hits),
+        ):
+            yield self._total(f"{prefix}:{name}", text, value)
+        if prefix == "inflight":
+            yield self._total("inflight:steps", "Steps of the engine", stats.num_steps)
+            states = GaugeMetricFamily("inflight:kv_blocks", "KV blocks", labels=["model_name", "state"])
+            for state in ("free", "cached", "used"):
+                states.add_metric([self._model, state], getattr(kv, f"num_{state}"))
+            yield states
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        found = GaugeMetricFamily(name, text, labels=["model_name"])
+        found.add_metric([self._model], value)
+        return found
+
+    def _total(self, name: str, text: str, value: float) -> Metric:
+        found = CounterMetricFamily(name, text, labels=["model_name"])
+        found.add_metric([self._model], value)
+        return found
+
+    def _counter(self, name: str, text: str, label: str, counts: Counter[str]) -> Metric:
+        found = CounterMetricFamily(name, text, labels=["model_name", label])
+        for value, count in sorted(counts.items()):
+            found.add_metric([self._model, value], count)
+        return found
+
+
+class _Families:
+    """A collector of what is there already."""
+
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families

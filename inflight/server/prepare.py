@@ -1,0 +1,225 @@
+"""From a body to requests that the engine takes: limits, parameters, tokens. Runs beside the event loop when long."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from inflight.request import SamplingParams
+from inflight.server.errors import ApiError
+from inflight.server.job import Prepared
+from inflight.server.keys import Caller
+from inflight.server.schemas.chat import ChatBody
+from inflight.server.schemas.common import GenerationBody
+from inflight.server.schemas.completions import CompletionBody
+from inflight.server.state import ServerState
+from inflight.text.conversation import encode_chat
+
+DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's API has it
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a body asks for, checked as far as that needs no tokens."""
+
+    params: SamplingParams
+    num_logprobs: int | None = None
+    echo: bool = False
+    scores_only: bool = False
+
+
+# ---- parameters ----
+
+
+def plan_completion(state: ServerState, body: CompletionBody) -> Plan:
+    scores_only = body.max_tokens == 0
+    if scores_only and not body.echo:
+        raise ApiError(400, "max_tokens is 0: only with echo is there anything to tell", param="max_tokens")
+    given = 1 if scores_only else body.max_tokens
+    asked: dict[str, Any] = {"max_tokens": _max_tokens(state, given, DEFAULT_COMPLETION_TOKENS)}
+    if body.logprobs is not None:
+        asked["logprobs"] = _num_logprobs(state, "logprobs", body.logprobs)
+        if body.echo:
+            asked["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
+    params = _params(state, body, asked)
+    return Plan(params, body.logprobs, bool(body.echo), scores_only)
+
+
+def plan_chat(state: ServerState, body: ChatBody) -> Plan:
+    if body.max_tokens is not None and body.max_completion_tokens is not None:
+        raise ApiError(
+            400, "max_tokens and max_completion_tokens are both given: they mean the same", param="max_tokens"
+        )
+    given = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
+    default = state.front.default_params.get("max_tokens")
+    asked: dict[str, Any] = {"max_tokens": _max_tokens(state, given, default)}
+    if body.top_logprobs is not None and not body.logprobs:
+        raise ApiError(400, "top_logprobs is given: it needs logprobs to be true", param="top_logprobs")
+    num_logprobs = _num_logprobs(state, "top_logprobs", body.top_logprobs or 0) if body.logprobs else None
+    if num_logprobs is not None:
+        asked["logprobs"] = num_logprobs
+    return Plan(_params(state, body, asked), num_logprobs)
+
+
+def _max_tokens(state: ServerState, given: int | None, default: int | None) -> int | None:
+    """The longest answer: what is asked for, or a default that the server's limit cuts."""
+    limit = state.options.max_output_tokens
+    if given is None:
+        return min(filter(None, (default, limit)), default=None)
+    if limit is not None and given > limit:
+        message = f"max_tokens is {given}: at most {limit} are allowed here"
+        raise ApiError(400, message, param="max_tokens")
+    return given
+
+
+def _num_logprobs(state: ServerState, name: str, given: int) -> int:
+    limit = state.options.max_logprobs
+    if not 0 <= given <= limit:
+        message = f"{name} is {given}: it must be an integer from 0 to {limit}"
+        raise ApiError(400, message, param=name)
+    return given
+
+
+def _params(state: ServerState, body: GenerationBody, asked: dict[str, Any]) -> SamplingParams:
+    if body.stream_options is not None and not body.stream:
+        raise ApiError(400, "stream_options is given: it needs stream to be true", param="stream_options")
+    if body.prompt_logprobs is not None and body.stream:
+        raise ApiError(400, "prompt_logprobs is given: it needs stream to be false", param="prompt_logprobs")
+    if body.prompt_logprobs is not None:
+        _num_logprobs(state, "prompt_logprobs", body.prompt_logprobs)
+    _check_lists(state, body)
+    return SamplingParams(**{**state.front.default_params, **body.sampling(), **asked})
+
+
+def _check_lists(state: ServerState, body: GenerationBody) -> None:
+    """Lists are looked at in every step: what is longer than it can be of use is refused."""
+    options = state.options
+    stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    if len(stops) > options.max_stop_strings:
+        raise ApiError(
+            400,
+            f"stop has {len(stops)} strings: at most {options.max_stop_strings} are allowed",
+            param="stop",
+        )
+    for name, texts in (("stop", stops), ("bad_words", body.bad_words or ())):
+        longest = max(map(len, texts), default=0)
+        if longest > options.max_stop_length:
+            message = (
+                f"{name} has a string of {longest} characters: at most {options.max_stop_length} are allowed"
+            )
+            raise ApiError(400, message, param=name)
+    size = state.front.intake.vocab_size
+    for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+        given = getattr(body, name) or ()
+        if len(given) > size:
+            raise ApiError(400, f"{name} has {len(given)} token ids: there are only {size}", param=name)
+
+
+# ---- prompts ----
+
+
+def split_prompts(state: ServerState, body: CompletionBody, n: int) -> list[str | list[int]]:
+    """The prompts of a body: one, or several."""
+    given = body.prompt
+    if isinstance(given, str):
+        prompts: list[Any] = [given]
+    elif not isinstance(given, list):
+        raise _bad_prompt(f"prompt is of type {type(given).__name__}")
+    elif not given:
+        raise _bad_prompt("prompt is an empty list")
+    else:
+        prompts = [given] if isinstance(given[0], int) else given
+    check_answers(state, len(prompts), n)
+    for number, prompt in enumerate(prompts):
+        if not isinstance(prompt, str | list):
+            raise _bad_prompt(f"prompt[{number}] is of type {type(prompt).__name__}")
+    return prompts
+
+
+def check_answers(state: ServerState, num_prompts: int, n: int) -> None:
+    limit = state.options.max_answers
+    if num_prompts * n > limit:
+        raise ApiError(
+            400,
+            f"prompt has {num_prompts} items and n is {n}: at most {limit} answers are allowed in one request",
+            code="too_many_answers",
+            param="prompt" if num_prompts > n else "n",
+        )
+
+
+def _bad_prompt(what: str) -> ApiError:
+    message = f"{what}: it must be a text, a list of token ids, or a list of either"
+    return ApiError(400, message, code="invalid_value", param="prompt")
+
+
+def prepare_completion(
+    state: ServerState, caller: Caller, body: CompletionBody, plan: Plan, prompts: list[str | list[int]]
+) -> list[Prepared]:
+    tokenizer = state.front.tokenizer
+    found = []
+    for prompt in prompts:
+        text = prompt if isinstance(prompt, str) else None
+        if text is not None and tokenizer is not None:
+            _check_characters(state, len(text))
+            prompt = tokenizer.encode(text)
+        found.append(_prepared(state, caller, body, plan, prompt, text))
+    return found
+
+
+def _check_characters(state: ServerState, num_characters: int) -> None:
+    """Megabytes that cannot fit into the context are not worth tokenizing."""
+    front = state.front
+    assert front.tokenizer is not None
+    longest = front.tokenizer.max_characters_per_token
+    if longest is not None and num_characters > longest * front.max_model_len:
+        message = (
+            f"the prompt has {num_characters} characters: no more than {longest * front.max_model_len} "
+            f"can fit (max_model_len is {front.max_model_len})"
+        )
+        raise ApiError(400, message, code="context_length_exceeded", param="prompt")
+
+
+def prepare_chat(state: ServerState, caller: Caller, body: ChatBody, plan: Plan) -> list[Prepared]:
+    contents = (message.content or "" for message in body.messages)
+    _check_characters(
+        state, sum(len(c) if isinstance(c, str) else sum(len(part.text) for part in c) for c in contents)
+    )
+    text, token_ids = chat_tokens(state, body)
+    return [_prepared(state, caller, body, plan, token_ids, text)]
+
+
+def chat_tokens(state: ServerState, body: Any) -> tuple[str, list[int]]:
+    """A conversation's prompt; of a chat, or of a question about its tokens."""
+    front = state.front
+    if front.tokenizer is None:
+        raise ApiError(
+            400, "this model has no tokenizer: send token ids to /v1/completions", param="messages"
+        )
+    continues = bool(body.continue_final_message)
+    begins = not continues if body.add_generation_prompt is None else body.add_generation_prompt
+    return encode_chat(
+        front.chat_template,
+        front.tokenizer,
+        [message.given() for message in body.messages],
+        add_generation_prompt=begins,
+        continue_final_message=continues,
+        kwargs=body.chat_template_kwargs,
+    )
+
+
+def _prepared(
+    state: ServerState, caller: Caller, body: GenerationBody, plan: Plan, prompt: Any, text: str | None
+) -> Prepared:
+    limit = state.options.max_prompt_tokens
+    if limit is not None and isinstance(prompt, list) and len(prompt) > limit:
+        message = f"the prompt has {len(prompt)} tokens: at most {limit} are allowed here"
+        raise ApiError(400, message, code="context_length_exceeded", param="prompt")
+    _, requests = state.front.intake.requests(
+        f"g{next(state.serials)}",
+        prompt,
+        plan.params,
+        priority=body.priority or 0,
+        tenant=caller.tenant(body.user),
+        cache_salt=caller.salt(body.cache_salt or ""),
+    )
+    return Prepared(text, requests[0].token_ids[: requests[0].num_prompt_tokens], requests)

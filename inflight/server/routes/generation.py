@@ -1,0 +1,106 @@
+"""/v1/completions and /v1/chat/completions."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from inflight.server.body import read_json
+from inflight.server.exchange import Exchange, Order
+from inflight.server.openapi import documented
+from inflight.server.prepare import (
+    check_answers,
+    plan_chat,
+    plan_completion,
+    prepare_chat,
+    prepare_completion,
+    split_prompts,
+)
+from inflight.server.schemas.chat import ChatBody, ChatChunk, ChatCompletion
+from inflight.server.schemas.common import GenerationBody
+from inflight.server.schemas.completions import Completion, CompletionBody
+from inflight.server.shapes import ChatShape, CompletionShape
+from inflight.server.state import caller_of, state_of
+
+router = APIRouter()
+
+LONG_TEXT = 2000  # characters, or ids, from which on preparing is worth a thread
+
+
+@router.post("/v1/completions", **documented(CompletionBody, Completion, events=Completion))
+async def completions(request: Request) -> Response:
+    """Continue prompts, given as text or token ids."""
+    state, options = state_of(request), state_of(request).options
+    body = await read_json(request, CompletionBody, options.max_body_size, options.read_timeout)
+    model = state.check_model(body.model)
+    plan = await state.beside(body.is_large, lambda: plan_completion(state, body))
+    prompts = split_prompts(state, body, plan.params.n)
+    caller = caller_of(request)
+    request_id = body.request_id or f"cmpl-{secrets.token_hex(16)}"
+
+    def shape(created: int) -> CompletionShape:
+        return CompletionShape(
+            *(request_id, created, model, state.front.tokenizer),
+            num_logprobs=plan.num_logprobs,
+            scores_only=plan.scores_only,
+            **_common(body),
+        )
+
+    order = Order(
+        "/v1/completions",
+        request_id,
+        body,
+        model,
+        num_answers=len(prompts) * plan.params.n,
+        echo=plan.echo,
+        prepare=lambda: prepare_completion(state, caller, body, plan, prompts),
+        is_long=body.is_large or sum(map(len, prompts)) > LONG_TEXT,
+        has_long_answer=plan.num_logprobs is not None or body.prompt_logprobs is not None,
+        shape=shape,
+    )
+    return Exchange(state, caller, order)
+
+
+@router.post("/v1/chat/completions", **documented(ChatBody, ChatCompletion, events=ChatChunk))
+async def chat_completions(request: Request) -> Response:
+    """Answer a conversation, through the checkpoint's chat template."""
+    state, options = state_of(request), state_of(request).options
+    body = await read_json(request, ChatBody, options.max_body_size, options.read_timeout)
+    model = state.check_model(body.model)
+    plan = await state.beside(body.is_large, lambda: plan_chat(state, body))
+    check_answers(state, 1, plan.params.n)
+    caller = caller_of(request)
+    request_id = body.request_id or f"chatcmpl-{secrets.token_hex(16)}"
+
+    def shape(created: int) -> ChatShape:
+        return ChatShape(
+            *(request_id, created, model, state.front.tokenizer),
+            num_logprobs=plan.num_logprobs,
+            **_common(body),
+        )
+
+    order = Order(
+        "/v1/chat/completions",
+        request_id,
+        body,
+        model,
+        num_answers=plan.params.n,
+        echo=False,
+        prepare=lambda: prepare_chat(state, caller, body, plan),
+        is_long=True,  # a template is rendered by another process
+        has_long_answer=plan.num_logprobs is not None or body.prompt_logprobs is not None,
+        shape=shape,
+    )
+    return Exchange(state, caller, order)
+
+
+def _common(body: GenerationBody) -> dict[str, Any]:
+    return {
+        "with_ids": bool(body.return_token_ids),
+        "with_usage": bool(body.stream_options and body.stream_options.include_usage),
+        "with_prompt_logprobs": body.prompt_logprobs is not None,
+    }

@@ -1,0 +1,85 @@
+"""Whether it lives, what it counts, and the page to talk to it."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.resources import files
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+
+from inflight.engine import EngineStats
+from inflight.errors import EngineError
+from inflight.server.metrics import CONTENT_TYPE
+from inflight.server.openapi import documented, respond
+from inflight.server.schemas.service import Life
+from inflight.server.state import ServerState, state_of
+
+router = APIRouter()
+
+_PAGE_HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+}
+
+
+async def _stats(state: ServerState) -> EngineStats | None:
+    try:
+        return await state.client.stats()
+    except EngineError:
+        return None
+
+
+async def _life(state: ServerState, full_queue_counts: bool) -> Response:
+    health = await state.client.health()
+    stats = await _stats(state) if health.healthy else None
+    waiting = stats.num_waiting if stats is not None else 0
+    status: str = "ok" if health.healthy else health.state
+    if state.draining:
+        status = "draining"
+    elif full_queue_counts and status == "ok" and waiting >= state.options.max_queue:
+        status = "queue full"
+    life = Life(
+        status=status,
+        seconds_since_step=health.seconds_since_step,
+        num_running=stats.num_running if stats is not None else 0,
+        num_waiting=waiting,
+    )
+    return respond(life, 200 if status == "ok" else 503)
+
+
+@router.head("/health", include_in_schema=False)
+@router.get("/health", **documented(None, Life, 503))
+async def health(request: Request) -> Response:
+    """200 while the engine is idle or makes steps; 503 when it hangs, is gone, or the server shuts down."""
+    return await _life(state_of(request), full_queue_counts=False)
+
+
+@router.head("/ready", include_in_schema=False)
+@router.get("/ready", **documented(None, Life, 503))
+async def ready(request: Request) -> Response:
+    """200 while a request sent now would be taken."""
+    return await _life(state_of(request), full_queue_counts=True)
+
+
+@router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+async def metrics(request: Request) -> Response:
+    """For Prometheus."""
+    state = state_of(request)
+    num_restarts = (await state.client.health()).num_restarts
+    return Response(state.metrics.render(await _stats(state), num_restarts), media_type=CONTENT_TYPE)
+
+
+@cache
+def _page() -> str:
+    return (files("inflight.server") / "page" / "index.html").read_text(encoding="utf-8")
+
+
+@router.head("/", include_in_schema=False)
+@router.get("/", response_class=HTMLResponse)
+async def page() -> Response:
+    """A page to chat with the model."""
+    return HTMLResponse(_page(), headers=_PAGE_HEADERS)

@@ -1,0 +1,117 @@
+"""What the server says about itself: models, versions, tokens, requests."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from inflight import __version__
+from inflight.errors import PromptError
+from inflight.server.body import read_json
+from inflight.server.errors import ApiError
+from inflight.server.openapi import documented, respond
+from inflight.server.prepare import chat_tokens
+from inflight.server.schemas.service import Cancelled, Model, Models, RequestStory, Version
+from inflight.server.schemas.tokens import DetokenizeBody, Text, TokenizeBody, Tokens
+from inflight.server.state import ServerState, caller_of, state_of
+from inflight.server.stories import story_of
+from inflight.text import Tokenizer
+
+router = APIRouter()
+
+
+@router.get("/v1/models", **documented(None, Models))
+async def models(request: Request) -> Response:
+    """The names under which the model is served."""
+    state = state_of(request)
+    return respond(Models(data=[_model(state, name) for name in state.names]))
+
+
+@router.get("/v1/models/{model:path}", **documented(None, Model, 404))
+async def model(request: Request) -> Response:
+    """One of them."""
+    state = state_of(request)
+    return respond(_model(state, state.check_model(request.path_params["model"])))
+
+
+def _model(state: ServerState, name: str) -> Model:
+    return Model(id=name, created=state.started, max_model_len=state.front.max_model_len)
+
+
+@router.get("/version", **documented(None, Version))
+async def version() -> Response:
+    """Of the server."""
+    return respond(Version(version=__version__))
+
+
+# ---- tokens ----
+
+
+@router.post("/tokenize", **documented(TokenizeBody, Tokens))
+async def tokenize(request: Request) -> Response:
+    """The token ids of a prompt or of messages."""
+    state, options = state_of(request), state_of(request).options
+    body = await read_json(request, TokenizeBody, options.max_body_size, options.read_timeout)
+    state.check_model(body.model)
+    tokenizer = _tokenizer(state)
+
+    def answer() -> Response:
+        if body.prompt is not None:
+            token_ids = tokenizer.encode(body.prompt, body.add_special_tokens is not False)
+        else:
+            _, token_ids = chat_tokens(state, body)
+        spelled = [tokenizer.token(token_id) for token_id in token_ids] if body.return_token_strs else None
+        length = state.front.max_model_len
+        return respond(
+            Tokens(count=len(token_ids), max_model_len=length, tokens=token_ids, token_strs=spelled)
+        )
+
+    return await state.beside(True, answer)
+
+
+@router.post("/detokenize", **documented(DetokenizeBody, Text))
+async def detokenize(request: Request) -> Response:
+    """The text of token ids."""
+    state, options = state_of(request), state_of(request).options
+    body = await read_json(request, DetokenizeBody, options.max_body_size, options.read_timeout)
+    state.check_model(body.model)
+    tokenizer, size = _tokenizer(state), state.front.intake.vocab_size
+
+    def answer() -> Response:
+        wrong = next((token_id for token_id in body.tokens if not 0 <= token_id < size), None)
+        if wrong is not None:
+            raise PromptError(f"tokens has the token id {wrong!r:.100}: ids must be from 0 to {size - 1}")
+        return respond(Text(prompt=tokenizer.decode(body.tokens, skip_special_tokens=False)))
+
+    return await state.beside(True, answer)
+
+
+def _tokenizer(state: ServerState) -> Tokenizer:
+    if state.front.tokenizer is None:
+        raise ApiError(400, "this model is served without a tokenizer", code="no_tokenizer")
+    return state.front.tokenizer
+
+
+# ---- requests ----
+
+
+@router.get("/v1/requests/{request_id}", **documented(None, RequestStory, 404))
+async def request_story(request: Request) -> Response:
+    """What happened to a request of yours, and why it took so long."""
+    state = state_of(request)
+    entry = state.ledger.find(caller_of(request), request.path_params["request_id"])
+    return respond(await story_of(state, entry))
+
+
+@router.delete("/v1/requests/{request_id}", **documented(None, Cancelled, 404, 503))
+async def cancel_request(request: Request) -> Response:
+    """End a request of yours; its answers end with finish reason "abort"."""
+    state = state_of(request)
+    entry = state.ledger.find(caller_of(request), request.path_params["request_id"])
+    running = entry.outcome is None
+    freed = 0
+    if running:
+        entry.outcome = "cancelled"
+        freed = sum([await state.client.abort(engine_id) for engine_id in entry.engine_ids])
+    return respond(Cancelled(id=entry.request_id, cancelled=running, freed_blocks=freed))

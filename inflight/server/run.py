@@ -1,0 +1,145 @@
+"""Starts the engine and the server, and ends both in order."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import socket
+import sys
+from types import FrameType
+
+import uvicorn
+import uvloop
+
+from inflight.async_engine import AsyncEngine
+from inflight.config import ProcessConfig
+from inflight.errors import ConfigError
+from inflight.server.app import create_app
+from inflight.server.keys import Keys, load_keys
+from inflight.server.logs import configure_logging
+from inflight.server.options import ServeOptions
+from inflight.server.protocol import bounded_protocol
+from inflight.server.state import ServerState
+from inflight.server.summary import summary
+from inflight.server.tracing import NoTracer, OtelTracer, Tracer
+
+logger = logging.getLogger(__name__)
+
+BACKLOG = 2048
+KEEP_ALIVE = 75  # seconds that an idle connection stays open
+POLL = 0.05
+
+
+def run(options: ServeOptions) -> None:
+    """Serve until told to stop."""
+    configure_logging(options.log_level, options.log_format)
+    keys = load_keys(options.api_key, options.keys)
+    if len(set(keys.weights().values())) > 1 and options.policy != "fair":
+        logger.warning("keys have weights, but the policy is %s: only fair looks at them", options.policy)
+    listener = listen(options)  # a port that is taken should not take minutes to show
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_serve(options, keys, listener))
+    finally:
+        listener.close()
+
+
+def listen(options: ServeOptions) -> socket.socket:
+    """A socket that holds the address. Connections are refused until the model is loaded."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {options.host}, port {options.port}: {error.strerror}"
+        ) from error
+    return listener
+
+
+async def start_state(options: ServeOptions, keys: Keys, tracer: Tracer) -> tuple[AsyncEngine, ServerState]:
+    """Load the model and put what the routes need around it."""
+    engine = await AsyncEngine.start(
+        options.model,
+        in_process=options.in_process,
+        process=ProcessConfig(max_restarts=options.max_restarts),
+        tenant_weights=keys.weights() or None,
+        **options.engine(),
+    )
+    return engine, ServerState(engine.client, engine.front, engine.facts, options, keys, tracer)
+
+
+async def _serve(options: ServeOptions, keys: Keys, listener: socket.socket) -> None:
+    endpoint = options.otlp_traces_endpoint
+    tracer: Tracer = NoTracer() if endpoint is None else OtelTracer(endpoint)
+    engine, state = await start_state(options, keys, tracer)
+    try:
+        server = Server(state)
+        gc.collect()
+        gc.freeze()  # what start-up made lives as long as the process: later collections need not look at it
+        print(summary(state, listener.getsockname()), file=sys.stderr, flush=True)
+        await server.serve(sockets=[listener])
+    finally:
+        state.close()
+        await engine.close()
+
+
+class Server(uvicorn.Server):
+    """Stops in two steps: first it refuses new work and lets streams finish, then it closes."""
+
+    def __init__(self, state: ServerState) -> None:
+        options = state.options
+        super().__init__(
+            uvicorn.Config(
+                create_app(state),
+                http=bounded_protocol(options.max_header_size, options.read_timeout, options.max_connections),
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                backlog=BACKLOG,
+                timeout_keep_alive=KEEP_ALIVE,
+                timeout_graceful_shutdown=2,
+                ssl_keyfile=options.ssl_keyfile,
+                ssl_certfile=options.ssl_certfile,
+                ssl_ca_certs=options.ssl_ca_certs,
+                ssl_cert_reqs=options.ssl_cert_reqs,
+            )
+        )
+        self._state = state
+        self._drain: asyncio.Task[None] | None = None
+        self._loop = asyncio.get_running_loop()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        """A signal: drain; a second one: stop now."""
+        self._loop.call_soon_threadsafe(self.stop)
+
+    def stop(self) -> None:
+        """Begin to end. Called again, end at once."""
+        if self._drain is None:
+            self._drain = self._loop.create_task(self._drain_and_exit())
+        else:
+            self._end_streams()
+            self.should_exit = True
+
+    async def _drain_and_exit(self) -> None:
+        state = self._state
+        state.draining = True
+        seconds = state.options.shutdown_timeout
+        logger.info("shutting down: %d requests may finish within %g s", len(state.ledger), seconds)
+        try:
+            async with asyncio.timeout(seconds):
+                while len(state.ledger) and not self.should_exit:
+                    await asyncio.sleep(POLL)
+        except TimeoutError:
+            logger.warning("%d requests did not finish in time and are ended", len(state.ledger))
+        self._end_streams()
+        self.should_exit = True
+
+    def _end_streams(self) -> None:
+        for entry in self._state.ledger:
+            entry.guard.end("shutdown")

@@ -1,0 +1,168 @@
+"""/v1/chat/completions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, Field
+
+from inflight.request import MAX_LOGPROBS
+from inflight.server.schemas.common import Body, FinishReason, GenerationBody, Items, Usage, ranged
+from inflight.text.chat import MAX_MESSAGES
+
+Nothing = Annotated[list[Any], Field(max_length=0)]
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+class Message(Body):
+    """One message. Fields that answers have may be sent back with the next question."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | Items[TextPart] | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: Items[dict[str, Any]] | None = None
+    function_call: dict[str, Any] | None = None
+    reasoning_content: str | None = None
+    refusal: None = None
+    audio: None = None
+    annotations: Nothing | None = None
+
+    def given(self) -> dict[str, Any]:
+        """What a chat template sees. Parts of text become one: not every template can read a list."""
+        found = self.model_dump(exclude_none=True)
+        if isinstance(self.content, list):
+            found["content"] = "".join(part.text for part in self.content)
+        return found
+
+
+Messages = Annotated[Items[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+
+
+class TextFormat(Body):
+    type: Literal["text"]
+
+
+class ChatBody(GenerationBody):
+    messages: Messages
+    max_completion_tokens: int | None = ranged(minimum=1)
+    max_tokens: int | None = ranged(minimum=1, description="The older name of max_completion_tokens.")
+    logprobs: bool | None = None
+    top_logprobs: int | None = ranged(minimum=0, maximum=MAX_LOGPROBS)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
+
+    # Accepted as far as they change nothing.
+    response_format: TextFormat | None = None
+    modalities: Items[Literal["text"]] | None = None
+    tools: Nothing | None = None
+    functions: Nothing | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    function_call: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    reasoning_effort: None = None
+    verbosity: None = None
+    metadata: None = None
+    audio: None = None
+    prediction: None = None
+    web_search_options: None = None
+    safety_identifier: None = None
+    prompt_cache_key: None = None
+    chat_template: None = None
+    documents: None = None
+
+    unsupported: ClassVar[dict[str, str]] = {
+        "response_format": "only text is written; ask for the form in a message",
+        "modalities": "only text is written",
+        "tools": "describe them in a message and read the calls from the text",
+        "functions": "describe them in a message and read the calls from the text",
+        "tool_choice": "there are no tools to choose from",
+        "function_call": "there are no functions to call",
+        "store": "answers are not kept",
+        "service_tier": "use priority, or a key with another weight",
+        "reasoning_effort": "use chat_template_kwargs, where the model's template knows it",
+        "verbosity": "ask for it in a message",
+        "metadata": "requests are not kept; use request_id to find one again",
+        "audio": "only text is read and written",
+        "prediction": "leave it out; the answer is the same",
+        "web_search_options": "put what was found into a message",
+        "safety_identifier": "use user",
+        "prompt_cache_key": "prefixes are cached anyway; cache_salt separates them",
+        "chat_template": "templates come with the checkpoint, never with a request",
+        "documents": "put them into a message",
+    }
+
+
+class TopLogprob(BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int] | None = None
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    content: list[TokenLogprob] | None = None
+    refusal: None = None
+
+
+class AnswerMessage(BaseModel):
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(BaseModel):
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatCompletion(BaseModel):
+    """A whole answer."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
+
+
+class ChatDelta(BaseModel):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChatChunkChoice(BaseModel):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatChunk(BaseModel):
+    """One event of a streamed answer."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None

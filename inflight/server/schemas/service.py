@@ -1,0 +1,81 @@
+"""What the server says about itself: models, life, requests."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel
+
+
+class Model(BaseModel):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "inflight"
+    max_model_len: int
+
+
+class Models(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[Model]
+
+
+class Life(BaseModel):
+    """`status` is "ok", or says why not."""
+
+    status: str
+    seconds_since_step: float
+    num_running: int
+    num_waiting: int
+
+
+class Version(BaseModel):
+    version: str
+
+
+class AnswerStory(BaseModel):
+    """What happened to one answer of a request; times in seconds, null where it has not come so far."""
+
+    index: int
+    status: Literal["queued", "running", "finished"]
+    finish_reason: str | None
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    num_preemptions: int
+    queued_seconds: float | None
+    prefill_seconds: float | None
+    decode_seconds: float | None
+
+
+class Waited(BaseModel):
+    """Who was in the engine while this one waited: how many, and those of the same key by id."""
+
+    num_requests: int
+    ids: list[str]
+
+
+Status = Literal["queued", "running", "finished", "failed", "cancelled"]
+
+
+class RequestStory(BaseModel):
+    id: str
+    object: Literal["request"] = "request"
+    route: str
+    status: Status
+    created: int
+    stream: bool
+    priority: int
+    tenant: str
+    total_seconds: float
+    first_token_seconds: float | None
+    answers: list[AnswerStory]
+    waited_for: Waited
+    why: str
+
+
+class Cancelled(BaseModel):
+    id: str
+    object: Literal["request.cancelled"] = "request.cancelled"
+    cancelled: bool
+    freed_blocks: int

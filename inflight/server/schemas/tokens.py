@@ -1,0 +1,47 @@
+"""/tokenize and /detokenize."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import BaseModel, Field, model_validator
+
+from inflight.server.schemas.chat import Messages
+from inflight.server.schemas.common import Body, Items
+
+
+class TokenizeBody(Body):
+    """Either a prompt, as completions read it, or messages, as chats do."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = Field(None, description="For a prompt; true unless told otherwise.")
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
+    return_token_strs: bool | None = None
+
+    unsupported: ClassVar[dict[str, str]] = {}
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> TokenizeBody:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        return self
+
+
+class Tokens(BaseModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeBody(Body):
+    model: str | None = None
+    tokens: Items[int]
+
+
+class Text(BaseModel):
+    prompt: str

@@ -1,0 +1,85 @@
+"""What all routes share."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import TypeVar
+
+from starlette.requests import Request
+
+from inflight.engine import EngineClient, ModelFacts
+from inflight.frontend import Front
+from inflight.server.errors import ApiError
+from inflight.server.keys import Caller, Keys
+from inflight.server.ledger import Ledger
+from inflight.server.metrics import Metrics
+from inflight.server.options import ServeOptions
+from inflight.server.tracing import NoTracer, Tracer
+
+T = TypeVar("T")
+
+TEXT_THREADS = 4  # that tokenize and render beside the event loop
+
+
+@dataclass(eq=False)
+class ServerState:
+    client: EngineClient
+    front: Front
+    facts: ModelFacts
+    options: ServeOptions
+    keys: Keys
+    tracer: Tracer = field(default_factory=NoTracer)
+    draining: bool = False
+    started: int = field(default_factory=lambda: int(time.time()))
+    serials: count[int] = field(default_factory=count)
+
+    def __post_init__(self) -> None:
+        self.names = self.options.served_model_name or (default_name(self.options.model),)
+        self.metrics = Metrics(self.names[0], self.options.metrics_compat == "vllm")
+        self.ledger = Ledger(self.options.request_history)
+        self.threads = ThreadPoolExecutor(TEXT_THREADS, "inflight-text")
+
+    def check_model(self, name: str | None) -> str:
+        """The name to answer with. Raises ApiError 404 for a model that is not served."""
+        if name is None or name in self.names:
+            return name or self.names[0]
+        raise ApiError(
+            404,
+            f"the model {name!r:.200} is not served here: there is {', '.join(self.names)}",
+            code="model_not_found",
+            param="model",
+        )
+
+    async def beside(self, is_long: bool, work: Callable[[], T]) -> T:
+        """What the work gives. What is long is done in a thread, so that the streams go on meanwhile."""
+        if not is_long:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self.threads, work)
+
+    def close(self) -> None:
+        self.threads.shutdown(wait=False, cancel_futures=True)
+        self.tracer.close()
+
+
+def default_name(model: str | None) -> str:
+    """What clients call a model that was given no name: never the path of a folder."""
+    if model is None:
+        return "inflight-builtin"
+    return Path(model).absolute().name if Path(model).exists() else model
+
+
+def state_of(request: Request) -> ServerState:
+    state: ServerState = request.app.state.server
+    return state
+
+
+def caller_of(request: Request) -> Caller:
+    """Set by the gate, which no request passes without."""
+    caller: Caller = request.scope["inflight.caller"]
+    return caller

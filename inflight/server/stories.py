@@ -1,0 +1,105 @@
+"""What happened to a request, and why it took so long."""
+
+from __future__ import annotations
+
+import time
+
+from inflight.engine import RequestState
+from inflight.errors import EngineError
+from inflight.events import RequestRecord
+from inflight.server.ledger import Entry
+from inflight.server.schemas.service import AnswerStory, RequestStory, Status, Waited
+from inflight.server.state import ServerState
+
+
+async def story_of(state: ServerState, entry: Entry) -> RequestStory:
+    found = [await _describe(state, entry, engine_id) for engine_id in entry.engine_ids]
+    answers = [_answer(index, item) for index, item in enumerate(found) if item is not None]
+    engine_ids = tuple(name for item in found if item is not None for name in item.waited_for)
+    own = set(entry.engine_ids)
+    waited = Waited(
+        num_requests=max((item.num_waited_for for item in found if item is not None), default=0),
+        ids=state.ledger.ids_of(entry.caller, tuple(name for name in engine_ids if name not in own)),
+    )
+    ended_at = entry.ended_at or time.perf_counter()
+    first = entry.first_token_at
+    return RequestStory(
+        id=entry.request_id,
+        route=entry.route,
+        status=_status(entry, answers),
+        created=entry.created,
+        stream=entry.stream,
+        priority=entry.priority,
+        tenant=entry.tenant,
+        total_seconds=ended_at - entry.started_at,
+        first_token_seconds=None if first is None else first - entry.started_at,
+        answers=answers,
+        waited_for=waited,
+        why=_why(answers, waited),
+    )
+
+
+async def _describe(state: ServerState, entry: Entry, engine_id: str) -> RequestState | None:
+    try:
+        found = await state.client.describe(engine_id)
+    except EngineError:  # the engine is not there; what was heard of the answer still is
+        found = None
+    if found is None and engine_id in entry.records:
+        return RequestState(entry.records[engine_id], "finished")
+    return found
+
+
+def _status(entry: Entry, answers: list[AnswerStory]) -> Status:
+    if entry.outcome is not None:
+        return entry.outcome
+    running = any(answer.status != "queued" for answer in answers)
+    return "running" if running else "queued"
+
+
+def _answer(index: int, state: RequestState) -> AnswerStory:
+    record = state.record
+    return AnswerStory(
+        index=index,
+        status="queued" if state.status == "waiting" else state.status,
+        finish_reason=record.finish_reason,
+        num_prompt_tokens=record.num_prompt_tokens,
+        num_cached_tokens=record.num_cached_tokens,
+        num_output_tokens=record.num_output_tokens,
+        num_preemptions=record.num_preemptions,
+        queued_seconds=_between(record, "arrived_at", "admitted_at"),
+        prefill_seconds=_between(record, "admitted_at", "first_token_at"),
+        decode_seconds=_between(record, "first_token_at", "last_token_at"),
+    )
+
+
+def _between(record: RequestRecord, first: str, last: str) -> float | None:
+    start, end = getattr(record, first), getattr(record, last)
+    return None if start is None or end is None else end - start
+
+
+def _why(answers: list[AnswerStory], waited: Waited) -> str:
+    """A sentence for people, about the answer that took longest."""
+    if not answers:
+        return "It has not reached the engine."
+
+    def total(answer: AnswerStory) -> float:
+        return sum(
+            part or 0.0 for part in (answer.queued_seconds, answer.prefill_seconds, answer.decode_seconds)
+        )
+
+    slowest = max(answers, key=total)
+    if slowest.queued_seconds is None:
+        return f"It waits for a place; {waited.num_requests} requests are before it."
+    behind = f" behind {waited.num_requests} others" if waited.num_requests else ""
+    parts = [f"{slowest.queued_seconds:.3f} s in the queue{behind}"]
+    if slowest.prefill_seconds is not None:
+        fresh = slowest.num_prompt_tokens - slowest.num_cached_tokens
+        parts.append(
+            f"{slowest.prefill_seconds:.3f} s for the prompt "
+            f"({fresh} tokens computed, {slowest.num_cached_tokens} cached)"
+        )
+    if slowest.decode_seconds is not None:
+        parts.append(f"{slowest.decode_seconds:.3f} s for {slowest.num_output_tokens} tokens")
+    if slowest.num_preemptions:
+        parts.append(f"preempted {slowest.num_preemptions} times")
+    return ", ".join(parts) + "."

@@ -1,0 +1,48 @@
+"""What is said at the start: what runs, how much fits, where to look, what to try."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from inflight import __version__
+from inflight.server.state import ServerState
+
+
+def address_of(state: ServerState, sockname: Any) -> str:
+    """Where a browser on this machine finds the server."""
+    host, port = sockname[0], sockname[1]
+    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    return f"{'https' if state.options.ssl_certfile else 'http'}://{shown}:{port}"
+
+
+def summary(state: ServerState, sockname: Any) -> str:
+    facts, options = state.facts, state.options
+    url = address_of(state, sockname)
+    num_tokens = facts.num_blocks * facts.block_size
+    fits = facts.num_full_requests
+    key = " -H 'Authorization: Bearer KEY'" if state.keys.required else ""
+    rows = (
+        ("model", f"{', '.join(state.names)} ({facts.dtype}, context {facts.max_model_len:,})"),
+        (
+            "device",
+            f"{facts.device}, engine in {'this process' if options.in_process else 'its own process'}",
+        ),
+        ("KV memory", f"{facts.num_blocks:,} blocks of {facts.block_size} = {num_tokens:,} tokens"),
+        ("fits", f"{fits:,} requests of full length at once, {facts.max_num_seqs:,} at most"),
+        ("policy", f"{options.policy}, queue of {options.max_queue:,}"),
+        ("keys", "needed" if state.keys.required else "not needed"),
+        ("look", f"{url}/ to chat, {url}/metrics, {url}/health"),
+    )
+    lines = [f"inflight {__version__}", *(f"  {name:<10} {text}" for name, text in rows), "", "  try"]
+    for route, body in _EXAMPLES:
+        lines.append(f"    curl -N {url}{route}{key} -H 'Content-Type: application/json' -d '{body}'")
+    return "\n".join([*lines, ""])
+
+
+_EXAMPLES = (
+    (
+        "/v1/chat/completions",
+        '{"messages": [{"role": "user", "content": "Why does it rain?"}], "stream": true}',
+    ),
+    ("/v1/completions", '{"prompt": "Once upon a time", "max_tokens": 64}'),
+)

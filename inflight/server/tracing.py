@@ -1,0 +1,97 @@
+"""OpenTelemetry spans, one a generation, for those who asked for them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from inflight.errors import ConfigError
+from inflight.server.ledger import Entry
+
+
+class Tracer(Protocol):
+    def ended(self, entry: Entry, model: str, headers: Mapping[str, str], error: str | None) -> None:
+        """A generation is over: its records tell what happened."""
+
+    def close(self) -> None: ...
+
+
+class NoTracer:
+    """Nobody asked."""
+
+    def ended(self, entry: Entry, model: str, headers: Mapping[str, str], error: str | None) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class OtelTracer:
+    """Spans are made when a generation ends, from times that were taken anyway."""
+
+    def __init__(self, endpoint: str, exporter: Any = None) -> None:
+        try:
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+            from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+            if exporter is None:
+                from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+                exporter = OTLPSpanExporter(endpoint=endpoint)
+        except ImportError as error:
+            raise ConfigError(
+                "otlp_traces_endpoint is set, but OpenTelemetry is not installed: "
+                "pip install 'inflight-llm[otel]', or leave the option out"
+            ) from error
+        self._provider = TracerProvider(resource=Resource.create({"service.name": "inflight"}))
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._tracer = self._provider.get_tracer("inflight.server")
+        self._propagator = TraceContextTextMapPropagator()
+
+    def ended(self, entry: Entry, model: str, headers: Mapping[str, str], error: str | None) -> None:
+        from opentelemetry.trace import SpanKind, Status, StatusCode
+
+        now, ended = time.time_ns(), time.perf_counter()
+
+        def at(moment: float) -> int:
+            return now - int((ended - moment) * 1e9)
+
+        span = self._tracer.start_span(
+            "generate",
+            context=self._propagator.extract(dict(headers)),
+            kind=SpanKind.SERVER,
+            start_time=at(entry.started_at),
+            attributes=_attributes(entry, model),
+        )
+        if entry.first_token_at is not None:
+            span.add_event("first token", timestamp=at(entry.first_token_at))
+        if error is not None:
+            span.set_status(Status(StatusCode.ERROR, error))
+        span.end(end_time=now)
+
+    def close(self) -> None:
+        self._provider.shutdown()
+
+
+def _attributes(entry: Entry, model: str) -> dict[str, Any]:
+    records = list(entry.records.values())
+    found: dict[str, Any] = {
+        "gen_ai.request.model": model,
+        "gen_ai.request.id": entry.request_id,
+        "gen_ai.operation.name": "chat" if "chat" in entry.route else "text_completion",
+        "inflight.tenant": entry.tenant,
+        "inflight.num_answers": len(entry.engine_ids),
+        "gen_ai.usage.output_tokens": sum(record.num_output_tokens for record in records),
+        "gen_ai.usage.cached_tokens": sum(record.num_cached_tokens for record in records),
+        "inflight.num_preemptions": sum(record.num_preemptions for record in records),
+    }
+    if records:
+        found["gen_ai.usage.input_tokens"] = records[0].num_prompt_tokens
+        if records[0].admitted_at is not None:
+            found["gen_ai.latency.time_in_queue"] = records[0].admitted_at - records[0].arrived_at
+    if entry.first_token_at is not None:
+        found["gen_ai.latency.time_to_first_token"] = entry.first_token_at - entry.started_at
+    return found

@@ -1,0 +1,157 @@
+"""Figures of records made by hand."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import random
+import statistics
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from inflight.bench.plot import draw
+from inflight.bench.report import Spread, percentile, summarise
+from inflight.bench.serve import Measured, Record
+from inflight.bench.terminal import print_runs
+from inflight.compare.drawing import Rect
+from inflight.compare.svg import to_svg
+
+
+def record(index: int, sent: float, *times: float, num_tokens: int | None = None, **more: object) -> Record:
+    fields: dict[str, object] = {
+        "ended": (times or (sent,))[-1] + 0.5,
+        "lag": 0.001,
+        "num_tokens": len(times) if num_tokens is None else num_tokens,
+        "num_prompt_tokens": 10,
+        "num_cached_tokens": 3,
+        **more,
+    }
+    return Record(index=index, sent=sent, times=list(times), **fields)  # type: ignore[arg-type]
+
+
+def failed(index: int, kind: str, detail: str) -> Record:
+    return record(index, 101.0, 102.0, error=kind, detail=detail)
+
+
+RECORDS = [
+    record(0, 100.0, 101.0, 101.5, 103.5),
+    record(1, 100.5, 100.75, num_tokens=1),
+    failed(2, "http_429", "first"),
+    failed(3, "http_429", "second"),
+    failed(4, "broken", "gone"),
+    record(5, 102.0, num_tokens=4),  # tokens without text
+]
+
+
+def measured(records: list[Record] = RECORDS, **more: Any) -> Measured:
+    return Measured(**{"records": records, "loop_lags": [0.0], "cpu_share": 0.1, **more})
+
+
+def test_figures() -> None:
+    run = summarise(8.0, measured())
+    assert (run.num_requests, run.num_complete, run.num_failed) == (6, 3, 3)
+    assert run.seconds == 4.0
+    assert (run.num_output_tokens, run.output_tokens_per_s, run.requests_per_s) == (8, 2.0, 0.75)
+    assert (run.num_prompt_tokens, run.num_cached_tokens, run.num_events) == (30, 9, 4)
+    assert run.ttft is not None
+    assert (run.ttft.p50, run.ttft.max) == (0.5, 1.0)
+    assert run.itl is not None
+    assert (run.itl.mean, run.itl.max) == (1.25, 2.0)
+    assert run.tpot is not None
+    assert (run.tpot.max, run.tpot.p50) == (1.25, 0.625)  # one has a single token, one no times
+    assert run.e2e is not None
+    assert run.e2e.max == 4.0
+    assert list(run.problems) == ["http_429", "broken"]
+    assert (run.problems["http_429"].count, run.problems["http_429"].example) == (2, "first")
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=50), st.floats(0, 1))
+def test_percentiles_are_numpys(values: list[float], share: float) -> None:
+    values = sorted(values)
+    assert percentile(values, share) == pytest.approx(np.percentile(values, share * 100), rel=1e-9, abs=1e-9)
+
+
+def test_a_spread() -> None:
+    values = [float(value) for value in range(101)]
+    random.Random(0).shuffle(values)
+    assert Spread.of(values) == Spread(statistics.fmean(values), 50.0, 90.0, 99.0, 100.0)
+    assert Spread.of([]) is None
+
+
+def test_json_has_every_figure() -> None:
+    found = json.loads(json.dumps(summarise(math.inf, measured()).to_json()))
+    assert found["rate"] == "inf"
+    assert found["ttft_ms"]["p50"] == 500
+    assert found["errors"]["broken"] == {"count": 1, "example": "gone"}
+    assert found["warnings"] == []
+    nothing = summarise(4.0, measured([failed(0, "connect", "no")])).to_json()
+    assert nothing["ttft_ms"] is None
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({"cpu_share": 0.97}, "97% of a core"),
+        ({"loop_lags": [0.0] * 50 + [0.3] * 50}, "300 ms late"),
+        ({"records": [record(0, 1.0, 2.0, lag=0.05)]}, "sent 50 ms late"),
+    ],
+)
+def test_a_client_in_trouble_says_so(more: dict[str, Any], told: str) -> None:
+    warnings = summarise(8.0, measured(**more)).warnings()
+    assert told in warnings[0]
+    assert "--processes" in warnings[-1]
+
+
+def test_a_burst_cannot_be_sent_at_one_moment() -> None:
+    assert summarise(math.inf, measured([record(0, 1.0, 2.0, lag=0.05)])).warnings() == []
+
+
+def shown(*rates: float) -> str:
+    console = Console(width=140, file=io.StringIO())
+    print_runs([summarise(rate, measured()) for rate in rates], "Title [x]", console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_one_run_is_shown_in_full() -> None:
+    text = shown(8.0)
+    for words in ("Title [x]", "3 of 6", "TTFT", "ITL", "TPOT", "E2E", "2 failed, http_429: first"):
+        assert words in text
+
+
+def test_several_runs_are_shown_side_by_side() -> None:
+    text = shown(8.0, 16.0, math.inf)
+    for words in ("8/s", "16/s", "all at once", "500 / 990", "all at once: 1 failed, broken: gone"):
+        assert words in text
+
+
+def test_a_picture() -> None:
+    runs = [summarise(rate, measured()) for rate in (8.0, 16.0, math.inf)]
+    drawing = draw(runs, "Title <x>")
+    svg = to_svg(drawing)
+    for words in ("Time to first token", "Between events", "Whole request", "Title &lt;x&gt;", "all at once"):
+        assert words in svg
+    for item in drawing.items:
+        assert 0 <= item.x <= drawing.width
+        assert 0 <= item.y <= drawing.height
+        if isinstance(item, Rect):
+            assert item.width > 0
+            assert item.height > 0
+
+
+def test_a_slower_run_is_drawn_higher() -> None:
+    slow = [record(0, 0.0, 4.0, 5.0)]
+    runs = [summarise(1.0, measured([record(0, 0.0, 1.0, 2.0)])), summarise(2.0, measured(slow))]
+    medians = [item for item in draw(runs, "").items if isinstance(item, Rect) and item.height == 3]
+    assert medians[0].y > medians[1].y  # y goes down
+
+
+def test_a_picture_of_a_run_without_gaps_between_events() -> None:
+    run = summarise(8.0, measured([record(0, 1.0, 2.0)]))
+    assert "Between events" not in to_svg(draw([run], ""))

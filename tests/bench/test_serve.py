@@ -1,0 +1,240 @@
+"""Measuring a server whose answers, times and faults are known."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from itertools import pairwise
+
+import pytest
+
+from inflight.bench.connection import Target
+from inflight.bench.report import summarise
+from inflight.bench.serve import Plan, Record, drive
+from tests.bench.fake import DONE, END, HEAD, Exchange, chunk, jobs, refusal, serving, token, usage
+
+PAUSE = 0.02  # seconds; what is asserted is that no less is measured
+
+
+async def three_tokens(exchange: Exchange) -> None:
+    await exchange.stream(token("a"), token("b"), token("ü", "length"), usage(4, 3, 2))
+
+
+def only(records: list[Record]) -> Record:
+    (record,) = records
+    return record
+
+
+async def test_tokens_are_counted() -> None:
+    async with serving(three_tokens) as fake:
+        measured = await drive(Plan(fake.target, jobs(20)))
+    assert [record.index for record in measured.records] == list(range(20))
+    assert sorted(exchange.body["prompt"][0] for exchange in fake.seen) == list(range(20))
+    for record in measured.records:
+        assert (record.error, record.num_tokens, record.num_prompt_tokens) == (None, 3, 4)
+        assert (record.num_cached_tokens, len(record.times)) == (2, 3)
+        assert record.sent <= record.first <= record.last <= record.ended
+    run = summarise(8.0, measured)
+    assert (run.num_complete, run.num_output_tokens, run.num_prompt_tokens) == (20, 60, 80)
+    assert run.problems == {}
+
+
+async def test_pauses_are_measured() -> None:
+    async def slow(exchange: Exchange) -> None:
+        await exchange.stream(token("a"), token("b"), token("c", "length"), seconds=PAUSE)
+
+    async with serving(slow) as fake:
+        record = only((await drive(Plan(fake.target, jobs(1)))).records)
+    assert record.first - record.sent >= PAUSE
+    assert sum(later - earlier for earlier, later in pairwise(record.times)) >= 1.5 * PAUSE
+    assert record.ended - record.sent >= 4 * PAUSE
+    assert record.num_tokens == 3  # no usage was told: events are counted
+
+
+async def test_requests_do_not_wait_for_each_other() -> None:
+    """All must be there before the first is answered: a closed loop would wait for ever."""
+    everyone = asyncio.Event()
+
+    async def together(exchange: Exchange) -> None:
+        if exchange.number == 9:
+            everyone.set()
+        await everyone.wait()
+        await three_tokens(exchange)
+
+    async with serving(together) as fake:
+        measured = await drive(Plan(fake.target, jobs(10, at=0.002), timeout=20))
+    assert {record.error for record in measured.records} == {None}
+    for earlier, later in pairwise(measured.records):
+        assert later.sent - earlier.sent > 0
+    assert measured.records[-1].sent - measured.records[0].sent == pytest.approx(0.018, abs=0.5)
+
+
+async def test_requests_wait_for_their_moment() -> None:
+    async with serving(three_tokens) as fake:
+        start = time.perf_counter() + PAUSE
+        measured = await drive(Plan(fake.target, jobs(3, at=PAUSE)), start)
+    for index, record in enumerate(measured.records):
+        assert record.sent - start >= PAUSE * index - 0.002  # the loop's clock is a millisecond coarse
+        assert record.lag is not None
+        assert record.lag >= 0
+
+
+async def test_at_most_so_many_at_once() -> None:
+    async def slow(exchange: Exchange) -> None:
+        await exchange.stream(token("a", "length"), seconds=0.002)
+
+    async with serving(slow) as fake:
+        measured = await drive(Plan(fake.target, jobs(12), concurrency=3))
+    assert fake.most_at_once == 3
+    assert fake.num_connections == 3  # kept open and used again
+    assert sum(record.lag is None for record in measured.records) >= 9  # waiting is not the client's lateness
+
+
+async def test_a_slow_client_is_noticed() -> None:
+    def block() -> None:
+        time.sleep(0.2)
+
+    async with serving(three_tokens) as fake:
+        asyncio.get_running_loop().call_later(0.03, block)
+        measured = await drive(Plan(fake.target, jobs(20, at=0.01)))
+    run = summarise(100.0, measured)
+    assert run.lag is not None
+    assert run.lag.max >= 0.1
+    assert any("sent" in warning for warning in run.warnings())
+    assert "bottleneck" in run.warnings()[-1]
+
+
+# ---- faults ----
+
+
+async def fails_every_second(exchange: Exchange) -> None:
+    if exchange.body["prompt"][0] % 2:
+        await exchange.write(refusal(429, "come back later"))
+    else:
+        await three_tokens(exchange)
+
+
+async def test_refusals_are_counted_and_the_rest_goes_on() -> None:
+    async with serving(fails_every_second) as fake:
+        run = summarise(1.0, await drive(Plan(fake.target, jobs(10))))
+    assert (run.num_complete, run.num_failed, run.num_output_tokens) == (5, 5, 15)
+    assert (run.problems["http_429"].count, run.problems["http_429"].example) == (5, "come back later")
+
+
+async def broken_in_an_event(exchange: Exchange) -> None:
+    await exchange.write(HEAD + chunk(token("a")) + chunk(token("b")[:9]))
+    exchange.hang_up()
+
+
+async def ended_without_an_end(exchange: Exchange) -> None:
+    await exchange.write(HEAD + chunk(token("a")) + END)
+
+
+async def hung_up_at_once(exchange: Exchange) -> None:
+    exchange.hang_up()
+
+
+async def not_http(exchange: Exchange) -> None:
+    await exchange.write(b"what?\r\n\r\n")
+
+
+async def an_error_event(exchange: Exchange) -> None:
+    await exchange.write(HEAD + chunk(token("a")) + chunk(b'data: {"error": {"message": "died"}}\n\n') + END)
+
+
+async def no_stream(exchange: Exchange) -> None:
+    await exchange.write(refusal(200, ""))
+
+
+async def an_html_page(exchange: Exchange) -> None:
+    await exchange.write(b"HTTP/1.1 502 Bad\r\nContent-Length: 3\r\n\r\n<p>")
+
+
+async def silence(exchange: Exchange) -> None:
+    await exchange.write(HEAD + chunk(token("a")))
+    await asyncio.sleep(5)
+
+
+@pytest.mark.parametrize(
+    ("handler", "kind", "num_tokens"),
+    [
+        (broken_in_an_event, "broken", 1),
+        (ended_without_an_end, "broken", 1),
+        (hung_up_at_once, "broken", 0),
+        (not_http, "bad_response", 0),
+        (an_error_event, "stream_error", 1),
+        (no_stream, "not_streamed", 0),
+        (an_html_page, "http_502", 0),
+        (silence, "timeout", 1),
+    ],
+)
+async def test_faults_have_kinds(handler: object, kind: str, num_tokens: int) -> None:
+    async def sometimes(exchange: Exchange) -> None:
+        await (handler if exchange.body["prompt"] == [1] else three_tokens)(exchange)  # type: ignore[operator]
+
+    async with serving(sometimes) as fake:
+        measured = await drive(Plan(fake.target, jobs(3), timeout=0.5, concurrency=1))
+    assert [record.error for record in measured.records] == [None, kind, None]
+    failed = measured.records[1]
+    assert (failed.num_tokens, bool(failed.detail)) == (num_tokens, True)
+    run = summarise(1.0, measured)
+    assert (run.num_complete, run.num_output_tokens) == (2, 6)
+
+
+async def test_a_server_that_is_not_there() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and does not listen
+        target = Target("127.0.0.1", taken.getsockname()[1], "/")
+        run = summarise(1.0, await drive(Plan(target, jobs(3))))
+    assert (run.num_complete, run.problems["connect"].count, run.ttft) == (0, 3, None)
+
+
+async def test_a_connection_that_was_closed_while_idle_is_no_fault() -> None:
+    async def closes(exchange: Exchange) -> None:
+        await three_tokens(exchange)
+        if exchange.number % 2 == 0:
+            await asyncio.sleep(0)
+            exchange.hang_up()
+
+    async with serving(closes) as fake:
+        measured = await drive(Plan(fake.target, jobs(8), concurrency=1))
+    assert [record.error for record in measured.records] == [None] * 8
+
+
+async def test_an_answer_that_ends_with_its_connection() -> None:
+    async def until_the_end(exchange: Exchange) -> None:
+        head = b"HTTP/1.0 200 OK\r\nContent-Type: text/event-stream\r\n\r\n"
+        await exchange.write(head + token("a", "stop") + DONE)
+        exchange.hang_up()
+
+    async with serving(until_the_end) as fake:
+        measured = await drive(Plan(fake.target, jobs(2), concurrency=1))
+    assert [(record.error, record.num_tokens) for record in measured.records] == [(None, 1)] * 2
+
+
+async def test_chunks_cut_anywhere() -> None:
+    data = token("ä") + token("😀", "stop") + usage(1, 2) + DONE
+
+    async def in_pieces(exchange: Exchange) -> None:
+        size = exchange.number + 1
+        await exchange.write(HEAD)
+        wire = b"".join(chunk(data[at : at + size]) for at in range(0, len(data), size)) + END
+        for at in range(0, len(wire), 7):
+            await exchange.write(wire[at : at + 7])
+            if at % 70 == 0:
+                await asyncio.sleep(0)
+
+    async with serving(in_pieces) as fake:
+        measured = await drive(Plan(fake.target, jobs(24), concurrency=4))
+    assert {(record.error, record.num_tokens) for record in measured.records} == {(None, 2)}
+
+
+async def test_headers_are_sent() -> None:
+    async with serving(three_tokens) as fake:
+        target = Target("127.0.0.1", fake.target.port, "/v1/x", headers=("Authorization: Bearer secret",))
+        await drive(Plan(target, jobs(1)))
+    (exchange,) = fake.seen
+    assert exchange.path == "/v1/x"
+    assert exchange.headers["authorization"] == "bearer secret"
+    assert exchange.headers["host"] == f"127.0.0.1:{target.port}"

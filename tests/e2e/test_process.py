@@ -1,0 +1,92 @@
+"""`AsyncEngine` over a process of its own: the same answers, the same errors, no weights on this side."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from inflight import LLM, AsyncEngine, RequestOutput, SamplingParams
+from inflight.config import ProcessConfig
+from inflight.engine.process import ProcessClient
+from inflight.errors import EngineDeadError, InflightError, ParameterError
+from tests.e2e.conftest import Folder
+
+TEXT = "The quick brown fox"
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+
+
+async def final(engine: AsyncEngine, prompt: Any, params: SamplingParams, name: str) -> RequestOutput:
+    (output,) = [o async for o in engine.generate(prompt, params, name, output_kind="final")]
+    return output
+
+
+async def test_answers_are_those_of_an_engine_in_this_process(folder: Folder) -> None:
+    llm = LLM(folder())
+    text = llm.generate(TEXT, GREEDY)[0].outputs[0].text
+    many = [
+        GREEDY,
+        replace(GREEDY, logprobs=2, prompt_logprobs=1),
+        replace(GREEDY, stop=text[20:23]),
+        replace(GREEDY, n=3, temperature=1.0, seed=5, top_p=0.9),
+        replace(GREEDY, logit_bias={5: 3.0}, bad_words=["the"], frequency_penalty=0.5),
+    ]
+    engine = await AsyncEngine.start(folder(), in_process=False, process=ProcessConfig(heartbeat=0.1))
+    client = engine._client
+    assert isinstance(client, ProcessClient)
+    assert (engine.max_model_len, engine.facts.vocab_size) == (llm.max_model_len, llm.vocab_size)
+    for round_ in range(2):
+        outputs = await asyncio.gather(
+            *(final(engine, TEXT, params, f"{round_}-{i}") for i, params in enumerate(many))
+        )
+        for output, params in zip(outputs, many, strict=True):
+            (expected,) = llm.generate(TEXT, params)
+            assert output.outputs == expected.outputs
+            assert output.prompt_logprobs == expected.prompt_logprobs
+        with pytest.raises(ParameterError, match="stop_token_ids has the token id 9999"):
+            await final(engine, TEXT, replace(GREEDY, stop_token_ids=[9999]), "wrong")
+        states = await engine.describe(f"{round_}-3")
+        assert [state.record.request_id for state in states] == [f"{round_}-3/{i}" for i in range(3)]
+        if round_ == 0:  # all again after its death
+            stream = engine.generate(TEXT, replace(GREEDY, max_tokens=None))
+            await anext(stream)
+            os.kill(client.process_id or 0, signal.SIGKILL)
+            with pytest.raises(EngineDeadError, match="SIGKILL"):
+                async for _ in stream:
+                    pass
+            async with asyncio.timeout(60):
+                while not (await engine.health()).healthy:
+                    await asyncio.sleep(0.05)
+    await engine.close()
+
+
+@pytest.mark.parametrize(("model", "options"), [("/no/such/folder", {}), (None, {"num_blocks": 2**40})])
+async def test_errors_of_the_start_are_the_same(model: str | None, options: dict[str, Any]) -> None:
+    found = []
+    for in_process in (True, False):
+        with pytest.raises(InflightError) as caught:
+            await AsyncEngine.start(model, in_process=in_process, **options)
+        found.append((type(caught.value), str(caught.value).partition(", and ")[0]))
+    assert found[0] == found[1]
+
+
+def test_the_front_needs_no_torch() -> None:
+    code = """
+import asyncio, sys
+from inflight.async_engine import AsyncEngine
+
+async def main():
+    async with await AsyncEngine.start(in_process=False) as engine:
+        outputs = [o async for o in engine.generate("Once", output_kind="final")]
+        assert outputs[0].outputs[0].text
+    assert "torch" not in sys.modules
+
+asyncio.run(main())
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

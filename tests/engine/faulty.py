@@ -1,0 +1,69 @@
+"""Engines for a process of their own, over the fake runner, that go wrong when a prompt tells them to.
+
+`build` is what `ProcessClient.start(..., build="tests.engine.faulty:build")` names. The first token of a prompt is
+the fault; the engine's `model` option is one that happens at the start.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+
+from inflight.config import EngineConfig
+from inflight.engine import EngineCore, ModelFacts
+from inflight.engine.fake import FakeRunner
+from inflight.errors import KVBudgetError
+from inflight.kv import BlockManager, ChainHashCache
+from inflight.scheduling import Batch, Limits, Sampled, Scheduler, make_policy
+
+BUILD = "tests.engine.faulty:build"
+NUM_BLOCKS = 4096
+HANG, RAISE, DIE, STOP, SLOW = 40, 41, 42, 43, 44  # first tokens of prompts
+
+
+class FaultyRunner(FakeRunner):
+    """The fake runner, with faults."""
+
+    def launch(self, batch: Batch) -> Sampled:
+        for request in batch.requests:
+            match request.token_ids[0]:
+                case 40:
+                    time.sleep(3600)
+                case 41:
+                    raise RuntimeError("broken on purpose")
+                case 42:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                case 44:
+                    time.sleep(0.005)
+        return super().launch(batch)
+
+
+class StoppingCore(EngineCore):
+    """A loop that ends with an error."""
+
+    def step(self) -> list[object]:  # type: ignore[override]
+        if any(request.token_ids[0] == STOP for request in self.scheduler.requests.values()):
+            raise MemoryError("no more")
+        return super().step()  # type: ignore[return-value]
+
+
+def build(config: EngineConfig, progress: Callable[[int, int], None]) -> tuple[EngineCore, ModelFacts]:
+    match config.model.model:
+        case "refuse":
+            error = KVBudgetError("too few blocks: 7 – see")
+            error.add_note("a note")
+            raise error
+        case "raise":
+            raise ZeroDivisionError("unlucky")
+        case "die":
+            os._exit(7)
+    progress(1, 2)
+    limits = Limits(config.scheduler.max_num_seqs, 64, 1 << 30)
+    num_blocks = config.cache.num_blocks or NUM_BLOCKS
+    scheduler = Scheduler(
+        limits, make_policy(config.scheduler.policy), BlockManager(num_blocks, 4, ChainHashCache(4))
+    )
+    core = StoppingCore(scheduler, FaultyRunner(num_blocks, 4), max_queue=config.scheduler.max_queue)
+    return core, ModelFacts("faulty", 50, 4096, (), {}, None, "cpu", "none", num_blocks, 4, 8, 64)

@@ -1,0 +1,116 @@
+"""What waits for a front that does not keep up is merged, bounded and complete."""
+
+from __future__ import annotations
+
+from inflight.engine.outbox import MAX_STEPS, STATS_EVERY, WINDOW, Outbox
+from inflight.engine.wire import Answer, News
+from inflight.events import Delta, PositionLogprobs, StepRecord, TokenLogprob
+from tests.helpers import FakeEngine, make_request
+
+
+class Sender:
+    """An outbox whose News are kept."""
+
+    def __init__(self) -> None:
+        self.news: list[News] = []
+        self.now = 0.0
+        self.outbox = Outbox(self.news.append, FakeEngine().core.stats, lambda: self.now)
+        for index in range(3):
+            self.outbox.open(f"r{index}", 10 + index)
+
+    def step(self, *deltas: Delta, idle: bool = False) -> None:
+        self.outbox.put(list(deltas))
+        self.outbox.flush(idle)
+
+    def fill(self) -> None:
+        for _ in range(WINDOW):
+            self.step(Delta("r0", [0]))
+        assert len(self.news) == WINDOW
+
+
+def test_plain_tokens_are_columns_and_the_rest_is_whole() -> None:
+    sender = Sender()
+    logprobs: list[PositionLogprobs] = [(TokenLogprob(5, -0.5, 1),)]
+    others = [Delta("r1", [5], logprobs), Delta("r2", [6], finish_reason="length")]
+    sender.step(Delta("r0", [4]), *others)
+    (news,) = sender.news
+    assert (news.handles, news.token_ids) == ([10], [4])
+    assert news.deltas == list(zip((11, 12), others, strict=True))
+    assert [sender.outbox.id_of(handle) for handle in (10, 12, 99)] == ["r0", None, None]
+
+
+def test_nothing_is_sent_when_there_is_nothing() -> None:
+    sender = Sender()
+    sender.step()
+    assert sender.news == []
+
+
+def test_a_front_that_does_not_keep_up_gets_merged_news() -> None:
+    sender = Sender()
+    sender.fill()
+    for token_id in range(1000):
+        sender.step(Delta("r0", [token_id]))
+    sender.step(Delta("r1", [7], finish_reason="length"))
+    sender.outbox.answer(Answer(3))
+    sender.outbox.flush(idle=True)
+    assert len(sender.news) == WINDOW
+    sender.outbox.taken(WINDOW // 2)
+    sender.outbox.flush(idle=True)
+    last = sender.news[-1]
+    assert len(sender.news) == WINDOW + 1
+    assert [(handle, delta.token_ids) for handle, delta in last.deltas] == [(10, [*range(1000)]), (11, [7])]
+    assert last.deltas[1][1].finish_reason == "length"
+    assert last.answers == [Answer(3)]
+    sender.step(Delta("r0", [1]))
+    assert sender.news[-1].token_ids == [1]
+
+
+def test_a_front_cannot_have_taken_more_than_was_sent() -> None:
+    sender = Sender()
+    sender.outbox.taken(10**9)
+    sender.fill()
+    sender.step(Delta("r0", [1]))
+    assert len(sender.news) == WINDOW
+
+
+def test_an_id_used_again_while_news_of_the_one_before_wait() -> None:
+    sender = Sender()
+    sender.fill()
+    sender.step(Delta("r1", [1], finish_reason="abort"))
+    sender.outbox.open("r1", 20)
+    sender.step(Delta("r1", [2]))
+    sender.outbox.taken(WINDOW)
+    sender.outbox.flush(idle=False)
+    last = sender.news[-1]
+    assert [(handle, delta.token_ids) for handle, delta in last.deltas] == [(11, [1])]
+    assert (last.handles, last.token_ids) == ([20], [2])
+
+
+def test_statistics_come_now_and_then_with_answers_and_at_rest() -> None:
+    sender = Sender()
+    sender.step(Delta("r0", [1]))
+    sender.step(Delta("r0", [2]))
+    sender.now = STATS_EVERY
+    sender.step(Delta("r0", [3]))
+    sender.outbox.answer(Answer(1))
+    sender.step()
+    sender.step(Delta("r0", [4]))
+    sender.step(Delta("r0", [5]), idle=True)
+    assert [news.stats is not None for news in sender.news] == [True, False, True, True, False, True]
+
+
+def test_records_of_steps_are_bounded() -> None:
+    records: list[StepRecord] = []
+    engine = FakeEngine(records=records)
+    engine.add(make_request([1], 3))
+    engine.run()
+    sender = Sender()
+    sender.fill()
+    for _ in range(MAX_STEPS):
+        sender.outbox.observe(records[0])
+    sender.outbox.observe(records[1])
+    sender.outbox.taken(WINDOW)
+    sender.outbox.flush(idle=False)
+    steps = sender.news[-1].steps
+    assert len(steps) == MAX_STEPS
+    assert steps[-1] is records[1]

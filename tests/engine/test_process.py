@@ -1,0 +1,540 @@
+"""The client of an engine in a process of its own: a real one, over the fake runner, whose answers are known."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from inflight.config import EngineConfig, ProcessConfig
+from inflight.engine import child as child_module
+from inflight.engine.fake import expected_tokens
+from inflight.engine.process import ProcessClient
+from inflight.errors import (
+    ConfigError,
+    EngineDeadError,
+    EngineError,
+    KVBudgetError,
+    QueueFullError,
+    RequestError,
+)
+from inflight.events import Delta, StepRecord
+from inflight.scheduling.policies.continuous import Continuous
+from tests.engine.faulty import BUILD, DIE, HANG, NUM_BLOCKS, RAISE, SLOW, STOP
+from tests.helpers import make_request
+
+LONG = 3000  # tokens: a request that a test must end; each with SLOW takes some milliseconds
+QUICK = ProcessConfig(heartbeat=0.05)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where sockets are made: empty before and after."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+@contextlib.asynccontextmanager
+async def running(process: ProcessConfig = QUICK, **options: Any) -> AsyncIterator[ProcessClient]:
+    """A client that must leave nothing behind: no process, no file, no complaint of the event loop."""
+    complaints: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+    async with asyncio.timeout(120):
+        client = await start(process, **options)
+        yield client
+        await client.close()
+    gc.collect()
+    await asyncio.sleep(0)
+    assert (client._open, client._calls) == ({}, {})
+    assert not alive(process_id(client))
+    assert list(Path(tempfile.gettempdir()).iterdir()) == []
+    assert complaints == []
+
+
+async def start(process: ProcessConfig = QUICK, **options: Any) -> ProcessClient:
+    return await ProcessClient.start(
+        EngineConfig.create(**({"model": "faulty"} | options)), process, build=BUILD
+    )
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[ProcessClient]:
+    async with running() as client:
+        yield client
+
+
+def process_id(client: ProcessClient) -> int:
+    found = client.process_id
+    assert found is not None
+    return found
+
+
+def alive(number: int) -> bool:
+    """Whether there is such a process, be it as a zombie."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(number, 0)
+        return True
+    return False
+
+
+async def read(client: ProcessClient, request_id: str) -> tuple[list[int], Delta]:
+    tokens: list[int] = []
+    async for delta in client.stream(request_id):
+        tokens += delta.token_ids
+    return tokens, delta
+
+
+async def answer(client: ProcessClient, prompt: list[int], count: int, name: str) -> list[int]:
+    await client.add(make_request(prompt, count, name))
+    return (await read(client, name))[0]
+
+
+async def until(condition: Callable[[], Awaitable[Any]]) -> None:
+    while not await condition():
+        await asyncio.sleep(0.005)
+
+
+async def until_idle(client: ProcessClient) -> None:
+    async def idle() -> bool:
+        stats = await client.stats()
+        return not client._open and (stats.num_running, stats.num_waiting, stats.kv.num_used) == (0, 0, 0)
+
+    await until(idle)
+
+
+async def until_healthy(client: ProcessClient) -> None:
+    async def healthy() -> bool:
+        return (await client.health()).healthy
+
+    await until(healthy)
+
+
+async def open_streams(client: ProcessClient, count: int = 3) -> list[Any]:
+    """Requests that run, each with a token read."""
+    streams = []
+    for index in range(count):
+        await client.add(make_request([SLOW, index], LONG, f"open{index}"))
+        streams.append(client.stream(f"open{index}"))
+    for stream in streams:
+        await anext(stream)
+    return streams
+
+
+async def rest(stream: Any) -> list[Delta]:
+    return [delta async for delta in stream]
+
+
+# ---- streams ----
+
+
+async def test_many_requests_at_once(client: ProcessClient) -> None:
+    prompts = [[i % 40, i // 40, *range(i % 7)] for i in range(400)]
+    answers = await asyncio.gather(
+        *(answer(client, prompt, 1 + i % 5, f"r{i}") for i, prompt in enumerate(prompts))
+    )
+    assert answers == [expected_tokens(prompt, 1 + i % 5) for i, prompt in enumerate(prompts)]
+    assert client._entries == {}
+    stats = await client.stats()
+    assert (stats.num_running, stats.num_waiting, stats.kv.num_used) == (0, 0, 0)
+    assert stats.num_output_tokens == sum(map(len, answers))
+    assert client.facts.num_blocks == NUM_BLOCKS
+    assert client.num_dropped_frames == 0
+
+
+async def test_a_slow_reader_gets_merged_deltas(client: ProcessClient) -> None:
+    await client.add(make_request([1, 2, 3], 30, "slow"))
+    await until_idle(client)
+    (delta,) = await rest(client.stream("slow"))
+    assert delta.token_ids == expected_tokens([1, 2, 3], 30)
+    assert (delta.finish_reason, delta.record and delta.record.num_output_tokens) == ("length", 30)
+
+
+async def test_a_front_that_is_stuck_loses_nothing_and_the_engine_does_not_wait(
+    client: ProcessClient,
+) -> None:
+    await asyncio.gather(*(client.add(make_request([i], 300, f"r{i}")) for i in range(8)))
+    time.sleep(0.5)  # the event loop does nothing meanwhile; hundreds of steps are made
+    for index in range(8):
+        assert (await read(client, f"r{index}"))[0] == expected_tokens([index], 300)
+
+
+async def test_an_id_used_again_gets_no_news_of_the_one_before(client: ProcessClient) -> None:
+    for number in range(20):
+        await client.add(make_request([SLOW, number], LONG, "again"))
+        stream = client.stream("again")
+        await anext(stream)
+        await stream.aclose()
+    assert await answer(client, [1], 30, "again") == expected_tokens([1], 30)
+    await until_idle(client)
+
+
+async def test_requests_that_are_refused(client: ProcessClient) -> None:
+    await client.add(make_request([SLOW], 20, "twice"))
+    with pytest.raises(RequestError, match="'twice' is already in use"):
+        await client.add(make_request([2], 20, "twice"))
+    with pytest.raises(RequestError, match="Unicode"):
+        await client.add(make_request([2], 20, "odd", tenant="\ud800"))
+    with pytest.raises(RequestError, match="'nobody'"):
+        client.stream("nobody")
+    assert (await read(client, "twice"))[0] == expected_tokens([SLOW], 20)
+
+
+async def test_a_full_queue_refuses() -> None:
+    async with running(max_queue=2, max_num_seqs=1) as client:
+        streams = await open_streams(client, 1)
+        for name in ("q0", "q1"):
+            await client.add(make_request([1], 3, name))
+        with pytest.raises(QueueFullError, match="max_queue"):
+            await client.add(make_request([1], 3, "q2"))
+        assert client._calls == {}
+        await client.abort("open0")
+        assert (await rest(streams[0]))[-1].finish_reason == "abort"
+        assert (await read(client, "q1"))[0] == expected_tokens([1], 3)
+
+
+# ---- ending early ----
+
+
+async def test_abort_frees_blocks_and_ends_the_stream(client: ProcessClient) -> None:
+    (stream,) = await open_streams(client, 1)
+    assert await client.abort("open0") > 0
+    assert (await client.stats()).kv.num_used == 0
+    assert (await rest(stream))[-1].finish_reason == "abort"
+    assert await client.abort("open0") == 0
+    assert await client.abort("nobody") == 0
+
+
+async def test_whoever_leaves_aborts(client: ProcessClient) -> None:
+    await client.add(make_request([SLOW], LONG, "left"))
+    async for _ in client.stream("left"):
+        break
+    await client.add(make_request([SLOW], LONG, "dropped"))
+    client.stream("dropped")
+    adding = asyncio.ensure_future(client.add(make_request([SLOW], LONG, "cancelled")))
+    await asyncio.sleep(0)
+    adding.cancel()
+    await asyncio.gather(adding, return_exceptions=True)
+    gc.collect()
+    await until_idle(client)
+    assert client._entries == {}
+
+
+# ---- what it shows ----
+
+
+async def test_why_a_request_took_long() -> None:
+    async with running(max_num_seqs=2) as client:
+        streams = await open_streams(client, 2)
+        for name in ("late", "later"):
+            await client.add(make_request([SLOW, 5, 6], 4, name, tenant="t"))
+        state = await client.describe("later")
+        assert state is not None
+        assert (state.status, state.num_ahead) == ("waiting", 1)
+        assert state.waited_for == ("open0", "open1")
+        running_one = await client.describe("open0")
+        assert running_one is not None
+        assert running_one.status == "running"
+        assert running_one.num_computed >= 2
+        assert running_one.num_blocks >= 1
+        await streams[1].aclose()
+        await read(client, "late")
+        await read(client, "later")
+        state = await client.describe("later")
+        assert state is not None
+        assert (state.status, state.record.tenant, state.record.num_output_tokens) == ("finished", "t", 4)
+        assert state.waited_for == ("open1", "late")
+        assert await client.describe("nobody") is None
+
+
+async def test_steps_can_be_watched(client: ProcessClient) -> None:
+    records: list[StepRecord] = []
+    stop = client.watch(records.append)
+    await answer(client, [1, 2, 3], 5, "watched")
+    assert [record.num_running for record in records][-1] == 0
+    assert sum(slot.num_tokens for record in records for slot in record.slots) == 3 + 4
+    stop()
+    await answer(client, [1, 2, 3], 5, "unwatched")
+    assert not any(slot.request_id == "unwatched" for record in records for slot in record.slots)
+
+
+# ---- faults ----
+
+
+async def test_a_killed_process_ends_its_streams_and_is_restarted(client: ProcessClient) -> None:
+    first = process_id(client)
+    streams = await open_streams(client)
+    await client.add(make_request([1], 2, "complete"))
+    complete = client.stream("complete")
+    await until(lambda: asyncio.sleep(0, client._entries["complete"].mailbox._ended))
+    os.kill(first, signal.SIGKILL)
+    for stream in streams:
+        with pytest.raises(EngineDeadError, match="ended by SIGKILL"):
+            await rest(stream)
+    health = await client.health()
+    assert (health.healthy, health.state) == (False, "restarting")
+    with pytest.raises(EngineDeadError, match="SIGKILL; it is being restarted"):
+        await client.add(make_request([1], 2, "meanwhile"))
+    with pytest.raises(EngineDeadError):
+        await client.stats()
+    assert [delta.finish_reason for delta in await rest(complete)] == ["length"]
+    state = await client.describe("open0")
+    assert state is not None
+    assert state.record.finish_reason == "error"
+    await until_healthy(client)
+    assert process_id(client) != first
+    assert (await client.health()).num_restarts == 1
+    assert await answer(client, [4, 5], 9, "open0") == expected_tokens([4, 5], 9)
+    assert (await client.stats()).kv.num_used == 0
+
+
+async def test_calls_that_race_with_death_do_not_hang(client: ProcessClient) -> None:
+    async def use(index: int) -> str:
+        try:
+            await client.add(make_request([SLOW, index], LONG, f"r{index}"))
+            stream = client.stream(f"r{index}")
+            await anext(stream)
+            await asyncio.gather(client.abort(f"r{index}"), client.describe(f"r{index}"))
+            return (await rest(stream))[-1].finish_reason or ""
+        except EngineDeadError:
+            return "dead"
+
+    async def kill() -> str:
+        await asyncio.sleep(0.03)
+        os.kill(process_id(client), signal.SIGKILL)
+        return "killed"
+
+    ends = await asyncio.gather(kill(), *(use(index) for index in range(60)))
+    assert set(ends) <= {"killed", "dead", "abort"}
+    assert "dead" in ends
+    assert await client.abort("r0") == 0
+    await until_healthy(client)
+    assert await answer(client, [1], 3, "after") == expected_tokens([1], 3)
+
+
+async def test_it_is_not_restarted_for_ever() -> None:
+    async with running(ProcessConfig(max_restarts=1, heartbeat=0.05)) as client:
+        for _ in range(2):
+            await until_healthy(client)
+            with pytest.raises(EngineDeadError, match="SIGKILL"):
+                await answer(client, [DIE], 3, "deadly")
+
+        async def dead() -> bool:
+            return (await client.health()).state == "dead"
+
+        await until(dead)
+        with pytest.raises(EngineDeadError, match="SIGKILL"):
+            await client.add(make_request([1], 3, "more"))
+        assert (await client.health()).num_restarts == 1
+
+
+async def test_a_loop_that_stops_says_why(client: ProcessClient) -> None:
+    with pytest.raises(EngineDeadError, match=r"^the engine stopped: MemoryError: no more$"):
+        await answer(client, [STOP], 3, "stop")
+    await until_healthy(client)
+    assert await answer(client, [1], 3, "after") == expected_tokens([1], 3)
+
+
+async def test_a_step_that_raises_ends_its_requests_only(client: ProcessClient) -> None:
+    await client.add(make_request([RAISE], 3, "bad"))
+    _, last = await read(client, "bad")
+    assert (last.finish_reason, last.error) == ("error", "RuntimeError in step 0")
+    assert await answer(client, [1], 3, "good") == expected_tokens([1], 3)
+    assert (await client.health()).num_restarts == 0
+
+
+async def test_a_step_that_hangs_is_unhealthy() -> None:
+    async with running(ProcessConfig(heartbeat=0.05, stalled_after=0.5)) as client:
+        await client.add(make_request([HANG], 3, "stuck"))
+        asking = asyncio.ensure_future(client.describe("stuck"))
+
+        async def stalled() -> bool:
+            return (await client.health()).state == "stalled"
+
+        await until(stalled)
+        health = await client.health()
+        assert not health.healthy
+        assert health.seconds_since_step >= 0.5
+        for call in (asking, client.add(make_request([1], 3, "new")), client.abort("stuck")):
+            with pytest.raises(EngineDeadError, match="no step for"):
+                await call
+        client._supervisor.child.kill()
+
+
+async def test_a_process_that_hangs_can_be_replaced() -> None:
+    limits = ProcessConfig(heartbeat=0.05, stalled_after=0.2, kill_stalled_after=0.4)
+    async with running(limits) as client:
+        with pytest.raises(EngineDeadError, match="the engine was killed: the engine has made no step"):
+            await answer(client, [HANG], 3, "stuck")
+        await until_healthy(client)
+        assert await answer(client, [1], 3, "after") == expected_tokens([1], 3)
+
+
+async def test_a_process_that_falls_silent_is_unhealthy() -> None:
+    async with running(ProcessConfig(heartbeat=0.05, silent_after=0.5)) as client:
+        os.kill(process_id(client), signal.SIGSTOP)
+
+        async def silent() -> bool:
+            return "silent" in str((await client.health()).error)
+
+        await until(silent)
+        os.kill(process_id(client), signal.SIGCONT)
+        await until_healthy(client)
+
+
+async def test_frames_that_are_no_messages_hurt_no_one(client: ProcessClient) -> None:
+    (stream,) = await open_streams(client, 1)
+    for frame in (b"", b"noise", bytes(client._supervisor.child.codec._secret) + b"\xc1"):
+        client._supervisor.child._down.send(frame)
+    await until(lambda: asyncio.sleep(0, client.num_dropped_frames == 3))
+    tokens = (await anext(stream)).token_ids
+    assert tokens
+    await stream.aclose()
+    assert await answer(client, [1], 3, "after") == expected_tokens([1], 3)
+
+
+async def test_over_loopback_strangers_are_not_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child_module, "MAX_IPC_PATH", 0)
+    async with running() as client:
+        endpoint = client._supervisor.child._up.get_string(zmq.LAST_ENDPOINT)
+        assert endpoint.startswith("tcp://127.0.0.1:")
+        with zmq.Context() as context, context.socket(zmq.PUSH) as stranger:
+            stranger.connect(endpoint)
+            stranger.send(b"x" * 16 + b"\x91\xa4Stop")
+            await until(lambda: asyncio.sleep(0, client.num_dropped_frames == 1))
+        assert await answer(client, [1], 30, "same") == expected_tokens([1], 30)
+
+
+# ---- starting ----
+
+
+async def test_errors_of_the_start_are_the_engines_own() -> None:
+    with pytest.raises(KVBudgetError, match=r"^too few blocks: 7 – see\na note$") as caught:
+        await start(model="refuse")
+    assert str(caught.value) == "too few blocks: 7 – see"
+    with pytest.raises(EngineError, match=r"^ZeroDivisionError: unlucky$"):
+        await start(model="raise")
+    with pytest.raises(EngineDeadError, match="ended with code 7 while it was starting"):
+        await start(model="die")
+    with pytest.raises(ConfigError, match="unknown policy 'nosuch'"):
+        await start(policy="nosuch")
+
+
+async def test_what_cannot_travel_is_refused_before_the_start() -> None:
+    with pytest.raises(ConfigError, match="by name, or as module:Class"):
+        await start(policy=Continuous)
+    with pytest.raises(ConfigError, match="cannot be sent"):
+        await start(hf_config={"x": object()})
+    async with running(policy="inflight.scheduling.policies.continuous:Continuous") as client:
+        assert await answer(client, [1], 3, "x") == expected_tokens([1], 3)
+
+
+async def test_a_start_that_is_cancelled_leaves_nothing(folder: Path) -> None:
+    starting = asyncio.ensure_future(start())
+    while not list(folder.iterdir()):
+        await asyncio.sleep(0)
+    assert [path.stat().st_mode & 0o777 for path in folder.iterdir()] == [0o700]
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert list(folder.iterdir()) == []
+
+
+async def test_progress_is_passed_on() -> None:
+    seen: list[tuple[int, int]] = []
+    client = await ProcessClient.start(
+        EngineConfig.create(model="x"), progress=lambda *done: seen.append(done), build=BUILD
+    )
+    await client.close()
+    assert seen == [(1, 2)]
+
+
+# ---- closing ----
+
+
+async def test_closing_ends_open_streams(client: ProcessClient) -> None:
+    (stream,) = await open_streams(client, 1)
+    await client.close()
+    with pytest.raises(EngineDeadError, match="the engine was closed"):
+        await rest(stream)
+    health = await client.health()
+    assert (health.healthy, health.state, health.error) == (False, "closed", "the engine was closed")
+    for call in (client.add(make_request([1])), client.stats()):
+        with pytest.raises(EngineDeadError, match="closed"):
+            await call
+    await client.close()
+
+
+async def test_closing_may_wait_for_those_that_run(client: ProcessClient) -> None:
+    await client.add(make_request([SLOW], 30, "last"))
+    closing = asyncio.ensure_future(client.close(drain=60))
+    await asyncio.sleep(0)
+    assert (await client.health()).state == "closing"
+    with pytest.raises(EngineDeadError, match="closing"):
+        await client.add(make_request([1], 3, "late"))
+    assert (await read(client, "last"))[0] == expected_tokens([SLOW], 30)
+    await closing
+
+
+async def test_closing_waits_no_longer_than_told(
+    client: ProcessClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child_module, "END_TIMEOUT", 0.1)
+    await client.add(make_request([HANG], 3, "stuck"))
+    await client.close(drain=0.1)
+    with pytest.raises(EngineDeadError, match="closed"):
+        await read(client, "stuck")
+
+
+PARENT = """
+import asyncio, sys
+from inflight.config import EngineConfig
+from inflight.engine.process import ProcessClient
+from tests.engine.faulty import BUILD, HANG
+from tests.helpers import make_request
+
+async def main():
+    client = await ProcessClient.start(EngineConfig.create(model="x"), build=BUILD)
+    await client.add(make_request([HANG if sys.argv[1] == "hang" else 1], 3, "r"))
+    print(client.process_id, flush=True)
+    await asyncio.sleep(3600)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("doing", ["nothing", "hang"])
+def test_it_ends_with_its_parent(doing: str, folder: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(folder)}
+    command = [sys.executable, "-c", PARENT, doing]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as parent:
+        assert parent.stdout is not None
+        worker = int(parent.stdout.readline())
+        os.kill(worker, signal.SIGINT)  # left to the parent, as is SIGTERM
+        os.kill(worker, signal.SIGTERM)
+        assert alive(worker)
+        parent.kill()
+    deadline = time.monotonic() + 60
+    while _runs(worker) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not _runs(worker)
+    assert list(folder.iterdir()) == []
+
+
+def _runs(number: int) -> bool:
+    """Whether the process runs: an orphan may stay a zombie where nobody waits for orphans."""
+    try:
+        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -1,0 +1,145 @@
+"""Real servers on free ports, over one engine, in a thread of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import threading
+from collections.abc import Coroutine, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import httpx
+import uvloop
+
+from inflight import AsyncEngine
+from inflight.engine import EngineCore, InprocClient
+from inflight.server.keys import load_keys
+from inflight.server.options import ServeOptions
+from inflight.server.run import Server, listen
+from inflight.server.state import ServerState
+from inflight.server.tracing import NoTracer, Tracer
+
+T = TypeVar("T")
+SECONDS = 60.0
+
+
+class Backend:
+    """An event loop in a thread, and the engine that its servers share."""
+
+    def __init__(self, **options: Any) -> None:
+        self.loop = uvloop.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self._thread.start()
+        self.engine = self.run(AsyncEngine.start(in_process=True, **options))
+
+    @property
+    def core(self) -> EngineCore:
+        assert isinstance(self.engine.client, InprocClient)
+        return self.engine.client._core
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(SECONDS)
+
+    def close(self) -> None:
+        self.run(self.engine.close())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(SECONDS)
+        self.loop.close()
+
+
+@dataclass(eq=False)
+class Live:
+    """One server. `http` is a client of it."""
+
+    backend: Backend
+    state: ServerState
+    server: Server
+    url: str
+    http: httpx.Client
+    finished: Any
+
+    def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
+        return self.http.post(path, json=body, **options)
+
+    def complete(self, prompt: Any, **body: Any) -> dict[str, Any]:
+        response = self.post("/v1/completions", {"prompt": prompt, "temperature": 0, **body})
+        assert response.status_code == 200, response.text
+        found: dict[str, Any] = response.json()
+        return found
+
+    def wait_until(self, what: str, condition: Any) -> None:
+        """Until the condition, asked in the server's loop, holds."""
+
+        async def wait() -> None:
+            async with asyncio.timeout(SECONDS):
+                while not condition():
+                    await asyncio.sleep(0.002)
+
+        try:
+            self.backend.run(wait())
+        except TimeoutError:
+            raise AssertionError(f"never came: {what}") from None
+
+    def wait_until_idle(self) -> None:
+        """No request anywhere, every block back."""
+
+        def idle() -> bool:
+            kv = self.backend.core.scheduler.usage()
+            return not len(self.state.ledger) and not self.backend.core.has_work and kv.num_used == 0
+
+        self.wait_until("an idle engine", idle)
+
+    def stop(self) -> None:
+        self.backend.loop.call_soon_threadsafe(self.server.stop)
+        self.finished.result(SECONDS)
+
+
+@contextlib.contextmanager
+def live_server(backend: Backend, tracer: Tracer | None = None, **options: Any) -> Iterator[Live]:
+    """A server with these options over the backend's engine."""
+    given = ServeOptions(port=0, in_process=True, **{"shutdown_timeout": 0.0, **options})
+    listener = listen(given)
+    engine = backend.engine
+    keys = load_keys(given.api_key, given.keys)
+
+    async def start() -> tuple[ServerState, Server]:
+        state = ServerState(engine.client, engine.front, engine.facts, given, keys, tracer or NoTracer())
+        return state, Server(state)
+
+    state, server = backend.run(start())
+    finished = asyncio.run_coroutine_threadsafe(server.serve([listener]), backend.loop)
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    with httpx.Client(base_url=url, timeout=SECONDS) as http:
+        live = Live(backend, state, server, url, http, finished)
+        try:
+            live.wait_until("a server that listens", lambda: server.started)
+            yield live
+        finally:
+            live.stop()
+            state.close()
+            listener.close()
+
+
+def events(response: httpx.Response) -> Iterator[Any]:
+    """The objects of a stream, without its end mark, which must be there."""
+    done = False
+    for line in response.iter_lines():
+        if not line:
+            continue
+        assert not done, "something came after the end"
+        assert line.startswith("data: ")
+        if line == "data: [DONE]":
+            done = True
+        else:
+            yield json.loads(line[6:])
+    assert done, "the stream has no end"
+
+
+def stream(live: Live, path: str, body: Any, **options: Any) -> list[Any]:
+    """All events of a streamed answer."""
+    with live.http.stream("POST", path, json={**body, "stream": True}, **options) as response:
+        assert response.status_code == 200, response.read()
+        assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+        return list(events(response))

@@ -1,0 +1,216 @@
+"""Every refusal has the right status, names what is wrong, and changes nothing for a neighbour."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from inflight import LLM, SamplingParams
+from tests.server.live import Backend, Live, live_server, stream
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+USER = {"role": "user", "content": "Hello"}
+
+# What is added to a good body: (path, parameters, the parameter named, part of the message or code)
+ROWS: list[tuple[str, dict[str, Any], str | None, str]] = [
+    # unknown, unsupported, of the wrong type
+    (COMPLETIONS, {"foo": 1}, "foo", "unknown parameter: foo"),
+    (CHAT, {"guided_json": {}}, "guided_json", "unknown parameter"),
+    (CHAT, {"messages": [{**USER, "colour": "red"}]}, "messages[0].colour", "unknown parameter"),
+    (CHAT, {"tools": [{"type": "function"}]}, "tools", "tools is not supported here: describe them"),
+    (CHAT, {"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+    (CHAT, {"store": True}, "store", "answers are not kept"),
+    (CHAT, {"service_tier": "flex"}, "service_tier", "use priority"),
+    (CHAT, {"chat_template": "{{ 1 }}"}, "chat_template", "never with a request"),
+    (COMPLETIONS, {"best_of": 3}, "best_of", "not supported"),
+    (COMPLETIONS, {"suffix": "x"}, "suffix", "not supported"),
+    (COMPLETIONS, {"max_tokens": "5"}, "max_tokens", "valid integer"),
+    (COMPLETIONS, {"max_tokens": 1.5}, "max_tokens", "integer"),
+    (COMPLETIONS, {"n": True}, "n", "integer"),
+    (COMPLETIONS, {"stream": "yes"}, "stream", "boolean"),
+    (CHAT, {"messages": "Hello"}, "messages", "array"),
+    (CHAT, {"chat_template_kwargs": {"messages": "x"}}, None, "not allowed"),
+    # numbers
+    (COMPLETIONS, {"temperature": -0.1}, "temperature", "at least 0"),
+    (COMPLETIONS, {"temperature": float("nan")}, "temperature", "finite"),
+    (COMPLETIONS, {"temperature": float("inf")}, "temperature", "finite"),
+    (COMPLETIONS, {"temperature": 10**400}, "temperature", ""),
+    (COMPLETIONS, {"top_p": 0}, "top_p", "(0, 1]"),
+    (COMPLETIONS, {"top_p": 1.1}, "top_p", "(0, 1]"),
+    (COMPLETIONS, {"top_k": -2}, "top_k", "at least -1"),
+    (COMPLETIONS, {"min_p": 2}, "min_p", "[0, 1]"),
+    (COMPLETIONS, {"presence_penalty": 3}, "presence_penalty", "[-2, 2]"),
+    (COMPLETIONS, {"n": 0}, "n", "from 1"),
+    (COMPLETIONS, {"n": 10**9}, "n", "from 1"),
+    (COMPLETIONS, {"logprobs": 10**6}, "logprobs", "from 0 to 20"),
+    (COMPLETIONS, {"prompt_logprobs": 21}, "prompt_logprobs", "from 0 to 20"),
+    (CHAT, {"logprobs": True, "top_logprobs": 10**6}, "top_logprobs", "from 0 to 20"),
+    (CHAT, {"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
+    (COMPLETIONS, {"max_tokens": 0}, "max_tokens", "echo"),
+    (CHAT, {"max_tokens": 0}, "max_tokens", "at least 1"),
+    (CHAT, {"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens", "both"),
+    (COMPLETIONS, {"min_tokens": 9, "max_tokens": 3}, "min_tokens", "must not exceed"),
+    (COMPLETIONS, {"seed": 2**70}, "seed", "integer"),
+    (COMPLETIONS, {"priority": 2**40}, "priority", "integer"),
+    # token ids
+    (COMPLETIONS, {"prompt": [-1]}, "prompt", "token id -1"),
+    (COMPLETIONS, {"prompt": [10**6]}, "prompt", "token id 1000000"),
+    (COMPLETIONS, {"prompt": [10**30]}, "prompt", "token id"),
+    (COMPLETIONS, {"prompt": [1, 2.5]}, "prompt", "integers"),
+    (COMPLETIONS, {"prompt": [[1], ["a"]]}, "prompt", "integers"),
+    (COMPLETIONS, {"logit_bias": {"99999": 1}}, "logit_bias", "99999"),
+    (COMPLETIONS, {"logit_bias": {"-1": 1}}, "logit_bias", "-1"),
+    (COMPLETIONS, {"logit_bias": {"5": 1000}}, "logit_bias", "[-100, 100]"),
+    (COMPLETIONS, {"allowed_token_ids": []}, "allowed_token_ids", "empty"),
+    (COMPLETIONS, {"allowed_token_ids": [99999]}, "allowed_token_ids", "99999"),
+    (COMPLETIONS, {"stop_token_ids": [99999]}, "stop_token_ids", "99999"),
+    (COMPLETIONS, {"bad_words": [""]}, "bad_words", "non-empty"),
+    (COMPLETIONS, {"bad_words": ["x" * 257]}, "bad_words", "at most 256"),
+    (COMPLETIONS, {"allowed_token_ids": [5] * 3000}, "allowed_token_ids", "there are only 2048"),
+    (COMPLETIONS, {"stop_token_ids": [5] * 3000}, "stop_token_ids", "there are only 2048"),
+    (COMPLETIONS, {"stop_token_ids": ["x"] * 100_000}, "stop_token_ids[0]", "valid integer"),
+    # prompts
+    (COMPLETIONS, {"prompt": ""}, "prompt", "empty"),
+    (COMPLETIONS, {"prompt": []}, "prompt", "empty"),
+    (COMPLETIONS, {"prompt": [[]]}, "prompt", "empty"),
+    (COMPLETIONS, {"prompt": None}, "prompt", "NoneType"),
+    (COMPLETIONS, {"prompt": {"text": "x"}}, "prompt", "dict"),
+    (COMPLETIONS, {"prompt": [None]}, "prompt", "NoneType"),
+    (COMPLETIONS, {"prompt": ["x", 3]}, "prompt", "prompt[1] is of type int"),
+    (COMPLETIONS, {"prompt": ["x"] * 100_000}, "prompt", "too_many_answers"),
+    (COMPLETIONS, {"prompt": ["x"] * 2, "n": 100}, "n", "too_many_answers"),
+    (COMPLETIONS, {"prompt": [5] * 2048}, "prompt", "context_length_exceeded"),
+    (COMPLETIONS, {"prompt": "word " * 9000}, "prompt", "context_length_exceeded"),
+    (CHAT, {"messages": [{"role": "user", "content": "word " * 9000}]}, "prompt", "context_length_exceeded"),
+    (COMPLETIONS, {"prompt": "a" * 1_000_000}, "prompt", "1000000 characters"),
+    (CHAT, {"messages": [{"role": "user", "content": "a" * 1_000_000}]}, "prompt", "1000000 characters"),
+    (CHAT, {"messages": []}, "messages", "at least 1"),
+    (CHAT, {"messages": [USER] * 9000}, "messages", "at most 8192"),
+    (CHAT, {"messages": [{"role": "king", "content": "x"}]}, "messages[0].role", "king"),
+    (CHAT, {"messages": [{"role": "user"}]}, "messages", "content"),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "messages[0].content[0].type",
+        "",
+    ),
+    # stop strings
+    (COMPLETIONS, {"stop": ""}, "stop", "1 to"),
+    (COMPLETIONS, {"stop": ["x"] * 17}, "stop", "at most 16"),
+    (COMPLETIONS, {"stop": ["x" * 257]}, "stop", "at most 256"),
+    (COMPLETIONS, {"stop": 5}, "stop", "valid string or input should be a valid array"),
+    # names
+    (COMPLETIONS, {"cache_salt": "x" * 300}, "cache_salt", "256"),
+    (COMPLETIONS, {"cache_salt": 5}, "cache_salt", "string"),
+    (COMPLETIONS, {"request_id": "a b"}, "request_id", "pattern"),
+    (COMPLETIONS, {"request_id": "x" * 129}, "request_id", "pattern"),
+    (COMPLETIONS, {"user": "x" * 300}, "user", "256"),
+    (COMPLETIONS, {"stream_options": {"include_usage": True}}, "stream_options", "stream"),
+    (COMPLETIONS, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "stream"),
+]
+
+NEIGHBOUR = {"prompt": "The little fox", "temperature": 0, "max_tokens": 16, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def neighbours_text(llm: LLM) -> str:
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    return llm.generate("The little fox", params)[0].outputs[0].text
+
+
+@pytest.fixture(scope="module")
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(2) as found:
+        yield found
+
+
+def refused(live: Live, path: str, content: str | bytes, **headers: str) -> tuple[int, dict[str, Any]]:
+    response = live.http.post(path, content=content, headers={"content-type": "application/json", **headers})
+    body = response.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    return response.status_code, body["error"]
+
+
+@pytest.mark.parametrize(("path", "more", "param", "message"), ROWS)
+def test_refusals(
+    path: str,
+    more: dict[str, Any],
+    param: str | None,
+    message: str,
+    live: Live,
+    neighbours_text: str,
+    threads: ThreadPoolExecutor,
+) -> None:
+    body = {"prompt": "x", **more} if path == COMPLETIONS else {"messages": [USER], **more}
+    neighbour = threads.submit(stream, live, COMPLETIONS, NEIGHBOUR)
+    status, error = refused(live, path, json.dumps(body))
+    assert status == 400
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == param
+    assert message in error["message"] or message == error["code"]
+    assert len(error["message"]) < 1000
+    text = "".join(event["choices"][0]["text"] for event in neighbour.result())
+    assert text == neighbours_text
+
+
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [
+        (b"", "invalid_json"),
+        (b"{", "invalid_json"),
+        (b"\xff\xfe", "invalid_json"),
+        (b'{"prompt": "\\ud800"}', "invalid_json"),
+        (b"[]", "invalid_value"),
+        (b"null", "invalid_value"),
+        (b'{"max_tokens": 3}', "missing_parameter"),
+        (b'{"prompt": ' + b"[" * 100_000, "invalid_json"),
+    ],
+)
+def test_bodies_that_are_no_json_objects(content: bytes, code: str, live: Live) -> None:
+    status, error = refused(live, COMPLETIONS, content)
+    assert (status, error["code"]) == (400, code)
+
+
+def test_other_statuses(live: Live) -> None:
+    status, error = refused(live, COMPLETIONS, b'{"prompt": "x", "model": "other"}')
+    assert (status, error["code"], error["param"]) == (404, "model_not_found", "model")
+    assert refused(live, "/v1/nothing", b"{}")[0] == 404
+    assert refused(live, "/v1/completions/", b"{}")[0] == 404
+    assert refused(live, "/v1/models", b"{}")[0] == 405
+    assert refused(live, COMPLETIONS, b"prompt=x", **{"content-type": "text/plain"})[0] == 415
+    assert live.http.get("/v1/requests/unknown").json()["error"]["code"] == "request_not_found"
+    assert live.http.get("/v1/models/other").status_code == 404
+
+
+def test_a_token_limit_beyond_the_context_is_cut(live: Live) -> None:
+    answer = live.complete([5] * 2040, max_tokens=10**6, ignore_eos=True)
+    assert answer["usage"]["completion_tokens"] == 8
+
+
+def test_errors_inside_tell_nothing(
+    live: Live, backend: Backend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise KeyError("/secret/path")
+
+    intake = type(backend.engine.front.intake)
+    monkeypatch.setattr(intake, "requests", broken)
+    status, error = refused(live, COMPLETIONS, b'{"prompt": "x"}')
+    assert (status, error["type"], error["code"]) == (500, "server_error", "internal_error")
+    assert "secret" not in error["message"]
+    assert "/secret/path" in caplog.text
+
+
+def test_limits_of_prompt_and_output(backend: Backend) -> None:
+    with live_server(backend, max_prompt_tokens=4, max_output_tokens=8) as live:
+        assert (
+            refused(live, COMPLETIONS, b'{"prompt": [5, 5, 5, 5, 5]}')[1]["code"] == "context_length_exceeded"
+        )
+        assert refused(live, COMPLETIONS, b'{"prompt": [5], "max_tokens": 9}')[1]["param"] == "max_tokens"
+        answer = live.complete([5], max_tokens=8, ignore_eos=True)
+        assert answer["usage"]["completion_tokens"] == 8

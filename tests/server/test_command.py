@@ -1,0 +1,135 @@
+"""`inflight serve` as a process, with the engine in another."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import ssl
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from inflight import LLM, SamplingParams
+
+PATH = "/v1/completions"
+GOOD = {"prompt": [5, 6], "max_tokens": 400, "temperature": 0, "ignore_eos": True, "stream": True}
+
+
+@contextmanager
+def serving(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], httpx.Client, str]]:
+    """A server that has said where it listens, a client, and what it said."""
+    command = [
+        sys.executable,
+        "-m",
+        "inflight.cli",
+        "serve",
+        "--port",
+        "0",
+        "--num-blocks",
+        "1024",
+        *arguments,
+    ]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("INFLIGHT_")}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            assert process.stderr is not None
+            said = ""
+            while said.count("curl") < 2:
+                line = process.stderr.readline()
+                assert line, f"it ended: {said}"
+                said += line
+            url = re.findall(r"look +(\S+)/ to chat", said)[0]
+            with httpx.Client(base_url=url, timeout=60) as http:
+                yield process, http, said
+        finally:
+            process.kill()
+
+
+def test_a_stream_outlives_sigterm_and_the_exit_is_clean(llm: LLM) -> None:
+    with serving("--shutdown-timeout", "60", "--log-format", "json") as (process, http, said):
+        assert "inflight-builtin (bfloat16, context 2,048)" in said
+        assert "1,024 blocks of 16 = 16,384 tokens" in said
+        assert "8 requests of full length" in said
+        assert "its own process" in said
+        text = ""
+        with http.stream("POST", PATH, json=GOOD) as response:
+            for number, line in enumerate(response.iter_lines()):
+                if number == 4:
+                    process.send_signal(signal.SIGTERM)
+                if line.startswith("data: {"):
+                    text += json.loads(line[6:])["choices"][0]["text"]
+        params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+        assert text == llm.generate([5, 6], params)[0].outputs[0].text
+        assert process.wait(60) == 0
+        assert process.stderr is not None
+        lines = [json.loads(line) for line in process.stderr.read().splitlines() if line]
+    (access,) = [line for line in lines if line["logger"] == "inflight.access"]
+    assert access["request_id"].startswith("cmpl-")
+    assert (access["method"], access["path"], access["status"]) == ("POST", PATH, 200)
+    assert any("shutting down" in line["message"] for line in lines)
+
+
+def worker_of(process: subprocess.Popen[str]) -> int:
+    """The engine's process: the child that is no renderer of templates."""
+    files = Path(f"/proc/{process.pid}/task").glob("*/children")  # of each thread
+    (found,) = [int(child) for file in files for child in file.read_text().split()]
+    return found
+
+
+def test_an_engine_that_dies_ends_its_streams_and_comes_back(llm: LLM) -> None:
+    with serving() as (process, http, _):
+        with http.stream("POST", PATH, json={**GOOD, "max_tokens": 2000}) as response:
+            lines = response.iter_lines()
+            next(lines)
+            os.kill(worker_of(process), signal.SIGKILL)
+            last = [line for line in lines if line][-1]
+        error = json.loads(last.removeprefix("data: "))["error"]
+        assert (error["type"], error["code"]) == ("service_unavailable_error", "engine_unavailable")
+        statuses: list[int] = []
+        while not statuses or statuses[-1] != 200:
+            statuses.append(http.get("/health").status_code)
+        assert set(statuses) <= {200, 503}
+        body = {**GOOD, "max_tokens": 40, "stream": False}
+        answer = http.post(PATH, json=body).json()
+        params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+        assert answer["choices"][0]["text"] == llm.generate([5, 6], params)[0].outputs[0].text
+        assert "inflight:engine_restarts_total{" in http.get("/metrics").text
+        assert re.search(r"engine_restarts_total\{.*\} 1\.0", http.get("/metrics").text)
+
+
+def test_tls() -> None:
+    folder = Path(__file__).parent / "tls"  # a certificate made for this test alone
+    files = ("--ssl-keyfile", str(folder / "key.pem"), "--ssl-certfile", str(folder / "cert.pem"))
+    with serving("--in-process", *files) as (_, http, said):
+        assert "https://127.0.0.1" in said
+        context = ssl.create_default_context(cafile=str(folder / "cert.pem"))
+        with httpx.Client(base_url=http.base_url, verify=context) as trusting:
+            assert trusting.get("/health").status_code == 200
+        with pytest.raises(httpx.ConnectError):
+            http.get("/health")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("/nowhere/at/all",), "inflight:"),
+        (("--policy", "magic"), "unknown policy 'magic'"),
+        (("--keys", "/nowhere"), "the keys file '/nowhere' cannot be read"),
+        (("--max-queue", "0"), "max_queue is 0"),
+        (("--host", "256.0.0.1"), "cannot listen on 256.0.0.1"),
+    ],
+)
+def test_what_cannot_work_is_one_line(arguments: tuple[str, ...], message: str) -> None:
+    command = [sys.executable, "-m", "inflight.cli", "serve", "--port", "0", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,237 @@
+"""Clients that leave, steps that fail, servers that stop: what must go on goes on."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from inflight import LLM, SamplingParams
+from tests.e2e.breaking import BreakingRunner
+from tests.server.live import Backend, Live, live_server, stream
+
+PATH = "/v1/completions"
+ENDLESS = {"prompt": [5, 6], "max_tokens": 2000, "temperature": 0, "ignore_eos": True}
+GOOD = {"prompt": [5, 6], "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def text(llm: LLM) -> str:
+    return (
+        llm.generate([5, 6], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))[0].outputs[0].text
+    )
+
+
+@contextmanager
+def slow_steps(backend: Backend, seconds: float) -> Iterator[None]:
+    def wait(_: object) -> None:
+        time.sleep(seconds)
+
+    backend.core.observers.append(wait)
+    try:
+        yield
+    finally:
+        backend.core.observers.remove(wait)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_client_that_leaves_frees_its_blocks(
+    streamed: bool, n: int, live: Live, backend: Backend, text: str
+) -> None:
+    metrics = live.state.metrics
+    before = metrics.num_disconnects, metrics.num_freed_blocks
+    body = json.dumps({**ENDLESS, "stream": streamed, "n": n, "temperature": 0.7}).encode()
+    host, _, port = live.url.removeprefix("http://").partition(":")
+    with slow_steps(backend, 0.002), ThreadPoolExecutor(1) as threads:
+        with socket.create_connection((host, int(port))) as connection:
+            head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+            connection.sendall(head.encode() + body)
+            live.wait_until("blocks in use", lambda: backend.core.scheduler.usage().num_used >= 2 * n)
+            neighbour = threads.submit(live.complete, **GOOD)
+        live.wait_until("its end", lambda: metrics.num_disconnects == before[0] + 1)
+        live.wait_until("its blocks", lambda: metrics.num_freed_blocks >= before[1] + 2 * n)
+        assert neighbour.result()["choices"][0]["text"] == text
+    live.wait_until_idle()
+
+
+def test_a_reader_that_does_not_read_stalls_no_one(backend: Backend, text: str) -> None:
+    body = json.dumps({**ENDLESS, "stream": True, "n": 16, "temperature": 1.0, "logprobs": 20}).encode()
+    with live_server(backend) as live:
+        host, _, port = live.url.removeprefix("http://").partition(":")
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.connect((host, int(port)))
+            head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+            connection.sendall(head.encode() + body)
+            live.wait_until("a start", lambda: len(live.state.ledger) == 1)
+            assert live.complete(**GOOD)["choices"][0]["text"] == text
+        live.wait_until_idle()
+
+
+def test_a_slow_reader_gets_every_token(live: Live, llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=600, ignore_eos=True)
+    whole = llm.generate([5, 6], params)[0].outputs[0].text
+    found = ""
+    with live.http.stream("POST", PATH, json={**ENDLESS, "max_tokens": 600, "stream": True}) as response:
+        for number, line in enumerate(response.iter_lines()):
+            if line.startswith("data: {"):
+                found += json.loads(line[6:])["choices"][0]["text"]
+            if number % 50 == 0:
+                time.sleep(0.01)
+    assert found == whole
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_step_that_fails_ends_its_requests_only(
+    streamed: bool, live: Live, backend: Backend, text: str
+) -> None:
+    runner = BreakingRunner(backend.core, "collect", 5)
+    try:
+        with live.http.stream("POST", PATH, json={**GOOD, "stream": streamed}) as response:
+            content = response.read().decode()
+        if streamed:
+            assert response.status_code == 200
+            assert "[DONE]" not in content
+            error = json.loads(content.strip().split("\n\n")[-1].removeprefix("data: "))["error"]
+        else:
+            assert response.status_code == 500
+            error = json.loads(content)["error"]
+        assert (error["type"], error["code"]) == ("server_error", "engine_error")
+        assert "RuntimeError" not in content
+        assert live.http.get("/health").status_code == 200
+        assert live.complete(**GOOD)["choices"][0]["text"] == text
+    finally:
+        backend.core.runner = runner.real
+
+
+def test_draining_lets_streams_finish_and_refuses_new_work(backend: Backend, text: str) -> None:
+    with slow_steps(backend, 0.01), live_server(backend, shutdown_timeout=60.0) as live:
+        with live.http.stream("POST", PATH, json={**GOOD, "stream": True}) as response:
+            backend.loop.call_soon_threadsafe(live.server.stop)
+            live.wait_until("draining", lambda: live.state.draining)
+            assert live.http.get("/health").status_code == 503
+            assert live.http.get("/health").json()["status"] == "draining"
+            assert live.http.get("/ready").status_code == 503
+            refused = live.post(PATH, GOOD)
+            assert refused.status_code == 503
+            assert refused.json()["error"]["code"] == "shutting_down"
+            assert "retry-after" in refused.headers
+            lines = [line for line in response.iter_lines() if line]
+        assert lines[-1] == "data: [DONE]"
+        assert "".join(json.loads(line[6:])["choices"][0]["text"] for line in lines[:-1]) == text
+        live.finished.result(60)
+        live.finished = _Done()
+
+
+class _Done:
+    def result(self, timeout: float) -> None:
+        """It has stopped already."""
+
+
+def test_what_does_not_finish_in_time_is_ended(backend: Backend) -> None:
+    with slow_steps(backend, 0.01), live_server(backend, shutdown_timeout=0.1) as live:
+        with live.http.stream("POST", PATH, json={**ENDLESS, "stream": True}) as response:
+            backend.loop.call_soon_threadsafe(live.server.stop)
+            content = response.read().decode()
+        assert json.loads(content.strip().split("\n\n")[-1][6:])["error"]["code"] == "shutting_down"
+        live.finished.result(60)
+        live.finished = _Done()
+    assert backend.run(_num_used(backend)) == 0
+
+
+async def _num_used(backend: Backend) -> int:
+    while (await backend.engine.stats()).num_running:
+        pass
+    return (await backend.engine.stats()).kv.num_used
+
+
+# ---- the story of a request ----
+
+
+def test_the_story_of_a_request(live: Live) -> None:
+    prompt = [11] * 100
+    live.complete(prompt, max_tokens=5, ignore_eos=True)
+    live.complete(prompt, max_tokens=5, ignore_eos=True, n=2, request_id="story-1")
+    story = live.http.get("/v1/requests/story-1").json()
+    assert (story["id"], story["status"], story["route"]) == ("story-1", "finished", PATH)
+    assert [answer["index"] for answer in story["answers"]] == [0, 1]
+    for answer in story["answers"]:
+        assert answer["finish_reason"] == "length"
+        assert (answer["num_prompt_tokens"], answer["num_cached_tokens"]) == (100, 96)
+        assert answer["num_output_tokens"] == 5
+        for name in ("queued_seconds", "prefill_seconds", "decode_seconds"):
+            assert 0 <= answer[name] <= story["total_seconds"]
+    assert "4 tokens computed, 96 cached" in story["why"]
+
+
+def test_the_story_of_one_that_waits(live: Live, backend: Backend) -> None:
+    rows = backend.core.scheduler._free_rows
+    kept = rows[:]
+    rows[:] = rows[:1]
+    try:
+        with (
+            slow_steps(backend, 0.002),
+            live.http.stream("POST", PATH, json={**ENDLESS, "stream": True, "request_id": "first"}),
+            live.http.stream("POST", PATH, json={**GOOD, "stream": True, "request_id": "second"}),
+        ):
+            story = live.http.get("/v1/requests/second").json()
+            assert story["status"] == "queued"
+            assert story["waited_for"]["ids"] == ["first"]
+            assert story["waited_for"]["num_requests"] == 1
+            deleted = live.http.delete("/v1/requests/second").json()
+            assert deleted == {
+                "id": "second",
+                "object": "request.cancelled",
+                "cancelled": True,
+                "freed_blocks": 0,
+            }
+            assert live.http.delete("/v1/requests/first").json()["freed_blocks"] > 0
+        assert live.http.delete("/v1/requests/first").json()["cancelled"] is False
+    finally:
+        live.wait_until_idle()
+        rows[:] = kept
+
+
+def test_the_history_is_bounded(backend: Backend) -> None:
+    with live_server(backend, request_history=2) as live:
+        for number in range(4):
+            live.complete([5], max_tokens=1, request_id=f"h{number}")
+        statuses = [live.http.get(f"/v1/requests/h{number}").status_code for number in range(4)]
+        assert statuses == [404, 404, 200, 200]
+        assert len(live.state.ledger._by_engine_id) == 2
+
+
+def test_the_same_id_can_be_used_again(live: Live) -> None:
+    for _ in range(2):
+        assert live.complete([5], max_tokens=1, request_id="again")["id"] == "again"
+    events = stream(live, PATH, {"prompt": [5], "max_tokens": 1, "request_id": "again"})
+    assert events[0]["id"] == "again"
+
+
+def test_many_at_once_come_and_go(live: Live, backend: Backend, text: str) -> None:
+    """A third of them leaves early; the rest have every token."""
+
+    def one(number: int) -> str | None:
+        body: dict[str, Any] = {**(ENDLESS if number % 3 == 0 else GOOD), "stream": True}
+        found = ""
+        with live.http.stream("POST", PATH, json=body) as response:
+            for count, line in enumerate(response.iter_lines()):
+                if line.startswith("data: {"):
+                    found += json.loads(line[6:])["choices"][0]["text"]
+                if number % 3 == 0 and count > number:
+                    return None
+        return found
+
+    with ThreadPoolExecutor(16) as threads:
+        found = list(threads.map(one, range(48)))
+    assert [item for number, item in enumerate(found) if number % 3] == [text] * 32
+    live.wait_until_idle()
+    usage = backend.core.scheduler.usage()
+    assert usage.num_free + usage.num_cached == usage.num_blocks

@@ -1,0 +1,233 @@
+"""What is bounded on the wire and in time."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.server.live import Backend, Live, live_server
+
+PATH = "/v1/completions"
+GOOD = {"prompt": [5, 6], "max_tokens": 4, "temperature": 0}
+ENDLESS = {"prompt": [5, 6], "max_tokens": 2000, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def _small(backend: Backend) -> Iterator[Live]:
+    with live_server(
+        backend, max_body_size=4096, max_header_size=2048, read_timeout=0.5, max_connections=8
+    ) as live:
+        yield live
+
+
+@pytest.fixture
+def small(_small: Live) -> Iterator[Live]:
+    yield _small
+    _small.wait_until_idle()
+    _small.complete(**GOOD)
+
+
+def connect(live: Live) -> socket.socket:
+    host, _, port = live.url.removeprefix("http://").partition(":")
+    return socket.create_connection((host, int(port)), timeout=30)
+
+
+def reply(connection: socket.socket) -> bytes:
+    """All that comes until the server closes."""
+    found = b""
+    try:
+        while part := connection.recv(65536):
+            found += part
+    except ConnectionResetError:
+        pass
+    return found
+
+
+def test_a_large_body_is_refused(small: Live) -> None:
+    response = small.post(PATH, {"prompt": "x" * 5000})
+    assert response.status_code == 413
+    assert response.json()["error"]["code"] == "body_too_large"
+
+
+def test_a_large_chunked_body_is_refused(small: Live) -> None:
+    parts = (b'{"prompt": "', *[b"x" * 1000] * 20, b'"}')
+    response = small.http.post(PATH, content=iter(parts), headers={"content-type": "application/json"})
+    assert response.status_code == 413
+
+
+def test_a_body_without_end_is_refused_while_it_comes(small: Live) -> None:
+    with connect(small) as connection:
+        connection.sendall(f"POST {PATH} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n".encode())
+        try:
+            for _ in range(10_000):
+                connection.sendall(b"400\r\n" + b"x" * 1024 + b"\r\n")
+        except OSError:  # the server has closed, as it should
+            return
+        raise AssertionError("ten megabytes were taken")
+
+
+def test_a_declared_length_is_not_waited_for(small: Live) -> None:
+    with connect(small) as connection:
+        connection.sendall(f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999999\r\n\r\n".encode())
+        assert reply(connection).startswith(b"HTTP/1.1 413 ")
+
+
+def test_a_body_that_does_not_come(small: Live) -> None:
+    with connect(small) as connection:
+        connection.sendall(f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{{".encode())
+        assert reply(connection).startswith(b"HTTP/1.1 408 ")
+
+
+@pytest.mark.parametrize("head", ["GET /health", "POST /nothing"])
+def test_a_body_that_goes_on_after_its_answer(head: str, small: Live) -> None:
+    with connect(small) as connection:
+        connection.sendall(f"{head} HTTP/1.1\r\nhost: x\r\ncontent-length: 99999\r\n\r\n".encode())
+        with pytest.raises(OSError):  # noqa: PT011, PT012  # a reset, or a closed pipe
+            for _ in range(1000):
+                connection.sendall(b"x")
+                time.sleep(0.01)
+    small.wait_until("no connection", lambda: len(small.server.server_state.connections) <= 1)
+
+
+def test_who_leaves_before_the_body_is_there(small: Live, caplog: pytest.LogCaptureFixture) -> None:
+    responses = small.state.metrics.responses
+    before = responses[PATH, "499"]
+    with connect(small) as connection:
+        connection.sendall(f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{{".encode())
+    small.wait_until("its line in the log", lambda: responses[PATH, "499"] == before + 1)
+    assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
+
+
+def test_another_protocol_is_not_spoken(small: Live, caplog: pytest.LogCaptureFixture) -> None:
+    headers = {"connection": "upgrade", "upgrade": "websocket", "sec-websocket-version": "13"}
+    assert small.http.get("/health", headers=headers).status_code == 200
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        b"x-long: " + b"x" * 3000 + b"\r\n\r\n",  # one that is complete
+        b"x-long: " + b"x" * 300_000,  # one that never ends
+        b"".join(b"x-%d: y\r\n" % number for number in range(1000)),
+    ],
+)
+def test_large_headers_are_refused(lines: bytes, small: Live) -> None:
+    with connect(small) as connection:
+        try:
+            connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n" + lines)
+        except OSError:
+            return
+        answer = reply(connection)
+    assert answer.startswith(b"HTTP/1.1 431 ") or answer == b""  # a reset may overtake the answer
+
+
+def test_a_long_url_is_refused(small: Live) -> None:
+    assert small.http.get("/health?" + "x" * 3000).status_code == 431
+
+
+def test_headers_that_do_not_come(small: Live) -> None:
+    with connect(small) as connection:
+        connection.sendall(b"GET /health HT")
+        assert reply(connection) == b""
+    with connect(small) as connection:
+        assert reply(connection) == b""
+
+
+def test_what_is_not_http(small: Live) -> None:
+    with connect(small) as connection:
+        connection.sendall(b"\x16\x03\x01 nonsense\r\n\r\n")
+        head, _, body = reply(connection).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert json.loads(body)["error"]["code"] == "invalid_http"
+
+
+def test_too_many_connections(small: Live) -> None:
+    small.http.get("/health")
+    held = [connect(small) for _ in range(7)]
+    small.wait_until("all of them", lambda: len(small.server.server_state.connections) >= 8)
+    with connect(small) as one_more:
+        assert reply(one_more).startswith(b"HTTP/1.1 503 ")
+    assert small.http.get("/health").status_code == 200
+    for connection in held:
+        connection.close()
+    small.wait_until("room", lambda: len(small.server.server_state.connections) < 8)
+
+
+def test_several_requests_on_one_connection(small: Live) -> None:
+    body = json.dumps(GOOD).encode()
+    one = f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+    with connect(small) as connection:
+        connection.sendall(one * 3)  # at once
+        found = b""
+        while found.count(b"HTTP/1.1 200") < 3 or not found.endswith(b"}}}"):
+            part = connection.recv(65536)
+            assert part
+            found += part
+
+
+# ---- the queue and time ----
+
+
+def test_a_full_queue_refuses_at_once(backend: Backend) -> None:
+    core = backend.core
+    with live_server(backend, max_queue=1) as live:
+        core.max_queue, before = 1, core.max_queue
+        rows = core.scheduler._free_rows[:]
+        core.scheduler._free_rows[:] = rows[:1]  # one request runs, one waits, the third is too many
+        try:
+            with (
+                live.http.stream("POST", PATH, json={**ENDLESS, "stream": True}),
+                live.http.stream("POST", PATH, json={**GOOD, "stream": True}) as waiting,
+            ):
+                for streamed in (False, True):
+                    response = live.post(PATH, {**GOOD, "stream": streamed})
+                    assert response.status_code == 429
+                    assert response.json()["error"]["code"] == "queue_full"
+                    assert 1 <= int(response.headers["retry-after"]) <= 60
+                assert live.http.get("/ready").status_code == 503
+                assert live.http.get("/ready").json()["status"] == "queue full"
+                assert live.http.get("/health").status_code == 200
+                # Two answers find no room together: neither may stay.
+                assert live.post(PATH, {**GOOD, "n": 2, "temperature": 1.0}).status_code == 429
+                assert waiting.status_code == 200
+        finally:
+            live.wait_until_idle()
+            core.max_queue = before
+            core.scheduler._free_rows[:] = rows
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_time_limits(streamed: bool, backend: Backend) -> None:
+    def slow(_: object) -> None:
+        time.sleep(0.05)
+
+    backend.core.observers.append(slow)
+    try:
+        for first, whole, status, code in (
+            (0.02, 60.0, 503, "first_token_timeout"),
+            (60.0, 0.3, 504, "request_timeout"),
+            (60.0, 0.02, 504, "request_timeout"),
+        ):
+            with live_server(backend, first_token_timeout=first, request_timeout=whole) as live:
+                error = failed(live, {**ENDLESS, "stream": streamed}, 200 if streamed else status)
+                assert error["code"] == code
+                live.wait_until_idle()
+    finally:
+        backend.core.observers.remove(slow)
+
+
+def failed(live: Live, body: dict[str, Any], status: int) -> Any:
+    """The error of a request; in a stream it is the last event, and there is no end mark."""
+    with live.http.stream("POST", PATH, json=body) as response:
+        assert response.status_code == status
+        text = response.read().decode()
+    if status != 200:
+        return json.loads(text)["error"]
+    assert "[DONE]" not in text
+    return json.loads(text.strip().split("\n\n")[-1].removeprefix("data: "))["error"]

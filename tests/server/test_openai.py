@@ -1,0 +1,155 @@
+"""The openai package against a live server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from inflight import LLM, SamplingParams
+from tests.server.live import Backend, Live, live_server
+
+MODEL = "inflight-builtin"
+MESSAGES: Any = [{"role": "user", "content": "Why does it rain?"}]
+
+
+@pytest.fixture(scope="module")
+def server(backend: Backend) -> Iterator[Live]:
+    with live_server(backend, api_key=("secret",)) as live:
+        yield live
+        live.wait_until_idle()
+
+
+@pytest.fixture(scope="module")
+def client(server: Live) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="secret", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def text(llm: LLM) -> str:
+    return llm.chat(MESSAGES, SamplingParams(temperature=0, max_tokens=24))[0].outputs[0].text
+
+
+def test_models(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).id == MODEL
+
+
+def test_chat(client: openai.OpenAI, text: str) -> None:
+    answer = client.chat.completions.create(
+        model=MODEL, messages=MESSAGES, temperature=0, max_completion_tokens=24, logprobs=True, top_logprobs=1
+    )
+    (choice,) = answer.choices
+    assert choice.message.content == text
+    assert choice.logprobs is not None
+    assert choice.logprobs.content is not None
+    assert answer.usage is not None
+    assert len(choice.logprobs.content) == answer.usage.completion_tokens
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer._request_id == answer.id
+    again = [*MESSAGES, choice.message.model_dump(), {"role": "user", "content": "Why?"}]
+    follow_up = client.chat.completions.create(model=MODEL, messages=again, max_tokens=3)
+    assert follow_up.choices[0].finish_reason in ("length", "stop")
+
+
+def test_streamed_chat(client: openai.OpenAI, text: str) -> None:
+    stream = client.chat.completions.create(
+        model=MODEL,
+        messages=MESSAGES,
+        temperature=0,
+        max_tokens=24,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == text
+    assert chunks[-1].usage is not None
+
+
+def test_leaving_a_stream(client: openai.OpenAI, server: Live) -> None:
+    with client.completions.create(
+        model=MODEL, prompt=[5, 6], max_tokens=2000, stream=True, extra_body={"ignore_eos": True}
+    ) as stream:
+        next(iter(stream))
+    server.wait_until_idle()
+
+
+def test_completions(client: openai.OpenAI, llm: LLM) -> None:
+    whole = llm.generate("A fox", SamplingParams(temperature=0, max_tokens=8, n=1))[0].outputs[0]
+    answer = client.completions.create(
+        model=MODEL, prompt=["A fox", "A cat"], temperature=0, max_tokens=8, logprobs=2, echo=True
+    )
+    assert answer.choices[0].text == "A fox" + whole.text
+    stream = client.completions.create(
+        model=MODEL, prompt="A fox", temperature=0, max_tokens=8, stream=True, extra_body={"top_k": 5}
+    )
+    assert "".join(chunk.choices[0].text for chunk in stream) == whole.text
+
+
+async def test_async(server: Live, text: str) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="secret", max_retries=0) as client:
+        stream = await client.chat.completions.create(
+            model=MODEL, messages=MESSAGES, temperature=0, max_tokens=24, stream=True
+        )
+        found = ""
+        async for chunk in stream:
+            found += chunk.choices[0].delta.content or ""
+    assert found == text
+
+
+def test_errors(client: openai.OpenAI, server: Live) -> None:
+    with pytest.raises(openai.AuthenticationError, match="not known here"):
+        client.with_options(api_key="wrong").models.list()
+    with pytest.raises(openai.NotFoundError, match="is not served here") as not_found:
+        client.chat.completions.create(model="gpt", messages=MESSAGES)
+    assert not_found.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError, match="tools is not supported") as bad:
+        client.chat.completions.create(
+            model=MODEL, messages=MESSAGES, tools=[{"type": "function", "function": {"name": "f"}}]
+        )
+    assert bad.value.param == "tools"
+    with pytest.raises(openai.BadRequestError) as too_long:
+        client.completions.create(model=MODEL, prompt=[5] * 3000)
+    assert too_long.value.code == "context_length_exceeded"
+    server.state.draining = True
+    try:
+        with pytest.raises(openai.InternalServerError, match="shutting down"):
+            client.completions.create(model=MODEL, prompt="x")
+    finally:
+        server.state.draining = False
+
+
+def test_retries_after_a_full_queue(
+    client: openai.OpenAI, backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client waits as long as Retry-After says, then succeeds."""
+    from inflight.errors import QueueFullError
+
+    tries = []
+    add = backend.core.add
+
+    def full_at_first(request: Any) -> None:
+        tries.append(request)
+        if len(tries) == 1:
+            raise QueueFullError("full")
+        add(request)
+
+    monkeypatch.setattr(backend.core, "add", full_at_first)
+    answer = client.with_options(max_retries=2).completions.create(model=MODEL, prompt="x", max_tokens=2)
+    assert answer.choices[0].finish_reason == "length"
+    assert len(tries) == 2
+
+
+def test_an_error_in_a_stream_is_raised(client: openai.OpenAI, backend: Backend) -> None:
+    from tests.e2e.breaking import BreakingRunner
+
+    runner = BreakingRunner(backend.core, "collect", 3)
+    try:
+        stream = client.completions.create(model=MODEL, prompt="x", max_tokens=20, stream=True)
+        with pytest.raises(openai.APIError, match="the engine failed"):
+            list(stream)
+    finally:
+        backend.core.runner = runner.real

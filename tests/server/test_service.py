@@ -1,0 +1,202 @@
+"""The routes around generation: models, tokens, metrics, the page, the document."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+import inflight
+from inflight import LLM
+from tests.server.live import Backend, Live, live_server, stream
+
+
+def test_models(live: Live) -> None:
+    (found,) = live.http.get("/v1/models").json()["data"]
+    assert (found["id"], found["object"], found["max_model_len"]) == ("inflight-builtin", "model", 2048)
+    assert live.http.get("/v1/models/inflight-builtin").json() == found
+
+
+def test_several_names(backend: Backend) -> None:
+    with live_server(backend, served_model_name=("org/model", "short")) as live:
+        names = [model["id"] for model in live.http.get("/v1/models").json()["data"]]
+        assert names == ["org/model", "short"]
+        assert live.http.get("/v1/models/org/model").json()["id"] == "org/model"
+        assert live.complete([5], max_tokens=1, model="short")["model"] == "short"
+        assert live.complete([5], max_tokens=1)["model"] == "org/model"
+
+
+def test_a_folder_is_never_a_name() -> None:
+    from inflight.models.builtin import checkpoint_folder
+    from inflight.server.state import default_name
+
+    assert default_name(str(checkpoint_folder())) == "checkpoint"
+    assert default_name("org/model") == "org/model"
+
+
+def test_version_health_and_ready(live: Live) -> None:
+    assert live.http.get("/version").json() == {"version": inflight.__version__}
+    for path in ("/health", "/ready"):
+        response = live.http.get(path)
+        assert response.status_code == 200
+        assert response.json()["status"] == "ok"
+        assert response.headers["x-request-id"].startswith("req-")
+        bare = live.http.head(path)  # what some load balancers ask with
+        assert (bare.status_code, bare.content) == (200, b"")
+
+
+def test_tokens_there_and_back(live: Live, llm: LLM) -> None:
+    text = "Once upon a time, there was a fox: 12 €!"
+    found = live.post("/tokenize", {"prompt": text}).json()
+    assert found["tokens"] == llm.get_tokenizer().encode(text)
+    assert (found["count"], found["max_model_len"]) == (len(found["tokens"]), 2048)
+    assert live.post("/detokenize", {"tokens": found["tokens"]}).json() == {"prompt": text}
+    spelled = live.post("/tokenize", {"prompt": "a fox", "return_token_strs": True}).json()
+    assert len(spelled["token_strs"]) == spelled["count"]
+
+
+def test_tokens_of_messages(live: Live) -> None:
+    messages = [{"role": "user", "content": "Hello"}]
+    tokens = live.post("/tokenize", {"messages": messages}).json()["tokens"]
+    body = {"messages": messages, "max_tokens": 1, "return_token_ids": True}
+    assert live.post("/v1/chat/completions", body).json()["prompt_token_ids"] == tokens
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("/tokenize", {}, "either prompt or messages"),
+        ("/tokenize", {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}, "either prompt"),
+        ("/tokenize", {"prompt": "x", "foo": 1}, "unknown parameter: foo"),
+        ("/detokenize", {"tokens": [99999]}, "token id 99999"),
+        ("/detokenize", {"tokens": [-1]}, "token id -1"),
+        ("/detokenize", {"tokens": ["x"]}, "tokens[0] is 'x'"),
+        ("/detokenize", {}, "missing parameter: tokens"),
+    ],
+)
+def test_refusals(path: str, body: dict[str, Any], message: str, live: Live) -> None:
+    response = live.post(path, body)
+    assert response.status_code == 400
+    assert message in response.json()["error"]["message"]
+
+
+def test_the_page_needs_nothing_else(live: Live) -> None:
+    response = live.http.get("/")
+    assert response.headers["content-type"] == "text/html; charset=utf-8"
+    assert "default-src 'none'" in response.headers["content-security-policy"]
+    page = response.text
+    assert "v1/chat/completions" in page
+    assert not re.search(r"https?://|//[a-z]+\.|@import|<link|src=", page)
+
+
+# ---- metrics ----
+
+NAMES = {
+    "num_requests_running",
+    "num_requests_waiting",
+    "kv_cache_usage_perc",
+    "time_to_first_token_seconds",
+    "inter_token_latency_seconds",
+    "e2e_request_latency_seconds",
+    "request_queue_time_seconds",
+    "request_prefill_time_seconds",
+    "request_decode_time_seconds",
+    "request_inference_time_seconds",
+    "request_time_per_output_token_seconds",
+    "request_prompt_tokens",
+    "request_generation_tokens",
+    "request_params_n",
+    "request_params_max_tokens",
+    "request_success",
+    "prompt_tokens",
+    "generation_tokens",
+    "prefix_cache_queries",
+    "prefix_cache_hits",
+    "num_preemptions",
+}
+
+
+def metrics(live: Live) -> dict[str, Any]:
+    response = live.http.get("/metrics")
+    assert response.status_code == 200
+    return {family.name: family for family in text_string_to_metric_families(response.text)}
+
+
+def value(families: dict[str, Any], name: str, **labels: str) -> float:
+    for family in families.values():
+        for sample in family.samples:
+            if sample.name == name and labels.items() <= sample.labels.items():
+                return float(sample.value)
+    raise AssertionError(f"no sample {name} {labels}")
+
+
+def test_metrics_count(backend: Backend) -> None:
+    with live_server(backend) as live:
+        before = metrics(live)
+        assert {name.removeprefix("inflight:") for name in before} >= NAMES
+        assert not any(name.startswith("vllm:") for name in before)
+        body = {"prompt": [5, 6, 7], "max_tokens": 10, "ignore_eos": True, "temperature": 0}
+        stream(live, "/v1/completions", body)
+        live.complete(**body, n=2)
+        live.post("/v1/completions", {"foo": 1})
+        after = metrics(live)
+
+        def grown(name: str, **labels: str) -> float:
+            return value(after, name, **labels) - value(before, name, **labels)
+
+        assert grown("inflight:generation_tokens_total") == 30
+        assert grown("inflight:prompt_tokens_total") == 9
+        assert grown("inflight:request_generation_tokens_count") == 3
+        assert grown("inflight:request_generation_tokens_sum") == 30
+        assert grown("inflight:time_to_first_token_seconds_count") == 2
+        # Of tokens that come together with an answer's first one no time between them is known.
+        assert 0 < grown("inflight:inter_token_latency_seconds_count") <= 27
+        assert grown("inflight:e2e_request_latency_seconds_count") == 2
+        assert value(after, "inflight:request_success_total", finished_reason="length") == 3
+        assert value(after, "inflight:requests_refused_total", code="missing_parameter") == 1
+        assert value(after, "inflight:http_responses_total", route="/v1/completions", status="200") == 2
+        assert value(after, "inflight:http_responses_total", route="/v1/completions", status="400") == 1
+        blocks = [value(after, "inflight:kv_blocks", state=state) for state in ("free", "cached", "used")]
+        assert sum(blocks) == 2048
+        buckets = [
+            s for s in after["inflight:inter_token_latency_seconds"].samples if s.name.endswith("_bucket")
+        ]
+        counts = [sample.value for sample in buckets]
+        assert counts == sorted(counts)
+        assert buckets[-1].labels["le"] == "+Inf"
+        assert counts[-1] == value(after, "inflight:inter_token_latency_seconds_count")
+
+
+def test_names_of_other_dashboards(backend: Backend) -> None:
+    with live_server(backend, metrics_compat="vllm", served_model_name=("m",)) as live:
+        live.complete([5], max_tokens=2)
+        found = metrics(live)
+        for name in NAMES:
+            for theirs, ours in zip(
+                found[f"vllm:{name}"].samples, found[f"inflight:{name}"].samples, strict=True
+            ):
+                assert theirs.name.removeprefix("vllm:") == ours.name.removeprefix("inflight:")
+                assert (theirs.value, theirs.labels) == (ours.value, ours.labels)
+                assert theirs.labels["model_name"] == "m"
+
+
+# ---- the document ----
+
+
+def test_the_document_tells_of_every_route(live: Live) -> None:
+    document = live.http.get("/openapi.json").json()
+    assert set(document["paths"]) == {
+        *("/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{model}", "/tokenize"),
+        *("/detokenize", "/version", "/health", "/ready", "/metrics", "/", "/v1/requests/{request_id}"),
+    }
+    text = str(document)
+    schemas = document["components"]["schemas"]
+    for name in set(re.findall(r"#/components/schemas/(\w+)", text)):
+        assert name in schemas
+    body = document["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]
+    assert body["schema"] == {"$ref": "#/components/schemas/CompletionBody"}
+    assert schemas["CompletionBody"]["additionalProperties"] is False
+    assert "429" in document["paths"]["/v1/chat/completions"]["post"]["responses"]
+    assert "security" not in document

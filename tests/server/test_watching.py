@@ -1,0 +1,86 @@
+"""Log lines and spans."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from inflight.errors import ConfigError
+from inflight.server.logs import JsonFormatter, TextFormatter, request_id
+from inflight.server.tracing import OtelTracer
+from tests.server.live import Backend, live_server
+
+
+def record(message: str, **extra: Any) -> logging.LogRecord:
+    found = logging.makeLogRecord({"name": "x", "levelno": 20, "levelname": "INFO", "msg": message, **extra})
+    found.created = 1.25
+    return found
+
+
+def test_a_line_of_json() -> None:
+    token = request_id.set("req-1")
+    try:
+        line = JsonFormatter().format(record('a "quoted"\nline', status=200))
+    finally:
+        request_id.reset(token)
+    assert "\n" not in line
+    assert json.loads(line) == {
+        "time": "1970-01-01T00:00:01.250Z",
+        "level": "info",
+        "logger": "x",
+        "message": 'a "quoted"\nline',
+        "request_id": "req-1",
+        "status": 200,
+    }
+
+
+def test_a_line_of_text() -> None:
+    assert TextFormatter().format(record("hello")) == "1970-01-01T00:00:01.250Z INFO    hello"
+    assert TextFormatter().format(record("hello", request_id="r")).endswith("[r] hello")
+
+
+def test_no_prompt_and_no_key_in_the_log(backend: Backend, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, logger="inflight")
+    with live_server(backend, api_key=("key-of-someone",)) as live:
+        headers = {"authorization": "Bearer key-of-someone"}
+        body = {"prompt": "a very private prompt", "max_tokens": 2, "request_id": "named"}
+        live.post("/v1/completions", body, headers=headers)
+        live.post("/v1/completions", body, headers={"authorization": "Bearer wrong-key"})
+    text = caplog.text + str([vars(entry) for entry in caplog.records])
+    assert "private" not in text
+    assert "key-of-someone" not in text
+    assert "wrong-key" not in text
+    ids = [entry.request_id for entry in caplog.records if entry.name == "inflight.access"]  # type: ignore[attr-defined]
+    assert ids[0] == "named"
+    assert ids[1].startswith("req-")
+
+
+def test_spans(backend: Backend) -> None:
+    exporter = InMemorySpanExporter()
+    with live_server(backend, tracer=OtelTracer("", exporter)) as live:
+        trace = "0af7651916cd43dd8448eb211c80319c"
+        headers = {"traceparent": f"00-{trace}-b7ad6b7169203331-01"}
+        body = {"prompt": [5, 6], "max_tokens": 3, "ignore_eos": True, "request_id": "traced"}
+        live.post("/v1/completions", body, headers=headers)
+        live.post("/v1/completions", {"prompt": [5] * 4000})
+    good, bad = exporter.get_finished_spans()
+    assert good.attributes is not None
+    assert good.attributes["gen_ai.request.id"] == "traced"
+    assert good.attributes["gen_ai.usage.input_tokens"] == 2
+    assert good.attributes["gen_ai.usage.output_tokens"] == 3
+    assert f"{good.context.trace_id:032x}" == trace
+    assert [event.name for event in good.events] == ["first token"]
+    assert good.start_time is not None
+    assert good.start_time <= good.events[0].timestamp <= (good.end_time or 0)
+    assert not bad.status.is_ok
+
+
+def test_spans_need_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    with pytest.raises(ConfigError, match=r"pip install 'inflight-llm\[otel\]'"):
+        OtelTracer("http://localhost:4318")

@@ -1,0 +1,255 @@
+"""What is in deploy/ names things that exist: metrics, labels, options, routes."""
+
+from __future__ import annotations
+
+import configparser
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from inflight.cli import main
+from inflight.engine import EngineStats
+from inflight.events import KVUsage
+from inflight.server.metrics import Metrics
+from inflight.server.options import FIELDS, ServeOptions
+
+ROOT = Path(__file__).parents[1]
+DEPLOY = ROOT / "deploy"
+UNIT = DEPLOY / "inflight.service"
+DOCKERFILE = (DEPLOY / "Dockerfile").read_text().replace("\\\n", "")
+GUIDE = (ROOT / "docs" / "deploy.md").read_text()
+DASHBOARD = json.loads((DEPLOY / "grafana" / "inflight.json").read_text())
+OTHER_VARIABLES = {"INFLIGHT_CACHE"}  # not of `inflight serve`
+ADDED_BY_PROMETHEUS = {"instance", "le"}
+
+
+# ---- metrics ----
+
+
+def exposed() -> dict[str, set[str]]:
+    """Every metric that a server shows, with its labels."""
+    metrics = Metrics("m", compat=False)
+    metrics.finished["stop"] += 1
+    metrics.refused["queue_full"] += 1
+    metrics.responses["/v1/completions", "200"] += 1
+    kv = KVUsage(num_blocks=4, num_free=1, num_cached=1, num_used=2, num_tokens=20, block_size=16)
+    stats = EngineStats(1, 1, 1, 1, 1, 1, 1, 1, kv)
+    found: dict[str, set[str]] = {}
+    for family in text_string_to_metric_families(metrics.render(stats, 0).decode()):
+        for sample in family.samples:
+            found.setdefault(sample.name, set()).update(sample.labels)
+    return found
+
+
+EXPOSED = exposed()
+
+
+def expressions() -> list[str]:
+    """Every query of the dashboard."""
+    queries = [target["expr"] for panel in panels() for target in panel.get("targets", ())]
+    return [*queries, *(item["query"]["query"] for item in variables() if item["type"] == "query")]
+
+
+def panels() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = DASHBOARD["panels"]
+    return found
+
+
+def variables() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = DASHBOARD["templating"]["list"]
+    return found
+
+
+def metric_names(text: str) -> set[str]:
+    return set(re.findall(r"inflight:[a-z0-9_]+", text))
+
+
+@pytest.mark.parametrize("expression", expressions())
+def test_the_dashboard_asks_for_what_is_there(expression: str) -> None:
+    names = metric_names(expression)
+    assert names
+    assert names <= set(EXPOSED)
+    labels = set(re.findall(r"[{,]\s*([a-z_]+)\s*=~?\"", expression))
+    for group in re.findall(r"by \(([^)]*)\)", expression):
+        labels |= {label.strip() for label in group.split(",")}
+    for name in names:
+        assert labels - ADDED_BY_PROMETHEUS <= EXPOSED[name], f"{name} has no such label"
+
+
+def test_the_dashboard_shows_what_matters() -> None:
+    asked = {name for expression in expressions() for name in metric_names(expression)}
+    for name in (
+        "num_requests_running",
+        "num_requests_waiting",
+        "kv_cache_usage_perc",
+        "time_to_first_token_seconds_bucket",
+        "inter_token_latency_seconds_bucket",
+        "e2e_request_latency_seconds_bucket",
+        "generation_tokens_total",
+        "num_preemptions_total",
+        "prefix_cache_hits_total",
+        "http_responses_total",
+        "engine_restarts_total",
+    ):
+        assert f"inflight:{name}" in asked
+
+
+def test_counters_are_shown_as_rates_and_histograms_by_bucket() -> None:
+    for expression in expressions():
+        for name in metric_names(expression):
+            if name.endswith(("_total", "_bucket", "_sum", "_count")):
+                assert re.search(rf"(rate|increase)\({name}", expression), expression
+
+
+def test_panels_have_their_own_ids_and_places() -> None:
+    ids = [panel["id"] for panel in panels()]
+    assert len(set(ids)) == len(ids)
+    taken: set[tuple[int, int]] = set()
+    for panel in panels():
+        at = panel["gridPos"]
+        assert at["x"] + at["w"] <= 24
+        cells = {(at["x"] + x, at["y"] + y) for x in range(at["w"]) for y in range(at["h"])}
+        assert not cells & taken, f"{panel['title']} lies on another"
+        taken |= cells
+
+
+def test_variables_of_the_dashboard_are_defined() -> None:
+    text = json.dumps(DASHBOARD)
+    used = set(re.findall(r"\$\{?([a-z]\w*)\}?", text))
+    assert used == {item["name"] for item in variables()}
+
+
+def test_the_guide_names_metrics_that_exist() -> None:
+    assert metric_names(GUIDE) <= set(EXPOSED)
+
+
+def test_prometheus_reads_the_right_path() -> None:
+    (job,) = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())["scrape_configs"]
+    assert job["metrics_path"] == "/metrics"
+    assert job["static_configs"] == [{"targets": [f"127.0.0.1:{FIELDS['port'].default}"]}]
+
+
+# ---- commands ----
+
+
+def unit() -> dict[str, list[str]]:
+    """The settings of the service, each of which may be there more than once."""
+    found: dict[str, list[str]] = {}
+    for line in UNIT.read_text().splitlines():
+        name, is_setting, value = line.partition("=")
+        if is_setting and not line.startswith("#"):
+            found.setdefault(name, []).append(value)
+    return found
+
+
+def docker_commands() -> list[list[str]]:
+    entry, command = (
+        json.loads(re.search(rf"^{name} (\[.*\])$", DOCKERFILE, re.M)[1])  # type: ignore[index]
+        for name in ("ENTRYPOINT", "CMD")
+    )
+    return [entry + command]
+
+
+def unit_commands() -> list[list[str]]:
+    return [["inflight", *shlex.split(line)[1:]] for line in unit()["ExecStart"]]
+
+
+@pytest.fixture
+def options(monkeypatch: pytest.MonkeyPatch) -> list[ServeOptions]:
+    """What servers were started with, none of which really was."""
+    started: list[ServeOptions] = []
+    monkeypatch.setattr("inflight.server.run.run", started.append)
+    return started
+
+
+@pytest.mark.parametrize("command", [*docker_commands(), *unit_commands()], ids=" ".join)
+def test_commands_are_understood(
+    command: list[str], options: list[ServeOptions], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in re.findall(r"(INFLIGHT_[A-Z_]+)=(\S+)", DOCKERFILE):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    assert not exit_.value.code
+    (found,) = options
+    assert (found.log_format, found.port) == ("json", 8000)
+
+
+def help_flags(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *command: str
+) -> set[str]:
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setattr(sys, "argv", ["inflight", *command, "--help"])
+    with pytest.raises(SystemExit):
+        main()
+    return set(re.findall(r"--[a-z][a-z-]*", capsys.readouterr().out))
+
+
+def test_the_guide_names_flags_that_exist(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serving, measuring = GUIDE.split("## Measuring")
+    known = help_flags(capsys, monkeypatch, "serve")
+    of_docker = {"--rm", "--stop-timeout", "--build-arg", "--gpus", "--now"}
+    assert set(re.findall(r"--[a-z][a-z-]*", serving)) - of_docker <= known
+    known = help_flags(capsys, monkeypatch, "bench", "serve")
+    assert set(re.findall(r"--[a-z][a-z-]*", measuring)) - {"--compare-offline"} <= known
+
+
+def test_variables_are_options() -> None:
+    names = set(re.findall(r"INFLIGHT_[A-Z_]+", DOCKERFILE + UNIT.read_text() + GUIDE)) - {"INFLIGHT_"}
+    assert names - OTHER_VARIABLES <= {f"INFLIGHT_{name.upper()}" for name in FIELDS}
+
+
+# ---- the unit and the image ----
+
+
+def test_the_unit_lets_streams_finish(options: list[ServeOptions], monkeypatch: pytest.MonkeyPatch) -> None:
+    (command,) = unit_commands()
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit):
+        main()
+    found = unit()
+    assert float(found["TimeoutStopSec"][0]) > options[0].shutdown_timeout
+    assert (found["KillSignal"], found["KillMode"]) == (["SIGTERM"], ["mixed"])
+
+
+def test_the_unit_is_hardened() -> None:
+    found = unit()
+    for name, value in (
+        ("DynamicUser", "yes"),
+        ("NoNewPrivileges", "yes"),
+        ("ProtectSystem", "strict"),
+        ("ProtectHome", "yes"),
+        ("CapabilityBoundingSet", ""),
+    ):
+        assert found[name] == [value]
+    assert int(found["LimitNOFILE"][0]) > ServeOptions().max_connections
+
+
+def test_the_unit_has_sections() -> None:
+    parser = configparser.ConfigParser(strict=False, interpolation=None)
+    parser.read(UNIT)
+    assert parser.sections() == ["Unit", "Service", "Install"]
+
+
+def test_the_image_is_safe_and_watched() -> None:
+    lines = DOCKERFILE.splitlines()
+    assert lines.index("USER inflight") < next(
+        i for i, line in enumerate(lines) if line.startswith("ENTRYPOINT")
+    )
+    assert not any(line.startswith("USER root") for line in lines)
+    (check,) = [line for line in lines if line.startswith("HEALTHCHECK")]
+    assert "/health" in check
+    for line in lines:
+        if line.startswith("COPY"):
+            for name in line.split()[1:-1]:
+                assert (ROOT / name).exists(), name
