@@ -25,7 +25,7 @@ from inflight.execution.sampling.triton import Workspace as DrawWorkspace
 from inflight.execution.sampling.triton import draw
 from inflight.layers.rotary import Rope
 from inflight.layers.triton.elementwise import gate, rms_norm
-from inflight.layers.triton.tiles import num_multiprocessors
+from inflight.layers.triton.tuning import num_multiprocessors
 from inflight.layers.triton_kernels import TritonKernels, TritonLinear
 from inflight.request import Request, SamplingParams
 

@@ -15,9 +15,6 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-# Lanes of one warp that ask for the same run of bytes ask once.
-_FETCH = tl.constexpr("cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;")
-
 
 @functools.cache
 def can_start_early(device: torch.device) -> bool:
@@ -35,11 +32,3 @@ def begin_early(EARLY: tl.constexpr):
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
-
-
-@triton.jit
-def fetch_into_l2(pointers, num_bytes):
-    """Ask for `num_bytes` (a multiple of 16) from each of `pointers` (aligned to 16), without waiting."""
-    tl.inline_asm_elementwise(
-        _FETCH, "=r,l,r", [pointers.to(tl.int64), num_bytes], dtype=tl.int32, is_pure=False, pack=1
-    )

@@ -14,8 +14,9 @@ from inflight.layers.kernels import Linear
 from inflight.layers.torch_kernels import check_activation, check_bias, check_weight
 from inflight.layers.triton.elementwise import add_normed, gate, rms_norm, rows
 from inflight.layers.triton.medium_linear import medium_linear
-from inflight.layers.triton.small_linear import Workspace, small_linear
-from inflight.layers.triton.tiles import MAX_TOKENS, pays_medium, pays_small
+from inflight.layers.triton.small_linear import small_linear
+from inflight.layers.triton.tuning import MAX_TOKENS, pays_medium, pays_small
+from inflight.layers.triton.workspace import Workspace
 
 
 class TritonLinear:

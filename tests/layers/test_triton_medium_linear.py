@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from inflight.layers.triton.medium_linear import medium_linear
-from inflight.layers.triton.small_linear import Workspace
-from inflight.layers.triton.tiles import MAX_TOKENS, Tile, choose_medium
+from inflight.layers.triton.tuning import MAX_TOKENS, Tile, choose_medium
+from inflight.layers.triton.workspace import Workspace
 from tests.layers.test_triton_small_linear import DEVICE, TOLERANCE, assert_near, draw, poisoned, reference
 
-TILES = [Tile(16, 32, 32, 1, 1, 4, 3), Tile(16, 16, 16, 1, 2, 4, 2), Tile(32, 32, 16, 1, 3, 4, 2)]
+TILES = [Tile(16, 32, 32, 1, 4, 3), Tile(16, 16, 16, 2, 4, 2), Tile(32, 32, 16, 3, 4, 2)]
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_a_split_product_is_the_same_each_time(tile: Tile, workspace: Workspace)
 def test_a_split_with_more_parts_than_features(workspace: Workspace) -> None:
     torch.manual_seed(3)
     x, weight = draw(20, 40), draw(20, 40)
-    found = medium_linear(x, weight, workspace, tile=Tile(16, 16, 16, 1, 8, 4, 2))
+    found = medium_linear(x, weight, workspace, tile=Tile(16, 16, 16, 8, 4, 2))
     assert_near(found, reference(x, weight), torch.float32)
 
 
@@ -100,7 +100,7 @@ def test_no_tokens(workspace: Workspace) -> None:
 
 def test_what_does_not_fit_the_workspace_is_refused(workspace: Workspace) -> None:
     with pytest.raises(AssertionError, match="too many to split"):
-        medium_linear(draw(64, 16), draw(16 * 64, 16), workspace, tile=Tile(16, 16, 16, 1, 2, 4, 2))
+        medium_linear(draw(64, 16), draw(16 * 64, 16), workspace, tile=Tile(16, 16, 16, 2, 4, 2))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from inflight.attention.layer import AttentionLayer
 from inflight.attention.triton.plan import CHUNK_FIELDS
-from inflight.attention.triton.tiles import (
+from inflight.attention.triton.softmax import (
     arrive,
     finish,
     load_rows,

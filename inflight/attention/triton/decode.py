@@ -10,7 +10,7 @@ from torch import Tensor
 
 from inflight.attention.layer import AttentionLayer
 from inflight.attention.triton.plan import DECODE_FIELDS
-from inflight.attention.triton.tiles import (
+from inflight.attention.triton.softmax import (
     arrive,
     finish,
     load_rows,

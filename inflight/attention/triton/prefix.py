@@ -10,7 +10,7 @@ from torch import Tensor
 
 from inflight.attention.layer import AttentionLayer
 from inflight.attention.triton.plan import MEMBER_FIELDS, PREFIX_FIELDS
-from inflight.attention.triton.tiles import finish, load_rows, store_partial, take_pages
+from inflight.attention.triton.softmax import finish, load_rows, store_partial, take_pages
 from inflight.attention.triton.tuning import Tile
 from inflight.attention.triton.workspace import Workspace
 from inflight.early import begin_early, launch_options

@@ -23,8 +23,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from inflight.early import begin_early, launch_options
 from inflight.layers.triton.elementwise import GATES, activate
 from inflight.layers.triton.multiply import dot
-from inflight.layers.triton.small_linear import Workspace, bytes_ahead, fetch_tile
-from inflight.layers.triton.tiles import Tile, can_describe, choose_medium, num_multiprocessors
+from inflight.layers.triton.prefetch import bytes_ahead, fetch_tile
+from inflight.layers.triton.tuning import Tile, can_describe, choose_medium, num_multiprocessors
+from inflight.layers.triton.workspace import Workspace
 
 
 @triton.jit

@@ -1,9 +1,9 @@
-"""Three ways to multiply a tile of weights with all tokens of a step.
+"""A tile of weights times all tokens of a step: without tensor cores, and with them.
 
-Each returns (products [BLOCK_N, BLOCK_M], sums of squares of the tokens [BLOCK_M]) over features [first, last).
-`rows` are pointers to the weight rows [BLOCK_N], `x` is [num_tokens, K], `norm` [K] float32 or None: the gain that
-features are multiplied by first. Weights stand first in a product, so that the long side of a tensor core's tile
-is filled by them and not by tokens that are not there.
+Both return (products [BLOCK_N, BLOCK_M], sums of squares of the tokens [BLOCK_M]) over features [first, last); the
+squares are read only where there is a norm. `rows` are pointers to the weight rows [BLOCK_N], `x` is [num_tokens, K],
+`norm` [K] float32 or None: the gain that features are multiplied by first. Weights stand first in a product, so that
+the long side of a tensor core's tile is filled by them and not by tokens that are not there.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def multiply_plain(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Without tensor cores, a token at a time."""
+    """A token at a time."""
     m = tl.arange(0, BLOCK_M)
     k = tl.arange(0, BLOCK_K)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -58,7 +58,7 @@ def multiply_plain(
 
 
 @triton.jit
-def multiply_whole(
+def multiply_tensor_cores(
     x,
     rows,
     norm,
@@ -73,7 +73,7 @@ def multiply_whole(
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One product a step of k: the tile is large enough to give every warp a part of it."""
+    """All tokens at once, BLOCK_K features at a time."""
     m = tl.arange(0, BLOCK_M)
     k = tl.arange(0, BLOCK_K)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -91,45 +91,3 @@ def multiply_whole(
             features = (wide * gain[:, None]).to(features.dtype)
         acc = dot(w, features, acc, PRECISION)
     return acc, tl.sum(squares, 0)
-
-
-@triton.jit
-def multiply_sliced(
-    x,
-    rows,
-    norm,
-    first,
-    last,
-    num_tokens,
-    K,
-    EVEN_K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SLICES: tl.constexpr,
-    STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """One product for each of SLICES runs of a step of k, added up at the end.
-
-    A small tile cannot be shared out between warps; runs of k can, and chains of products that wait for each
-    other become shorter.
-    """
-    DEPTH: tl.constexpr = BLOCK_K // SLICES
-    m = tl.arange(0, BLOCK_M)
-    k = tl.arange(0, SLICES)[:, None] * DEPTH + tl.arange(0, DEPTH)[None, :]  # [SLICES, DEPTH]
-    acc = tl.zeros([SLICES, BLOCK_N, BLOCK_M], tl.float32)
-    squares = tl.zeros([SLICES, DEPTH, BLOCK_M], tl.float32)
-    for start in tl.range(first, last, BLOCK_K, num_stages=STAGES):
-        inside = k < (BLOCK_K if EVEN_K else last - start)
-        pointers = rows[None, :, None] + (start + k)[:, None, :]
-        w = tl.load(pointers, mask=inside[:, None, :], other=0.0, eviction_policy="evict_first")
-        live = inside[:, :, None] & (m < num_tokens)[None, None, :]
-        features = tl.load(x + m[None, None, :] * K + (start + k)[:, :, None], mask=live, other=0.0)
-        if norm is not None:
-            wide = features.to(tl.float32)
-            squares += wide * wide
-            gain = tl.load(norm + start + k, mask=inside, other=0.0)
-            features = (wide * gain[:, :, None]).to(features.dtype)
-        acc = dot(w, features, acc, PRECISION)
-    return tl.sum(acc, 0), tl.sum(tl.sum(squares, 0), 0)

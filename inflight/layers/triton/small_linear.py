@@ -19,57 +19,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from inflight.early import begin_early, fetch_into_l2, launch_options
+from inflight.early import begin_early, launch_options
 from inflight.layers.triton.elementwise import GATES, activate
-from inflight.layers.triton.multiply import multiply_plain, multiply_sliced, multiply_whole
-from inflight.layers.triton.tiles import Tile, choose, num_multiprocessors, token_bucket
-
-_FETCH_AHEAD = 12 << 20  # bytes in the L2 cache, of all programs together: about 3 us of memory bandwidth
-
-
-class Workspace:
-    """Where programs that share a tile meet. One for all layers of a stream: kernels there run one by one."""
-
-    def __init__(self, device: torch.device, num_floats: int = 1 << 23, num_tiles: int = 1 << 12) -> None:
-        self.partials = torch.empty(num_floats, dtype=torch.float32, device=device)
-        self.counters = torch.zeros(num_tiles, dtype=torch.int32, device=device)
-
-    def check(self, num_tiles: int, tile: Tile) -> None:
-        assert num_tiles <= len(self.counters), f"{num_tiles} tiles are too many to split"
-        num_floats = num_tiles * tile.split * tile.block_m * (tile.block_n + 1)
-        assert num_floats <= len(self.partials), f"{num_floats} partial sums do not fit the workspace"
-
-
-@triton.jit
-def _weight_rows(index, tile, num_out, GATE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The weight row at each index [0, BLOCK_N) of a tile; past the last one, the last one again.
-
-    With a gate, the first half of a tile are gate rows and the second half the up rows of the same outputs.
-    """
-    if GATE == 0:
-        return tl.minimum(tile * BLOCK_N + index, num_out - 1)
-    WIDTH: tl.constexpr = BLOCK_N // 2
-    return tl.minimum(tile * WIDTH + index % WIDTH, num_out - 1) + (index // WIDTH) * num_out
-
-
-@triton.jit
-def fetch_tile(
-    weight,
-    tile,
-    num_out,
-    K,
-    first,
-    last,
-    ahead,
-    GATE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    LANES: tl.constexpr,
-):
-    """Ask for the first `ahead` bytes of the tile's part of each weight row, rows shared out between the warps."""
-    num_bytes = tl.minimum(ahead, (last - first) * (weight.dtype.element_ty.primitive_bitwidth // 8))
-    if num_bytes > 0:
-        row = _weight_rows(tl.arange(0, LANES) // (LANES // BLOCK_N), tile, num_out, GATE, BLOCK_N)
-        fetch_into_l2(weight + row.to(tl.int64) * K + first, num_bytes)
+from inflight.layers.triton.multiply import multiply_plain, multiply_tensor_cores
+from inflight.layers.triton.prefetch import bytes_ahead, fetch_tile, weight_rows
+from inflight.layers.triton.tuning import Tile, choose, num_multiprocessors, token_bucket
+from inflight.layers.triton.workspace import Workspace
 
 
 @triton.jit
@@ -93,7 +48,7 @@ def _finish(
     if norm is not None:
         acc *= tl.rsqrt(squares / K + eps)[None, :]
     if bias is not None:
-        row = _weight_rows(tl.arange(0, BLOCK_N), tile, num_out, GATE, BLOCK_N)
+        row = weight_rows(tl.arange(0, BLOCK_N), tile, num_out, GATE, BLOCK_N)
         acc += tl.load(bias + row).to(tl.float32)[:, None]
     WIDTH: tl.constexpr = BLOCK_N if GATE == 0 else BLOCK_N // 2
     if GATE != 0:
@@ -128,7 +83,6 @@ def _small_linear_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    SLICES: tl.constexpr,
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
     LANES: tl.constexpr,
@@ -142,19 +96,15 @@ def _small_linear_kernel(
     if EARLY:
         fetch_tile(weight, tile, num_out, K, first, last, ahead, GATE, BLOCK_N, LANES)
     begin_early(EARLY)
-    rows = weight + _weight_rows(tl.arange(0, BLOCK_N), tile, num_out, GATE, BLOCK_N).to(tl.int64) * K
+    rows = weight + weight_rows(tl.arange(0, BLOCK_N), tile, num_out, GATE, BLOCK_N).to(tl.int64) * K
     if BLOCK_M <= 4:
         acc, squares = multiply_plain(
             x, rows, norm, first, last, num_tokens, K, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES
         )
-    elif SLICES == 1:
-        acc, squares = multiply_whole(
+    else:
+        acc, squares = multiply_tensor_cores(
             x, rows, norm, first, last, num_tokens, K, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, PRECISION
         )
-    else:
-        acc, squares = multiply_sliced(
-            x, rows, norm, first, last, num_tokens, K, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, SLICES, STAGES, PRECISION
-        )  # fmt: skip
     if SPLIT == 1:
         _finish(
             acc, squares, tile, norm, bias, residual, out, num_tokens, num_out, K, eps, GATE, BLOCK_M, BLOCK_N
@@ -231,7 +181,6 @@ def small_linear(
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
-        SLICES=tile.slices,
         SPLIT=tile.split,
         STAGES=tile.stages,
         LANES=max(32 * tile.num_warps, tile.block_n),
@@ -241,12 +190,3 @@ def small_linear(
         **launch_options(early),
     )
     return out
-
-
-def bytes_ahead(weight: Tensor, tile: Tile, num_tiles: int) -> int:
-    """How much of each weight row to ask for ahead: a multiple of 16, none where rows are not aligned to that."""
-    row_bytes = weight.shape[1] * weight.itemsize
-    if row_bytes % 16 or weight.data_ptr() % 16:
-        return 0
-    programs = min(num_tiles * tile.split, 2 * num_multiprocessors(weight.device))
-    return min(row_bytes, _FETCH_AHEAD // (programs * tile.block_n)) // 16 * 16

@@ -12,7 +12,7 @@ from inflight.attention.triton.tuning import choose
 from inflight.config import EngineConfig
 from inflight.execution.gpu.runner import GpuRunner
 from inflight.layers.kernels import Kernels
-from inflight.layers.triton.tiles import MAX_TOKENS
+from inflight.layers.triton.tuning import MAX_TOKENS
 from inflight.layers.triton_kernels import TritonKernels
 from inflight.models.decoder import Decoder
 from inflight.models.spec import DecoderSpec
