@@ -12,6 +12,7 @@
     │   └── TemplateError      the chat template failed, or broke its time or size limit
     ├── QueueFullError         the waiting queue is at its limit; try again later
     └── EngineError            a step failed, or the engine has stopped
+        ├── DeviceLostError    the device does nothing any more; only a new process can use it again
         └── EngineDeadError    the engine is not there: it died, is being restarted, hangs or was closed
 
 `RequestError` and its children are also `ValueError`, so code written for other engines catches them.
@@ -65,6 +66,10 @@ class QueueFullError(InflightError):
 
 class EngineError(InflightError, RuntimeError):
     """A step failed, or the engine has stopped."""
+
+
+class DeviceLostError(EngineError):
+    """The device does nothing any more; only a new process can use it again."""
 
 
 class EngineDeadError(EngineError):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from inflight.engine.runner import Runner
-from inflight.errors import EngineError, QueueFullError
+from inflight.errors import DeviceLostError, EngineError, QueueFullError
 from inflight.events import Delta, KVUsage, SlotRecord, StepRecord
 from inflight.request import Request
 from inflight.scheduling import Batch, Sampled, Scheduler
@@ -76,12 +76,15 @@ class EngineCore:
     # ---- the loop ----
 
     def step(self) -> list[Delta]:
-        """Launch the next batch, then collect the one that is due. Errors of a step end its requests, not the loop."""
+        """Launch the next batch, then collect the one that is due. Errors of a step end its requests, not the loop,
+        unless there is nothing left to run it on."""
         batch = self._schedule()
         if batch is not None:
             started_at = self.clock()
             try:
                 self._in_flight.append((batch, self.runner.launch(batch), started_at))
+            except DeviceLostError:
+                raise
             except Exception as error:
                 return self._fail(batch, error)
             if len(self._in_flight) < self.pipeline_depth:
@@ -104,6 +107,8 @@ class EngineCore:
         batch, ticket, started_at = self._in_flight.popleft()
         try:
             sampled: Sampled = self.runner.collect(ticket)
+        except DeviceLostError:
+            raise
         except Exception as error:
             return self._fail(batch, error)
         now = self.clock()

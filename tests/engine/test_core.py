@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from inflight.engine.fake import expected_tokens
-from inflight.errors import QueueFullError
+from inflight.errors import DeviceLostError, QueueFullError
 from inflight.events import PositionLogprobs, TokenLogprob
 from inflight.request import SamplingParams
 from inflight.scheduling import Batch, Sampled
@@ -57,6 +57,20 @@ def test_a_failed_step_ends_its_requests_alone(depth: int, where: str) -> None:
         assert "RuntimeError" in (engine.finished[request.request_id].error or "")
     assert engine.outputs[third.request_id] == expected_tokens([2] * 6, 8)
     assert engine.scheduler.usage().num_used == 0
+
+
+@pytest.mark.parametrize("where", ["launch", "collect"])
+def test_a_lost_device_stops_the_loop(where: str) -> None:
+    """Whoever runs the loop must hear of it: a new process may have more luck, another step will not."""
+    engine = FakeEngine()
+    engine.add(make_request([1, 2], 5))
+
+    def lost(_: object) -> None:
+        raise DeviceLostError("gone")
+
+    setattr(engine.runner, where, lost)
+    with pytest.raises(DeviceLostError, match="gone"):
+        engine.run()
 
 
 def test_others_survive_a_failed_step_with_their_tokens() -> None:

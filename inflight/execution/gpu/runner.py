@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -10,12 +11,12 @@ from torch import Tensor
 
 from inflight.attention.triton.backend import TritonAttention
 from inflight.attention.triton.planner import Planner
-from inflight.errors import EngineError
+from inflight.errors import DeviceLostError, EngineError
 from inflight.execution.gpu.device_step import DeviceStep
 from inflight.execution.gpu.graphs import EagerSteps, StepGraphs
+from inflight.execution.gpu.host_step import HostStep, host_step
 from inflight.execution.gpu.rows import DeviceRows
 from inflight.execution.gpu.shapes import Buckets, StepShape
-from inflight.execution.gpu.step import HostStep, host_step
 from inflight.execution.results import NO_TOKEN, Ticket, score_prompts, wants_prompt_logprobs
 from inflight.execution.sampling import Sampler, SamplingRows
 from inflight.execution.sampling.triton import Workspace as DrawWorkspace
@@ -98,8 +99,12 @@ class GpuRunner:
 
     # ---- a step ----
 
-    @torch.inference_mode()
     def launch(self, batch: Batch) -> GpuTicket:
+        with self._watching_the_device():
+            return self._launch(batch)
+
+    @torch.inference_mode()
+    def _launch(self, batch: Batch) -> GpuTicket:
         self.rows.admit(batch.admissions)
         self.sampling.set_many(batch.admissions)
         updates = self.rows.extend(batch.tables)
@@ -155,7 +160,8 @@ class GpuRunner:
         return GpuTicket(len(batch), host.sampling_entries, None, ticket, self._event())
 
     def collect(self, ticket: GpuTicket) -> Sampled:
-        return ticket.read()
+        with self._watching_the_device():
+            return ticket.read()
 
     # ---- before the first step ----
 
@@ -192,6 +198,18 @@ class GpuRunner:
 
     # ---- the device, which in tests may be a CPU ----
 
+    @contextmanager
+    def _watching_the_device(self) -> Iterator[None]:
+        """After some errors (an illegal access, an ECC error) every later call fails too, until the process ends."""
+        try:
+            yield
+        except RuntimeError as error:
+            try:
+                self._wait()
+            except RuntimeError:
+                raise DeviceLostError(f"the GPU is lost: {str(error).splitlines()[0]}") from error
+            raise
+
     def _event(self) -> torch.cuda.Event | None:
         if self.decoder.device.type != "cuda":
             return None
@@ -210,6 +228,7 @@ class GpuRunner:
 
 
 def _num_processors(device: torch.device) -> int:
+    """In the interpreter programs run one after the other: splitting gains nothing there."""
     if device.type != "cuda":
         return 1
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from inflight import LLM, SamplingParams, loading
+from inflight.errors import DeviceLostError
+from inflight.scheduling import Batch
 from tests.checkpoints import write_checkpoint
 from tests.execution.gpu.interpreted import InterpretedPlatform
 
@@ -120,3 +122,20 @@ def test_a_rehearsal_leaves_no_trace(folder: Path, interpreted: InterpretedPlatf
         assert all((cache == 3.0).all() for cache in runner.caches)
         assert (runner.rows.tokens == 4).all()
         assert not runner.step.workspace.counters.any()
+
+
+def test_an_error_that_stays_is_a_lost_device(
+    folder: Path, interpreted: InterpretedPlatform, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("an illegal memory access was encountered\nmore")
+
+    with LLM(folder, skip_tokenizer_init=True, show_progress=False, num_blocks=8, max_num_seqs=2):
+        runner = interpreted.runners[-1]
+        monkeypatch.setattr(runner, "_launch", broken)
+        with pytest.raises(RuntimeError, match="illegal"):
+            runner.launch(Batch(0))
+        with monkeypatch.context() as patch:
+            patch.setattr(runner, "_wait", broken)
+            with pytest.raises(DeviceLostError, match="lost: an illegal memory access was encountered$"):
+                runner.launch(Batch(0))
