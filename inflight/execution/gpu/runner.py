@@ -201,6 +201,8 @@ class GpuRunner:
     @contextmanager
     def _watching_the_device(self) -> Iterator[None]:
         """After some errors (an illegal access, an ECC error) every later call fails too, until the process ends."""
+        if self.decoder.device.type == "cuda":
+            torch.cuda.set_device(self.decoder.device)  # every thread has a device of its own: the first, unless told
         try:
             yield
         except RuntimeError as error:

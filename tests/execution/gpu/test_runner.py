@@ -137,5 +137,5 @@ def test_an_error_that_stays_is_a_lost_device(
             runner.launch(Batch(0))
         with monkeypatch.context() as patch:
             patch.setattr(runner, "_wait", broken)
-            with pytest.raises(DeviceLostError, match="lost: an illegal memory access was encountered$"):
+            with pytest.raises(DeviceLostError, match=r"lost: an illegal memory access was encountered$"):
                 runner.launch(Batch(0))
