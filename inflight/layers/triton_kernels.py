@@ -56,17 +56,14 @@ class TritonKernels:
         compute_dtype: torch.dtype,
         device: torch.device | str,
         few_tokens: int = MAX_TOKENS,
-        early: bool | None = None,
     ) -> None:
-        """`few_tokens`: up to here fused kernels are used where they pay; 0: never.
-
-        `early`: kernels start before those they wait for are done; by default where the chip can do it."""
+        """`few_tokens`: up to here fused kernels are used where they pay; 0: never."""
         self.compute_dtype = compute_dtype
         self._device = torch.device(device)
         self._few_tokens = few_tokens
+        self._early = can_start_early(self._device)
         # Measured with a Hopper's copy engine only: older chips keep the vendor's product.
-        self._medium = self._device.type != "cuda" or can_start_early(self._device)
-        self._early = can_start_early(self._device) if early is None else early
+        self._medium = self._early or self._device.type != "cuda"
         self._workspace = Workspace(self._device)
 
     def linear(self, in_features: int, out_features: int, dtype: torch.dtype, bias: bool) -> Linear:  # noqa: ARG002
@@ -141,14 +138,14 @@ class TritonKernels:
             "activation": activation,
             "residual": residual,
             "out": out,
+            "early": self._early,
         }
         if not _is_small(x, layer):
-            x = self._normed(x, norm, eps)
-            return medium_linear(x, layer.weight, self._workspace, **after, early=self._early)
+            return medium_linear(self._normed(x, norm, eps), layer.weight, self._workspace, **after)
         if x.dtype == torch.float16:
             # The fused norm scales its result, not its input, which may be too large for float16.
             x, norm = self._normed(x, norm, eps), None
-        return small_linear(x, layer.weight, self._workspace, norm=norm, eps=eps, **after, early=self._early)
+        return small_linear(x, layer.weight, self._workspace, norm=norm, eps=eps, **after)
 
 
 def _is_small(x: Tensor, layer: TritonLinear) -> bool:

@@ -88,10 +88,9 @@ def some_logits(rng: np.random.Generator, vocab_size: int, kind: str) -> NDArray
     ("vocab_size", "group", "kind"),
     [
         (50, 8, "plain"),
-        (50, 8, "ties"),
-        (777, 8, "holes"),
-        (777, 16, "ties"),
-        (3001, 16, "flat"),
+        (600, 8, "ties"),
+        (600, 8, "holes"),
+        (1100, 16, "flat"),
         (3001, 64, "plain"),
     ],
 )
@@ -122,19 +121,19 @@ def test_bfloat16_logits_draw_what_the_same_numbers_in_float32_draw() -> None:
 
 def test_of_equal_logits_the_lower_ids_are_allowed() -> None:
     flat = [-0.0, 0.0] * 300
-    jobs = [job(flat, top_k=4, seed=seed) for seed in range(6)]
-    jobs += [job(flat, top_k=4, top_p=0.5, seed=seed) for seed in range(6)]  # two of the four
-    jobs += [job(flat, top_p=3.5 / 600, seed=seed) for seed in range(6)]
+    jobs = [job(flat, top_k=4, seed=seed) for seed in range(3)]
+    jobs += [job(flat, top_k=4, top_p=0.5, seed=seed) for seed in range(3)]  # two of the four
+    jobs += [job(flat, top_p=3.5 / 600, seed=seed) for seed in range(3)]
     ids = agree(jobs, 8)
     assert max(ids) < 4
-    assert max(ids[6:12]) < 2
+    assert max(ids[3:6]) < 2
     assert len(set(ids)) > 1
 
 
 def test_one_possible_token_is_drawn_however_it_is_asked_for() -> None:
     alone = np.full(700, -np.inf)
     alone[613] = -3.0
-    assert set(agree([job(alone, seed=i, **options) for i, options in enumerate(MIXTURE)], 8)) == {613}
+    assert set(agree([job(alone, seed=i, **options) for i, options in enumerate(MIXTURE[::2])], 8)) == {613}
 
 
 def test_logits_that_are_not_finite_are_bad_and_still_give_a_token() -> None:
@@ -175,19 +174,19 @@ def test_a_workspace_that_is_too_small_is_refused(shape: tuple[int, int]) -> Non
 
 def test_a_row_does_not_know_its_neighbours() -> None:
     rng = np.random.default_rng(2)
-    jobs = [job(some_logits(rng, 500, "ties"), seed=i, **options) for i, options in enumerate(MIXTURE)]
-    bench = Bench(jobs, max_rows=32, device=DEVICE)
+    jobs = [job(some_logits(rng, 500, "ties"), seed=i, **options) for i, options in enumerate(MIXTURE[::2])]
+    bench = Bench(jobs, max_rows=16, device=DEVICE)
     together, _, _ = draw_jobs(bench, list(range(len(jobs))), 8)
     backwards, _, _ = draw_jobs(bench, [-1, *reversed(range(len(jobs)))], 8)
     assert backwards[1:] == together[::-1]
-    for entry in (2, 9, 16):
+    for entry in (1, 5, 8):
         assert draw_jobs(bench, [entry], 8)[0] == [together[entry]]
 
 
 @pytest.mark.parametrize(("options", "kept"), [({"temperature": 0.8}, 8), ({"top_p": 0.8}, 3)])
 def test_draws_follow_the_distribution(options: dict[str, Any], kept: int) -> None:
     logits = np.array([0.0, 2.0, -1.0, 1.5, 0.25, -3.0, 1.0, -0.5])
-    num = 4096 if DEVICE == "cuda" else 96
+    num = 4096 if DEVICE == "cuda" else 64
     bench = Bench([job(logits, seed=seed, **options) for seed in range(num)], max_rows=num, device=DEVICE)
     ids, _, _ = draw_jobs(bench, list(range(num)), 4)
     probs = np.exp(logits / options.get("temperature", 1.0))

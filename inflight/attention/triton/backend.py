@@ -32,11 +32,9 @@ class TritonStep:
     positions: Tensor  # [T] int32; any valid position for padding
     slots: Tensor  # [T] int32, token place of each token: block_id * block_size + offset; below 0: padding
     block_tables: Tensor  # [max_rows, max_blocks] int32
-    decodes: Items | None  # DecodePlan.items
-    prefixes: Items | None  # PrefixPlan.items; only beside decodes
-    members: (
-        Tensor | None
-    )  # int32, max_members rows of MEMBER_FIELDS: PrefixPlan.members(); only with prefixes
+    decodes: Items  # DecodePlan.items
+    prefixes: Items | None  # PrefixPlan.items
+    members: Tensor | None  # PrefixPlan.members(), int32, max_members rows; with prefixes only
     chunks: Items | None  # ChunkPlan.items
     workspace: Workspace
 
@@ -78,9 +76,8 @@ class TritonAttention:
             prefix_attention(
                 qkv, cache, tables, table, count, step.members, workspace, layer, tuning.prefix, early
             )
-        if step.decodes is not None:
-            table, count, tile = step.decodes.table, step.decodes.count, tuning.decode_for(len(qkv))
-            decode_attention(qkv, cache, tables, table, count, workspace, layer, tile, early, out)
+        table, count, tile = step.decodes.table, step.decodes.count, tuning.decode_for(len(qkv))
+        decode_attention(qkv, cache, tables, table, count, workspace, layer, tile, early, out)
         if step.chunks is not None:
             table, count, tma = step.chunks.table, step.chunks.count, tuning.descriptors
             chunk_attention(qkv, cache, tables, table, count, workspace, layer, tuning.chunk, tma, early, out)

@@ -1,4 +1,4 @@
-"""From the entries of a step to the work of each attention kernel: what to split, and what to read together."""
+"""How far to split, and what to read together: from the entries of a step to the plans (`plan.py`) of its kernels."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class HeadTile:
 
 FEW_TOKENS = HeadTile(tokens=1, heads=4, num_warps=1)
 MANY_TOKENS = HeadTile(tokens=4, heads=8, num_warps=4)
-MANY = 256
+MANY = 256  # tokens, from here on
 
 
 def rope_write(

@@ -1,4 +1,4 @@
-"""Tile sizes of the attention kernels, by device, number type and head size."""
+"""Tile sizes of the attention kernels, by device, number type and head size: all that was measured, in one place."""
 
 from __future__ import annotations
 
@@ -77,6 +77,7 @@ def choose(dtype: torch.dtype, head_dim: int, group: int, device: torch.device) 
             chunk=Tile(rows, keys, 8 if rows == 128 else 4, 2),
             descriptors=False,
         )
+    # As measured on an H200.
     stages = 3 if dim <= 128 else 2
     return Tuning(
         group=group,

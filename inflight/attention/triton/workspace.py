@@ -14,9 +14,7 @@ class Workspace:
 
     outs: Tensor  # [max_slots, num_heads, head_dim] float32
     lses: Tensor  # [max_slots, num_heads] float32, base 2
-    counters: (
-        Tensor  # [max_counters, num_kv_heads] int32: programs that have stored their part; 0 between launches
-    )
+    counters: Tensor  # [max_counters, num_kv_heads] int32: parts that are stored; 0 between launches
 
     @staticmethod
     def allocate(

@@ -11,11 +11,11 @@ from inflight.attention.triton.backend import Items, TritonStep
 from inflight.attention.triton.plan import CHUNK_FIELDS, DECODE_FIELDS, MEMBER_FIELDS, PREFIX_FIELDS
 from inflight.attention.triton.planner import DecodeWork, Planner
 from inflight.attention.triton.workspace import Workspace
+from inflight.execution.gpu.host_step import HostStep
 from inflight.execution.gpu.kernels import StepTokens, TableUpdates, open_step
 from inflight.execution.gpu.packed import Ints, Layout, staging
 from inflight.execution.gpu.rows import DeviceRows
 from inflight.execution.gpu.shapes import Buckets, StepShape
-from inflight.execution.gpu.step import HostStep
 
 MIN_UPDATES = 32  # table updates that every shape has room for
 

@@ -30,9 +30,6 @@ class StepGraphs(Generic[ResultT]):
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
-    def __len__(self) -> int:
-        return len(self._graphs)
-
     def run(self, shape: StepShape) -> ResultT:
         if shape not in self._graphs:
             self.capture(shape)
@@ -61,9 +58,6 @@ class EagerSteps(Generic[ResultT]):
 
     def __init__(self, compute: Callable[[StepShape], ResultT]) -> None:
         self.run = compute
-
-    def __len__(self) -> int:
-        return 0
 
     def clear(self) -> None:
         """Nothing is kept."""

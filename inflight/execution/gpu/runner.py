@@ -71,7 +71,6 @@ class GpuRunner:
         max_len: int,
         max_tokens: int,
         graphs: bool = True,
-        share_prefixes: bool = True,
     ) -> None:
         if not isinstance(decoder.attention, TritonAttention):
             raise EngineError(f"GpuRunner cannot plan for {type(decoder.attention).__name__}")
@@ -84,14 +83,8 @@ class GpuRunner:
         self.sampler = Sampler(self.sampling)
         self.draw_workspace = DrawWorkspace.allocate(max_rows, spec.vocab_size, device)
         self.buckets = Buckets(max_rows, max_tokens)
-        planner = Planner(
-            decoder.attention.tuning,
-            spec.num_kv_heads,
-            block_size,
-            max_rows,
-            _num_processors(device),
-            share_prefixes,
-        )
+        processors = _num_processors(device)
+        planner = Planner(decoder.attention.tuning, spec.num_kv_heads, block_size, max_rows, processors)
         workspace = planner.workspace(spec.num_heads, spec.num_kv_heads, spec.head_dim, device)
         self.step = DeviceStep(self.rows, self.buckets, planner, workspace)
         self.steps: StepGraphs[Tensor] | EagerSteps[Tensor]
@@ -202,7 +195,8 @@ class GpuRunner:
     def _watching_the_device(self) -> Iterator[None]:
         """After some errors (an illegal access, an ECC error) every later call fails too, until the process ends."""
         if self.decoder.device.type == "cuda":
-            torch.cuda.set_device(self.decoder.device)  # every thread has a device of its own: the first, unless told
+            # Every thread has a device of its own: the first, unless told.
+            torch.cuda.set_device(self.decoder.device)
         try:
             yield
         except RuntimeError as error:

@@ -5,8 +5,8 @@ One kernel computes a tile of tokens by output features, and what stands after t
     out = residual + activate(gate) * up,   gate, up = the halves of x @ W.T + bias
 
 Tokens stand first in the product, so both operands go from memory to the tensor cores without passing through
-registers (where the chip can, whole tiles are copied by its own engine: descriptors). A norm would need registers
-on the way, and is cheaper in a kernel of its own here.
+registers (where the chip can, whole tiles are copied by its own engine: descriptors). A norm is left to a kernel of
+its own, for it would need registers on the way.
 
 A gate's tile holds its rows in pairs, gate and up of the same output, so one product serves both and each pair
 ends up with one thread. Tiles are split, and their parts added up, as in `small_linear`.

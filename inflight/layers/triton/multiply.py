@@ -1,9 +1,9 @@
 """A tile of weights times all tokens of a step: without tensor cores, and with them.
 
 Both return (products [BLOCK_N, BLOCK_M], sums of squares of the tokens [BLOCK_M]) over features [first, last); the
-squares are read only where there is a norm. `rows` are pointers to the weight rows [BLOCK_N], `x` is [num_tokens, K],
-`norm` [K] float32 or None: the gain that features are multiplied by first. Weights stand first in a product, so that
-the long side of a tensor core's tile is filled by them and not by tokens that are not there.
+squares mean something only where there is a norm. `rows` are pointers to the tile's `weight_rows` [BLOCK_N], `x` is
+[num_tokens, K], `norm` [K] float32 or None: the gain that features are multiplied by first. Weights stand first in a
+product, so that the long side of a tensor core's tile is filled by them and not by tokens that are not there.
 """
 
 from __future__ import annotations
@@ -19,6 +19,18 @@ def dot(a, b, acc, PRECISION: tl.constexpr):
     if _INTERPRETED:  # its product of two bfloat16 tensors is that of their bits
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def weight_rows(index, tile, num_out, GATE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The weight row at each index [0, BLOCK_N) of a tile; past the last one, the last one again.
+
+    With a gate, the first half of a tile are gate rows and the second half the up rows of the same outputs.
+    """
+    if GATE == 0:
+        return tl.minimum(tile * BLOCK_N + index, num_out - 1)
+    WIDTH: tl.constexpr = BLOCK_N // 2
+    return tl.minimum(tile * WIDTH + index % WIDTH, num_out - 1) + (index // WIDTH) * num_out
 
 
 @triton.jit

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from inflight.early import begin_early, launch_options
 from inflight.layers.triton.elementwise import GATES, activate
-from inflight.layers.triton.multiply import multiply_plain, multiply_tensor_cores
-from inflight.layers.triton.prefetch import bytes_ahead, fetch_tile, weight_rows
-from inflight.layers.triton.tuning import Tile, choose, num_multiprocessors, token_bucket
+from inflight.layers.triton.multiply import multiply_plain, multiply_tensor_cores, weight_rows
+from inflight.layers.triton.prefetch import bytes_ahead, fetch_tile
+from inflight.layers.triton.tuning import Tile, choose_small, num_multiprocessors, token_bucket
 from inflight.layers.triton.workspace import Workspace
 
 
@@ -157,7 +157,7 @@ def small_linear(
         return out
     if tile is None:
         num_sms = num_multiprocessors(x.device)
-        tile = choose(token_bucket(num_tokens), num_rows, num_features, weight.itemsize, num_sms)
+        tile = choose_small(token_bucket(num_tokens), num_rows, num_features, weight.itemsize, num_sms)
     assert num_tokens <= tile.block_m, f"{num_tokens} tokens do not fit a tile of {tile.block_m}"
     num_tiles = triton.cdiv(num_rows, tile.block_n)
     if tile.split > 1:

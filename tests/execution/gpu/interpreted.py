@@ -27,8 +27,7 @@ class InterpretedPlatform:
     max_num_batched_tokens = 64
     pipeline_depth = 2
 
-    def __init__(self, share_prefixes: bool = True) -> None:
-        self.share_prefixes = share_prefixes
+    def __init__(self) -> None:
         self.runners: list[GpuRunner] = []
 
     def parts(self, spec: DecoderSpec, dtype: torch.dtype) -> tuple[Kernels, AttentionBackend[Any]]:
@@ -51,7 +50,6 @@ class InterpretedPlatform:
                 max_len=max_len,
                 max_tokens=options.max_num_batched_tokens or self.max_num_batched_tokens,
                 graphs=False,
-                share_prefixes=self.share_prefixes,
             )
         )
         return self.runners[-1]

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from inflight import LLM, SamplingParams, loading
+from inflight.attention.triton import rope_write
 from inflight.errors import DeviceLostError
+from inflight.execution.platforms import platform
 from inflight.scheduling import Batch
 from tests.checkpoints import write_checkpoint
 from tests.execution.gpu.interpreted import InterpretedPlatform
@@ -29,8 +31,8 @@ SHAPE: dict[str, Any] = {
     "intermediate_size": 40,
     "vocab_size": 96,
 }
-SHARED = list(range(3, 83))
-PROMPTS = [[5, 6, 7, 8, 9], [12] * 21, [*SHARED, 1], [*SHARED, 2, 3]]
+SHARED = list(range(3, 35))
+PROMPTS = [[5, 6, 7, 8, 9], [12] * 17, [*SHARED, 1], [*SHARED, 2, 3]]
 
 
 @pytest.fixture(scope="module")
@@ -42,72 +44,79 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> InterpretedPlatform:
     place = InterpretedPlatform()
     monkeypatch.setattr(loading, "platform", lambda _: place)
+    # The interpreter takes its time by the program: few and large ones.
+    monkeypatch.setattr(rope_write, "FEW_TOKENS", rope_write.HeadTile(tokens=32, heads=8, num_warps=4))
     return place
 
 
 def answers(folder: Path, params: SamplingParams, **options: Any) -> list[Any]:
-    options = {"max_num_seqs": 4, "max_num_batched_tokens": 24, "block_size": 8, "num_blocks": 60} | options
+    options = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "block_size": 8, "num_blocks": 60} | options
     with LLM(folder, skip_tokenizer_init=True, show_progress=False, **options) as llm:
         outputs = llm.generate(PROMPTS, params, use_tqdm=False)
     return [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs]
 
 
+@pytest.fixture(scope="module")
+def on_the_cpu(folder: Path) -> list[Any]:
+    return answers(folder, greedy(), device="cpu")
+
+
 def greedy(**more: Any) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, detokenize=False, **more)
+    return SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False, **more)
 
 
-def test_greedy_tokens_are_those_of_the_cpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = answers(folder, greedy(), device="cpu")
-    place = InterpretedPlatform()
-    monkeypatch.setattr(loading, "platform", lambda _: place)
-    assert answers(folder, greedy()) == expected
-    assert answers(folder, greedy(), enable_prefix_caching=False, pipeline_depth=1) == expected
+def drawn(**more: Any) -> SamplingParams:
+    return SamplingParams(
+        temperature=0.9, top_p=0.8, seed=3, max_tokens=3, ignore_eos=True, detokenize=False, **more
+    )
+
+
+def test_greedy_tokens_are_those_of_the_cpu(
+    folder: Path, on_the_cpu: list[Any], interpreted: InterpretedPlatform
+) -> None:
+    assert answers(folder, greedy(), enable_prefix_caching=False, pipeline_depth=1) == on_the_cpu
+    assert not any(shape.prefix for shape in interpreted.runners[-1].step.shapes_met)
 
 
 def test_prefixes_are_read_together_where_blocks_are_shared(
-    folder: Path, interpreted: InterpretedPlatform, monkeypatch: pytest.MonkeyPatch
+    folder: Path, on_the_cpu: list[Any], interpreted: InterpretedPlatform, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And make no difference to the tokens."""
     monkeypatch.setattr("inflight.attention.triton.planner.PREFIX_MIN_BLOCKS", 2)
     monkeypatch.setattr("inflight.attention.triton.planner.PREFIX_MIN_SAVED", 2)
-    alone = InterpretedPlatform(share_prefixes=False)
-    monkeypatch.setattr(loading, "platform", lambda _: alone)
-    expected = answers(folder, greedy())
-    monkeypatch.setattr(loading, "platform", lambda _: interpreted)
-    assert answers(folder, greedy()) == expected
+    assert answers(folder, greedy()) == on_the_cpu
     assert any(shape.prefix for shape in interpreted.runners[-1].step.shapes_met)
-    assert not any(shape.prefix for shape in alone.runners[-1].step.shapes_met)
 
 
-@pytest.mark.usefixtures("interpreted")
-def test_sampling_inside_and_apart_draw_the_same(folder: Path) -> None:
+def test_sampling_inside_and_apart_draw_what_the_cpu_draws(
+    folder: Path, interpreted: InterpretedPlatform, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Logprobs take the step's sampling out of the graph."""
-    plain = SamplingParams(
-        temperature=0.9, top_p=0.8, seed=3, max_tokens=4, ignore_eos=True, detokenize=False
-    )
-    apart = SamplingParams(
-        temperature=0.9, top_p=0.8, seed=3, max_tokens=4, ignore_eos=True, detokenize=False, logprobs=2
-    )
-    drawn, scored = answers(folder, plain), answers(folder, apart)
-    assert [ids for ids, _ in drawn] == [ids for ids, _ in scored]
-    assert all(logprobs is None for _, logprobs in drawn)
-    assert all(logprobs is not None for _, logprobs in scored)
+    inside, apart = answers(folder, drawn()), answers(folder, drawn(logprobs=2))
+    assert any(shape.num_samples for shape in interpreted.runners[0].step.shapes_met)
+    assert not any(shape.num_samples for shape in interpreted.runners[1].step.shapes_met)
+    monkeypatch.setattr(loading, "platform", platform)
+    expected = [ids for ids, _ in answers(folder, drawn(), device="cpu")]
+    assert [ids for ids, _ in inside] == [ids for ids, _ in apart] == expected
+    assert all(logprobs is None for _, logprobs in inside)
+    assert all(logprobs is not None for _, logprobs in apart)
 
 
-def test_prompt_logprobs_are_those_of_the_cpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompt_logprobs_are_those_of_the_cpu(
+    folder: Path, interpreted: InterpretedPlatform, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def scores(**options: Any) -> list[float]:
-        with LLM(
-            folder, skip_tokenizer_init=True, show_progress=False, num_blocks=60, block_size=8, **options
-        ) as llm:
+        options |= {"max_num_seqs": 2, "max_num_batched_tokens": 16, "num_blocks": 60, "block_size": 8}
+        with LLM(folder, skip_tokenizer_init=True, show_progress=False, **options) as llm:
             params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
             output = llm.generate([PROMPTS[1]], params, use_tqdm=False)[0]
         assert output.prompt_logprobs is not None
         return [next(iter(found.values())).logprob for found in output.prompt_logprobs if found]
 
-    expected = scores(device="cpu")
-    place = InterpretedPlatform()
-    monkeypatch.setattr(loading, "platform", lambda _: place)
-    assert scores() == pytest.approx(expected, abs=1e-4)
+    found = scores()
+    assert interpreted.runners
+    monkeypatch.setattr(loading, "platform", platform)
+    assert found == pytest.approx(scores(device="cpu"), abs=1e-4)
 
 
 def test_a_rehearsal_leaves_no_trace(folder: Path, interpreted: InterpretedPlatform) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from inflight.execution.gpu.step import host_step
+from inflight.execution.gpu.host_step import host_step
 from inflight.request import Request, SamplingParams
 from inflight.scheduling.batch import Admission, Batch
 

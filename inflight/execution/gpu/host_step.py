@@ -1,4 +1,4 @@
-"""From a batch to the packed array that tells the device what to do."""
+"""One step as the host sees it: a batch in arrays."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ class HostStep:
     num_decodes: int
     num_tokens: int
     rows: Ints  # [B]
-    counts: Ints  # [B]
     context_lens: Ints  # [B]
     query_starts: Ints  # [B + 1]
     token_rows: Ints  # [T]
@@ -64,7 +63,6 @@ def host_step(batch: Batch, tables: Ints, block_size: int) -> HostStep:
         num_decodes=num_decodes,
         num_tokens=batch.num_tokens,
         rows=rows,
-        counts=counts,
         context_lens=lengths,
         query_starts=query_starts,
         token_rows=token_rows,

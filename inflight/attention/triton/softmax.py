@@ -1,0 +1,183 @@
+"""What the attention kernels share: online softmax over tiles of keys, pages, partial results and their merge.
+
+Scores are kept in units of log2 (`scale` includes log2(e)), so that every exponential is one exp2. `peak` is the
+highest score that a query row has met, `total` the sum of its weights relative to that, `acc` the weighed values.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_rows(pointers, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
+    """pointers [N] to the first of HEAD_DIM features -> [N, DIM], zeros past HEAD_DIM."""
+    d = tl.arange(0, DIM)
+    if DIM == HEAD_DIM:
+        rows = tl.load(pointers[:, None] + d[None, :])
+    else:
+        rows = tl.load(pointers[:, None] + d[None, :], mask=(d < HEAD_DIM)[None, :], other=0.0)
+    return rows
+
+
+@triton.jit
+def store_rows(pointers, rows, kept, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
+    """rows [N, DIM] to pointers [N], where kept [N]."""
+    d = tl.arange(0, DIM)
+    tl.store(pointers[:, None] + d[None, :], rows, mask=kept[:, None] & (d < HEAD_DIM)[None, :])
+
+
+@triton.jit
+def take_tile(
+    q,  # [M, DIM]
+    k,  # [N, DIM]
+    v,  # [N, DIM]
+    seen,  # [M, N], read if MASKED
+    acc,  # [M, DIM] float32
+    peak,  # [M] float32
+    total,  # [M] float32
+    scale,
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One tile of keys into the running softmax."""
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [M, N]
+    if MASKED:
+        scores = tl.where(seen, scores, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(scores, 1) * scale)
+    # A row that has seen nothing yet has no peak: any finite one keeps infinities from meeting.
+    shift = tl.where(new_peak == float("-inf"), 0.0, new_peak) if MASKED else new_peak
+    weights = tl.exp2(scores * scale - shift[:, None])
+    fade = tl.exp2(peak - shift)
+    total = total * fade + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
+    return acc, new_peak, total
+
+
+@triton.jit
+def page_pointers(base, blocks, positions, block_stride, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Pointers to one head's features of `positions` [N], which lie in `blocks` [N]."""
+    return base + blocks.to(tl.int64) * block_stride + (positions % BLOCK_SIZE) * HEAD_DIM
+
+
+@triton.jit
+def take_pages(
+    q,  # [M, DIM]
+    acc,
+    peak,
+    total,
+    keys,  # pointer to this head's keys in block 0; its values lie `value_offset` further
+    table,  # pointer to the request's block ids
+    begin,
+    end,
+    lowest,  # [M] first position that each row sees, read if WINDOW
+    scale,
+    value_offset: tl.constexpr,
+    block_stride: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MASK_ALL: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Cached keys at positions [begin, end), all of which precede the queries, into the running softmax.
+
+    Positions past the end are clamped, not masked: what is loaded is always a written place, so nothing left in
+    an unused one can reach a result. Block ids are loaded one tile ahead: no tile waits for them. With MASK_ALL
+    one loop masks every tile; otherwise only a last, partly filled one is masked, after the loop.
+    """
+    n = tl.arange(0, BLOCK_N)
+    last = tl.maximum(end - 1, 0)
+    masked_from = begin if MASK_ALL else begin + tl.maximum(end - begin, 0) // BLOCK_N * BLOCK_N
+    blocks = tl.load(table + tl.minimum(begin + n, last) // BLOCK_SIZE)
+    if not MASK_ALL:
+        for start in tl.range(begin, masked_from, BLOCK_N):
+            k_at = page_pointers(keys, blocks, start + n, block_stride, HEAD_DIM, BLOCK_SIZE)
+            k = load_rows(k_at, HEAD_DIM, DIM)
+            v = load_rows(k_at + value_offset, HEAD_DIM, DIM)
+            blocks = tl.load(table + tl.minimum(start + BLOCK_N + n, last) // BLOCK_SIZE)
+            acc, peak, total = take_tile(q, k, v, None, acc, peak, total, scale, False, PRECISION)
+    for start in tl.range(masked_from, end, BLOCK_N, num_stages=None if MASK_ALL else 1):
+        position = start + n
+        k_at = page_pointers(keys, blocks, tl.minimum(position, last), block_stride, HEAD_DIM, BLOCK_SIZE)
+        k = load_rows(k_at, HEAD_DIM, DIM)
+        v = load_rows(k_at + value_offset, HEAD_DIM, DIM)
+        blocks = tl.load(table + tl.minimum(position + BLOCK_N, last) // BLOCK_SIZE)
+        seen = (position < end)[None, :]
+        if WINDOW:
+            seen = seen & (position[None, :] >= lowest[:, None])
+        acc, peak, total = take_tile(q, k, v, seen, acc, peak, total, scale, True, PRECISION)
+    return acc, peak, total
+
+
+@triton.jit
+def finish(acc, peak, total):
+    """Output rows and their log-sum-exp (base 2); a row that saw nothing is zeros and -inf."""
+    empty = total == 0.0
+    out = acc / tl.where(empty, 1.0, total)[:, None]
+    lse = tl.where(empty, float("-inf"), peak + tl.log2(tl.where(empty, 1.0, total)))
+    return out, lse
+
+
+@triton.jit
+def store_partial(outs, lses, index, out, lse, kept, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
+    """Rows of a partial result to places `index` [M] of the workspace: outs [., HEAD_DIM] and lses [.]."""
+    store_rows(outs + index.to(tl.int64) * HEAD_DIM, out, kept, HEAD_DIM, DIM)
+    tl.store(lses + index, lse, mask=kept)
+
+
+@triton.jit
+def arrive(counter, expected):
+    """Tell that this program's partials are stored; true for the last of `expected` programs to say so.
+
+    The barrier puts the stores of all threads before the one that counts; releasing there and acquiring in the
+    last program makes them visible to all of its threads. The counter is left at 0, as the next launch needs it.
+    """
+    tl.debug_barrier()
+    is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == expected - 1
+    if is_last:
+        tl.store(counter, 0)
+    tl.debug_barrier()
+    return is_last
+
+
+@triton.jit
+def merge(
+    outs,
+    lses,
+    index,  # [M] places of the first partials in the workspace
+    stride,  # from one partial of a row to its next
+    parts,
+    kept,  # [M]
+    M: tl.constexpr,
+    PARTS: tl.constexpr,  # how many partials are loaded at once
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    """All partials of each row, always in the same order -> [M, DIM]."""
+    p = tl.arange(0, PARTS)
+    d = tl.arange(0, DIM)
+    peak = tl.full([M], float("-inf"), tl.float32)
+    total = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, DIM], tl.float32)
+    for first in range(0, parts, PARTS):
+        there = (first + p < parts)[:, None] & kept[None, :]  # [PARTS, M]
+        at = index[None, :] + (first + p)[:, None] * stride
+        lse = tl.load(lses + at, mask=there, other=float("-inf"), cache_modifier=".cg")
+        out = tl.load(
+            outs + at.to(tl.int64)[:, :, None] * HEAD_DIM + d[None, None, :],
+            mask=there[:, :, None] & (d < HEAD_DIM)[None, None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        new_peak = tl.maximum(peak, tl.max(lse, 0))
+        shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weights = tl.exp2(lse - shift[None, :])
+        fade = tl.exp2(peak - shift)
+        total = total * fade + tl.sum(weights, 0)
+        acc = acc * fade[:, None] + tl.sum(out * weights[:, :, None], 0)
+        peak = new_peak
+    return acc / tl.where(total == 0.0, 1.0, total)[:, None]

@@ -1,0 +1,112 @@
+"""Which kernel a linear layer gets and how it is cut into programs: all that was measured, in one place."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+MAX_TOKENS = 256  # the most for which a fused kernel pays
+MAX_SMALL = 64  # tokens of the largest bucket of `small_linear`
+_LARGE = 64 << 20  # bytes of weights from which a layer's time is all bandwidth, even for MAX_SMALL tokens
+_SMALL = 16 << 20  # bytes of weights up to which it is all latency
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One program: `block_m` tokens (of few: all) and `block_n` weight rows, `block_k` features at a time."""
+
+    block_m: int  # tokens, padded; 4 and fewer go without tensor cores
+    block_n: int
+    block_k: int
+    split: int  # programs that share the features of one tile
+    num_warps: int
+    stages: int  # steps of k in flight
+
+
+def token_bucket(num_tokens: int) -> int:
+    """Tokens are padded, so that few kernels are compiled: 16 cost a tensor core what 3 do."""
+    return num_tokens if num_tokens <= 2 else max(16, 1 << (num_tokens - 1).bit_length())
+
+
+def pays_small(num_tokens: int, num_rows: int, num_features: int, itemsize: int) -> bool:
+    """Whether `small_linear` beats a norm, the vendor's product and a gate in a row."""
+    # With more tokens only long rows are worth it: there are too few programs for anything else.
+    large = num_rows * num_features * itemsize >= _LARGE and num_features > num_rows
+    return num_tokens <= (MAX_SMALL if large else MAX_SMALL // 2)
+
+
+def pays_medium(num_tokens: int, num_rows: int, num_features: int, itemsize: int, gated: bool) -> bool:
+    """The same for `medium_linear`. The more the tensor cores are the limit, the better is the vendor's product, but a
+    gate that needs no kernel of its own makes up for it."""
+    small = num_rows * num_features * itemsize <= _SMALL
+    return itemsize == 2 and num_tokens <= (MAX_TOKENS if small or gated else MAX_SMALL)
+
+
+@functools.cache
+def num_multiprocessors(device: torch.device) -> int:
+    """The interpreter stands in for the chip that the table below was made for."""
+    if device.type != "cuda":
+        return 132
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def can_describe(x: Tensor, weight: Tensor) -> bool:
+    """Whether the chip's copy engine (TMA) can fetch tiles of these by itself."""
+    if x.device.type != "cuda" or torch.cuda.get_device_capability(x.device) < (9, 0):
+        return False
+    aligned = x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
+    return aligned and x.element_size() == 2 and x.shape[1] % 8 == 0
+
+
+@functools.cache
+def choose_small(num_tokens: int, num_rows: int, num_features: int, itemsize: int, num_sms: int) -> Tile:
+    """The tile of `small_linear` for weights [num_rows, num_features] and a bucket of tokens. Measured on an H200."""
+    if itemsize == 4:
+        if num_tokens <= 2:
+            return Tile(num_tokens, 4, min(1024, _padded(num_features)), 1, 4, 1)
+        return Tile(max(num_tokens, 16), 32, 32, 1, 4, 2)
+    if num_tokens <= 2 and num_rows * num_features * itemsize <= _SMALL:
+        # All of a row at once where it fits: 4096 weights, 64 registers of each thread, for a warp.
+        block_k = 1024 if num_tokens == 1 else 4096
+        block_k = min(block_k, _padded(num_features))
+        return Tile(num_tokens, 2 * num_tokens, block_k, 1, max(1, block_k // 1024), 1)
+    if num_tokens <= 16:
+        num_tiles = -(-num_rows // 64)
+        if num_tiles > num_sms:
+            return Tile(16, 64, 128, 1, 4, 5)
+        return Tile(16, 64, 256, _split(num_sms, num_tiles, num_features // 256), 4, 3)
+    if num_tokens <= 32:
+        split = _split(2 * num_sms, -(-num_rows // 64), num_features // 128)
+        return Tile(32, 64, 128, split, 4, 4)
+    if num_rows < 128 * num_sms:
+        split = _split(2 * num_sms, -(-num_rows // 64), num_features // 128)
+        return Tile(64, 64, 128, split, 4, 3)
+    return Tile(64, 128, 64, 1, 4, 4)
+
+
+@functools.cache
+def choose_medium(num_tokens: int, num_rows: int, num_features: int, itemsize: int, num_sms: int) -> Tile:
+    """The same for `medium_linear`, whose tiles of tokens may be several: one program a multiprocessor, or nearly."""
+    if itemsize == 4:
+        return Tile(64, 32, 32, 1, 4, 2)
+    if num_rows >= 128 * num_sms:
+        return Tile(64, 128, 64, 1, 4, 7) if num_tokens <= 64 else Tile(128, 256, 64, 1, 8, 4)
+    token_tiles = -(-num_tokens // 64)
+    for block_n, stages in ((32, 5), (64, 6), (128, 4)):
+        num_tiles = token_tiles * -(-num_rows // block_n)
+        if num_tiles <= num_sms:
+            split = _split(num_sms, num_tiles, num_features // 256) if 4 * num_tiles <= num_sms else 1
+            return Tile(64, block_n, 128, split, 4, stages)
+    return Tile(128, 128, 64, 1, 4, 4)
+
+
+def _padded(size: int) -> int:
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def _split(num_programs: int, num_tiles: int, num_steps: int) -> int:
+    """Programs to share a tile of `num_steps` steps, so that there are about `num_programs`."""
+    return max(1, min(8, num_programs // num_tiles, num_steps))
