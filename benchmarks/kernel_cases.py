@@ -25,7 +25,7 @@ from inflight.execution.sampling.triton import Workspace as DrawWorkspace
 from inflight.execution.sampling.triton import draw
 from inflight.layers.rotary import Rope
 from inflight.layers.triton.elementwise import gate, rms_norm
-from inflight.layers.triton.tuning import num_multiprocessors
+from inflight.layers.triton.tuning import MAX_TOKENS, num_multiprocessors
 from inflight.layers.triton_kernels import TritonKernels, TritonLinear
 from inflight.request import Request, SamplingParams
 
@@ -71,7 +71,7 @@ class Bench:
 
 def linear_cases(bench: Bench) -> Iterator[Case]:
     hidden, inner, queries = bench.hidden, bench.inner, bench.num_heads * bench.head_dim
-    fused = TritonKernels(bench.dtype, bench.device, few_tokens=128)
+    fused = TritonKernels(bench.dtype, bench.device, few_tokens=MAX_TOKENS)
     composed = TritonKernels(bench.dtype, bench.device, few_tokens=0)
     norm = {size: torch.ones(size, device=bench.device) for size in (hidden, inner, queries)}
     for name, rows, features in (
@@ -105,7 +105,7 @@ def linear_cases(bench: Bench) -> Iterator[Case]:
                     return kernels.logits(x, norm[x.shape[1]], EPS, layer)
                 return kernels.norm_linear(x, norm[x.shape[1]], EPS, layer)
 
-            contenders = [("composed", composed)] + ([("fused", fused)] if num_tokens <= 128 else [])
+            contenders = [("composed", composed)] + ([("fused", fused)] if num_tokens <= MAX_TOKENS else [])
             case, num_bytes = f"{name} M={num_tokens}", 2 * rows * features
             work = num_bytes * num_tokens
             calls: list[Call] = [_bind(F.linear, x, layer.weight) for layer in layers]
@@ -206,7 +206,7 @@ def decode_cases(bench: Bench) -> Iterator[Case]:
                     count,
                     workspace,
                     layer,
-                    tuning.decode,
+                    tuning.decode_for(batch),
                     tuning.early,
                     out,
                 ),
