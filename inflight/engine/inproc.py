@@ -146,7 +146,7 @@ class InprocClient:
         try:
             await self._ask(lambda: self._core.add(request))
         except BaseException:
-            del self._mailboxes[request.request_id]
+            self._mailboxes.pop(request.request_id, None)  # whoever gave up on it may have left already
             self._abandon(request.request_id)  # it may have been cancelled while it was added
             raise
 

@@ -13,6 +13,7 @@ import msgspec
 from starlette.responses import Response
 
 from inflight.errors import EngineDeadError, EngineError, QueueFullError, RequestError
+from inflight.request import SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -76,14 +77,21 @@ def of_exception(error: BaseException, retry_after: int = 1) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):
-        code = "context_length_exceeded" if "max_model_len" in str(error) else None
-        return ApiError(400, str(error), code=code, param=_param(str(error)))
+        if "max_model_len" in str(error):
+            return too_long(str(error).replace("the prompt has", "it has"))
+        return ApiError(400, str(error), param=_param(str(error)))
     if isinstance(error, QueueFullError):
         return ApiError(429, str(error), code="queue_full", retry_after=retry_after)
     if isinstance(error, EngineError):
         return of_engine(str(error), dead=isinstance(error, EngineDeadError))
     logger.error("a request failed inside the server", exc_info=error)
     return ApiError(500, "the server made a mistake and has logged it", code="internal_error")
+
+
+def too_long(detail: str) -> ApiError:
+    """The prompt does not fit. Routers know such a refusal by these words, and try a model with more room."""
+    message = f"the prompt is longer than the model's context length: {detail}"
+    return ApiError(400, message, code="context_length_exceeded", param="prompt")
 
 
 def of_engine(reason: str, dead: bool) -> ApiError:
@@ -94,6 +102,20 @@ def of_engine(reason: str, dead: bool) -> ApiError:
         return ApiError(503, message, code="engine_unavailable", retry_after=5)
     message = "the engine failed while it computed this request: it may be sent again"
     return ApiError(500, message, code="engine_error")
+
+
+def of_answer(reason: str, params: SamplingParams) -> ApiError:
+    """An answer ended with an error: its step failed, or its own parameters forbid every token."""
+    constrained = (
+        params.min_tokens or params.allowed_token_ids or params.bad_words or params.repetition_penalty != 1
+    )
+    if constrained and "no token is allowed" in reason:
+        message = (
+            "the parameters leave no token that may come next: look at allowed_token_ids, bad_words, "
+            "min_tokens and repetition_penalty"
+        )
+        return ApiError(400, message, code="no_token_allowed")
+    return of_engine(reason, dead=False)
 
 
 _NAMES = (

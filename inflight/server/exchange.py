@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from inflight.errors import EngineError
 from inflight.events import Delta
-from inflight.server.errors import ApiError, of_engine, of_exception
+from inflight.server.errors import ApiError, of_answer, of_exception
 from inflight.server.guard import Guard, Reason
 from inflight.server.job import Child, Job, Prepared
 from inflight.server.keys import Caller
@@ -163,7 +163,7 @@ class Exchange(Response):
                 self._first_token(now)
             child.last_at = now
         if delta.error is not None:
-            raise of_engine(delta.error, dead=False)
+            raise of_answer(delta.error, child.request.params)
         await job.take(child, delta)
         if delta.record is not None:
             child.answer.record = delta.record

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from inflight.request import SamplingParams
-from inflight.server.errors import ApiError
+from inflight.server.errors import ApiError, too_long
 from inflight.server.job import Prepared
 from inflight.server.keys import Caller
 from inflight.server.schemas.chat import ChatBody
@@ -172,11 +172,10 @@ def _check_characters(state: ServerState, num_characters: int) -> None:
     assert front.tokenizer is not None
     longest = front.tokenizer.max_characters_per_token
     if longest is not None and num_characters > longest * front.max_model_len:
-        message = (
-            f"the prompt has {num_characters} characters: no more than {longest * front.max_model_len} "
-            f"can fit (max_model_len is {front.max_model_len})"
+        raise too_long(
+            f"it has {num_characters} characters: no more than {longest * front.max_model_len} can fit "
+            f"(max_model_len is {front.max_model_len})"
         )
-        raise ApiError(400, message, code="context_length_exceeded", param="prompt")
 
 
 def prepare_chat(state: ServerState, caller: Caller, body: ChatBody, plan: Plan) -> list[Prepared]:
@@ -212,8 +211,7 @@ def _prepared(
 ) -> Prepared:
     limit = state.options.max_prompt_tokens
     if limit is not None and isinstance(prompt, list) and len(prompt) > limit:
-        message = f"the prompt has {len(prompt)} tokens: at most {limit} are allowed here"
-        raise ApiError(400, message, code="context_length_exceeded", param="prompt")
+        raise too_long(f"it has {len(prompt)} tokens: at most {limit} are allowed here")
     _, requests = state.front.intake.requests(
         f"g{next(state.serials)}",
         prompt,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import json
 import threading
 from collections.abc import Coroutine, Iterator
@@ -14,12 +15,17 @@ import httpx
 import uvloop
 
 from inflight import AsyncEngine
+from inflight.config import ProcessConfig
 from inflight.engine import EngineCore, InprocClient
+from inflight.engine.process import ProcessClient
+from inflight.frontend import Front
+from inflight.options import engine_config
 from inflight.server.keys import load_keys
 from inflight.server.options import ServeOptions
 from inflight.server.run import Server, listen
 from inflight.server.state import ServerState
 from inflight.server.tracing import NoTracer, Tracer
+from tests.server.faulty import BUILD
 
 T = TypeVar("T")
 SECONDS = 60.0
@@ -32,7 +38,10 @@ class Backend:
         self.loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self._thread.start()
-        self.engine = self.run(AsyncEngine.start(in_process=True, **options))
+        self.engine = self.run(self._start(options))
+
+    async def _start(self, options: dict[str, Any]) -> AsyncEngine:
+        return await AsyncEngine.start(in_process=True, **options)
 
     @property
     def core(self) -> EngineCore:
@@ -42,11 +51,31 @@ class Backend:
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(SECONDS)
 
+    async def idle(self) -> bool:
+        """No request, every block back."""
+        stats = await self.engine.stats()
+        return stats.num_running == stats.num_waiting == stats.kv.num_used == 0
+
     def close(self) -> None:
         self.run(self.engine.close())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(SECONDS)
         self.loop.close()
+
+
+class ProcessBackend(Backend):
+    """The same with the engine in a process of its own, which is soon found to hang."""
+
+    async def _start(self, options: dict[str, Any]) -> AsyncEngine:
+        config = engine_config(None, options)
+        watched = ProcessConfig(max_restarts=100, heartbeat=0.05, silent_after=0.5, stalled_after=0.5)
+        client = await ProcessClient.start(config, watched, build=BUILD)
+        return AsyncEngine(Front.of(config, client.facts), client, client.facts)
+
+    @property
+    def client(self) -> ProcessClient:
+        assert isinstance(self.engine.client, ProcessClient)
+        return self.engine.client
 
 
 @dataclass(eq=False)
@@ -74,7 +103,7 @@ class Live:
 
         async def wait() -> None:
             async with asyncio.timeout(SECONDS):
-                while not condition():
+                while not await _asked(condition):
                     await asyncio.sleep(0.002)
 
         try:
@@ -85,15 +114,19 @@ class Live:
     def wait_until_idle(self) -> None:
         """No request anywhere, every block back."""
 
-        def idle() -> bool:
-            kv = self.backend.core.scheduler.usage()
-            return not len(self.state.ledger) and not self.backend.core.has_work and kv.num_used == 0
+        async def idle() -> bool:
+            return not len(self.state.ledger) and await self.backend.idle()
 
         self.wait_until("an idle engine", idle)
 
     def stop(self) -> None:
         self.backend.loop.call_soon_threadsafe(self.server.stop)
         self.finished.result(SECONDS)
+
+
+async def _asked(condition: Any) -> bool:
+    found = condition()
+    return bool(await found if inspect.isawaitable(found) else found)
 
 
 @contextlib.contextmanager

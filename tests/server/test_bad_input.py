@@ -73,6 +73,8 @@ ROWS: list[tuple[str, dict[str, Any], str | None, str]] = [
     (COMPLETIONS, {"allowed_token_ids": [5] * 3000}, "allowed_token_ids", "there are only 2048"),
     (COMPLETIONS, {"stop_token_ids": [5] * 3000}, "stop_token_ids", "there are only 2048"),
     (COMPLETIONS, {"stop_token_ids": ["x"] * 100_000}, "stop_token_ids[0]", "valid integer"),
+    (COMPLETIONS, {"allowed_token_ids": [0, 2], "min_tokens": 2}, None, "no_token_allowed"),
+    (COMPLETIONS, {"allowed_token_ids": [5], "bad_words": ["#"], "stream": False}, None, "no_token_allowed"),
     # prompts
     (COMPLETIONS, {"prompt": ""}, "prompt", "empty"),
     (COMPLETIONS, {"prompt": []}, "prompt", "empty"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import openai
 import pytest
 
 from inflight import LLM, SamplingParams
+from inflight.errors import EngineDeadError, EngineError, QueueFullError
 from tests.server.live import Backend, Live, live_server
 
 MODEL = "inflight-builtin"
@@ -100,6 +102,69 @@ async def test_async(server: Live, text: str) -> None:
     assert found == text
 
 
+async def test_async_errors(server: Live) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="secret", max_retries=0) as client:
+        with pytest.raises(openai.BadRequestError, match="top_p is 7"):
+            await client.chat.completions.create(model=MODEL, messages=MESSAGES, top_p=7, stream=True)
+        with pytest.raises(openai.AuthenticationError):
+            await client.with_options(api_key="wrong").models.list()
+
+
+def test_several_answers(client: openai.OpenAI, llm: LLM) -> None:
+    fields = {**llm.get_default_sampling_fields(), "temperature": 1.0, "seed": 3, "n": 3, "max_tokens": 12}
+    params = SamplingParams(**fields)
+    texts = [output.text for output in llm.chat(MESSAGES, params)[0].outputs]
+    asked: Any = {"model": MODEL, "messages": MESSAGES, "temperature": 1, "seed": 3, "n": 3, "max_tokens": 12}
+    answer = client.chat.completions.create(**asked)
+    assert [choice.message.content for choice in answer.choices] == texts
+    found = ["", "", ""]
+    for chunk in client.chat.completions.create(**asked, stream=True):
+        for choice in chunk.choices:
+            found[choice.index] += choice.delta.content or ""
+    assert found == texts
+
+
+def test_the_stream_helper(client: openai.OpenAI, text: str) -> None:
+    """It puts the whole answer together from chunks of exactly OpenAI's shape."""
+    asked: Any = {"model": MODEL, "messages": MESSAGES, "temperature": 0, "max_tokens": 24}
+    usage: Any = {"include_usage": True}
+    with client.chat.completions.stream(**asked, logprobs=True, stream_options=usage) as events:
+        kinds = {event.type for event in events}
+        whole = events.get_final_completion()
+    assert {"chunk", "content.delta", "content.done", "logprobs.content.delta"} <= kinds
+    assert whole.choices[0].message.content == text
+    assert whole.usage is not None
+    assert whole.choices[0].logprobs is not None
+    assert len(whole.choices[0].logprobs.content or []) == whole.usage.completion_tokens
+
+
+def test_raw_responses(client: openai.OpenAI, text: str) -> None:
+    raw = client.chat.completions.with_raw_response.create(
+        model=MODEL, messages=MESSAGES, temperature=0, max_tokens=24, extra_body={"request_id": "raw-1"}
+    )
+    assert raw.headers["x-request-id"] == raw.parse().id == "raw-1"
+    assert raw.parse().choices[0].message.content == text
+    with client.completions.with_streaming_response.create(model=MODEL, prompt="x", max_tokens=2) as response:
+        assert response.parse().object == "text_completion"
+
+
+def test_a_client_that_waits_no_longer(client: openai.OpenAI, server: Live, backend: Backend) -> None:
+    def slow(_: object) -> None:
+        time.sleep(0.05)
+
+    backend.core.observers.append(slow)
+    before = server.state.metrics.num_disconnects
+    try:
+        with pytest.raises(openai.APITimeoutError):
+            client.with_options(timeout=0.3).completions.create(
+                model=MODEL, prompt="x", max_tokens=2000, extra_body={"ignore_eos": True}
+            )
+    finally:
+        backend.core.observers.remove(slow)
+    server.wait_until("its end", lambda: server.state.metrics.num_disconnects == before + 1)
+    server.wait_until_idle()
+
+
 def test_errors(client: openai.OpenAI, server: Live) -> None:
     with pytest.raises(openai.AuthenticationError, match="not known here"):
         client.with_options(api_key="wrong").models.list()
@@ -122,25 +187,43 @@ def test_errors(client: openai.OpenAI, server: Live) -> None:
         server.state.draining = False
 
 
-def test_retries_after_a_full_queue(
-    client: openai.OpenAI, backend: Backend, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "refusal", [QueueFullError("full"), EngineDeadError("it restarts")], ids=["full", "restarting"]
+)
+def test_retries_wait_as_long_as_they_are_told(
+    refusal: EngineError,
+    client: openai.OpenAI,
+    backend: Backend,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The client waits as long as Retry-After says, then succeeds."""
-    from inflight.errors import QueueFullError
-
-    tries = []
+    """429 and 503 are tried again, after what Retry-After says."""
+    tries: list[Any] = []
+    waits: list[tuple[float, str]] = []
     add = backend.core.add
 
-    def full_at_first(request: Any) -> None:
+    def refuse_at_first(request: Any) -> None:
         tries.append(request)
         if len(tries) == 1:
-            raise QueueFullError("full")
+            raise refusal
         add(request)
 
-    monkeypatch.setattr(backend.core, "add", full_at_first)
-    answer = client.with_options(max_retries=2).completions.create(model=MODEL, prompt="x", max_tokens=2)
-    assert answer.choices[0].finish_reason == "length"
+    monkeypatch.setattr(backend.core, "add", refuse_at_first)
+    monkeypatch.setattr(openai.OpenAI, "_sleep_for_retry", waiting(waits))
+    answer = client.with_options(max_retries=2).completions.create(model=MODEL, prompt="x", max_tokens=1)
+    assert answer.choices[0].text
     assert len(tries) == 2
+    ((seconds, told),) = waits
+    assert seconds == float(told) >= 1
+
+
+def waiting(waits: list[tuple[float, str]]) -> Any:
+    """In place of the client's pause: what it would be, and what the server said."""
+
+    def note(self: Any, *, retries_taken: int, max_retries: int, options: Any, response: Any) -> None:
+        left, headers = max_retries - retries_taken, response.headers
+        waits.append((self._calculate_retry_timeout(left, options, headers), headers["retry-after"]))
+
+    return note
 
 
 def test_an_error_in_a_stream_is_raised(client: openai.OpenAI, backend: Backend) -> None:

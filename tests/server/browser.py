@@ -1,0 +1,159 @@
+"""A headless Chromium, driven over its debugging socket."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from websockets.sync.client import ClientConnection, connect
+
+SECONDS = 60.0
+NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+
+
+class Page:
+    """One tab."""
+
+    def __init__(self, connection: ClientConnection) -> None:
+        self._connection = connection
+        self._number = 0
+        self.problems: list[str] = []  # what the page has complained of
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self.call(f"{domain}.enable")
+
+    def call(self, method: str, **params: Any) -> Any:
+        self._number += 1
+        self._connection.send(json.dumps({"id": self._number, "method": method, "params": params}))
+        while True:
+            message = json.loads(self._connection.recv(SECONDS))
+            if message.get("id") == self._number:
+                assert "error" not in message, message
+                return message["result"]
+            self._note(message)
+
+    def _note(self, message: Any) -> None:
+        if message.get("method") == "Runtime.exceptionThrown":
+            self.problems.append(str(message["params"]["exceptionDetails"]))
+        elif message.get("method") == "Log.entryAdded" and message["params"]["entry"]["level"] == "error":
+            self.problems.append(message["params"]["entry"]["text"])
+
+    def open(self, url: str) -> None:
+        self.call("Page.navigate", url=url)
+        self.wait_for("document.readyState === 'complete'")
+
+    def run(self, script: str) -> Any:
+        """The value of an expression."""
+        found = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in found, found
+        return found["result"].get("value")
+
+    def wait_for(self, condition: str) -> None:
+        ends_at = time.monotonic() + SECONDS
+        while not self.run(f"Boolean({condition})"):
+            assert time.monotonic() < ends_at, f"never came: {condition}"
+            time.sleep(0.02)
+
+    def text(self, selector: str) -> str:
+        return str(self.run(f"document.querySelector({json.dumps(selector)})?.innerText ?? ''"))
+
+    def click(self, selector: str) -> None:
+        """With the mouse, where the element is: what lies above it would get the click."""
+        box = self.run(
+            f"(() => {{ const box = document.querySelector({json.dumps(selector)}).getBoundingClientRect();"
+            "return [box.x + box.width / 2, box.y + box.height / 2]; })()"
+        )
+        for kind in ("mousePressed", "mouseReleased"):
+            where = {"x": box[0], "y": box[1], "button": "left", "clickCount": 1}
+            self.call("Input.dispatchMouseEvent", type=kind, **where)
+
+    def write(self, text: str) -> None:
+        """Into what has the focus."""
+        self.call("Input.insertText", text=text)
+
+    def press_enter(self) -> None:
+        key = {"key": "Enter", "code": "Enter", "windowsVirtualKeyCode": 13, "text": "\r"}
+        self.call("Input.dispatchKeyEvent", type="keyDown", **key)
+        self.call("Input.dispatchKeyEvent", type="keyUp", **key)
+
+    def show_as(self, scheme: str, width: int = 1000, height: int = 720) -> None:
+        """Light or dark, on a screen of that size."""
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        self.call("Emulation.setEmulatedMedia", features=features)
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=width < 600,
+        )
+
+    def picture(self, name: str) -> None:
+        """To the folder that INFLIGHT_PICTURES names, if it does."""
+        folder = os.environ.get("INFLIGHT_PICTURES")
+        if folder:
+            data = self.call("Page.captureScreenshot", format="png")["data"]
+            Path(folder, f"page-{name}.png").write_bytes(base64.b64decode(data))
+
+
+def find_browser() -> str:
+    """Its command. Without one tests are skipped, but never where CI runs."""
+    found = next(filter(None, map(shutil.which, NAMES)), None)
+    if found is None:
+        reason = "no Chromium: apt-get install chromium"
+        if os.environ.get("CI"):
+            pytest.fail(reason)
+        pytest.skip(reason)
+    return found
+
+
+@contextmanager
+def browser() -> Iterator[Page]:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+        command = [
+            find_browser(),
+            "--headless=new",
+            "--no-sandbox",  # it only opens our own page, and tests may run as root
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+            "--disable-extensions",
+            "--disable-background-networking",
+            "--no-first-run",
+            "--remote-debugging-port=0",
+            f"--user-data-dir={profile}",
+            "about:blank",
+        ]
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        process = subprocess.Popen(command, env=os.environ | {"HOME": profile}, **quiet)  # type: ignore[call-overload]
+        try:
+            port = _port(Path(profile, "DevToolsActivePort"), process)
+            targets = httpx.get(f"http://127.0.0.1:{port}/json/list").json()
+            url = next(target["webSocketDebuggerUrl"] for target in targets if target["type"] == "page")
+            with connect(url, max_size=None, open_timeout=SECONDS, proxy=None) as connection:
+                yield Page(connection)
+        finally:
+            process.terminate()
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(10)
+
+
+def _port(file: Path, process: subprocess.Popen[bytes]) -> int:
+    ends_at = time.monotonic() + SECONDS
+    while not file.exists() or not file.read_text():
+        assert process.poll() is None, "the browser has ended"
+        assert time.monotonic() < ends_at, "the browser does not start"
+        time.sleep(0.05)
+    return int(file.read_text().splitlines()[0])

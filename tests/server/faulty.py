@@ -1,0 +1,48 @@
+"""The built-in model in a process of its own, whose steps go wrong when a prompt tells them to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from inflight.config import EngineConfig
+from inflight.engine import EngineCore, ModelFacts
+from inflight.loading import load_core
+from inflight.scheduling import Batch, Sampled
+
+BUILD = "tests.server.faulty:build"
+HANG, RAISE, SLOW = 1900, 1901, 1902  # first tokens of prompts
+HANG_SECONDS = 2.0
+RAISES_AT = 30  # tokens
+
+
+class FaultyRunner:
+    """Passes on to the model's runner. Faults come when a request's stream has begun."""
+
+    def __init__(self, real: Any) -> None:
+        self._real = real
+
+    def launch(self, batch: Batch) -> Any:
+        if any(request.token_ids[0] == SLOW for request in batch.requests):
+            time.sleep(0.005)
+        for request in batch.requests:
+            first, num_outputs = request.token_ids[0], request.num_output_tokens
+            if first == HANG and num_outputs == 3:
+                time.sleep(HANG_SECONDS)
+            elif first == RAISE and num_outputs == RAISES_AT:
+                raise RuntimeError("/secret/path: broken on purpose")
+        return self._real.launch(batch)
+
+    def collect(self, ticket: Any) -> Sampled:
+        found: Sampled = self._real.collect(ticket)
+        return found
+
+    def close(self) -> None:
+        self._real.close()
+
+
+def build(config: EngineConfig, progress: Callable[[int, int], None]) -> tuple[EngineCore, ModelFacts]:
+    core, facts = load_core(config, progress)
+    core.runner = FaultyRunner(core.runner)
+    return core, facts

@@ -1,0 +1,101 @@
+"""Bodies made from the API's own document, good and bad: no server error, only the statuses and shapes it tells of."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    negative_data_rejection,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from inflight.server.schemas.chat import ChatChunk
+from inflight.server.schemas.completions import Completion
+from tests.server.live import Backend, Live, live_server, stream
+
+GENERATING = ("/v1/completions", "/v1/chat/completions")
+OPERATIONS = [
+    *(("POST", path, 150) for path in GENERATING),
+    *(("POST", path, 60) for path in ("/tokenize", "/detokenize")),
+    *(("GET", path, 8) for path in ("/v1/models/{model}", "/v1/requests/{request_id}")),
+    ("DELETE", "/v1/requests/{request_id}", 8),
+    *(("GET", path, 2) for path in ("/v1/models", "/health", "/ready", "/version", "/metrics", "/")),
+]
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+    negative_data_rejection,
+]
+
+
+@pytest.fixture(scope="module")
+def server(backend: Backend) -> Iterator[Live]:
+    with live_server(backend) as live:
+        yield live
+        live.wait_until_idle()
+
+
+@pytest.fixture(scope="module")
+def document(server: Live) -> Any:
+    return schemathesis.openapi.from_dict(server.http.get("/openapi.json").json())
+
+
+def test_every_operation_is_tried(document: Any) -> None:
+    found = {(result.ok().method.upper(), result.ok().path) for result in document.get_all_operations()}
+    assert found == {(method, path) for method, path, _ in OPERATIONS}
+
+
+@pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
+@pytest.mark.parametrize(("method", "path", "max_examples"), OPERATIONS)
+def test_what_the_document_tells(
+    method: str, path: str, max_examples: int, mode: GenerationMode, document: Any, server: Live
+) -> None:
+    operation = document[path][method]
+    if mode.is_negative and not operation.body:
+        return  # nothing is sent that could be wrong
+    statuses: Counter[int] = Counter()
+
+    @settings(
+        max_examples=max_examples,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def check(case: Any) -> None:
+        if path in GENERATING and mode.is_positive:
+            make_small(case.body)
+        response = case.call(base_url=server.url, timeout=60)
+        statuses[response.status_code] += 1
+        if response.headers["content-type"][0].startswith("text/event-stream"):
+            events = stream(server, path, case.body)  # schemathesis leaves long streams before their end
+            for event in events:
+                (Completion if path == GENERATING[0] else ChatChunk).model_validate(event, strict=True)
+        else:
+            case.validate_response(response, checks=CHECKS)
+
+    check()
+    if mode.is_positive and "{" not in path:
+        assert statuses[200] > 0, statuses
+
+
+def make_small(body: dict[str, Any]) -> None:
+    """What is asked for must be quick, and of the model that is there."""
+    body.pop("model", None)
+    for name in ("max_tokens", "max_completion_tokens"):
+        if body.get(name):
+            body[name] = min(body[name], 4)
+    body.setdefault("max_tokens", 4)
+    if body.get("n"):
+        body["n"] = min(body["n"], 2)
