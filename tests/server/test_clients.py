@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import warnings
 from collections.abc import Iterator
@@ -28,6 +29,17 @@ def server(backend: Backend) -> Iterator[Live]:
 @pytest.fixture(scope="module")
 def text(llm: LLM) -> str:
     return llm.chat(MESSAGES, SamplingParams(temperature=0, max_tokens=24))[0].outputs[0].text
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _leave_nothing_open() -> Iterator[None]:
+    """These packages leave connections and event loops to the garbage collector, which warns of each. It must come for
+    them here, and not in the middle of some other test."""
+    yield
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        for _ in range(3):
+            gc.collect()
 
 
 # ---- litellm ----
