@@ -39,7 +39,9 @@ def test_spelled_tokens_are_text(tokenizer: Tokenizer, template: ChatTemplate) -
 
 
 def test_parts_that_spell_a_token_together(tokenizer: Tokenizer) -> None:
-    joins = ChatTemplate("{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}")
+    joins = ChatTemplate(
+        "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
+    )
     spelled = tokenizer.token(min(tokenizer.special_ids))
     parts = [{"type": "text", "text": spelled[:3]}, {"type": "text", "text": spelled[3:]}]
     text, ids = encode_chat(joins, tokenizer, [{"role": "user", "content": parts}])
