@@ -19,6 +19,8 @@ from inflight.server.openapi import document
 from inflight.server.routes import generation, life, service
 from inflight.server.state import ServerState, state_of
 
+_FORGOTTEN = ("/chat/completions", "/completions", "/models")  # by clients whose base URL lacks /v1
+
 
 def create_app(state: ServerState) -> ASGIApp:
     """Everything between the wire and the engine."""
@@ -77,7 +79,9 @@ async def _not_routed(request: Request, error: Exception) -> Response:
     """No such path, or not with this method."""
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
-        message = f"there is nothing at {request.url.path!r:.200}"
+        path = request.url.path
+        hint = f": it is at /v1{path}" if path in _FORGOTTEN else ""
+        message = f"there is nothing at {path!r:.200}{hint}"
         return ApiError(404, message, code="unknown_path").response()
     if error.status_code == 405:
         message = f"{request.method} is not allowed at {request.url.path!r:.200}"

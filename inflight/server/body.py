@@ -68,7 +68,8 @@ def _check_kind(request: Request) -> None:
     """JSON, or nothing said. A page of another origin can send plain text without being allowed to."""
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json":
-        raise ApiError(415, f"the content type is {kind:.100}: it must be application/json")
+        message = f"the content type is {kind:.100}: it must be application/json (-H 'Content-Type: application/json')"
+        raise ApiError(415, message, code="unsupported_media_type")
 
 
 async def read_json(request: Request, schema: type[T], max_bytes: int, seconds: float) -> T:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import logging
 import socket
@@ -53,8 +54,9 @@ def listen(options: ServeOptions) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except OSError as error:
+        hint = " (--port takes another)" if error.errno == errno.EADDRINUSE else ""
         raise ConfigError(
-            f"cannot listen on {options.host}, port {options.port}: {error.strerror}"
+            f"cannot listen on {options.host}, port {options.port}: {error.strerror}{hint}"
         ) from error
     return listener
 

@@ -134,7 +134,7 @@ def browser() -> Iterator[Page]:
             "about:blank",
         ]
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        process = subprocess.Popen(command, env=os.environ | {"HOME": profile}, **quiet)  # type: ignore[call-overload]
+        process = subprocess.Popen(command, env=os.environ | {"HOME": profile, "TMPDIR": profile}, **quiet)  # type: ignore[call-overload]
         try:
             port = _port(Path(profile, "DevToolsActivePort"), process)
             targets = httpx.get(f"http://127.0.0.1:{port}/json/list").json()

@@ -46,14 +46,19 @@ def _leave_nothing_open() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def litellm() -> ModuleType:
+def litellm() -> Iterator[ModuleType]:
     os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # or it asks the network for prices
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of its own making
         import litellm
     litellm.telemetry = False
     litellm.suppress_debug_info = True
-    return litellm
+    yield litellm
+    cache: Any = litellm.in_memory_llm_clients_cache
+    cache.flush_cache()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it leaves connections and event loops to be found by others
+        gc.collect()
 
 
 @pytest.fixture
@@ -163,6 +168,7 @@ def test_langchain_stream_and_batch(chat: Any, text: str) -> None:
 async def test_langchain_async(chat: Any, text: str) -> None:
     assert (await chat.ainvoke(QUESTION)).content == text
     assert "".join([chunk.content async for chunk in chat.astream(QUESTION)]) == text
+    await chat.root_async_client.close()
 
 
 def test_langchain_completions(server: Live, llm: LLM) -> None:
