@@ -13,7 +13,7 @@ from rich.console import Console
 
 from inflight.compare.drawing import DARK, LIGHT, MIN_PREFILL, Rect, Text, draw
 from inflight.compare.html import to_html
-from inflight.compare.layout import Kind
+from inflight.compare.layout import Kind, Timeline
 from inflight.compare.palette import decode_colour, label, prefill_colour
 from inflight.compare.png import SCALE, write_png
 from inflight.compare.report import Comparison
@@ -23,6 +23,27 @@ from tests.compare.conftest import NUM_SLOTS
 
 SVG = "{http://www.w3.org/2000/svg}"
 LIMIT = 500_000  # bytes
+STEP = 0.01  # seconds
+
+
+@pytest.fixture(scope="module")
+def comparison(comparison: Comparison) -> Comparison:
+    """The real run, drawn as if every step had taken the same time: a slow moment of the machine would change the
+    picture."""
+    return replace(
+        comparison,
+        results={
+            name: replace(result, timeline=with_even_steps(result.timeline))
+            for name, result in comparison.results.items()
+        },
+    )
+
+
+def with_even_steps(timeline: Timeline) -> Timeline:
+    steps = range(timeline.num_steps)
+    return replace(
+        timeline, begins=[step * STEP for step in steps], ends=[(step + 1) * STEP for step in steps]
+    )
 
 
 def test_labels_count_on_past_z() -> None:
