@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from inflight.execution.inputs import StepInputs, build_inputs
-from inflight.execution.results import Ticket, score_prompts
+from inflight.execution.results import Ticket, score_prompts, wants_prompt_logprobs
 from inflight.execution.rows import Rows
 from inflight.execution.sampling import SampledTensors, Sampler, SamplingRows
 from inflight.execution.torch_threads import WORTH_SHARING, torch_threads
@@ -35,22 +35,26 @@ class ModelRunner:
             for row, request in batch.admissions:
                 self.sampling.set(row, request)
             inputs = build_inputs(batch, self.rows, self.block_size)
-        hidden = self.decoder.forward(inputs.token_ids, self.caches, inputs.attention)
-        ticket = Ticket(
-            len(batch),
-            inputs.sampling_entries,
-            None,
-            score_prompts(batch, self.decoder, hidden, self.rows.tokens),
-        )
+        ticket = Ticket(len(batch), inputs.sampling_entries, None, {})
+        if wants_prompt_logprobs(batch):
+            hidden = self._forward(inputs, None)
+            ticket.prompt_logprobs = score_prompts(batch, self.decoder, hidden, self.rows.tokens)
+            hidden = hidden[inputs.sampling_tokens]
+        else:
+            all_wanted = len(inputs.sampling_entries) == len(inputs.token_ids)
+            hidden = self._forward(inputs, None if all_wanted else inputs.sampling_tokens)
         if inputs.sampling_entries:
             ticket.sampled = self._sample(batch, inputs, hidden).fetch()
         return ticket
 
+    def _forward(self, inputs: StepInputs, wanted: Tensor | None) -> Tensor:
+        return self.decoder.forward(inputs.token_ids, self.caches, inputs.attention, wanted)
+
     def _sample(self, batch: Batch, inputs: StepInputs, hidden: Tensor) -> SampledTensors:
-        """One token for every entry that has caught up, written into its row for the next step to read."""
-        if len(inputs.sampling_entries) < len(hidden):
-            with torch_threads(1):
-                hidden = hidden[inputs.sampling_tokens]
+        """One token for every entry that has caught up, written into its row for the next step to read.
+
+        hidden [S, hidden_size].
+        """
         logits = self.decoder.logits(hidden)
         rows = [batch.rows[entry] for entry in inputs.sampling_entries]
         with torch_threads(self._num_threads if logits.numel() >= WORTH_SHARING else 1):

@@ -110,15 +110,26 @@ class Decoder:
             spec.num_layers, spec.num_kv_heads, spec.head_dim, block_size, self.kernels.compute_dtype
         )
 
-    def forward(self, token_ids: Tensor, caches: list[Tensor], inputs: Any) -> Tensor:
-        """Token ids [T], and the step as the attention backend reads it -> the residual stream [T, hidden_size]."""
+    def forward(
+        self, token_ids: Tensor, caches: list[Tensor], inputs: Any, wanted: Tensor | None = None
+    ) -> Tensor:
+        """Token ids [T], and the step as the attention backend reads it -> the residual stream [T, hidden_size].
+
+        With `wanted` [W], indices of tokens, it is theirs alone [W, hidden_size]. Nobody reads the last layer's
+        result for the others: it ends with their keys and values, which spares a prompt most of a layer.
+        """
         kernels, eps, activation = self.kernels, self.spec.norm_eps, self.spec.activation
         stream = self._embed(token_ids)
+        last = self.layers[-1]
         for layer, cache in zip(self.layers, caches, strict=True):
             qkv = kernels.norm_linear(stream, layer.attention_in_norm, eps, layer.qkv)
             if layer.q_norm is not layer.attention.q_norm:
                 qkv = self._normalise_whole(layer, qkv)
             attended = self.attention.attend(qkv, layer.attention, cache, inputs)
+            if layer is last and wanted is not None:
+                stream, attended = stream[wanted], attended[wanted]
+                if not len(wanted):
+                    return stream
             stream = kernels.linear_add(attended, layer.output, stream, layer.attention_out_norm, eps)
             inner = kernels.norm_gate_up(stream, layer.mlp_in_norm, eps, layer.gate_up, activation)
             stream = kernels.linear_add(inner, layer.down, stream, layer.mlp_out_norm, eps)

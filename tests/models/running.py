@@ -30,14 +30,22 @@ def load(folder: Path, dtype: torch.dtype = torch.float32, fast: bool = False, *
 
 
 @torch.inference_mode()
-def logprobs(decoder: Decoder, token_ids: list[int], chunks: list[int] | None = None) -> Tensor:
-    """[len(token_ids), vocab_size] of the whole prompt, computed in `chunks` (all at once unless given)."""
+def logprobs(
+    decoder: Decoder,
+    token_ids: list[int],
+    chunks: list[int] | None = None,
+    wanted: list[list[int]] | None = None,
+) -> Tensor:
+    """[len(token_ids), vocab_size] of the whole prompt, computed in `chunks` (all at once unless given).
+
+    With `wanted`, of these tokens alone: indices into each chunk.
+    """
     num_tokens = len(token_ids)
     num_blocks = -(-num_tokens // BLOCK_SIZE)
     table = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(5))
     caches = decoder.attention.allocate(decoder.kv_shape(BLOCK_SIZE), num_blocks, CPU)
     ids, out, start = torch.tensor(token_ids), [], 0
-    for count in chunks or [num_tokens]:
+    for number, count in enumerate(chunks or [num_tokens]):
         positions = torch.arange(start, start + count)
         inputs = AttentionInputs(
             positions=positions,
@@ -47,7 +55,8 @@ def logprobs(decoder: Decoder, token_ids: list[int], chunks: list[int] | None = 
             block_tables=table.to(torch.int32)[None],
             slots=table[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE,
         )
-        hidden = decoder.forward(ids[start : start + count], caches, inputs)
+        indices = None if wanted is None else torch.tensor(wanted[number], dtype=torch.int64)
+        hidden = decoder.forward(ids[start : start + count], caches, inputs, indices)
         out.append(decoder.logits(hidden).log_softmax(-1))
         start += count
     assert start == num_tokens

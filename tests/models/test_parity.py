@@ -93,6 +93,16 @@ def test_chunks_and_single_tokens_agree_with_the_whole_prompt(family: str, tmp_p
     torch.testing.assert_close(pieces, whole, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_that_nobody_reads_change_nothing(family: str, fast: bool, tmp_path: Path) -> None:
+    make_model(family).save_pretrained(tmp_path)
+    decoder = load(tmp_path, fast=fast)
+    whole = logprobs(decoder, prompt(), [10, 20, 10])
+    some = logprobs(decoder, prompt(), [10, 20, 10], wanted=[[3, 9], [], [0, 9]])
+    torch.testing.assert_close(some, whole[[3, 9, 30, 39]], rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize(("length", "served"), [(12, None), (40, 512)])
 def test_longrope_uses_the_factors_of_the_context_served(
     length: int, served: int | None, tmp_path: Path

@@ -110,23 +110,24 @@ class GpuRunner:
         return self._sample_apart(batch, host, stream)
 
     def _compute(self, shape: StepShape) -> Tensor:
-        """The device's part: the residual stream [T, hidden_size], and a token a sample if the shape has any."""
+        """The device's part: a token a sample if the shape has any, else the residual stream [T, hidden_size]."""
         token_ids, inputs = self.step.open(shape)
-        stream = self.decoder.forward(token_ids, self.caches, inputs)
-        if shape.num_samples:
-            samples = self.step.samples(shape)
-            last = stream[samples.tokens] if shape.chunks else stream
-            draw(
-                self.decoder.logits(last),
-                samples.rows,
-                samples.lengths,
-                self.sampling,
-                self.rows.tokens,
-                samples.ids,
-                samples.bad,
-                self.draw_workspace,
-            )
-        return stream
+        if not shape.num_samples:
+            return self.decoder.forward(token_ids, self.caches, inputs)
+        samples = self.step.samples(shape)
+        wanted = samples.tokens if shape.chunks else None
+        stream = self.decoder.forward(token_ids, self.caches, inputs, wanted)
+        draw(
+            self.decoder.logits(stream),
+            samples.rows,
+            samples.lengths,
+            self.sampling,
+            self.rows.tokens,
+            samples.ids,
+            samples.bad,
+            self.draw_workspace,
+        )
+        return samples.ids
 
     def _ticket(self, num_entries: int, host: HostStep, shape: StepShape) -> GpuTicket:
         drawn = self._to_host(self.step.results(shape)) if host.sampling_entries else None
