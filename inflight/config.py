@@ -82,6 +82,7 @@ class SchedulerConfig:
     policy: str | Callable[[], Any] = "continuous"
     max_num_seqs: int = 256  # requests in the running batch
     max_num_batched_tokens: int | None = None  # tokens computed per step; None: the device's default
+    target_step_ms: float = 0.0  # prompts are cut so that decodes wait about so long; 0: not for that
     max_kv_tokens: int | None = None  # tokens resident across all running requests
     max_queue: int | None = None  # waiting requests; None: no limit of its own
     pipeline_depth: int | None = None  # 1 or 2; None: the device's default
@@ -94,6 +95,9 @@ class SchedulerConfig:
         for name in ("max_num_batched_tokens", "max_kv_tokens", "max_queue"):
             _require_integer(name, getattr(self, name), 1, "None or at least 1", optional=True)
         _require(self.pipeline_depth in (None, 1, 2), "pipeline_depth", self.pipeline_depth, "1 or 2")
+        target = self.target_step_ms
+        ok = isinstance(target, int | float) and not isinstance(target, bool) and 0 <= target < math.inf
+        _require(ok, "target_step_ms", target, "0 or a positive number of milliseconds")
         weights = (self.tenant_weights or {}).values()
         ok = all(isinstance(weight, int | float) and 0 < weight < math.inf for weight in weights)
         _require(ok, "tenant_weights", self.tenant_weights, "None, or positive numbers by tenant")

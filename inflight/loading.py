@@ -22,7 +22,7 @@ from inflight.models.defaults import default_sampling, eos_token_ids, resolve_co
 from inflight.models.families import decoder_spec
 from inflight.models.weights import load_decoder
 from inflight.options import engine_config as engine_config
-from inflight.scheduling import Limits, Policy, Scheduler, make_policy
+from inflight.scheduling import Limits, Policy, Scheduler, TimedPace, make_policy
 from inflight.text import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -170,7 +170,9 @@ def _build_core(
         max_kv_tokens=options.max_kv_tokens or sys.maxsize,
     )
     cache = ChainHashCache(block_size) if config.cache.enable_prefix_caching else NoPrefixCache()
-    scheduler = Scheduler(limits, policy, BlockManager(num_blocks, block_size, cache))
+    target = options.target_step_ms
+    pace = TimedPace(limits.max_num_batched_tokens, target / 1000) if target else None
+    scheduler = Scheduler(limits, policy, BlockManager(num_blocks, block_size, cache), pace)
     runner = place.runner(config, decoder, num_blocks, max_model_len)
     depth = options.pipeline_depth or place.pipeline_depth
     return EngineCore(scheduler, runner, depth, options.max_queue)

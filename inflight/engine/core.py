@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -53,6 +54,7 @@ class EngineCore:
         self.clock = clock
         self.observers: list[StepObserver] = []
         self._in_flight: deque[tuple[Batch, Any, float]] = deque()  # batch, ticket, when it was scheduled
+        self._collected_at = -math.inf
         self._num_prompt_tokens = self._num_output_tokens = self._num_steps = self._num_preemptions = 0
 
     # ---- requests ----
@@ -112,6 +114,10 @@ class EngineCore:
         except Exception as error:
             return self._fail(batch, error)
         now = self.clock()
+        if batch.num_tokens > len(batch):
+            # It began when it was launched or, if that was sooner, when the step before it was done.
+            self.scheduler.pace.observe(batch.num_tokens, now - max(started_at, self._collected_at))
+        self._collected_at = now
         deltas = self.scheduler.update(batch, sampled, now)
         self._num_steps += 1
         self._num_preemptions += len(batch.preempted)

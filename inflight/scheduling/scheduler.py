@@ -23,13 +23,14 @@ class Scheduler(Roster):
         """The next batch, or None when nothing can be computed before a batch in flight comes back."""
         batch = Batch(self._num_steps)
         behind = self._schedule_decodes(batch)
+        max_tokens = self.pace.budget(len(batch), len(behind) + len(self.policy))
         for request in behind:
             if request.status is Status.RUNNING:  # an older one may have preempted it meanwhile
-                self._schedule_chunk(request, batch)
+                self._schedule_chunk(request, batch, max_tokens)
         for request in behind:
             self._publish(request)
         if not batch.preempted:
-            self._admit(batch, now)
+            self._admit(batch, now, max_tokens)
         if not batch.requests:
             return None
         self._num_steps += 1
@@ -66,10 +67,10 @@ class Scheduler(Roster):
         batch.num_tokens = len(batch.requests)
         return behind
 
-    def _schedule_chunk(self, request: Request, batch: Batch) -> None:
+    def _schedule_chunk(self, request: Request, batch: Batch, max_tokens: int) -> None:
         """Give a running request that is several tokens behind what the step can spare."""
         wanted = request.num_tokens - request.num_computed
-        budget = self.limits.max_num_batched_tokens - batch.num_tokens
+        budget = max_tokens - batch.num_tokens
         if wanted <= 0 or budget <= 0:
             return
         count = self.policy.tokens(request, wanted, budget)
@@ -153,11 +154,11 @@ class Scheduler(Roster):
 
     # ---- admission ----
 
-    def _admit(self, batch: Batch, now: float) -> None:
+    def _admit(self, batch: Batch, now: float, max_tokens: int) -> None:
         if not len(self.policy):
             return
         for request in self.policy.candidates():
-            budget = self.limits.max_num_batched_tokens - batch.num_tokens
+            budget = max_tokens - batch.num_tokens
             if budget <= 0 or not self._free_rows or not self.policy.admits(request, self.running):
                 return
             self._try_admit(request, budget, batch, now)

@@ -48,6 +48,9 @@ class ServeOptions:
     )
     max_num_seqs: int = _option(256, SCHEDULING, "Requests in the running batch.")
     max_num_batched_tokens: int | None = _option(None, SCHEDULING, "Tokens computed in one step.")
+    target_step_ms: float = _option(
+        12.0, SCHEDULING, "Cut prompts so that streams wait about so long for a token; 0: never for that."
+    )
     max_kv_tokens: int | None = _option(None, SCHEDULING, "Tokens resident across all running requests.")
     pipeline_depth: int | None = _option(None, SCHEDULING, "Steps in flight, 1 or 2.")
     in_process: bool = _option(False, SCHEDULING, "Run the engine in a thread of the server.")
@@ -131,6 +134,7 @@ ENGINE_OPTIONS = (
     "policy",
     "max_num_seqs",
     "max_num_batched_tokens",
+    "target_step_ms",
     "max_kv_tokens",
     "pipeline_depth",
     "max_queue",

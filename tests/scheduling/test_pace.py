@@ -1,0 +1,149 @@
+"""Steps of a length that those who decode can bear, on a clock that only steps move."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from inflight.config import SchedulerConfig
+from inflight.engine.core import EngineCore
+from inflight.engine.fake import FakeRunner, expected_tokens
+from inflight.errors import ConfigError
+from inflight.events import StepRecord
+from inflight.kv import BlockManager, NoPrefixCache
+from inflight.scheduling import Batch, Limits, Pace, Sampled, Scheduler, TimedPace, make_policy
+from inflight.scheduling.pace import FIRST_TOKENS, MIN_CHUNK, PROMPTS_AT_ONCE
+from tests.helpers import make_request
+
+MAX_TOKENS = 4096
+BASE, EACH = 4.0, 0.02  # milliseconds: of any step, and of each of its tokens
+
+
+class TimedRunner(FakeRunner):
+    """A device that is done with a step when its time is over."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        super().__init__(num_blocks, block_size)
+        self.now = self._free_at = 0.0
+
+    def launch(self, batch: Batch) -> Any:
+        self._free_at = max(self._free_at, self.now) + (BASE + EACH * batch.num_tokens) / 1000
+        return super().launch(batch), self._free_at
+
+    def collect(self, ticket: Any) -> Sampled:
+        sampled, done_at = ticket
+        self.now = max(self.now, done_at)
+        return super().collect(sampled)
+
+
+@dataclass
+class Timed:
+    """An engine over such a device."""
+
+    pace: Pace
+    depth: int = 1
+
+    def __post_init__(self) -> None:
+        self.runner = TimedRunner(2048, 16)
+        blocks = BlockManager(2048, 16, NoPrefixCache())
+        limits = Limits(64, MAX_TOKENS, 1 << 30)
+        scheduler = Scheduler(limits, make_policy("continuous"), blocks, self.pace)
+        self.core = EngineCore(scheduler, self.runner, self.depth, clock=lambda: self.runner.now)
+        self.records: list[StepRecord] = []
+        self.core.observers.append(self.records.append)
+        self.outputs: dict[str, list[int]] = {}
+
+    def add(self, num_prompt: int, max_tokens: int) -> str:
+        request = make_request([i % 40 for i in range(num_prompt)], max_tokens)
+        self.core.add(request)
+        return request.request_id
+
+    def step(self) -> None:
+        for delta in self.core.step():
+            self.outputs.setdefault(delta.request_id, []).extend(delta.token_ids)
+
+    def sizes(self) -> list[int]:
+        return [sum(slot.num_tokens for slot in record.slots) for record in self.records]
+
+
+def timed(num_tokens: int) -> float:
+    return (BASE + EACH * num_tokens) / 1000
+
+
+@pytest.mark.parametrize("target", [8.0, 12.0, 40.0])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_steps_come_to_last_as_long_as_they_should(target: float, depth: int) -> None:
+    engine = Timed(TimedPace(MAX_TOKENS, target / 1000), depth)
+    engine.add(4, 400)
+    for _ in range(4):
+        engine.step()
+    prompts = [engine.add(18_000, 2), engine.add(12_000, 2)]
+    while not all(name in engine.outputs for name in prompts):
+        engine.step()
+    fitting = (target - BASE) / EACH
+    settled = [size for size in engine.sizes() if size > 1][12:-2]  # the last are shorter
+    assert settled
+    assert all(0.9 * fitting <= size <= 1.1 * fitting for size in settled)
+
+
+def test_tokens_are_the_same_at_any_pace() -> None:
+    for pace in (Pace(MAX_TOKENS), TimedPace(MAX_TOKENS, 0.006), TimedPace(MAX_TOKENS, 1e-9)):
+        engine = Timed(pace, 2)
+        names = {engine.add(length, 5): length for length in (3, 700, 1300)}
+        while engine.core.has_work:
+            engine.step()
+        for name, length in names.items():
+            assert engine.outputs[name] == expected_tokens([i % 40 for i in range(length)], 5)
+
+
+def test_without_a_target_or_without_decodes_a_step_takes_all_it_may() -> None:
+    assert Pace(MAX_TOKENS).budget(5, 1) == MAX_TOKENS
+    assert TimedPace(MAX_TOKENS, 0.001).budget(0, 1) == MAX_TOKENS
+
+
+def test_steps_widen_as_more_prompts_wait() -> None:
+    pace = TimedPace(MAX_TOKENS, 0.012)
+    budgets = [pace.budget(1, count) for count in range(1, 200)]
+    assert budgets[:PROMPTS_AT_ONCE] == [FIRST_TOKENS] * PROMPTS_AT_ONCE
+    assert all(one <= other for one, other in itertools.pairwise(budgets))
+    assert budgets[-1] == MAX_TOKENS
+
+
+def test_prompts_get_on_however_slow_steps_are() -> None:
+    pace = TimedPace(MAX_TOKENS, 0.001)
+    for _ in range(20):
+        pace.observe(FIRST_TOKENS, 10.0)
+    assert pace.budget(1, 1) >= MIN_CHUNK
+    assert pace.budget(500, 1) == 500 + MIN_CHUNK
+    assert pace.budget(MAX_TOKENS - 1, 1) == MAX_TOKENS
+
+
+def test_one_slow_step_is_soon_forgotten() -> None:
+    pace = TimedPace(MAX_TOKENS, 0.012)
+
+    def settle() -> int:
+        for _ in range(20):
+            size = pace.budget(1, 1)
+            pace.observe(size, timed(size))
+        return pace.budget(1, 1)
+
+    usual = settle()
+    pace.observe(usual, 3.0)
+    assert pace.budget(1, 1) < usual
+    assert settle() == pytest.approx(usual, rel=0.01)
+
+
+def test_small_steps_say_nothing() -> None:
+    pace = TimedPace(MAX_TOKENS, 0.012)
+    pace.observe(FIRST_TOKENS // 2 - 1, 1e-6)
+    pace.observe(FIRST_TOKENS, 0.0)
+    assert pace.budget(1, 1) == FIRST_TOKENS
+
+
+@pytest.mark.parametrize("given", [-1, float("nan"), float("inf"), "12", True, None])
+def test_a_target_is_a_number_of_milliseconds(given: Any) -> None:
+    with pytest.raises(ConfigError, match="target_step_ms"):
+        SchedulerConfig(target_step_ms=given)
