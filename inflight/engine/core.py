@@ -127,6 +127,8 @@ class EngineCore:
         for _, ticket, _ in self._in_flight:  # later steps built on the failed one: their results are void
             try:
                 self.runner.collect(ticket)
+            except DeviceLostError:
+                raise
             except Exception:
                 logger.warning("a step in flight behind step %d failed too", batch.step)
         self._in_flight.clear()

@@ -73,6 +73,19 @@ def test_a_lost_device_stops_the_loop(where: str) -> None:
         engine.run()
 
 
+def test_a_device_lost_behind_a_failed_step_stops_the_loop() -> None:
+    engine = FakeEngine(pipeline_depth=2)
+    engine.add(make_request([1, 2], 5))
+    errors = iter([RuntimeError("first"), DeviceLostError("gone")])
+
+    def lost(_: object) -> None:
+        raise next(errors)
+
+    engine.runner.collect = lost  # type: ignore[method-assign,assignment]
+    with pytest.raises(DeviceLostError, match="gone"):
+        engine.run()
+
+
 def test_others_survive_a_failed_step_with_their_tokens() -> None:
     """A request outside the failed batch keeps what it has and computes its memory anew."""
     engine = FakeEngine(max_num_seqs=4, max_num_batched_tokens=4)
