@@ -78,8 +78,8 @@ class EngineCore:
     # ---- the loop ----
 
     def step(self) -> list[Delta]:
-        """Launch the next batch, then collect the one that is due. Errors of a step end its requests, not the loop,
-        unless there is nothing left to run it on."""
+        """Launch the next batch, then collect the one that is due. An error of a step ends the request that caused
+        it, not the loop, unless there is nothing left to run it on."""
         batch = self._schedule()
         if batch is not None:
             started_at = self.clock()
@@ -129,14 +129,24 @@ class EngineCore:
         return deltas
 
     def _fail(self, batch: Batch, error: Exception) -> list[Delta]:
-        logger.exception("step %d failed; its %d requests end with an error", batch.step, len(batch))
-        for _, ticket, _ in self._in_flight:  # later steps built on the failed one: their results are void
+        for _, ticket, _ in self._in_flight:  # what was launched around the failed step is void
             try:
                 self.runner.collect(ticket)
+            except DeviceLostError:
+                raise
             except Exception:
-                logger.warning("a step in flight behind step %d failed too", batch.step)
+                logger.warning("a step in flight beside step %d failed too", batch.step)
         self._in_flight.clear()
-        return self.scheduler.fail(batch, f"{type(error).__name__} in step {batch.step}", self.clock())
+        message = f"{type(error).__name__} in step {batch.step}"
+        deltas = self.scheduler.fail(batch, message, self.clock())
+        logger.error(
+            "step %d failed: %d of its %d requests end with the error, any others are tried alone",
+            batch.step,
+            sum(delta.error is not None for delta in deltas),
+            len(batch),
+            exc_info=error,
+        )
+        return deltas
 
     # ---- what it shows ----
 

@@ -71,6 +71,11 @@ class Policy:
         """Whom to preempt. The oldest running request is never among the candidates."""
         return max(candidates, key=lambda request: request.order)
 
+    def yields(self, running: Sequence[Request]) -> Sequence[Request]:  # noqa: ARG002
+        """Who makes way for those waiting before the step is formed, whatever memory there is. A policy that names
+        anyone owes it to all that they get on."""
+        return ()
+
     def leaves(self, request: Request, running: Sequence[Request]) -> bool:  # noqa: ARG002
         """Whether a finished request gives up its place now; asked again as long as it stays."""
         return True

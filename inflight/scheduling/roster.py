@@ -14,7 +14,6 @@ from inflight.errors import EngineError
 from inflight.events import Delta, KVUsage
 from inflight.kv import BlockManager
 from inflight.request import Request, Status
-from inflight.scheduling.pace import Pace
 from inflight.scheduling.policy import Policy
 
 
@@ -30,13 +29,10 @@ class Limits:
 class Roster:
     """Requests and their places, from arrival to the last delta."""
 
-    def __init__(
-        self, limits: Limits, policy: Policy, blocks: BlockManager, pace: Pace | None = None
-    ) -> None:
+    def __init__(self, limits: Limits, policy: Policy, blocks: BlockManager) -> None:
         self.limits = limits
         self.policy = policy
         self.blocks = blocks
-        self.pace = pace or Pace(limits.max_num_batched_tokens)
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []  # in order of admission
         self.lingering: list[Request] = []  # finished, but kept by the policy

@@ -9,19 +9,34 @@ from __future__ import annotations
 
 from inflight.errors import EngineError
 from inflight.events import Delta
+from inflight.kv import BlockManager
 from inflight.request import Request, Status
 from inflight.scheduling.batch import Admission, Batch, Sampled, TableUpdate
-from inflight.scheduling.roster import Roster
+from inflight.scheduling.pace import Pace
+from inflight.scheduling.policy import Policy
+from inflight.scheduling.quarantine import Quarantine
+from inflight.scheduling.roster import Limits, Roster
 
 
 class Scheduler(Roster):
     """A roster that knows what to compute next."""
+
+    def __init__(
+        self, limits: Limits, policy: Policy, blocks: BlockManager, pace: Pace | None = None
+    ) -> None:
+        super().__init__(limits, policy, blocks)
+        self.pace = pace or Pace(limits.max_num_batched_tokens)
+        self._quarantine = Quarantine(policy, self._lift_quarantine)
 
     # ---- one step ----
 
     def schedule(self, now: float) -> Batch | None:
         """The next batch, or None when nothing can be computed before a batch in flight comes back."""
         batch = Batch(self._num_steps)
+        someone_waits = len(self.policy) > 0
+        if someone_waits:
+            for request in self.policy.yields(self.running):
+                self._preempt(request, batch)
         behind = self._schedule_decodes(batch)
         max_tokens = self.pace.budget(len(batch), len(behind) + len(self.policy))
         for request in behind:
@@ -29,7 +44,7 @@ class Scheduler(Roster):
                 self._schedule_chunk(request, batch, max_tokens)
         for request in behind:
             self._publish(request)
-        if not batch.preempted:
+        if someone_waits and not batch.preempted:
             self._admit(batch, now, max_tokens)
         if not batch.requests:
             return None
@@ -155,8 +170,6 @@ class Scheduler(Roster):
     # ---- admission ----
 
     def _admit(self, batch: Batch, now: float, max_tokens: int) -> None:
-        if not len(self.policy):
-            return
         for request in self.policy.candidates():
             budget = max_tokens - batch.num_tokens
             if budget <= 0 or not self._free_rows or not self.policy.admits(request, self.running):
@@ -254,15 +267,23 @@ class Scheduler(Roster):
         return deltas
 
     def fail(self, batch: Batch, message: str, now: float) -> list[Delta]:
-        """A step went wrong: its requests end with an error, all others start over from their known tokens.
+        """A step went wrong: those to blame end with an error, all others start over from their known tokens.
 
-        What the step left in memory is unknown, so nothing of it is kept. No step may be in flight.
+        Until it is known who is to blame, the quarantine decides who runs. What the step left in memory is unknown,
+        so nothing of it is kept. No step may be in flight.
         """
-        deltas = self._end_with_errors(batch, dict.fromkeys(range(len(batch)), message), now)
+        guilty = self._quarantine.judge(batch)
+        deltas = self._end_with_errors(batch, dict.fromkeys(guilty, message), now)
         for request in self.requests.values():
             request.num_in_flight = 0
             request.num_tokens = len(request.token_ids)
+        emptied = Batch(batch.step)  # there is no part in the failed one to take back
         for request in self.running[:]:
-            self._preempt(request, batch)
+            self._preempt(request, emptied)
+        self.policy = self._quarantine
+        deltas += self._retire(now)
         self.blocks.drop_cache()
         return deltas
+
+    def _lift_quarantine(self) -> None:
+        self.policy = self._quarantine.policy

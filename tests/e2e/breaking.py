@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from inflight.engine import EngineCore
@@ -33,3 +34,39 @@ class BreakingRunner:
 
     def close(self) -> None:
         self.real.close()
+
+
+class PoisonedRunner:
+    """Passes on to a real runner, but every batch that `fault` finds bad raises, at `launch` or at `collect`.
+
+    A batch that raises has been computed: what it leaves in memory is there, good or bad.
+    """
+
+    def __init__(self, core: EngineCore, fault: Callable[[Batch], bool], method: str = "launch") -> None:
+        self.real = core.runner
+        self.fault = fault
+        self.method = method
+        core.runner = self
+
+    def launch(self, batch: Batch) -> tuple[Any, bool]:
+        bad = self.fault(batch)
+        ticket = self.real.launch(batch)
+        if bad and self.method == "launch":
+            self.real.collect(ticket)
+            raise RuntimeError("poisoned")
+        return ticket, bad
+
+    def collect(self, ticket: tuple[Any, bool]) -> Sampled:
+        inner, bad = ticket
+        found = self.real.collect(inner)
+        if bad:
+            raise RuntimeError("poisoned")
+        return found
+
+    def close(self) -> None:
+        self.real.close()
+
+
+def begins_with(token_id: int) -> Callable[[Batch], bool]:
+    """A fault: the batch has a request whose prompt begins with the token."""
+    return lambda batch: any(request.token_ids[0] == token_id for request in batch.requests)

@@ -1,4 +1,4 @@
-"""A step that fails ends the requests in it and no others; a request that fails, fails alone."""
+"""A step that fails ends no request but the one that made it fail; a request that fails, fails alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from inflight import LLM, RequestOutput, SamplingParams
 from inflight.errors import EngineError
-from tests.e2e.breaking import BreakingRunner
+from tests.e2e.breaking import BreakingRunner, PoisonedRunner, begins_with
 from tests.e2e.conftest import Folder
 from tests.e2e.policies import GREEDY_CONTINUOUS
 
@@ -48,36 +48,60 @@ def check_balance(llm: LLM) -> None:
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("method", ["launch", "collect"])
 @pytest.mark.parametrize("at", [1, 2, 6])
-def test_a_step_that_fails_ends_its_own_requests(
+def test_a_step_that_fails_once_costs_no_one_an_answer(
     name: str, depth: int, method: str, at: int, folder: Folder
 ) -> None:
     options = OPTIONS[name] | {"pipeline_depth": depth}
     expected = answers(LLM(folder(), **options).generate(PROMPTS, GREEDY))
     llm = LLM(folder(), **options)
     BreakingRunner(llm._engine.core, method, at)
-    outputs = llm.generate(PROMPTS, GREEDY)
-    failed = [i for i, output in enumerate(outputs) if output.outputs[0].finish_reason == "error"]
-    assert 0 < len(failed) < len(PROMPTS)
-    for index, (output, whole) in enumerate(zip(outputs, expected, strict=True)):
-        answer = output.outputs[0]
-        if index in failed:
-            assert "RuntimeError" in str(answer.error)
-            assert answer.token_ids == whole[: len(answer.token_ids)]
-        else:
-            assert answer.token_ids == whole
-            assert answer.error is None
+    assert answers(llm.generate(PROMPTS, GREEDY)) == expected
     check_balance(llm)
     assert answers(llm.generate(PROMPTS, GREEDY)) == expected
     check_balance(llm)
 
 
+# All that a request may ask for and that a fresh start could spoil.
+RICH = [
+    replace(GREEDY, logprobs=3, prompt_logprobs=2),
+    replace(GREEDY, temperature=1.0, seed=7, n=3, logprobs=0),
+    replace(GREEDY, temperature=0.8, seed=8, top_p=0.9, top_k=40, min_p=0.01),
+    replace(GREEDY, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.5),
+    replace(GREEDY, temperature=1.2, seed=9, logit_bias={3: 5.0}, repetition_penalty=1.1, prompt_logprobs=0),
+    replace(GREEDY, min_tokens=4, n=2, temperature=1.0, seed=1),
+]
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("method", ["launch", "collect"])
+def test_a_request_that_brings_its_steps_down_ends_alone(
+    name: str, depth: int, method: str, folder: Folder
+) -> None:
+    options = OPTIONS[name] | {"pipeline_depth": depth}
+    expected = LLM(folder(), **options).generate(PROMPTS, RICH)
+    llm = LLM(folder(), **options)
+    PoisonedRunner(llm._engine.core, begins_with(50), method)
+    prompts = [*PROMPTS[:2], [50, 3], *PROMPTS[2:], [50] * 20]
+    for _ in range(2):
+        outputs = llm.generate(prompts, [*RICH[:2], GREEDY, *RICH[2:], GREEDY])
+        for bad in (outputs.pop(), outputs.pop(2)):
+            assert bad.outputs[0].finish_reason == "error"
+            assert "RuntimeError" in str(bad.outputs[0].error)
+        for found, whole in zip(outputs, expected, strict=True):
+            assert found.outputs == whole.outputs
+            assert found.prompt_logprobs == whole.prompt_logprobs
+        check_balance(llm)
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_when_all_fail_an_error_is_raised(depth: int, folder: Folder) -> None:
     llm = LLM(folder(), pipeline_depth=depth)
-    BreakingRunner(llm._engine.core, "launch", 3)
+    runner = PoisonedRunner(llm._engine.core, lambda batch: batch.step >= 3)
     with pytest.raises(EngineError, match="all 2 requests failed; the first with: RuntimeError"):
         llm.generate(PROMPTS[:2], GREEDY)
     check_balance(llm)
+    llm._engine.core.runner = runner.real
     assert len(llm.generate(PROMPTS, GREEDY)) == len(PROMPTS)
 
 
@@ -89,8 +113,7 @@ def test_prompt_logprobs_survive_a_failed_step(depth: int, folder: Folder) -> No
     llm = LLM(folder(), **options)
     BreakingRunner(llm._engine.core, "collect", 4)
     for found, whole in zip(llm.generate(PROMPTS, params), expected, strict=True):
-        if found.outputs[0].finish_reason != "error":
-            assert found.prompt_logprobs == whole.prompt_logprobs
+        assert found.prompt_logprobs == whole.prompt_logprobs
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -37,9 +37,9 @@ def test_depth_is_the_number_of_steps_in_flight(depth: int) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("where", ["launch", "collect"])
-def test_a_failed_step_ends_its_requests_alone(depth: int, where: str) -> None:
-    engine = FakeEngine(pipeline_depth=depth, max_num_seqs=2)
-    first, second, third = (engine.add(make_request([index] * 6, 8)) for index in range(3))
+def test_a_failed_step_ends_the_request_that_was_alone_in_it(depth: int, where: str) -> None:
+    engine = FakeEngine(pipeline_depth=depth, max_num_seqs=1)
+    first, second = (engine.add(make_request([index] * 6, 8)) for index in range(2))
     original = getattr(engine.runner, where)
     calls = 0
 
@@ -52,10 +52,9 @@ def test_a_failed_step_ends_its_requests_alone(depth: int, where: str) -> None:
 
     setattr(engine.runner, where, broken)
     engine.run()
-    for request in (first, second):
-        assert engine.finished[request.request_id].finish_reason == "error"
-        assert "RuntimeError" in (engine.finished[request.request_id].error or "")
-    assert engine.outputs[third.request_id] == expected_tokens([2] * 6, 8)
+    assert engine.finished[first.request_id].finish_reason == "error"
+    assert "RuntimeError" in (engine.finished[first.request_id].error or "")
+    assert engine.outputs[second.request_id] == expected_tokens([1] * 6, 8)
     assert engine.scheduler.usage().num_used == 0
 
 
@@ -69,6 +68,19 @@ def test_a_lost_device_stops_the_loop(where: str) -> None:
         raise DeviceLostError("gone")
 
     setattr(engine.runner, where, lost)
+    with pytest.raises(DeviceLostError, match="gone"):
+        engine.run()
+
+
+def test_a_device_lost_behind_a_failed_step_stops_the_loop() -> None:
+    engine = FakeEngine(pipeline_depth=2)
+    engine.add(make_request([1, 2], 5))
+    errors = iter([RuntimeError("first"), DeviceLostError("gone")])
+
+    def lost(_: object) -> None:
+        raise next(errors)
+
+    engine.runner.collect = lost  # type: ignore[method-assign,assignment]
     with pytest.raises(DeviceLostError, match="gone"):
         engine.run()
 
@@ -208,7 +220,7 @@ def test_a_finished_request_stays_finished_when_its_surplus_step_fails() -> None
     engine.run()
     assert engine.finished[stopped.request_id].finish_reason == "stop"
     assert engine.outputs[stopped.request_id] == answer[:5]
-    assert engine.finished[other.request_id].finish_reason == "error"
+    assert engine.outputs[other.request_id] == expected_tokens([7], 12)
 
 
 def test_a_failing_observer_does_not_hurt_the_engine() -> None:

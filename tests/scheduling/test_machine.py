@@ -1,7 +1,8 @@
 """A state machine over the whole engine with the fake runner.
 
 Whatever arrives, is aborted or fails, under every policy, depth, chunk size and memory: limits hold at every step,
-everyone finishes, and the tokens are those that the request would get alone.
+everyone finishes, and the tokens are those that the request would get alone. A step that fails once and leaves its
+memory in ruins ends a request only if that was alone in it, or has seen too many.
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from inflight.engine.fake import expected_tokens
 from inflight.request import Request
-from inflight.scheduling import Policy
+from inflight.scheduling import Batch, Policy
 from inflight.scheduling.policies.continuous import Continuous
 from inflight.scheduling.policies.fair import Fair
 from inflight.scheduling.policies.priority import Priority
+from inflight.scheduling.quarantine import MAX_FAILURES
+from tests.e2e.breaking import PoisonedRunner
 from tests.helpers import FakeEngine, make_request
+from tests.scheduling.trouble import ruin_memory
 
 
 class Contrary(Policy):
@@ -74,6 +78,7 @@ class EngineMachine(RuleBasedStateMachine):
         spare_blocks=st.sampled_from([0, 1, 4, 100]),
         spare_kv_tokens=st.sampled_from([0, 5, 30, 1000]),
         caching=st.booleans(),
+        method=st.sampled_from(["launch", "collect"]),
     )
     def start(
         self,
@@ -85,6 +90,7 @@ class EngineMachine(RuleBasedStateMachine):
         spare_blocks: int,
         spare_kv_tokens: int,
         caching: bool,
+        method: str,
     ) -> None:
         # Just enough for one request, and a little more: preemption is the rule here, not the exception.
         self.engine = FakeEngine(
@@ -100,6 +106,26 @@ class EngineMachine(RuleBasedStateMachine):
         self.prompts: dict[str, list[int]] = {}
         self.requests: dict[str, Request] = {}
         self.aborted: set[str] = set()
+        self.ordered = False  # the next step is to fail
+        self.num_failed_with: dict[str, int] = {}
+        self.alone: set[str] = set()  # who was alone in a step that failed
+        PoisonedRunner(self.engine.core, self._fails, method)
+
+    def _fails(self, batch: Batch) -> bool:
+        if not self.ordered:
+            return False
+        self.ordered = False
+        ruin_memory(self.engine)
+        for request in batch.requests:
+            name = request.request_id
+            self.num_failed_with[name] = self.num_failed_with.get(name, 0) + 1
+            if len(batch) == 1:
+                self.alone.add(name)
+        return True
+
+    @rule()
+    def order_a_failure(self) -> None:
+        self.ordered = True
 
     @rule(requests=st.lists(REQUESTS, min_size=3, max_size=8))
     def add(self, requests: list[dict[str, Any]]) -> None:
@@ -149,8 +175,11 @@ class EngineMachine(RuleBasedStateMachine):
             expected = expected_tokens(self.prompts[name], request.max_tokens, stop_ids=request.stop_ids)
             assert tokens == expected[: len(tokens)]
             if name in self.engine.finished and name not in self.aborted:
-                assert tokens == expected
                 last = self.engine.finished[name]
+                if last.error:
+                    assert name in self.alone or self.num_failed_with[name] >= MAX_FAILURES
+                    continue
+                assert tokens == expected
                 assert last.finish_reason == ("stop" if expected[-1] in request.stop_ids else "length")
 
     def teardown(self) -> None:
