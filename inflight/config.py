@@ -82,7 +82,8 @@ class SchedulerConfig:
     policy: str | Callable[[], Any] = "continuous"
     max_num_seqs: int = 256  # requests in the running batch
     max_num_batched_tokens: int | None = None  # tokens computed per step; None: the device's default
-    target_step_ms: float = 0.0  # prompts are cut so that decodes wait about so long; 0: not for that
+    # Prompts are cut so that decodes wait about so long; 0: not for that; None: the device's default.
+    target_step_ms: float | None = 0.0
     max_kv_tokens: int | None = None  # tokens resident across all running requests
     max_queue: int | None = None  # waiting requests; None: no limit of its own
     pipeline_depth: int | None = None  # 1 or 2; None: the device's default
@@ -96,8 +97,9 @@ class SchedulerConfig:
             _require_integer(name, getattr(self, name), 1, "None or at least 1", optional=True)
         _require(self.pipeline_depth in (None, 1, 2), "pipeline_depth", self.pipeline_depth, "1 or 2")
         target = self.target_step_ms
-        ok = isinstance(target, int | float) and not isinstance(target, bool) and 0 <= target < math.inf
-        _require(ok, "target_step_ms", target, "0 or a positive number of milliseconds")
+        is_number = isinstance(target, int | float) and not isinstance(target, bool)
+        ok = target is None or (is_number and 0 <= target < math.inf)
+        _require(ok, "target_step_ms", target, "None, 0 or a positive number of milliseconds")
         weights = (self.tenant_weights or {}).values()
         ok = all(isinstance(weight, int | float) and 0 < weight < math.inf for weight in weights)
         _require(ok, "tenant_weights", self.tenant_weights, "None, or positive numbers by tenant")

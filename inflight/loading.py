@@ -170,7 +170,7 @@ def _build_core(
         max_kv_tokens=options.max_kv_tokens or sys.maxsize,
     )
     cache = ChainHashCache(block_size) if config.cache.enable_prefix_caching else NoPrefixCache()
-    target = options.target_step_ms
+    target = place.target_step_ms if options.target_step_ms is None else options.target_step_ms
     pace = TimedPace(limits.max_num_batched_tokens, target / 1000) if target else None
     scheduler = Scheduler(limits, policy, BlockManager(num_blocks, block_size, cache), pace)
     runner = place.runner(config, decoder, num_blocks, max_model_len)

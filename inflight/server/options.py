@@ -48,8 +48,11 @@ class ServeOptions:
     )
     max_num_seqs: int = _option(256, SCHEDULING, "Requests in the running batch.")
     max_num_batched_tokens: int | None = _option(None, SCHEDULING, "Tokens computed in one step.")
-    target_step_ms: float = _option(
-        12.0, SCHEDULING, "Cut prompts so that streams wait about so long for a token; 0: never for that."
+    target_step_ms: float | None = _option(
+        None,
+        SCHEDULING,
+        "Cut prompts so that streams wait about so long for a token; 0: never for that.",
+        show="12 on a GPU, 100 on a CPU",
     )
     max_kv_tokens: int | None = _option(None, SCHEDULING, "Tokens resident across all running requests.")
     pipeline_depth: int | None = _option(None, SCHEDULING, "Steps in flight, 1 or 2.")

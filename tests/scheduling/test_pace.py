@@ -143,7 +143,7 @@ def test_small_steps_say_nothing() -> None:
     assert pace.budget(1, 1) == FIRST_TOKENS
 
 
-@pytest.mark.parametrize("given", [-1, float("nan"), float("inf"), "12", True, None])
+@pytest.mark.parametrize("given", [-1, float("nan"), float("inf"), "12", True])
 def test_a_target_is_a_number_of_milliseconds(given: Any) -> None:
     with pytest.raises(ConfigError, match="target_step_ms"):
         SchedulerConfig(target_step_ms=given)

@@ -31,6 +31,7 @@ class CpuPlatform:
     device = torch.device("cpu")
     max_num_batched_tokens = 512
     pipeline_depth = 1
+    target_step_ms = 100.0
 
     def parts(self, spec: DecoderSpec, dtype: torch.dtype) -> tuple[Kernels, AttentionBackend[Any]]:  # noqa: ARG002
         kernels = cpu_kernels()

@@ -34,6 +34,7 @@ class CudaPlatform:
 
     max_num_batched_tokens = 8192
     pipeline_depth = 2
+    target_step_ms = 12.0
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

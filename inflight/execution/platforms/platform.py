@@ -21,6 +21,7 @@ class Platform(Protocol):
     device: torch.device
     max_num_batched_tokens: int  # unless asked for
     pipeline_depth: int  # unless asked for
+    target_step_ms: float  # where it is left to the device
 
     def parts(self, spec: DecoderSpec, dtype: torch.dtype) -> tuple[Kernels, AttentionBackend[Any]]:
         """Kernels and attention for a model whose weights are held as `dtype`."""
