@@ -139,7 +139,9 @@ def live_server(backend: Backend, tracer: Tracer | None = None, **options: Any) 
 
     async def start() -> tuple[ServerState, Server]:
         state = ServerState(engine.client, engine.front, engine.facts, given, keys, tracer or NoTracer())
-        return state, Server(state)
+        server = Server(given)
+        server.open(state)
+        return state, server
 
     state, server = backend.run(start())
     finished = asyncio.run_coroutine_threadsafe(server.serve([listener]), backend.loop)

@@ -23,33 +23,40 @@ GOOD = {"prompt": [5, 6], "max_tokens": 400, "temperature": 0, "ignore_eos": Tru
 
 
 @contextmanager
-def serving(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], httpx.Client, str]]:
-    """A server that has said where it listens, a client, and what it said."""
+def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """The command, from its first moment on."""
     command = [
-        sys.executable,
-        "-m",
-        "inflight.cli",
-        "serve",
-        "--port",
-        "0",
-        "--num-blocks",
-        "1024",
+        *(sys.executable, "-m", "inflight.cli", "serve"),
+        *("--port", "0", "--num-blocks", "1024"),
         *arguments,
     ]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("INFLIGHT_")}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         try:
-            assert process.stderr is not None
-            said = ""
-            while said.count("curl") < 2:
-                line = process.stderr.readline()
-                assert line, f"it ended: {said}"
-                said += line
-            url = re.findall(r"look +(\S+)/ to chat", said)[0]
-            with httpx.Client(base_url=url, timeout=60) as http:
-                yield process, http, said
+            yield process
         finally:
             process.kill()
+
+
+def read_until_ready(process: subprocess.Popen[str]) -> str:
+    """What it says up to the end of its summary."""
+    assert process.stderr is not None
+    said = ""
+    while said.count("curl") < 2:
+        line = process.stderr.readline()
+        assert line, f"it ended: {said}"
+        said += line
+    return said
+
+
+@contextmanager
+def serving(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], httpx.Client, str]]:
+    """A server that is ready, a client, and what it said."""
+    with started(*arguments) as process:
+        said = read_until_ready(process)
+        url = re.findall(r"look +(\S+)/ to chat", said)[0]
+        with httpx.Client(base_url=url, timeout=60) as http:
+            yield process, http, said
 
 
 def test_a_stream_outlives_sigterm_and_the_exit_is_clean(llm: LLM) -> None:
@@ -77,10 +84,13 @@ def test_a_stream_outlives_sigterm_and_the_exit_is_clean(llm: LLM) -> None:
 
 
 def worker_of(process: subprocess.Popen[str]) -> int:
-    """The engine's process: the child that is no renderer of templates."""
-    files = Path(f"/proc/{process.pid}/task").glob("*/children")  # of each thread
-    (found,) = [int(child) for file in files for child in file.read_text().split()]
-    return found
+    """The engine's process, once it is there: the child that is no renderer of templates."""
+    found: list[int] = []
+    while not found:
+        files = Path(f"/proc/{process.pid}/task").glob("*/children")  # of each thread
+        found = [int(child) for file in files for child in file.read_text().split()]
+    (number,) = found
+    return number
 
 
 def test_an_engine_that_dies_ends_its_streams_and_comes_back(llm: LLM) -> None:
