@@ -1,4 +1,4 @@
-"""What every request passes before any route: an id for the logs, and its key."""
+"""What every request passes before any route: an id for the logs, the host that it is for, and its key."""
 
 from __future__ import annotations
 
@@ -44,6 +44,7 @@ class Gate:
             await send(message)
 
         try:
+            self._state.hosts.check(scope)
             scope["inflight.caller"] = self._caller(scope)
         except ApiError as error:
             scope["inflight.caller"] = None

@@ -22,6 +22,7 @@ from inflight.engine.supervisor import LoadProgress
 from inflight.errors import ConfigError
 from inflight.server.app import create_app
 from inflight.server.doorway import Doorway
+from inflight.server.hosts import Hosts
 from inflight.server.keys import Keys, load_keys
 from inflight.server.logs import configure_logging
 from inflight.server.options import ServeOptions
@@ -47,8 +48,9 @@ def run(options: ServeOptions) -> None:
         logger.warning("keys have weights, but the policy is %s: only fair looks at them", options.policy)
     listener = listen(options)  # a port that is taken should not take minutes to show
     try:
+        hosts = hosts_of(options, keys, listener)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            if not runner.run(_serve(options, keys, listener)):
+            if not runner.run(_serve(options, keys, hosts, listener)):
                 # A thread may still be loading. It cannot be interrupted, and to return would be to wait for it.
                 logging.shutdown()
                 os._exit(0)
@@ -71,8 +73,14 @@ def listen(options: ServeOptions) -> socket.socket:
     return listener
 
 
+def hosts_of(options: ServeOptions, keys: Keys, listener: socket.socket) -> Hosts:
+    """The hosts that a server on this socket answers as."""
+    bound: str = listener.getsockname()[0]
+    return Hosts.for_server(options.allowed_hosts, options.host, bound, keys.required)
+
+
 async def start_state(
-    options: ServeOptions, keys: Keys, tracer: Tracer, progress: LoadProgress
+    options: ServeOptions, keys: Keys, hosts: Hosts, tracer: Tracer, progress: LoadProgress
 ) -> tuple[AsyncEngine, ServerState]:
     """Load the model and put what the routes need around it."""
     engine = await AsyncEngine.start(
@@ -83,10 +91,10 @@ async def start_state(
         tenant_weights=keys.weights() or None,
         **options.engine(),
     )
-    return engine, ServerState(engine.client, engine.front, engine.facts, options, keys, tracer)
+    return engine, ServerState(engine.client, engine.front, engine.facts, options, keys, hosts, tracer)
 
 
-async def _serve(options: ServeOptions, keys: Keys, listener: socket.socket) -> bool:
+async def _serve(options: ServeOptions, keys: Keys, hosts: Hosts, listener: socket.socket) -> bool:
     """Serve from the first moment on. False if it was told to stop before the model was there."""
     endpoint = options.otlp_traces_endpoint
     tracer: Tracer = NoTracer() if endpoint is None else OtelTracer(endpoint)
@@ -95,7 +103,7 @@ async def _serve(options: ServeOptions, keys: Keys, listener: socket.socket) -> 
     serving.add_done_callback(lambda _: server.give_up())
     logger.debug("listening on %s, port %d, while the model loads", *listener.getsockname()[:2])
     try:
-        loaded = await server.wait_for(start_state(options, keys, tracer, server.doorway.progress))
+        loaded = await server.wait_for(start_state(options, keys, hosts, tracer, server.doorway.progress))
         if loaded is None:
             return False
         engine, state = loaded

@@ -134,6 +134,7 @@ def test_tls() -> None:
         (("--keys", "/nowhere"), "the keys file '/nowhere' cannot be read"),
         (("--max-queue", "0"), "max_queue is 0"),
         (("--host", "256.0.0.1"), "cannot listen on 256.0.0.1"),
+        (("--allowed-hosts", "localhost:8000"), "allowed_hosts has 'localhost:8000'"),
     ],
 )
 def test_what_cannot_work_is_one_line(arguments: tuple[str, ...], message: str) -> None:
