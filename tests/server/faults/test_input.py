@@ -74,7 +74,7 @@ def test_large_lists_stall_no_one(server: Live, threads: ThreadPoolExecutor, slo
         '{"prompt": "x", "stop_token_ids": [' + ",".join(['"a"'] * 1_000_000) + "]}",
         json.dumps({"prompt": "word " * 1_000_000}),
         json.dumps({"prompt": "x", "bad_words": ["word " * 1000] * 1000}),
-        json.dumps({"prompt": "x", **{f"k{number}": 1 for number in range(100_000)}}),
+        json.dumps({"prompt": "x", **{f"k{number}": 1 for number in range(500_000)}}),
     )
     for content in contents:
         response = server.http.post(PATH, content=content, headers={"content-type": "application/json"})
