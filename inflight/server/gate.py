@@ -10,9 +10,9 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from inflight.logs import request_id as current_request_id
 from inflight.server.errors import ApiError, of_exception
 from inflight.server.keys import Caller
-from inflight.server.logs import request_id as current_request_id
 from inflight.server.state import ServerState
 
 logger = logging.getLogger("inflight.access")

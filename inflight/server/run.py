@@ -20,11 +20,11 @@ from inflight.async_engine import AsyncEngine
 from inflight.config import ProcessConfig
 from inflight.engine.supervisor import LoadProgress
 from inflight.errors import ConfigError
+from inflight.logs import configure_logging
 from inflight.server.app import create_app
 from inflight.server.doorway import Doorway
 from inflight.server.hosts import Hosts
 from inflight.server.keys import Keys, load_keys
-from inflight.server.logs import configure_logging
 from inflight.server.options import ServeOptions
 from inflight.server.protocol import bounded_protocol
 from inflight.server.state import ServerState
@@ -86,7 +86,7 @@ async def start_state(
     engine = await AsyncEngine.start(
         options.model,
         in_process=options.in_process,
-        process=ProcessConfig(max_restarts=options.max_restarts),
+        process=ProcessConfig(max_restarts=options.max_restarts, log_format=options.log_format),
         progress=progress,
         tenant_weights=keys.weights() or None,
         **options.engine(),

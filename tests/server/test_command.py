@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from inflight import LLM, SamplingParams
+from inflight import LLM, SamplingParams, __version__
 
 PATH = "/v1/completions"
 GOOD = {"prompt": [5, 6], "max_tokens": 400, "temperature": 0, "ignore_eos": True, "stream": True}
@@ -65,6 +65,11 @@ def test_a_stream_outlives_sigterm_and_the_exit_is_clean(llm: LLM) -> None:
         assert "1,024 blocks of 16 = 16,384 tokens" in said
         assert "8 requests of full length" in said
         assert "its own process" in said
+        before, _, _ = said.partition(f"inflight {__version__}")  # the summary is for people
+        while_loading = [json.loads(line) for line in before.splitlines()]
+        (line,) = [line for line in while_loading if line["logger"] == "inflight.loading"]
+        assert (line["process"], line["level"]) == ("engine", "info")
+        assert "1024 KV blocks" in line["message"]
         text = ""
         with http.stream("POST", PATH, json=GOOD) as response:
             for number, line in enumerate(response.iter_lines()):
