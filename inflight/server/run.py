@@ -59,12 +59,15 @@ def run(options: ServeOptions) -> None:
 
 
 def listen(options: ServeOptions) -> socket.socket:
-    """A socket that holds the address."""
+    """A socket that holds the address and takes connections, which wait there until they are served."""
     try:
         family, _, _, _, address = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        listener.listen(
+            BACKLOG
+        )  # at once: until then another server that also loads could take the address too
     except OSError as error:
         hint = " (--port takes another)" if error.errno == errno.EADDRINUSE else ""
         raise ConfigError(

@@ -119,6 +119,14 @@ def test_a_signal_while_loading(in_process: bool, number: signal.Signals, file: 
             os.kill(worker, 0)
 
 
+def test_the_address_is_held_from_the_start(file: Path) -> None:
+    with loading() as (_, http), started("--port", str(http.base_url.port)) as second:
+        assert second.wait(60) == 1
+        assert second.stderr is not None
+        assert "Address already in use (--port takes another)" in second.stderr.read()
+    assert not file.exists()
+
+
 def test_a_model_that_cannot_be_loaded_leaves_no_server(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with started(str(tmp_path)) as process:
