@@ -79,10 +79,7 @@ def _when_ready(server: subprocess.Popen[bytes], log: Any) -> ServerAddress:
     while server.poll() is None:
         log.seek(0)
         if found := re.search(r"(https?://\S+)/ to chat", log.read()):
-            address = ServerAddress.parse(found[1], None)
-            with contextlib.suppress(Exception):  # it says where it is a moment before it listens
-                address.model()
-                return address
+            return ServerAddress.parse(found[1], None)
         time.sleep(0.05)
     log.seek(0)
     raise SystemExit(f"the server did not start:\n{log.read()}")

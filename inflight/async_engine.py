@@ -10,7 +10,7 @@ from dataclasses import replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from inflight.config import ProcessConfig
+from inflight.config import EngineConfig, ProcessConfig
 from inflight.engine import EngineClient, EngineStats, Health, InprocClient, ModelFacts, RequestState
 from inflight.errors import ConfigError, EngineError, ParameterError, RequestError
 from inflight.events import Delta
@@ -65,9 +65,7 @@ class AsyncEngine:
         """
         config = engine_config(model, options)
         if in_process:
-            from inflight.loading import load_engine
-
-            return cls.of(await asyncio.to_thread(load_engine, config, progress))
+            return cls.of(await asyncio.to_thread(_load, config, progress))
         try:
             from inflight.engine.process import ProcessClient
         except ImportError as error:
@@ -245,6 +243,12 @@ class AsyncEngine:
 
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
+
+
+def _load(config: EngineConfig, progress: LoadProgress | None) -> LoadedEngine:
+    from inflight.loading import load_engine  # torch, which takes long to import too
+
+    return load_engine(config, progress)
 
 
 def _snapshot(output: RequestOutput) -> RequestOutput:

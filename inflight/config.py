@@ -115,6 +115,7 @@ class ProcessConfig:
     silent_after: float = 15.0  # without a sign of life before it counts as unhealthy
     stalled_after: float = 60.0  # without a step, with work to do, before it counts as unhealthy
     kill_stalled_after: float | None = None  # without a step before it is killed and restarted; None: never
+    log_format: str = "text"  # of what it writes to standard error; or "json", one object a line
 
     def __post_init__(self) -> None:
         _require_integer("max_restarts", self.max_restarts, 0, "at least 0")
@@ -122,6 +123,7 @@ class ProcessConfig:
             given = getattr(self, name)
             ok = given is None and name == "kill_stalled_after"
             _require(ok or (isinstance(given, int | float) and given > 0), name, given, "a positive number")
+        _require(self.log_format in ("text", "json"), "log_format", self.log_format, "text or json")
 
 
 @dataclass(frozen=True, slots=True)

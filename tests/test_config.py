@@ -90,7 +90,14 @@ def test_values_at_the_edge_are_taken(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"max_restarts": -1}, {"heartbeat": 0}, {"silent_after": None}, {"kill_stalled_after": -1.0}]
+    "wrong",
+    [
+        {"max_restarts": -1},
+        {"heartbeat": 0},
+        {"silent_after": None},
+        {"kill_stalled_after": -1.0},
+        {"log_format": "xml"},
+    ],
 )
 def test_how_a_process_is_watched_is_checked(wrong: dict[str, Any]) -> None:
     (name,) = wrong

@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from inflight.cli import main
 from inflight.engine import EngineStats
 from inflight.events import KVUsage
+from inflight.server.keys import Caller
 from inflight.server.metrics import Metrics
 from inflight.server.options import FIELDS, ServeOptions
 
@@ -42,7 +43,7 @@ def exposed() -> dict[str, set[str]]:
     kv = KVUsage(num_blocks=4, num_free=1, num_cached=1, num_used=2, num_tokens=20, block_size=16)
     stats = EngineStats(1, 1, 1, 1, 1, 1, 1, 1, kv)
     found: dict[str, set[str]] = {}
-    for family in text_string_to_metric_families(metrics.render(stats, 0).decode()):
+    for family in text_string_to_metric_families(metrics.render(stats, 0, [Caller(name="a")]).decode()):
         for sample in family.samples:
             found.setdefault(sample.name, set()).update(sample.labels)
     return found
@@ -97,6 +98,7 @@ def test_the_dashboard_shows_what_matters() -> None:
         "prefix_cache_hits_total",
         "http_responses_total",
         "engine_restarts_total",
+        "key_generation_tokens_total",
     ):
         assert f"inflight:{name}" in asked
 

@@ -114,6 +114,7 @@ def serve(
     lines = () if dataset is None else read_dataset(dataset, endpoint)
     more = {"temperature": temperature, **_parse_parameters(parameters)}
     server = ServerAddress.parse(url, api_key)
+    server.wait_until_loaded()
     name = model or server.model()
     drawn = endpoint == "completions" and not lines
     workload = Workload(

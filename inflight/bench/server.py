@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from inflight.bench.workload import PATHS, Endpoint
 from inflight.errors import ConfigError, EngineError
 
 SECONDS = 60.0
+POLL_SECONDS = 0.2
 SMALLEST_VOCABULARY = 64
 
 
@@ -40,6 +42,11 @@ class ServerAddress:
         assert parts.hostname is not None
         port = parts.port or (443 if tls else 80)
         return Target(parts.hostname, port, parts.path + PATHS[endpoint], tls, headers)
+
+    def wait_until_loaded(self) -> None:
+        """A server that still loads its model says so; one that says anything else is not waited for."""
+        while _is_loading(*self._ask("/v1/models")):
+            time.sleep(POLL_SECONDS)
 
     def model(self) -> str:
         """The first model that is served."""
@@ -85,3 +92,8 @@ class ServerAddress:
                     return error.code, None
         except (OSError, ValueError) as error:
             raise EngineError(f"no answer from {self.url}: {error}") from None
+
+
+def _is_loading(status: int, answer: Any) -> bool:
+    error = answer.get("error") if isinstance(answer, dict) else None
+    return status == 503 and isinstance(error, dict) and error.get("code") == "loading"

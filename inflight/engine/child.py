@@ -33,7 +33,7 @@ POLL = 0.01
 class Child:
     """A process with its sockets. What it says goes to `on_message`, in the event loop."""
 
-    def __init__(self, on_message: Callable[[ToFront], None]) -> None:
+    def __init__(self, on_message: Callable[[ToFront], None], log_format: str) -> None:
         self.exited = asyncio.Event()  # set once the process is gone and all it said has been passed on
         self.returncode: int | None = None
         self.reason: str | None = None  # why it ended, where that is known
@@ -58,6 +58,7 @@ class Child:
             secret.hex(),
             os.getpid(),
             logging.getLogger("inflight").getEffectiveLevel(),
+            log_format,
         )
         self._loop.add_reader(self._up.fileno(), self._take_frames)
         # The thread that starts a process must live as long as it does: for the system, it is the parent.

@@ -78,7 +78,7 @@ class Supervisor:
 
     async def _launch(self) -> None:
         self._ready = asyncio.get_running_loop().create_future()
-        child = self.child = Child(self._receive)
+        child = self.child = Child(self._receive, self._process.log_format)
         greeting = asyncio.ensure_future(
             child.greet(Start(self._build, self._options, self._process.heartbeat))
         )

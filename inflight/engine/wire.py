@@ -43,6 +43,7 @@ class Doors(msgspec.Struct, frozen=True):
     secret: str  # in hex
     parent_id: int
     log_level: int
+    log_format: str
 
 
 # ---- to the engine ----

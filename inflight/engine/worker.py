@@ -44,9 +44,12 @@ from inflight.engine.wire import (
     ToEngine,
     Watch,
 )
+from inflight.logs import configure_logging
 from inflight.registry import Registry
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(
+    "inflight.engine.worker"
+)  # whose name, as the process that it is, would be another
 
 Build = Callable[[EngineConfig, Callable[[int, int], None]], tuple[EngineCore, ModelFacts]]
 BUILDERS: Registry[Build] = Registry("builder", {"model": "inflight.loading:load_core"})
@@ -204,9 +207,7 @@ def main() -> int:
         signal.signal(number, signal.SIG_IGN)
     doors = msgspec.json.decode(sys.stdin.buffer.readline(), type=Doors)
     _die_with(doors.parent_id)
-    logging.basicConfig(
-        level=doors.log_level, format="%(asctime)s engine %(levelname)s %(name)s: %(message)s"
-    )
+    configure_logging(doors.log_level, doors.log_format, process="engine")
     link = Link(doors)
     try:
         return _serve(link)

@@ -1,9 +1,10 @@
-"""Reads a request's body within its limits of size and time, and makes a schema of it."""
+"""Reads a request's body within its limits of size, time and number of parts, and makes a schema of it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from typing import TypeVar
 
 from pydantic import ValidationError
@@ -16,6 +17,14 @@ T = TypeVar("T", bound=Body)
 
 LARGE = 64 << 10  # bytes from which on parsing takes so long that other streams would notice
 DISCARD_SECONDS = 1.0
+# Parsing, and listing what is wrong, holds Python's lock from beginning to end, in whatever thread: both are bounded.
+MAX_PARTS = 1 << 16  # keys, objects and lists; more than the longest conversation has
+MAX_MISTAKES = 1000
+
+_NO_SIGNS = bytes(set(range(256)) - set(b'":{['))
+_PART = re.compile(
+    rb'"[^"]*+"(:)?|([\[{])'
+)  # of signs alone: a string, which may be a key, or an opening bracket
 
 
 async def read_body(request: Request, max_bytes: int, seconds: float) -> bytes:
@@ -83,9 +92,29 @@ async def read_json(request: Request, schema: type[T], max_bytes: int, seconds: 
 
 
 def _parse(schema: type[T], body: bytes) -> T:
+    if _has_too_many_parts(body):
+        message = f"the body has more than {MAX_PARTS} keys, objects and lists, which is the limit"
+        raise ApiError(400, message, code="body_too_complex")
     try:
         return schema.model_validate_json(body)
     except ValidationError as error:
+        if error.error_count() > MAX_MISTAKES:
+            message = f"the body has {error.error_count()} unknown parameters or wrong values"
+            raise ApiError(400, message, code="invalid_value") from None
         raise of_validation(
             error.errors(include_url=False, include_context=False), schema.unsupported
         ) from None
+
+
+def _has_too_many_parts(body: bytes) -> bool:
+    if sum(map(body.count, (b":", b"{", b"["))) <= MAX_PARTS:
+        return False
+    # Text may be full of such signs: only now it is worth telling what is in strings from what is between them. The
+    # lock is held for a few milliseconds at a time.
+    signs = body.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, _NO_SIGNS)
+    num_parts = 0
+    for part in _PART.finditer(signs):
+        num_parts += part.lastindex is not None
+        if num_parts > MAX_PARTS:
+            return True
+    return False

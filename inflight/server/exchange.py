@@ -62,6 +62,7 @@ class Exchange(Response):
         self._order = order
         self._events_begun = False
         self._job: Job | None = None
+        self._queued = False  # by the engine
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state, order, options = self._state, self._order, self._state.options
@@ -117,6 +118,8 @@ class Exchange(Response):
         for child in job.children:
             child.echoes = order.echo
         await job.start()
+        self._queued = True
+        self._caller.usage.began(sum(child.request.num_prompt_tokens for child in job.children))
         await (self._stream(job) if order.body.stream else self._collect(job))
 
     async def _stream(self, job: Job) -> None:
@@ -156,6 +159,7 @@ class Exchange(Response):
         """Count the news and let the answer grow by them."""
         num_tokens = len(delta.token_ids)
         if num_tokens:
+            self._caller.usage.num_output_tokens += num_tokens
             now = time.perf_counter()
             if child.last_at:
                 self._state.metrics.gap.add((now - child.last_at) / num_tokens, num_tokens)
@@ -215,12 +219,21 @@ class Exchange(Response):
         state, entry = self._state, self._entry
         if self._job is not None:
             await self._job.close()
+            if self._queued:
+                self._count_waiting(self._job)
         self._caller.leave()
         state.ledger.close(entry, "finished" if error is None else "failed")
         if error is None:
             state.metrics.latency.add(time.perf_counter() - entry.started_at)
         else:
             state.metrics.refused[error.code or str(error.status)] += 1
+
+    def _count_waiting(self, job: Job) -> None:
+        seconds = time.perf_counter() - self._entry.started_at
+        for child in job.children:
+            record = self._entry.records.get(child.request.request_id)
+            if record is not None or not child.last_at:  # else it ran, and no one told since when
+                self._caller.usage.waited(record, seconds)
 
     async def _tell(self, error: ApiError) -> None:
         """As an answer of its own or, in the middle of a stream, as its last event."""

@@ -1,4 +1,4 @@
-"""What every request passes before any route: an id for the logs, and its key."""
+"""What every request passes before any route: an id for the logs, the host that it is for, and its key."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from inflight.logs import request_id as current_request_id
 from inflight.server.errors import ApiError, of_exception
 from inflight.server.keys import Caller
-from inflight.server.logs import request_id as current_request_id
 from inflight.server.state import ServerState
 
 logger = logging.getLogger("inflight.access")
@@ -44,6 +44,7 @@ class Gate:
             await send(message)
 
         try:
+            self._state.hosts.check(scope)
             scope["inflight.caller"] = self._caller(scope)
         except ApiError as error:
             scope["inflight.caller"] = None

@@ -16,6 +16,7 @@ from typing import Any
 from inflight.errors import ConfigError
 from inflight.server.errors import ApiError
 from inflight.server.settings import read_yaml
+from inflight.server.usage import Usage
 
 _FIELDS = {"name", "key", "key_env", "weight", "requests_per_minute", "max_concurrent", "cache"}
 MAX_NAME = 64
@@ -32,6 +33,7 @@ class Caller:
     own_cache: bool = False  # its prefixes are its own: no one can tell by timing what it sent
     clock: Callable[[], float] = time.monotonic
     num_running: int = 0
+    usage: Usage = field(default_factory=Usage)
     _allowance: float = field(default=0.0, init=False)
     _counted_at: float = field(default=-math.inf, init=False)
 

@@ -21,6 +21,8 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from inflight import __version__
 from inflight.engine import EngineStats
 from inflight.events import RequestRecord
+from inflight.server import usage
+from inflight.server.keys import Caller
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -166,10 +168,11 @@ class Metrics:
         if record.num_output_tokens > 1:
             self.request_gap.add(decoding / (record.num_output_tokens - 1))
 
-    def render(self, stats: EngineStats | None, num_restarts: int) -> bytes:
+    def render(self, stats: EngineStats | None, num_restarts: int, callers: list[Caller]) -> bytes:
         """The page; without what the engine knows while it is not there."""
+        found = [*self._families(stats, num_restarts), *usage.families(self._model, callers)]
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Families(list(self._families(stats, num_restarts))))
+        registry.register(_Families(found))
         return generate_latest(registry)
 
     def _families(self, stats: EngineStats | None, num_restarts: int) -> Iterator[Metric]:

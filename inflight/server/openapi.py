@@ -18,6 +18,7 @@ _seen: dict[str, tuple[type[BaseModel], str]] = {}  # models that routes mention
 _ERRORS = {
     400: "A parameter is wrong; `param` names it.",
     401: "The API key is missing or unknown.",
+    403: "The Host header names none that is answered here.",
     404: "There is no such thing.",
     408: "The body did not come in time.",
     413: "The body is too large.",
@@ -46,7 +47,7 @@ def documented(
 ) -> dict[str, Any]:
     """Arguments of a route: what it takes, what it gives, and with which errors it refuses."""
     content: dict[str, Any] = {"application/json": {"schema": _ref(answer, "serialization")}}
-    errors = {401, *more_errors}
+    errors = {401, 403, *more_errors}
     if body is not None:
         errors |= {400, 404, 408, 413, 415, 503}
     if events is not None:

@@ -61,6 +61,12 @@ class ServeOptions:
 
     host: str = _option("127.0.0.1", NETWORK, "Address to listen on.")
     port: int = _option(8000, NETWORK, "0 takes a free one.")
+    allowed_hosts: tuple[str, ...] = _option(
+        (),
+        NETWORK,
+        "Names, without port, that clients may call it by (the Host header); may be repeated, * is all.",
+        show="all; on a loopback address without keys only that, localhost, 127.0.0.1 and [::1]",
+    )
     ssl_keyfile: str | None = _option(None, NETWORK, "Private key for TLS.")
     ssl_certfile: str | None = _option(None, NETWORK, "Certificate for TLS.")
     ssl_ca_certs: str | None = _option(

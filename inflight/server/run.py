@@ -6,19 +6,25 @@ import asyncio
 import errno
 import gc
 import logging
+import os
 import socket
 import sys
+from collections.abc import Coroutine
 from types import FrameType
+from typing import Any, TypeVar
 
 import uvicorn
 import uvloop
 
 from inflight.async_engine import AsyncEngine
 from inflight.config import ProcessConfig
+from inflight.engine.supervisor import LoadProgress
 from inflight.errors import ConfigError
+from inflight.logs import configure_logging
 from inflight.server.app import create_app
+from inflight.server.doorway import Doorway
+from inflight.server.hosts import Hosts
 from inflight.server.keys import Keys, load_keys
-from inflight.server.logs import configure_logging
 from inflight.server.options import ServeOptions
 from inflight.server.protocol import bounded_protocol
 from inflight.server.state import ServerState
@@ -31,6 +37,8 @@ BACKLOG = 2048
 KEEP_ALIVE = 75  # seconds that an idle connection stays open
 POLL = 0.05
 
+T = TypeVar("T")
+
 
 def run(options: ServeOptions) -> None:
     """Serve until told to stop."""
@@ -40,19 +48,26 @@ def run(options: ServeOptions) -> None:
         logger.warning("keys have weights, but the policy is %s: only fair looks at them", options.policy)
     listener = listen(options)  # a port that is taken should not take minutes to show
     try:
+        hosts = hosts_of(options, keys, listener)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve(options, keys, listener))
+            if not runner.run(_serve(options, keys, hosts, listener)):
+                # A thread may still be loading. It cannot be interrupted, and to return would be to wait for it.
+                logging.shutdown()
+                os._exit(0)
     finally:
         listener.close()
 
 
 def listen(options: ServeOptions) -> socket.socket:
-    """A socket that holds the address. Connections are refused until the model is loaded."""
+    """A socket that holds the address and takes connections, which wait there until they are served."""
     try:
         family, _, _, _, address = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        listener.listen(
+            BACKLOG
+        )  # at once: until then another server that also loads could take the address too
     except OSError as error:
         hint = " (--port takes another)" if error.errno == errno.EADDRINUSE else ""
         raise ConfigError(
@@ -61,41 +76,63 @@ def listen(options: ServeOptions) -> socket.socket:
     return listener
 
 
-async def start_state(options: ServeOptions, keys: Keys, tracer: Tracer) -> tuple[AsyncEngine, ServerState]:
+def hosts_of(options: ServeOptions, keys: Keys, listener: socket.socket) -> Hosts:
+    """The hosts that a server on this socket answers as."""
+    bound: str = listener.getsockname()[0]
+    return Hosts.for_server(options.allowed_hosts, options.host, bound, keys.required)
+
+
+async def start_state(
+    options: ServeOptions, keys: Keys, hosts: Hosts, tracer: Tracer, progress: LoadProgress
+) -> tuple[AsyncEngine, ServerState]:
     """Load the model and put what the routes need around it."""
     engine = await AsyncEngine.start(
         options.model,
         in_process=options.in_process,
-        process=ProcessConfig(max_restarts=options.max_restarts),
+        process=ProcessConfig(max_restarts=options.max_restarts, log_format=options.log_format),
+        progress=progress,
         tenant_weights=keys.weights() or None,
         **options.engine(),
     )
-    return engine, ServerState(engine.client, engine.front, engine.facts, options, keys, tracer)
+    return engine, ServerState(engine.client, engine.front, engine.facts, options, keys, hosts, tracer)
 
 
-async def _serve(options: ServeOptions, keys: Keys, listener: socket.socket) -> None:
+async def _serve(options: ServeOptions, keys: Keys, hosts: Hosts, listener: socket.socket) -> bool:
+    """Serve from the first moment on. False if it was told to stop before the model was there."""
     endpoint = options.otlp_traces_endpoint
     tracer: Tracer = NoTracer() if endpoint is None else OtelTracer(endpoint)
-    engine, state = await start_state(options, keys, tracer)
+    server = Server(options)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    serving.add_done_callback(lambda _: server.give_up())
+    logger.debug("listening on %s, port %d, while the model loads", *listener.getsockname()[:2])
     try:
-        server = Server(state)
-        gc.collect()
-        gc.freeze()  # what start-up made lives as long as the process: later collections need not look at it
-        print(summary(state, listener.getsockname()), file=sys.stderr, flush=True)
-        await server.serve(sockets=[listener])
+        loaded = await server.wait_for(start_state(options, keys, hosts, tracer, server.doorway.progress))
+        if loaded is None:
+            return False
+        engine, state = loaded
+        try:
+            gc.collect()
+            gc.freeze()  # what start-up made lives as long as the process: later collections need not look at it
+            server.open(state)
+            print(summary(state, listener.getsockname()), file=sys.stderr, flush=True)
+            await serving
+        finally:
+            state.close()
+            await engine.close()
     finally:
-        state.close()
-        await engine.close()
+        server.should_exit = True
+        await serving
+    return True
 
 
 class Server(uvicorn.Server):
     """Stops in two steps: first it refuses new work and lets streams finish, then it closes."""
 
-    def __init__(self, state: ServerState) -> None:
-        options = state.options
+    def __init__(self, options: ServeOptions) -> None:
+        self.doorway = Doorway()
         super().__init__(
             uvicorn.Config(
-                create_app(state),
+                self.doorway,
                 http=bounded_protocol(options.max_header_size, options.read_timeout, options.max_connections),
                 ws="none",
                 lifespan="off",
@@ -112,24 +149,47 @@ class Server(uvicorn.Server):
                 ssl_cert_reqs=options.ssl_cert_reqs,
             )
         )
-        self._state = state
+        self._state: ServerState | None = None
+        self._loading: asyncio.Future[Any] | None = None
         self._drain: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
+
+    async def wait_for(self, loading: Coroutine[Any, Any, T]) -> T | None:
+        """What the loading gives; None if the server is told to stop first."""
+        self._loading = task = asyncio.ensure_future(loading)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if not self.should_exit:
+                raise
+            return None
+
+    def give_up(self) -> None:
+        """No one waits for the model any more."""
+        if self._loading is not None:
+            self._loading.cancel()
+
+    def open(self, state: ServerState) -> None:
+        """The model is there: let requests in."""
+        self._state = state
+        self.doorway.open(create_app(state))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
         """A signal: drain; a second one: stop now."""
         self._loop.call_soon_threadsafe(self.stop)
 
     def stop(self) -> None:
-        """Begin to end. Called again, end at once."""
-        if self._drain is None:
-            self._drain = self._loop.create_task(self._drain_and_exit())
+        """Begin to end. Called again, or while there is nothing to drain, end at once."""
+        if self._state is None:
+            self.should_exit = True
+            self.give_up()
+        elif self._drain is None:
+            self._drain = self._loop.create_task(self._drain_and_exit(self._state))
         else:
-            self._end_streams()
+            self._end_streams(self._state)
             self.should_exit = True
 
-    async def _drain_and_exit(self) -> None:
-        state = self._state
+    async def _drain_and_exit(self, state: ServerState) -> None:
         state.draining = True
         seconds = state.options.shutdown_timeout
         logger.info("shutting down: %d requests may finish within %g s", len(state.ledger), seconds)
@@ -139,9 +199,9 @@ class Server(uvicorn.Server):
                     await asyncio.sleep(POLL)
         except TimeoutError:
             logger.warning("%d requests did not finish in time and are ended", len(state.ledger))
-        self._end_streams()
+        self._end_streams(state)
         self.should_exit = True
 
-    def _end_streams(self) -> None:
-        for entry in self._state.ledger:
+    def _end_streams(self, state: ServerState) -> None:
+        for entry in state.ledger:
             entry.guard.end("shutdown")

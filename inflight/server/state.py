@@ -16,6 +16,7 @@ from starlette.requests import Request
 from inflight.engine import EngineClient, ModelFacts
 from inflight.frontend import Front
 from inflight.server.errors import ApiError
+from inflight.server.hosts import Hosts
 from inflight.server.keys import Caller, Keys
 from inflight.server.ledger import Ledger
 from inflight.server.metrics import Metrics
@@ -34,6 +35,7 @@ class ServerState:
     facts: ModelFacts
     options: ServeOptions
     keys: Keys
+    hosts: Hosts = field(default_factory=Hosts)
     tracer: Tracer = field(default_factory=NoTracer)
     draining: bool = False
     started: int = field(default_factory=lambda: int(time.time()))

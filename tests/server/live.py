@@ -22,7 +22,7 @@ from inflight.frontend import Front
 from inflight.options import engine_config
 from inflight.server.keys import load_keys
 from inflight.server.options import ServeOptions
-from inflight.server.run import Server, listen
+from inflight.server.run import Server, hosts_of, listen
 from inflight.server.state import ServerState
 from inflight.server.tracing import NoTracer, Tracer
 from tests.server.faulty import BUILD
@@ -136,10 +136,15 @@ def live_server(backend: Backend, tracer: Tracer | None = None, **options: Any) 
     listener = listen(given)
     engine = backend.engine
     keys = load_keys(given.api_key, given.keys)
+    hosts = hosts_of(given, keys, listener)
 
     async def start() -> tuple[ServerState, Server]:
-        state = ServerState(engine.client, engine.front, engine.facts, given, keys, tracer or NoTracer())
-        return state, Server(state)
+        state = ServerState(
+            engine.client, engine.front, engine.facts, given, keys, hosts, tracer or NoTracer()
+        )
+        server = Server(given)
+        server.open(state)
+        return state, server
 
     state, server = backend.run(start())
     finished = asyncio.run_coroutine_threadsafe(server.serve([listener]), backend.loop)

@@ -16,40 +16,47 @@ from pathlib import Path
 import httpx
 import pytest
 
-from inflight import LLM, SamplingParams
+from inflight import LLM, SamplingParams, __version__
 
 PATH = "/v1/completions"
 GOOD = {"prompt": [5, 6], "max_tokens": 400, "temperature": 0, "ignore_eos": True, "stream": True}
 
 
 @contextmanager
-def serving(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], httpx.Client, str]]:
-    """A server that has said where it listens, a client, and what it said."""
+def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """The command, from its first moment on."""
     command = [
-        sys.executable,
-        "-m",
-        "inflight.cli",
-        "serve",
-        "--port",
-        "0",
-        "--num-blocks",
-        "1024",
+        *(sys.executable, "-m", "inflight.cli", "serve"),
+        *("--port", "0", "--num-blocks", "1024"),
         *arguments,
     ]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("INFLIGHT_")}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         try:
-            assert process.stderr is not None
-            said = ""
-            while said.count("curl") < 2:
-                line = process.stderr.readline()
-                assert line, f"it ended: {said}"
-                said += line
-            url = re.findall(r"look +(\S+)/ to chat", said)[0]
-            with httpx.Client(base_url=url, timeout=60) as http:
-                yield process, http, said
+            yield process
         finally:
             process.kill()
+
+
+def read_until_ready(process: subprocess.Popen[str]) -> str:
+    """What it says up to the end of its summary."""
+    assert process.stderr is not None
+    said = ""
+    while said.count("curl") < 2:
+        line = process.stderr.readline()
+        assert line, f"it ended: {said}"
+        said += line
+    return said
+
+
+@contextmanager
+def serving(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], httpx.Client, str]]:
+    """A server that is ready, a client, and what it said."""
+    with started(*arguments) as process:
+        said = read_until_ready(process)
+        url = re.findall(r"look +(\S+)/ to chat", said)[0]
+        with httpx.Client(base_url=url, timeout=60) as http:
+            yield process, http, said
 
 
 def test_a_stream_outlives_sigterm_and_the_exit_is_clean(llm: LLM) -> None:
@@ -58,6 +65,11 @@ def test_a_stream_outlives_sigterm_and_the_exit_is_clean(llm: LLM) -> None:
         assert "1,024 blocks of 16 = 16,384 tokens" in said
         assert "8 requests of full length" in said
         assert "its own process" in said
+        before, _, _ = said.partition(f"inflight {__version__}")  # the summary is for people
+        while_loading = [json.loads(line) for line in before.splitlines()]
+        (line,) = [line for line in while_loading if line["logger"] == "inflight.loading"]
+        assert (line["process"], line["level"]) == ("engine", "info")
+        assert "1024 KV blocks" in line["message"]
         text = ""
         with http.stream("POST", PATH, json=GOOD) as response:
             for number, line in enumerate(response.iter_lines()):
@@ -77,10 +89,13 @@ def test_a_stream_outlives_sigterm_and_the_exit_is_clean(llm: LLM) -> None:
 
 
 def worker_of(process: subprocess.Popen[str]) -> int:
-    """The engine's process: the child that is no renderer of templates."""
-    files = Path(f"/proc/{process.pid}/task").glob("*/children")  # of each thread
-    (found,) = [int(child) for file in files for child in file.read_text().split()]
-    return found
+    """The engine's process, once it is there: the child that is no renderer of templates."""
+    found: list[int] = []
+    while not found:
+        files = Path(f"/proc/{process.pid}/task").glob("*/children")  # of each thread
+        found = [int(child) for file in files for child in file.read_text().split()]
+    (number,) = found
+    return number
 
 
 def test_an_engine_that_dies_ends_its_streams_and_comes_back(llm: LLM) -> None:
@@ -124,6 +139,7 @@ def test_tls() -> None:
         (("--keys", "/nowhere"), "the keys file '/nowhere' cannot be read"),
         (("--max-queue", "0"), "max_queue is 0"),
         (("--host", "256.0.0.1"), "cannot listen on 256.0.0.1"),
+        (("--allowed-hosts", "localhost:8000"), "allowed_hosts has 'localhost:8000'"),
     ],
 )
 def test_what_cannot_work_is_one_line(arguments: tuple[str, ...], message: str) -> None:

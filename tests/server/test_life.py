@@ -51,7 +51,7 @@ def test_a_client_that_leaves_frees_its_blocks(
     host, _, port = live.url.removeprefix("http://").partition(":")
     with slow_steps(backend, 0.002), ThreadPoolExecutor(1) as threads:
         with socket.create_connection((host, int(port))) as connection:
-            head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+            head = f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
             connection.sendall(head.encode() + body)
             live.wait_until("blocks in use", lambda: backend.core.scheduler.usage().num_used >= 2 * n)
             neighbour = threads.submit(live.complete, **GOOD)
@@ -68,7 +68,7 @@ def test_a_reader_that_does_not_read_stalls_no_one(backend: Backend, text: str) 
         with socket.socket() as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             connection.connect((host, int(port)))
-            head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+            head = f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
             connection.sendall(head.encode() + body)
             live.wait_until("a start", lambda: len(live.state.ledger) == 1)
             assert live.complete(**GOOD)["choices"][0]["text"] == text

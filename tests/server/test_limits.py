@@ -62,7 +62,9 @@ def test_a_large_chunked_body_is_refused(small: Live) -> None:
 
 def test_a_body_without_end_is_refused_while_it_comes(small: Live) -> None:
     with connect(small) as connection:
-        connection.sendall(f"POST {PATH} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n".encode())
+        connection.sendall(
+            f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n".encode()
+        )
         try:
             for _ in range(10_000):
                 connection.sendall(b"400\r\n" + b"x" * 1024 + b"\r\n")
@@ -73,13 +75,17 @@ def test_a_body_without_end_is_refused_while_it_comes(small: Live) -> None:
 
 def test_a_declared_length_is_not_waited_for(small: Live) -> None:
     with connect(small) as connection:
-        connection.sendall(f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999999\r\n\r\n".encode())
+        connection.sendall(
+            f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99999999999\r\n\r\n".encode()
+        )
         assert reply(connection).startswith(b"HTTP/1.1 413 ")
 
 
 def test_a_body_that_does_not_come(small: Live) -> None:
     with connect(small) as connection:
-        connection.sendall(f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{{".encode())
+        connection.sendall(
+            f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 10\r\n\r\n{{".encode()
+        )
         assert reply(connection).startswith(b"HTTP/1.1 408 ")
 
 
@@ -92,7 +98,7 @@ def send_slowly(connection: socket.socket) -> None:
 @pytest.mark.parametrize("head", ["GET /health", "POST /nothing"])
 def test_a_body_that_goes_on_after_its_answer(head: str, small: Live) -> None:
     with connect(small) as connection:
-        connection.sendall(f"{head} HTTP/1.1\r\nhost: x\r\ncontent-length: 99999\r\n\r\n".encode())
+        connection.sendall(f"{head} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99999\r\n\r\n".encode())
         with pytest.raises(ConnectionError):
             send_slowly(connection)
     small.wait_until("no connection", lambda: len(small.server.server_state.connections) <= 1)
@@ -102,7 +108,9 @@ def test_who_leaves_before_the_body_is_there(small: Live, caplog: pytest.LogCapt
     responses = small.state.metrics.responses
     before = responses[PATH, "499"]
     with connect(small) as connection:
-        connection.sendall(f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{{".encode())
+        connection.sendall(
+            f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 10\r\n\r\n{{".encode()
+        )
     small.wait_until("its line in the log", lambda: responses[PATH, "499"] == before + 1)
     assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
 
@@ -124,7 +132,7 @@ def test_another_protocol_is_not_spoken(small: Live, caplog: pytest.LogCaptureFi
 def test_large_headers_are_refused(lines: bytes, small: Live) -> None:
     with connect(small) as connection:
         try:
-            connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n" + lines)
+            connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n" + lines)
         except OSError:
             return
         answer = reply(connection)
@@ -165,7 +173,7 @@ def test_too_many_connections(small: Live) -> None:
 
 def test_several_requests_on_one_connection(small: Live) -> None:
     body = json.dumps(GOOD).encode()
-    one = f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+    one = f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
     with connect(small) as connection:
         connection.sendall(one * 3)  # at once
         found = b""

@@ -1,4 +1,4 @@
-"""Hundreds of requests of all kinds, a third of which end at random moments: nothing is left behind.
+"""Hundreds of requests of all kinds, more than a third of which end at random moments: nothing is left behind.
 
 INFLIGHT_SOAK=3000 makes it thousands, and prints what was seen.
 """
@@ -74,12 +74,13 @@ def questions(llm: LLM) -> list[Question]:
 
 
 class Soak:
-    """A crowd of clients."""
+    """A crowd of clients. What a request is depends on its number alone, not on who comes to it first."""
 
     def __init__(self, url: str, questions: list[Question], seed: int) -> None:
         self._url = url
         self._questions = questions
-        self._random = random.Random(seed)
+        self._long = [question for question in questions if question.body["max_tokens"] >= 24]
+        self._seed = seed
         self.seen: Counter[str] = Counter()
 
     async def run(self, num_requests: int) -> None:
@@ -87,35 +88,38 @@ class Soak:
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=self._url, timeout=120, limits=limits) as self._http:
             await asyncio.gather(*(self._client(numbers) for _ in range(NUM_AT_ONCE)))
+        assert 3 * self.seen["cut short"] >= num_requests
 
     async def _client(self, numbers: Iterator[int]) -> None:
         for number in numbers:
-            if number % 10 == 9:
-                method, path, body, status = self._random.choice(OTHERS)
-                assert (await self._http.request(method, path, json=body)).status_code == status
-                self.seen["others"] += 1
-                continue
-            question = self._random.choice(self._questions)
-            if number % 3:
-                await self._whole(question)
-                self.seen["whole"] += 1
-            else:
-                await self._abort(question, f"soak-{number}")
+            chance = random.Random(f"{self._seed}/{number}")
+            match number % 10:
+                case 0 | 3 | 5 | 8:
+                    while not await self._cut_short(chance.choice(self._long), chance, f"soak-{number}"):
+                        self.seen["whole before it was cut"] += 1  # so another one is
+                    self.seen["cut short"] += 1
+                case 9:
+                    method, path, body, status = chance.choice(OTHERS)
+                    assert (await self._http.request(method, path, json=body)).status_code == status
+                    self.seen["others"] += 1
+                case _:
+                    await self._whole(chance.choice(self._questions))
+                    self.seen["whole"] += 1
 
-    async def _abort(self, question: Question, name: str) -> None:
-        """Leave after a moment, or after some events, or have it cancelled."""
-        moment = self._random.random() ** 2 * 0.3
-        match self._random.choice(("moment", "events", "cancel")):
+    async def _cut_short(self, question: Question, chance: random.Random, name: str) -> bool:
+        """Leave after a moment, or after some events, or have it cancelled. Whether it was still going on."""
+        moment = chance.random() ** 2 * 0.3
+        match chance.choice(("moment", "events", "cancel")):
             case "moment":
                 try:
                     await asyncio.wait_for(self._whole(question), moment)
-                    self.seen["whole before it was left"] += 1
+                    return False
                 except TimeoutError:
-                    self.seen["left"] += 1
+                    return True
             case "events":
-                await self._stream(question, leave_after=self._random.randrange(1, 40))
-                self.seen["left"] += 1
-            case "cancel":
+                _, reasons = await self._stream(question, leave_after=chance.randrange(1, 40))
+                return None in reasons
+            case _:
                 answer = asyncio.ensure_future(self._stream(question, request_id=name))
                 await asyncio.sleep(moment)
                 response = await self._http.delete(f"/v1/requests/{name}")
@@ -124,7 +128,7 @@ class Soak:
                 for found, text, reason in zip(texts, question.texts, reasons, strict=True):
                     assert text.startswith(found)
                     assert reason == "abort" or found == text
-                self.seen["cancelled" if "abort" in reasons else "whole before it was cancelled"] += 1
+                return "abort" in reasons
 
     async def _whole(self, question: Question) -> None:
         if question.body["stream"]:

@@ -2,46 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
-from typing import Any
 
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from inflight.errors import ConfigError
-from inflight.server.logs import JsonFormatter, TextFormatter, request_id
 from inflight.server.tracing import OtelTracer
 from tests.server.live import Backend, live_server
-
-
-def record(message: str, **extra: Any) -> logging.LogRecord:
-    found = logging.makeLogRecord({"name": "x", "levelno": 20, "levelname": "INFO", "msg": message, **extra})
-    found.created = 1.25
-    return found
-
-
-def test_a_line_of_json() -> None:
-    token = request_id.set("req-1")
-    try:
-        line = JsonFormatter().format(record('a "quoted"\nline', status=200))
-    finally:
-        request_id.reset(token)
-    assert "\n" not in line
-    assert json.loads(line) == {
-        "time": "1970-01-01T00:00:01.250Z",
-        "level": "info",
-        "logger": "x",
-        "message": 'a "quoted"\nline',
-        "request_id": "req-1",
-        "status": 200,
-    }
-
-
-def test_a_line_of_text() -> None:
-    assert TextFormatter().format(record("hello")) == "1970-01-01T00:00:01.250Z INFO    hello"
-    assert TextFormatter().format(record("hello", request_id="r")).endswith("[r] hello")
 
 
 def test_no_prompt_and_no_key_in_the_log(backend: Backend, caplog: pytest.LogCaptureFixture) -> None:

@@ -70,7 +70,8 @@ async def metrics(request: Request) -> Response:
     """For Prometheus."""
     state = state_of(request)
     num_restarts = (await state.client.health()).num_restarts
-    return Response(state.metrics.render(await _stats(state), num_restarts), media_type=CONTENT_TYPE)
+    content = state.metrics.render(await _stats(state), num_restarts, state.keys.callers)
+    return Response(content, media_type=CONTENT_TYPE)
 
 
 @cache

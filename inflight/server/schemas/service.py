@@ -21,12 +21,13 @@ class Models(BaseModel):
 
 
 class Life(BaseModel):
-    """`status` is "ok", or says why not."""
+    """`status` is "ok", or says why not; `progress` is the share of the weights that is there, while they load."""
 
     status: str
     seconds_since_step: float
     num_running: int
     num_waiting: int
+    progress: float | None = None
 
 
 class Version(BaseModel):

@@ -15,12 +15,17 @@ _FIELDS = ("method", "path", "status", "seconds", "key")
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line."""
+    """One object a line. `process` says which of several writes it."""
+
+    def __init__(self, process: str | None = None) -> None:
+        super().__init__()
+        self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
         found: dict[str, Any] = {
             "time": _time(record.created),
             "level": record.levelname.lower(),
+            "process": self._process,
             "logger": record.name,
             "message": record.getMessage(),
             "request_id": _request_id(record),
@@ -32,9 +37,16 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
+    """The same for people."""
+
+    def __init__(self, process: str | None = None) -> None:
+        super().__init__()
+        self._process = "" if process is None else f"{process}: "
+
     def format(self, record: logging.LogRecord) -> str:
         name = _request_id(record)
-        text = f"{_time(record.created)} {record.levelname:7} {f'[{name}] ' if name else ''}{record.getMessage()}"
+        who = f"[{name}] " if name else self._process
+        text = f"{_time(record.created)} {record.levelname:7} {who}{record.getMessage()}"
         return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
 
 
@@ -48,12 +60,13 @@ def _request_id(record: logging.LogRecord) -> str | None:
     return found
 
 
-def configure_logging(level: str, kind: str) -> None:
-    """All loggers of this process to standard error."""
+def configure_logging(level: int | str, kind: str, process: str | None = None) -> None:
+    """All loggers of this process, and Python's warnings, to standard error."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter() if kind == "json" else TextFormatter())
+    handler.setFormatter(JsonFormatter(process) if kind == "json" else TextFormatter(process))
+    logging.captureWarnings(True)
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
-    logging.getLogger("inflight").setLevel(level.upper())
+    logging.getLogger("inflight").setLevel(level.upper() if isinstance(level, str) else level)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)

@@ -1,0 +1,47 @@
+"""What clients meet first: while the model loads it says so, then the application takes over on the same socket."""
+
+from __future__ import annotations
+
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from inflight.server.errors import ApiError
+from inflight.server.openapi import respond
+from inflight.server.schemas.service import Life
+
+RETRY_AFTER = 5  # seconds; how long a model still takes is not known
+
+
+class Doorway:
+    """An application that is closed until `open` is called. Closed, it tells nothing but that."""
+
+    def __init__(self) -> None:
+        self._app: ASGIApp | None = None
+        self._progress: float | None = None
+
+    def progress(self, num_done: int, num_total: int) -> None:
+        """So many bytes of the weights are there. Any thread may call it."""
+        self._progress = num_done / num_total if num_total else None
+
+    def open(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self._loading(scope) if self._app is None else self._app
+        await app(scope, receive, send)
+
+    def _loading(self, scope: Scope) -> Response:
+        error = ApiError(
+            503,
+            "the model is being loaded: send the request again in a while",
+            code="loading",
+            retry_after=RETRY_AFTER,
+        )
+        if scope["path"] not in ("/health", "/ready") or scope["method"] not in ("GET", "HEAD"):
+            return error.response()
+        life = Life(
+            status="loading", seconds_since_step=0.0, num_running=0, num_waiting=0, progress=self._progress
+        )
+        response = respond(life, error.status)
+        response.headers.update(error.headers)
+        return response

@@ -1,0 +1,51 @@
+"""One engine whose steps go wrong when told to, and a server over it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from inflight import LLM
+from tests.server.faults.told import Case
+from tests.server.faulty import SLOW
+from tests.server.live import Live, ProcessBackend, live_server
+
+NUM_SLOTS, NUM_PLACES = 4, 8
+
+
+@pytest.fixture(scope="package")
+def process() -> Iterator[ProcessBackend]:
+    found = ProcessBackend(num_blocks=1024, max_num_seqs=NUM_SLOTS, max_queue=NUM_PLACES)
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="package")
+def _server(process: ProcessBackend) -> Iterator[Live]:
+    with live_server(process, max_queue=NUM_PLACES) as live:
+        yield live
+
+
+@pytest.fixture
+def server(_server: Live, threads: ThreadPoolExecutor) -> Iterator[Live]:  # noqa: ARG001
+    yield _server
+    _server.wait_until_idle()
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(64) as found:
+        yield found
+
+
+@pytest.fixture(scope="package")
+def slow(llm: LLM) -> list[Case]:
+    """Each takes seconds, with the faulty engine."""
+    return [Case(llm, [SLOW, number], 200) for number in range(NUM_SLOTS + NUM_PLACES)]
+
+
+@pytest.fixture(scope="package")
+def quick(llm: LLM) -> Case:
+    return Case(llm, [5, 6], 40)

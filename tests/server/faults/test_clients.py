@@ -1,0 +1,121 @@
+"""Clients that go away, do not read or are too many, and a server that is told to stop."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from inflight import LLM
+from inflight.events import StepRecord
+from tests.server.faults.conftest import NUM_PLACES, NUM_SLOTS
+from tests.server.faults.told import PATH, Case, Told, health, wait_for_running
+from tests.server.live import Backend, Live
+from tests.server.test_command import serving
+
+
+def connect(live: Live) -> socket.socket:
+    host, _, port = live.url.removeprefix("http://").partition(":")
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect((host, int(port)))
+    return connection
+
+
+def send(connection: socket.socket, body: dict[str, Any]) -> None:
+    content = json.dumps(body).encode()
+    head = f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: {len(content)}\r\n\r\n"
+    connection.sendall(head.encode() + content)
+
+
+def test_a_client_that_goes_away(server: Live, threads: ThreadPoolExecutor, slow: list[Case]) -> None:
+    metrics = server.state.metrics
+    before = metrics.num_disconnects, metrics.num_freed_blocks
+    neighbour = slow[0].send(threads, server)
+    for stream in (True, False):
+        with connect(server) as connection:
+            send(connection, {**slow[1].body, "stream": stream, "max_tokens": 2000})
+            wait_for_running(server, 2)
+        wait_for_running(server, 1)
+    assert metrics.num_disconnects == before[0] + 2
+    server.wait_until("its blocks", lambda: metrics.num_freed_blocks >= before[1] + 2)
+    assert slow[0].right(neighbour.result())
+
+
+def test_aborts_take_effect_with_the_next_step(
+    live: Live, backend: Backend, threads: ThreadPoolExecutor, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[StepRecord] = []
+    num_before: dict[str, int] = {}  # steps before the abort, by request
+    abort = backend.engine.client.abort
+
+    async def noted(request_id: str, reason: str = "abort") -> int:
+        num_before[request_id] = len(steps)
+        return await abort(request_id, reason)
+
+    monkeypatch.setattr(backend.engine.client, "abort", noted)
+    neighbour = Case(llm, [9, 9], 600)
+    backend.core.observers.append(steps.append)
+    try:
+        told = neighbour.send(threads, live)
+        with connect(live) as connection:
+            send(connection, {**neighbour.body, "max_tokens": 2000, "stream": True})
+            wait_for_running(live, 2)
+        assert neighbour.right(told.result())
+    finally:
+        backend.core.observers.remove(steps.append)
+    ((name, number),) = num_before.items()
+    later = [step for step in steps[number:] if any(slot.request_id == name for slot in step.slots)]
+    assert len(later) <= 2  # the one that ran just then, and one that may have begun
+
+
+def test_a_client_that_does_not_read(server: Live, llm: LLM, quick: Case) -> None:
+    """The engine computes all of its answer meanwhile, and no token is lost."""
+    case = Case(llm, [11, 12], 600)
+    with connect(server) as connection:
+        send(connection, {**case.body, "stream": True, "logprobs": 20})
+        server.wait_until("its start", lambda: len(server.state.ledger) == 1)
+        assert quick.right(Told(server, quick.body))
+        server.wait_until("its end in the engine", server.backend.idle)
+        with connection.makefile("rb") as file:
+            lines = [line[6:] for line in file if line.startswith(b"data: {")]
+    assert "".join(json.loads(line)["choices"][0]["text"] for line in lines) == case.text
+
+
+def test_overload(server: Live, threads: ThreadPoolExecutor, slow: list[Case], quick: Case) -> None:
+    neighbours = [case.send(threads, server) for case in slow[:NUM_SLOTS]]
+    wait_for_running(server, NUM_SLOTS)
+    neighbours += [case.send(threads, server) for case in slow[NUM_SLOTS:]]
+    wait_for_running(server, NUM_SLOTS, NUM_PLACES)
+    for told in threads.map(
+        lambda stream: Told(server, {**quick.body, "stream": stream}), [True, False] * 20
+    ):
+        assert (told.status, told.errors[0]["code"]) == (429, "queue_full")
+        assert 1 <= int(told.headers["retry-after"]) <= 60
+    wait_for_running(server, NUM_SLOTS, NUM_PLACES)  # the refusals came at once: none of these has ended
+    assert health(server) == (200, "ok")
+    assert server.http.get("/ready").json()["status"] == "queue full"
+    assert all(case.right(future.result()) for case, future in zip(slow, neighbours, strict=True))
+
+
+def test_sigterm(llm: LLM) -> None:
+    case = Case(llm, [5, 6], 800)
+    found = [""] * 4
+    with serving("--shutdown-timeout", "60") as (process, http, _):
+        with http.stream("POST", PATH, json={**case.body, "n": 4, "stream": True}) as response:
+            process.send_signal(signal.SIGTERM)
+            while (refused := http.post(PATH, json={"prompt": "x", "max_tokens": 1})).status_code == 200:
+                pass
+            assert refused.status_code == 503
+            assert refused.json()["error"]["code"] == "shutting_down"
+            assert http.get("/health").status_code == http.get("/ready").status_code == 503
+            for line in response.iter_lines():
+                if line.startswith("data: {"):
+                    choice = json.loads(line[6:])["choices"][0]
+                    found[choice["index"]] += choice["text"]
+        assert process.wait(60) == 0
+    assert found == [case.text] * 4

@@ -1,0 +1,108 @@
+"""An engine that dies, hangs, falls silent, fails a step or runs out of memory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+from inflight import LLM
+from tests.server.faults.told import Case, Told, health, health_of, wait_for_running
+from tests.server.faulty import HANG, RAISE
+from tests.server.live import Backend, Live, ProcessBackend, live_server
+
+
+def test_an_engine_that_is_killed(
+    server: Live, process: ProcessBackend, threads: ThreadPoolExecutor, slow: list[Case], quick: Case
+) -> None:
+    streams = [case.send(threads, server) for case in slow[:3]]
+    whole = slow[3].send(threads, server, stream=False)
+    wait_for_running(server, 4)
+    server.wait_until("first tokens", lambda: all(entry.first_token_at for entry in server.state.ledger))
+    first = process.client.process_id
+    assert first is not None
+    os.kill(first, signal.SIGKILL)
+    for case, stream in zip(slow, streams, strict=False):
+        told = stream.result()
+        assert (told.status, told.done) == (200, False)
+        assert [error["code"] for error in told.errors] == ["engine_unavailable"]
+        assert case.text.startswith(told.text)
+    for refused in (whole.result(), Told(server, quick.body)):  # then, and meanwhile
+        assert refused.status == 503
+        assert refused.errors[0]["type"] == "service_unavailable_error"
+        assert int(refused.headers["retry-after"]) > 0
+    assert health(server) == (503, "restarting")
+    assert server.http.get("/ready").status_code == 503
+    assert server.http.get("/metrics").status_code == 200
+    server.wait_until("a new process", lambda: process.client.process_id != first)
+    while health(server) != (200, "ok"):
+        time.sleep(0.01)
+    assert quick.right(Told(server, quick.body))
+    assert slow[0].right(Told(server, {**slow[0].body, "stream": True}))
+    restarts = [
+        line for line in server.http.get("/metrics").text.splitlines() if "engine_restarts_total{" in line
+    ]
+    assert restarts[0].endswith(" 1.0")
+
+
+def test_a_step_that_hangs(
+    server: Live, threads: ThreadPoolExecutor, llm: LLM, slow: list[Case], quick: Case
+) -> None:
+    neighbour = slow[0].send(threads, server)
+    wait_for_running(server, 1)
+    hanging = Case(llm, [HANG, 1], 8)
+    stuck = hanging.send(threads, server)
+    server.wait_until("its sign", lambda: health_of(server))
+    assert health(server) == (503, "stalled")
+    told = Told(server, quick.body)
+    assert (told.status, told.errors[0]["code"]) == (503, "engine_unavailable")
+    assert hanging.right(stuck.result())
+    assert slow[0].right(neighbour.result())
+    assert health(server) == (200, "ok")
+    assert quick.right(Told(server, quick.body))
+
+
+def test_a_process_that_falls_silent(
+    server: Live, process: ProcessBackend, threads: ThreadPoolExecutor, slow: list[Case]
+) -> None:
+    neighbour = slow[0].send(threads, server)
+    wait_for_running(server, 1)
+    number = process.client.process_id
+    assert number is not None
+    os.kill(number, signal.SIGSTOP)
+    try:
+        server.wait_until("its sign", lambda: health_of(server))
+        assert health(server) == (503, "stalled")
+    finally:
+        os.kill(number, signal.SIGCONT)
+    assert slow[0].right(neighbour.result())
+    assert health(server) == (200, "ok")
+
+
+def test_a_step_that_raises(server: Live, threads: ThreadPoolExecutor, slow: list[Case], quick: Case) -> None:
+    batch = [case.send(threads, server, stream=number > 0) for number, case in enumerate(slow[:3])]
+    wait_for_running(server, 3)
+    bad = threads.submit(Told, server, {**quick.body, "prompt": [RAISE, 1], "stream": True})
+    neighbour = slow[4].send(threads, server)
+    assert [error["code"] for error in bad.result().errors] == ["engine_error"]
+    assert all(case.right(future.result()) for case, future in zip(slow, batch, strict=False))
+    assert slow[4].right(neighbour.result())
+    assert health(server) == (200, "ok")
+    assert quick.right(Told(server, quick.body))
+
+
+def test_kv_memory_that_runs_out(llm: LLM, threads: ThreadPoolExecutor) -> None:
+    cases = [Case(llm, [20 + number] * 8, 160 + number) for number in range(8)]
+    small = Backend(num_blocks=26, max_model_len=256, max_num_seqs=8, max_queue=64)
+    try:
+        with live_server(small) as live:
+            first = threads.submit(Told, live, {**cases[0].body, "request_id": "oldest"})
+            wait_for_running(live, 1)
+            futures = [first, *(case.send(threads, live) for case in cases[1:])]
+            assert all(case.right(future.result()) for case, future in zip(cases, futures, strict=True))
+            live.wait_until_idle()
+            assert small.core.stats().num_preemptions > 0
+            assert next(iter(live.state.ledger._finished.values())).request_id == "oldest"
+    finally:
+        small.close()

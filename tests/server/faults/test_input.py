@@ -1,0 +1,83 @@
+"""Code, pickles, colliding names and megabytes: input that is not only wrong."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+from array import array
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
+from pathlib import Path
+
+import inflight
+from inflight import LLM, SamplingParams
+from inflight.errors import InflightError
+from inflight.kv import ChainHashCache
+from inflight.models.builtin import checkpoint_folder
+from tests.server.faults.told import PATH, Case, wait_for_running
+from tests.server.live import Live
+
+
+def modules() -> Iterator[tuple[Path, ast.Module]]:
+    for path in sorted(Path(inflight.__file__).parent.rglob("*.py")):
+        yield path, ast.parse(path.read_text())
+
+
+def test_nothing_can_unpickle() -> None:
+    unsafe = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "multiprocessing", "joblib"}
+    for path, tree in modules():
+        for node in ast.walk(tree):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not unsafe & {name.partition(".")[0] for name in names}, path
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                assert (node.value.id, node.attr) != ("torch", "load"), path
+                assert node.attr != "recv_pyobj", path
+
+
+def test_code_in_a_model_folder_is_not_run(tmp_path: Path) -> None:
+    """A folder that asks for its own code gets none of it, and the model is the one that is built in here."""
+    for file in checkpoint_folder().iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    trap = tmp_path / "ran"
+    for name in ("modeling.py", "tokenization.py", "configuration.py", "sitecustomize.py", "conftest.py"):
+        (tmp_path / name).write_text(f"open({str(trap)!r}, 'w')")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"auto_map": {"AutoModelForCausalLM": "modeling.Model", "AutoConfig": "configuration.Config"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with contextlib.suppress(InflightError):  # a refusal is as good
+        LLM(str(tmp_path), num_blocks=128).generate([5, 6], SamplingParams(max_tokens=2))
+    assert not trap.exists()
+
+
+def test_hashes_are_no_hashes_of_python(llm: LLM) -> None:
+    """Whoever can make two prefixes collide reads another's: names are SHA-256, chained from the salt."""
+    llm.generate([3] * 64, SamplingParams(max_tokens=1))
+    cache = llm._engine.core.scheduler.blocks.cache
+    assert isinstance(cache, ChainHashCache)
+    name = sha256(b"").digest()
+    for _ in range(4):  # blocks
+        name = sha256(name + array("q", [3] * 16).tobytes()).digest()
+        assert name in cache._block_of
+
+
+def test_large_lists_stall_no_one(server: Live, threads: ThreadPoolExecutor, slow: list[Case]) -> None:
+    """Megabytes of nonsense are refused, while a neighbour streams on."""
+    neighbour = slow[0].send(threads, server)
+    wait_for_running(server, 1)
+    numbers = ",".join(["5"] * 1_000_000)
+    contents = (
+        f'{{"prompt": [{numbers}]}}',
+        f'{{"prompt": "x", "allowed_token_ids": [{numbers}]}}',
+        '{"prompt": "x", "stop_token_ids": [' + ",".join(['"a"'] * 1_000_000) + "]}",
+        json.dumps({"prompt": "word " * 1_000_000}),
+        json.dumps({"prompt": "x", "bad_words": ["word " * 1000] * 1000}),
+        json.dumps({"prompt": "x", **{f"k{number}": 1 for number in range(500_000)}}),
+    )
+    for content in contents:
+        response = server.http.post(PATH, content=content, headers={"content-type": "application/json"})
+        assert response.status_code == 400
+        assert len(response.content) < 1000
+    assert slow[0].right(neighbour.result())

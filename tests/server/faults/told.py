@@ -1,0 +1,70 @@
+"""Requests whose answers are known, and what their clients were told."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from inflight import LLM, SamplingParams
+from tests.server.live import Live
+
+PATH = "/v1/completions"
+
+
+class Told:
+    """What a client was told: the status, the text, the error, and whether the stream had its end mark."""
+
+    def __init__(self, live: Live, body: dict[str, Any]) -> None:
+        self.text, self.done = "", False
+        self.errors: list[Any] = []
+        with live.http.stream("POST", PATH, json=body) as response:
+            self.status, self.headers = response.status_code, response.headers
+            if response.headers["content-type"] == "application/json":
+                self._take(json.loads(response.read()))
+                return
+            for line in filter(None, response.iter_lines()):
+                assert not self.errors, "something came after the error"
+                self.done = line == "data: [DONE]"
+                if not self.done:
+                    self._take(json.loads(line.removeprefix("data: ")))
+
+    def _take(self, event: Any) -> None:
+        if "error" in event:
+            self.errors.append(event["error"])
+            for word in ("Error", "/", "Traceback", "0x"):
+                assert word not in event["error"]["message"]
+        else:
+            self.text += event["choices"][0]["text"]
+
+
+class Case:
+    """A request, and what it must give whatever happens around it."""
+
+    def __init__(self, llm: LLM, prompt: list[int], max_tokens: int) -> None:
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        self.text = llm.generate(prompt, params)[0].outputs[0].text
+        self.body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+
+    def send(self, threads: ThreadPoolExecutor, live: Live, stream: bool = True) -> Future[Told]:
+        return threads.submit(Told, live, {**self.body, "stream": stream})
+
+    def right(self, told: Told) -> bool:
+        return told.status == 200 and told.text == self.text and not told.errors
+
+
+def wait_for_running(live: Live, number: int, waiting: int = 0) -> None:
+    async def found() -> bool:
+        stats = await live.backend.engine.stats()
+        return (stats.num_running, stats.num_waiting) == (number, waiting)
+
+    live.wait_until(f"{number} running, {waiting} waiting", found)
+
+
+def health(live: Live) -> tuple[int, str]:
+    response = live.http.get("/health")
+    return response.status_code, response.json()["status"]
+
+
+async def health_of(live: Live) -> bool:
+    return not (await live.backend.engine.health()).healthy

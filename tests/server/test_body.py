@@ -1,0 +1,70 @@
+"""Bodies with so many parts, or mistakes, that reading or listing them would hold up everyone else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inflight.server import body as module
+from inflight.server.body import MAX_MISTAKES, MAX_PARTS
+from tests.server.live import Live
+
+TEXTS = st.text(st.sampled_from('\\":{}[], \n€a'), max_size=12)
+VALUES = st.recursive(
+    TEXTS | st.integers() | st.none(),
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(TEXTS, inner, max_size=5),
+)
+
+
+def parts(value: Any) -> int:
+    """Keys, objects and lists."""
+    if isinstance(value, dict):
+        return 1 + len(value) + sum(map(parts, value.values()))
+    return 1 + sum(map(parts, value)) if isinstance(value, list) else 0
+
+
+@given(VALUES.filter(parts), st.booleans(), st.sampled_from([(",", ":"), (" ,\n", "\t : ")]))
+def test_parts_are_told_from_text(value: Any, ascii_only: bool, separators: tuple[str, str]) -> None:
+    text = json.dumps(value, ensure_ascii=ascii_only, separators=separators).encode()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "MAX_PARTS", parts(value))
+        assert not module._has_too_many_parts(text)
+        patch.setattr(module, "MAX_PARTS", parts(value) - 1)
+        assert module._has_too_many_parts(text)
+
+
+def refusals() -> Iterator[tuple[str, str, str, str]]:
+    """Path, content, code, part of the message."""
+    many = json.dumps({f"k{number}": 1 for number in range(MAX_PARTS)})
+    completions, chat, limit = "/v1/completions", "/v1/chat/completions", f"more than {MAX_PARTS} keys"
+    complex_ = "body_too_complex"
+    yield completions, f'{{"prompt": "x", {many[1:]}', complex_, limit
+    yield completions, f'{{"prompt": "x", "logit_bias": {many}}}', complex_, limit
+    yield completions, f'{{"prompt": [{",".join(["{}"] * MAX_PARTS)}]}}', complex_, limit
+    yield completions, "[" * (MAX_PARTS + 1), complex_, limit
+    yield chat, f'{{"messages": [{{"role": "user", "content": "x", {many[1:]}]}}', complex_, limit
+    some = json.dumps({f"k{number}": 1 for number in range(MAX_MISTAKES + 1)})
+    wrong = f"the body has {MAX_MISTAKES + 1} unknown parameters"
+    yield completions, f'{{"prompt": "x", {some[1:]}', "invalid_value", wrong
+    yield completions, json.dumps({"prompt": "x"} | {f"k{i}": 1 for i in range(9)}), "unknown_parameter", "k0"
+    text = json.dumps({"prompt": '{"a": ["b"]}\n' * MAX_PARTS})  # is only text
+    yield completions, text, "context_length_exceeded", ""
+
+
+@pytest.mark.parametrize(("path", "content", "code", "message"), list(refusals()), ids=range(8))
+def test_refusals(path: str, content: str, code: str, message: str, live: Live) -> None:
+    response = live.http.post(path, content=content, headers={"content-type": "application/json"})
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (400, code)
+    assert message in error["message"]
+
+
+def test_the_longest_conversation_is_not_refused_for_its_parts() -> None:
+    part = {"type": "text", "text": "x"}
+    body = {"messages": [{"role": "user", "content": [part]}] * 8192}
+    assert not module._has_too_many_parts(json.dumps(body).encode())

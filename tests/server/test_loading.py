@@ -1,0 +1,137 @@
+"""A server answers from the first moment on: that it loads, and then as itself."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from starlette.responses import PlainTextResponse
+
+from inflight.server.doorway import Doorway
+from tests.server.test_command import read_until_ready, started, worker_of
+from tests.server.waiting import POLICY, VARIABLE
+
+COMPLETIONS = "/v1/completions"
+BODY = {"prompt": [5, 6], "max_tokens": 4}
+
+
+def client_of(doorway: Doorway) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(doorway), base_url="http://localhost")
+
+
+def check_refusal(response: httpx.Response) -> None:
+    assert response.status_code == 503
+    assert int(response.headers["retry-after"]) > 0
+    error = response.json()["error"]
+    assert (error["type"], error["code"], error["param"]) == ("service_unavailable_error", "loading", None)
+
+
+async def test_what_is_told_while_loading() -> None:
+    doorway = Doorway()
+    async with client_of(doorway) as http:
+        for path in ("/health", "/ready"):
+            response = await http.get(path)
+            assert response.status_code == (await http.head(path)).status_code == 503
+            assert (response.json()["status"], response.json()["progress"]) == ("loading", None)
+            assert int(response.headers["retry-after"]) > 0
+            check_refusal(await http.post(path))
+        for path in ("/", "/metrics", "/version", "/openapi.json", "/v1/models", "/nothing", "/health/"):
+            check_refusal(await http.get(path))
+        check_refusal(await http.post(COMPLETIONS, json=BODY))
+
+
+async def test_progress_is_told_where_it_is_known() -> None:
+    doorway = Doorway()
+    async with client_of(doorway) as http:
+        doorway.progress(25, 100)
+        assert (await http.get("/health")).json()["progress"] == 0.25
+        doorway.progress(0, 0)  # of a model without weights
+        assert (await http.get("/ready")).json()["progress"] is None
+
+
+async def test_the_application_takes_over() -> None:
+    doorway = Doorway()
+    async with client_of(doorway) as http:
+        check_refusal(await http.get("/"))
+        doorway.open(PlainTextResponse("it is open"))
+        for path in ("/", "/health"):
+            assert (await http.get(path)).text == "it is open"
+
+
+# ---- the command ----
+
+
+@contextmanager
+def loading(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
+    """A server that loads until a file is there, and a client."""
+    with started("--policy", POLICY, "--log-level", "debug", *arguments) as process:
+        assert process.stderr is not None
+        said = ""
+        while (found := re.search(r"listening on (\S+), port (\d+)", said)) is None:
+            line = process.stderr.readline()
+            assert line, f"it ended: {said}"
+            said = line
+        with httpx.Client(base_url=f"http://{found[1]}:{found[2]}", timeout=60) as http:
+            yield process, http
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Once it is there, models are loaded."""
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "go"))
+    return tmp_path / "go"
+
+
+@pytest.mark.parametrize("arguments", [(), ("--in-process", "--api-key", "secret")])
+def test_one_socket_from_the_start(arguments: tuple[str, ...], file: Path) -> None:
+    with loading(*arguments) as (process, http):
+        assert http.get("/health").json()["status"] == "loading"
+        check_refusal(http.post(COMPLETIONS, json=BODY))
+        file.touch()
+        assert str(http.base_url) in read_until_ready(process)
+        assert http.get("/ready").status_code == 200  # as soon as it has said so
+        headers = {"authorization": "Bearer secret"}
+        assert http.post(COMPLETIONS, json=BODY, headers=headers).status_code == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("in_process", [False, True])
+def test_a_signal_while_loading(in_process: bool, number: signal.Signals, file: Path) -> None:
+    with loading(*(["--in-process"] if in_process else [])) as (process, http):
+        assert http.get("/ready").status_code == 503
+        worker = None if in_process else worker_of(process)
+        process.send_signal(number)
+        assert process.wait(60) == 0
+        assert process.stderr is not None
+        assert "Traceback" not in process.stderr.read()
+    assert not file.exists()
+    if worker is not None:
+        with pytest.raises(ProcessLookupError):
+            os.kill(worker, 0)
+
+
+def test_the_address_is_held_from_the_start(file: Path) -> None:
+    with loading() as (_, http), started("--port", str(http.base_url.port)) as second:
+        assert second.wait(60) == 1
+        assert second.stderr is not None
+        assert "Address already in use (--port takes another)" in second.stderr.read()
+    assert not file.exists()
+
+
+def test_a_model_that_cannot_be_loaded_leaves_no_server(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with started(str(tmp_path)) as process:
+        assert process.wait(120) == 1
+        assert process.stderr is not None
+        said = process.stderr.read()
+    assert said.startswith("inflight: ")
+    assert len(said.splitlines()) == 1
