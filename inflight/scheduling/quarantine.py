@@ -35,9 +35,7 @@ class Quarantine(Policy):
         self.policy = policy
         self._lift = lift
         self._suspects: dict[Request, int] = {}  # how many tokens each had when its step failed
-        self._num_failures: dict[
-            Request, int
-        ] = {}  # by request, of steps for which no one is known to be the cause
+        self._num_failures: dict[Request, int] = {}  # of steps for which no one is known to be the cause
 
     def judge(self, batch: Batch) -> list[int]:
         """The step failed: the entries whose requests end with its error. The others become suspects."""

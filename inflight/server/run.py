@@ -65,9 +65,8 @@ def listen(options: ServeOptions) -> socket.socket:
         listener = socket.socket(family)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.listen(
-            BACKLOG
-        )  # at once: until then another server that also loads could take the address too
+        # At once: until then another server that also loads could take the address too.
+        listener.listen(BACKLOG)
     except OSError as error:
         hint = " (--port takes another)" if error.errno == errno.EADDRINUSE else ""
         raise ConfigError(
