@@ -113,7 +113,7 @@ async def _serve(options: ServeOptions, keys: Keys, hosts: Hosts, listener: sock
             gc.collect()
             gc.freeze()  # what start-up made lives as long as the process: later collections need not look at it
             server.open(state)
-            print(summary(state, listener.getsockname()), file=sys.stderr, flush=True)
+            _announce(summary(state, listener.getsockname()), options.log_format)
             await serving
         finally:
             state.close()
@@ -122,6 +122,14 @@ async def _serve(options: ServeOptions, keys: Keys, hosts: Hosts, listener: sock
         server.should_exit = True
         await serving
     return True
+
+
+def _announce(text: str, log_format: str) -> None:
+    """To whoever reads standard error, which may be a machine that expects one object a line."""
+    if log_format == "json":
+        logger.info("%s", text)
+    else:
+        print(text, file=sys.stderr, flush=True)
 
 
 class Server(uvicorn.Server):
