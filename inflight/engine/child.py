@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 import msgspec
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from inflight.engine.wire import SECRET_LENGTH, Codec, Doors, Message, Stop, ToFront
 
@@ -26,7 +27,8 @@ COMMAND = (sys.executable, "-P", "-m", "inflight.engine.worker")
 MAX_FRAMES = 64  # taken at a time, so that others get their turn
 MAX_IPC_PATH = 100  # the system's limit is a little above
 END_TIMEOUT = 5.0  # seconds that a process gets to end by itself
-LAST_WORDS_TIMEOUT = 1.0  # seconds for what a dead process has said to get here
+LAST_WORDS_TIMEOUT = 5.0  # seconds for what a dead process has said to get here
+CONNECTION_TIMEOUT = 0.5  # seconds after its end to see that it had connected at all
 POLL = 0.01
 
 
@@ -49,7 +51,8 @@ class Child:
         for socket in (self._up, self._down):
             socket.set_hwm(0)  # what is on its way is bounded by the engine's outbox and by the open calls
             socket.linger = 0
-        self._monitor = self._up.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._monitor = self._up.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self._connected = self._disconnected = False
         self._spoke = False
         self._folder = self._bind()
         doors = Doors(
@@ -114,17 +117,31 @@ class Child:
 
     async def _hear_and_close(self, code: int | None, reason: str | None) -> None:
         """What it said before its end may still be on its way; the end of its connection comes behind it."""
-        if self._spoke:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LAST_WORDS_TIMEOUT):
-                    while not self._monitor.poll(0):
-                        await asyncio.sleep(POLL)
+        self._look_at_connection()
+        if reason is None:
+            await self._wait(CONNECTION_TIMEOUT, lambda: self._connected)
+        if self._connected:
+            await self._wait(LAST_WORDS_TIMEOUT, lambda: self._disconnected)
         while self._take_frames():
             pass
         self.returncode = code
         self.reason = self.reason or reason or f"the engine process ended {_how(code)}"
         self._close_sockets()
         self.exited.set()
+
+    async def _wait(self, seconds: float, happened: Callable[[], bool]) -> None:
+        """For what becomes of the connection."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while not happened():
+                    await asyncio.sleep(POLL)
+                    self._look_at_connection()
+
+    def _look_at_connection(self) -> None:
+        while self._monitor.poll(0):
+            event = parse_monitor_message(self._monitor.recv_multipart())["event"]
+            self._connected = self._connected or event == zmq.EVENT_ACCEPTED
+            self._disconnected = self._disconnected or event == zmq.EVENT_DISCONNECTED
 
     def _close_sockets(self) -> None:
         if not self._up.closed:

@@ -32,6 +32,7 @@ from inflight.errors import (
 )
 from inflight.events import Delta, StepRecord
 from inflight.scheduling.policies.continuous import Continuous
+from tests.engine import late
 from tests.engine.faulty import BUILD, DIE, HANG, NUM_BLOCKS, RAISE, SLOW, STOP
 from tests.helpers import make_request
 
@@ -429,6 +430,12 @@ async def test_errors_of_the_start_are_the_engines_own() -> None:
         await start(model="die")
     with pytest.raises(ConfigError, match="unknown policy 'nosuch'"):
         await start(policy="nosuch")
+
+
+async def test_last_words_are_heard_however_late_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child_module, "COMMAND", (sys.executable, "-m", "tests.engine.late"))
+    with pytest.raises(EngineError, match=f"^ValueError: {late.TEXT}$"):
+        await start()
 
 
 async def test_what_cannot_travel_is_refused_before_the_start() -> None:
