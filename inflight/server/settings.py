@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import ssl
 import types
 from collections.abc import Mapping
 from pathlib import Path
@@ -154,7 +155,24 @@ def _check(options: ServeOptions) -> None:
         raise ConfigError(f"port is {options.port}: it must be from 0 to 65535")
     if (options.ssl_keyfile is None) != (options.ssl_certfile is None):
         raise ConfigError("ssl_keyfile and ssl_certfile go together: one of them is missing")
+    _check_tls(options)
     if "*" in options.allowed_origins and options.allow_credentials:
         raise ConfigError("allowed_origins has '*': with allow_credentials each origin must be named")
     if not all(key.strip() for key in options.api_key):
         raise ConfigError("an api_key is empty")
+
+
+def _check_tls(options: ServeOptions) -> None:
+    """Whether the files can be read and belong together."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        if options.ssl_certfile is not None:
+            # A key with a password is nothing that a server could ask for.
+            context.load_cert_chain(options.ssl_certfile, options.ssl_keyfile, password=lambda: "")
+        if options.ssl_ca_certs is not None:
+            context.load_verify_locations(options.ssl_ca_certs)
+    except OSError as error:  # ssl's own too
+        files = (options.ssl_certfile, options.ssl_keyfile, options.ssl_ca_certs)
+        given = ", ".join(name for name in files if name is not None)
+        why = error.strerror if isinstance(error, FileNotFoundError | PermissionError) else str(error)
+        raise ConfigError(f"the files for TLS ({given}) cannot be used: {why}") from error

@@ -13,6 +13,8 @@ from inflight.errors import ConfigError
 from inflight.server.options import ENGINE_OPTIONS, FIELDS, ServeOptions
 from inflight.server.settings import resolve
 
+KEY = str(Path(__file__).parent / "tls" / "key.pem")
+
 
 def test_each_place_wins_over_the_next(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
@@ -59,6 +61,9 @@ def test_variables_have_types() -> None:
         ({"metrics_compat": "x"}, {}, "none, vllm"),
         ({"log_format": "xml"}, {}, "text, json"),
         ({"ssl_keyfile": "k"}, {}, "go together"),
+        ({"ssl_keyfile": "k", "ssl_certfile": "c"}, {}, r"files for TLS \(c, k\).*: No such file"),
+        ({"ssl_keyfile": KEY, "ssl_certfile": KEY}, {}, "files for TLS"),  # no certificate
+        ({"ssl_ca_certs": KEY}, {}, "files for TLS"),
         ({"allowed_origins": ("*",), "allow_credentials": True}, {}, "each origin must be named"),
         ({"api_key": (" ",)}, {}, "empty"),
     ],
