@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import ssl
 import types
 from collections.abc import Mapping
 from pathlib import Path
@@ -164,6 +163,11 @@ def _check(options: ServeOptions) -> None:
 
 def _check_tls(options: ServeOptions) -> None:
     """Whether the files can be read and belong together."""
+    files = [file for file in (options.ssl_certfile, options.ssl_keyfile, options.ssl_ca_certs) if file]
+    if not files:
+        return
+    import ssl  # takes a while, which most do not need
+
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         if options.ssl_certfile is not None:
@@ -172,7 +176,5 @@ def _check_tls(options: ServeOptions) -> None:
         if options.ssl_ca_certs is not None:
             context.load_verify_locations(options.ssl_ca_certs)
     except OSError as error:  # ssl's own too
-        files = (options.ssl_certfile, options.ssl_keyfile, options.ssl_ca_certs)
-        given = ", ".join(name for name in files if name is not None)
         why = error.strerror if isinstance(error, FileNotFoundError | PermissionError) else str(error)
-        raise ConfigError(f"the files for TLS ({given}) cannot be used: {why}") from error
+        raise ConfigError(f"the files for TLS ({', '.join(files)}) cannot be used: {why}") from error
