@@ -47,9 +47,7 @@ from inflight.engine.wire import (
 from inflight.logs import configure_logging
 from inflight.registry import Registry
 
-logger = logging.getLogger(
-    "inflight.engine.worker"
-)  # whose name, as the process that it is, would be another
+logger = logging.getLogger("inflight.engine.worker")  # as the main module it would be called __main__
 
 Build = Callable[[EngineConfig, Callable[[int, int], None]], tuple[EngineCore, ModelFacts]]
 BUILDERS: Registry[Build] = Registry("builder", {"model": "inflight.loading:load_core"})

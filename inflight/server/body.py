@@ -22,9 +22,7 @@ MAX_PARTS = 1 << 16  # keys, objects and lists; more than the longest conversati
 MAX_MISTAKES = 1000
 
 _NO_SIGNS = bytes(set(range(256)) - set(b'":{['))
-_PART = re.compile(
-    rb'"[^"]*+"(:)?|([\[{])'
-)  # of signs alone: a string, which may be a key, or an opening bracket
+_PART = re.compile(rb'"[^"]*+"(:)?|([\[{])')  # of signs alone: a string, perhaps a key, or an opening bracket
 
 
 async def read_body(request: Request, max_bytes: int, seconds: float) -> bytes:

@@ -10,6 +10,8 @@ from typer.testing import CliRunner
 
 from inflight.cli import app
 from inflight.errors import ConfigError
+from inflight.execution.platforms.cpu import CpuPlatform
+from inflight.execution.platforms.cuda import CudaPlatform
 from inflight.server.options import ENGINE_OPTIONS, FIELDS, ServeOptions
 from inflight.server.settings import resolve
 
@@ -132,3 +134,8 @@ def test_flags_reach_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
     assert options.enable_prefix_caching is False
     assert options.api_key == ("a", "b")
     assert options.log_requests is True
+
+
+def test_the_help_has_the_targets_of_the_devices() -> None:
+    gpu, cpu = CudaPlatform.target_step_ms, CpuPlatform.target_step_ms
+    assert FIELDS["target_step_ms"].metadata["show"] == f"{gpu:g} on a GPU, {cpu:g} on a CPU"
