@@ -43,7 +43,7 @@ def test_decodes_and_chunks_in_one_step(shares: bool, window: int | None) -> Non
         )
         prefix = plan_prefix(groups, rows[:num_decodes], 8, tuning.prefix_members, 4, 16, 16, 8, 50)
         assert prefix is not None
-    decodes = plan_decode(contexts[:num_decodes], rows[:num_decodes], prefix, 4, 16, 16)
+    decodes = plan_decode(contexts[:num_decodes], rows[:num_decodes], prefix, 4, 64, 16, 16)
     chunks = plan_chunks(
         scene.query_starts[num_decodes:],
         contexts[num_decodes:],

@@ -18,7 +18,7 @@ PREFIX = Tile(rows=32, keys=16, num_warps=4, num_stages=2)
 
 
 def decode(scene: Scene, extra_items: int, window: int | None = None, tile: Tile = SMALL) -> torch.Tensor:
-    plan = plan_decode(scene.context_lens, scene.rows, None, extra_items, tile.keys, tile.keys)
+    plan = plan_decode(scene.context_lens, scene.rows, None, extra_items, 3, tile.keys, tile.keys)
     out, workspace, work = scene.blank(), scene.workspace(), items(plan.items, len(plan.items) + 3)
     layer = scene.shape.layer(window)
     decode_attention(*scene.on_device, work.table, work.count, workspace, layer, tile, False, out)
@@ -73,7 +73,7 @@ def test_more_parts_than_are_merged_at_once() -> None:
 
 def test_a_second_launch_finds_the_workspace_as_the_first_did() -> None:
     scene = Scene(Shape(), [90, 20], [1, 1])
-    plan = plan_decode(scene.context_lens, scene.rows, None, 9, 16, 16)
+    plan = plan_decode(scene.context_lens, scene.rows, None, 9, 64, 16, 16)
     workspace, work, layer = scene.workspace(), items(plan.items, 20), scene.shape.layer()
     for _ in range(2):
         out = scene.blank()
@@ -101,7 +101,7 @@ def test_shared_prefixes_change_nothing(
     members_per_tile = PREFIX.rows // (num_heads // num_kv_heads)
     prefix = plan_prefix(groups, scene.rows, 8, members_per_tile, extra_items, 16, 16, 12, 100)
     assert prefix is not None
-    plan = plan_decode(scene.context_lens, scene.rows, prefix, extra_items, 16, 16)
+    plan = plan_decode(scene.context_lens, scene.rows, prefix, extra_items, 64, 16, 16)
     members = items(prefix.members(scene.context_lens, plan), 9).table
     shared, work = items(prefix.items, 12), items(plan.items, 20)
     workspace, out, layer = scene.workspace(), scene.blank(), shape.layer(window)

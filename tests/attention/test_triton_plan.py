@@ -30,16 +30,16 @@ def lines(array: Ints) -> list[list[int]]:
     return [[int(value) for value in line] for line in array]
 
 
-@given(lengths, extras, tiles, st.sampled_from([1, 64, 256]), st.data())
+@given(lengths, extras, st.integers(1, 50), tiles, st.sampled_from([1, 64, 256]), st.data())
 def test_decode_items_cover_every_key_once(
-    context_lens: list[int], extra: int, tile: int, min_part: int, data: st.DataObject
+    context_lens: list[int], extra: int, at_once: int, tile: int, min_part: int, data: st.DataObject
 ) -> None:
     contexts, num_entries = ints(*context_lens), len(context_lens)
     rows = np.random.default_rng(0).permutation(num_entries).astype(np.int32)
     lens = ints(*(data.draw(st.integers(0, n - 1)) for n in context_lens))
     prefix_parts = ints(*(data.draw(st.integers(1, 5)) if n else 0 for n in lens))
     prefix = PrefixPlan(np.empty((0, 6), dtype=np.int32), ints(), lens, prefix_parts)
-    plan = plan_decode(contexts, rows, prefix, extra, tile, min_part)
+    plan = plan_decode(contexts, rows, prefix, extra, at_once, tile, min_part)
     assert plan.items.dtype == np.int32
     assert len(plan.items) <= num_entries + extra
     spans: dict[int, list[tuple[int, int]]] = {}
@@ -58,10 +58,30 @@ def test_decode_items_cover_every_key_once(
         assert pieces[0][0] == lens[entry]
         assert pieces[-1][1] == contexts[entry]
         assert all(a[1] == b[0] and a[0] < a[1] for a, b in pairwise(pieces))
+        first, *others = (end - begin for begin, end in pieces)
+        assert all(size == first for size in others[:-1])
+        assert all(size <= first for size in others[-1:])
     assert len(spans) == num_entries
     assert sorted(slots) == list(range(plan.num_slots))
     sizes = plan.items[:, 3] - plan.items[:, 2]
     assert (np.diff(sizes) <= 0).all()
+
+
+def test_parts_of_an_entry_are_even() -> None:
+    plan = plan_decode(ints(8300, 8300), ints(0, 1), None, 4, 66, 64, 512)
+    assert [line[2:4] for line in lines(plan.items)] == [[0, 4160], [0, 4160], [4160, 8300], [4160, 8300]]
+
+
+def test_a_few_that_would_come_last_are_split() -> None:
+    def parts(num_entries: int) -> list[int]:
+        contexts = np.full(num_entries, 1000, dtype=np.int32)
+        plan = plan_decode(contexts, np.arange(num_entries, dtype=np.int32), None, 26, 66, 64, 512)
+        return sorted(np.bincount(plan.items[:, 0]).tolist())
+
+    assert parts(66) == [1] * 66
+    assert parts(66 + 10) == [1] * 66 + [3] * 10
+    assert parts(66 + 20) == [1] * 66 + [2] * 20
+    assert parts(66 + 27) == [1] * (66 + 27)  # as many as keep the memory busy
 
 
 def test_parts_are_small_only_as_far_as_there_are_items() -> None:
@@ -73,7 +93,7 @@ def test_parts_are_small_only_as_far_as_there_are_items() -> None:
 
 
 def test_no_entries_no_items() -> None:
-    assert len(plan_decode(ints(), ints(), None, 8, 16, 16).items) == 0
+    assert len(plan_decode(ints(), ints(), None, 8, 8, 16, 16).items) == 0
     assert len(plan_chunks(ints(3), ints(), ints(), 8, 8, 16, 16).items) == 0
 
 
@@ -191,7 +211,7 @@ def test_members_know_where_their_partials_go() -> None:
     prefix = plan_prefix([group], ints(5, 6, 7), 16, 8, 4, 32, 32, 8, 64)
     assert prefix is not None
     contexts = ints(70, 30, 100)
-    decode = plan_decode(contexts, ints(5, 6, 7), prefix, 0, 32, 32)
+    decode = plan_decode(contexts, ints(5, 6, 7), prefix, 0, 8, 32, 32)
     members = prefix.members(contexts, decode)
     assert members.tolist() == [[0, 70, decode.first_slots[0]], [2, 100, decode.first_slots[2]]]
     assert decode.num_slots == 2 * (prefix.parts[0] + 1)

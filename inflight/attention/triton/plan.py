@@ -27,6 +27,8 @@ PREFIX_FIELDS = 6
 MEMBER_FIELDS = 3
 CHUNK_FIELDS = 11
 
+LAST_MIN_PART = 256  # keys below which a part of a decode that comes last costs more than it saves
+
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
@@ -72,25 +74,28 @@ def plan_decode(
     rows: Ints,  # [E]
     prefix: PrefixPlan | None,
     extra_items: int,  # items to spend on splitting entries
+    at_once: int,  # items that run at the same time
     tile: int,  # keys that a program takes at a time
     min_part: int,
 ) -> DecodePlan:
-    """At most E + extra_items items, of even size. Every entry has one at least, and a key of its own."""
+    """At most E + extra_items items, those of an entry of even size. Every entry has one at least, and a key of its
+    own."""
     num_entries = len(context_lens)
     first_keys, prefix_parts = (0, 0) if prefix is None else (prefix.lens, prefix.parts)
     own_lens = context_lens - first_keys
-    part = part_size(int(own_lens.sum()), extra_items, tile, min_part)
-    own_parts = -(-own_lens // part)
+    own_parts = -(-own_lens // part_size(int(own_lens.sum()), extra_items, tile, min_part))
+    # The shortest come last. If those would be few, and the memory not busy with them, they are split too.
+    num_last, spare_items = num_entries % at_once, extra_items - int(own_parts.sum()) + num_entries
+    if num_entries > at_once and 0 < num_last <= spare_items:
+        last = own_lens.argsort(kind="stable")[:num_last]
+        part = part_size(int(own_lens[last].sum()), spare_items, tile, LAST_MIN_PART)
+        own_parts[last] = np.maximum(own_parts[last], -(-own_lens[last] // part))
+    part_lens = -(-own_lens // (own_parts * tile)) * tile
+    own_parts = -(-own_lens // part_lens)
     parts = own_parts + prefix_parts
     slots = parts * (parts > 1)
     slot_ends = slots.cumsum(dtype=np.int32)
     first_slots = slot_ends - slots
-
-    # Whole parts in any order, then the entries' last parts from the longest to the shortest.
-    whole = own_parts - 1
-    by_length = (whole * part - own_lens).argsort(kind="stable")
-    entry = np.concatenate((np.arange(num_entries).repeat(whole), by_length))
-    number = np.concatenate((counting(whole), whole[by_length]))
 
     first_items = np.empty((num_entries, DECODE_FIELDS), dtype=np.int32)
     first_items[:, 0] = np.arange(num_entries)
@@ -101,10 +106,13 @@ def plan_decode(
     first_items[:, 6] = prefix_parts
     first_items[:, 7] = parts
     first_items[:, 8] = own_parts
-    items = first_items.take(entry, axis=0)
-    items[:, 2] += (number * part).astype(np.int32)
-    items[:, 3] = np.minimum(items[:, 2] + part, items[:, 4])
-    items[:, 6] += number.astype(np.int32)
+    items = first_items.repeat(own_parts, axis=0)
+    number = counting(own_parts).astype(np.int32)
+    part_len = part_lens.repeat(own_parts)
+    items[:, 2] += number * part_len
+    items[:, 3] = np.minimum(items[:, 2] + part_len, items[:, 4])
+    items[:, 6] += number
+    items = items.take((items[:, 2] - items[:, 3]).argsort(kind="stable"), axis=0)  # the longest first
     return DecodePlan(items, first_slots, int(slot_ends[-1]) if num_entries else 0)
 
 

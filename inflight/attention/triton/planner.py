@@ -20,13 +20,17 @@ from inflight.attention.triton.tuning import Tuning
 from inflight.attention.triton.workspace import Workspace
 
 # Programs a multiprocessor, over all KV heads, that splitting may add. As measured on an H200: more of them read no
-# faster, and every part has to be written, read again and merged.
+# faster, and every part has to be written, read again and merged. Decodes may be split further up to so many programs
+# in all: fewer do not keep the memory busy.
 DECODE_SPLITS = 1.6
+DECODE_PROGRAMS = 4.0
 PREFIX_SPLITS = 1.0
 CHUNK_SPLITS = 1.0
-# Keys below which a part costs more than it saves. Decodes: so much for each entry, up to so much in all.
+# Keys below which a part costs more than it saves. Decodes: so much for each entry, up to so much in all, and no entry
+# in more parts than that, since one program merges them.
 DECODE_MIN_PART = 64
 DECODE_MOST_MIN_PART = 512
+DECODE_MOST_PARTS = 32
 PREFIX_MIN_PART = 256
 CHUNK_MIN_PART = 768
 # A prefix is read together if each member, and all of them together, need not read that many blocks again.
@@ -67,7 +71,8 @@ class Planner:
         def items(programs: float) -> int:
             return max(1, int(programs * num_processors) // num_kv_heads)
 
-        self.decode_splits = items(DECODE_SPLITS)
+        self._decode_splits = items(DECODE_SPLITS)
+        self._decode_items = items(DECODE_PROGRAMS)
         self.chunk_splits = items(CHUNK_SPLITS)
         self.prefix_splits = items(PREFIX_SPLITS)
         self._known: tuple[bytes, int] = (b"", -1)
@@ -76,7 +81,7 @@ class Planner:
     # ---- capacities ----
 
     def max_decode_items(self, num_entries: int) -> int:
-        return num_entries + self.decode_splits
+        return max(num_entries + self._decode_splits, self._decode_items)
 
     def max_chunk_items(self, num_tokens: int, num_entries: int) -> int:
         return -(-num_tokens // self.tuning.chunk_positions) + num_entries + self.chunk_splits
@@ -102,9 +107,12 @@ class Planner:
     def decodes(self, context_lens: Ints, rows: Ints, tables: Ints, version: int) -> DecodeWork:
         """[E] each; `version` changes whenever a row gets another request."""
         prefix = self._find_prefix(context_lens, rows, tables, version) if self.share_prefixes else None
-        min_part = min(DECODE_MIN_PART * len(rows), DECODE_MOST_MIN_PART)
+        num_entries = len(rows)
+        min_part = min(DECODE_MIN_PART * num_entries, DECODE_MOST_MIN_PART)
+        min_part = max(min_part, -(-int(context_lens.max(initial=0)) // DECODE_MOST_PARTS))
+        extra_items = self.max_decode_items(num_entries) - num_entries
         tile = self.tuning.decode.keys
-        plan = plan_decode(context_lens, rows, prefix, self.decode_splits, tile, min_part)
+        plan = plan_decode(context_lens, rows, prefix, extra_items, self._decode_items, tile, min_part)
         return DecodeWork(plan, prefix, context_lens)
 
     def _find_prefix(self, context_lens: Ints, rows: Ints, tables: Ints, version: int) -> PrefixPlan | None:

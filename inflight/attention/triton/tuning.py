@@ -18,7 +18,7 @@ class Tile:
     num_stages: int  # tiles of keys and values on their way at once, the one in use included
 
 
-FEW_ENTRIES = 32  # up to here, programs are so few that each must keep more on its way
+FEW_ENTRIES = 16  # up to here, programs are so few that each must keep more on its way
 
 
 @dataclass(frozen=True, slots=True)
