@@ -9,7 +9,7 @@ from torch import Tensor
 from inflight.layers.triton.multiply import weight_rows
 from inflight.layers.triton.tuning import Tile, num_multiprocessors
 
-_FETCH_AHEAD = 12 << 20  # bytes in the L2 cache, of all programs together: about 3 us of memory bandwidth
+_FETCH_AHEAD = 4 << 20  # bytes in the L2 cache, of all programs together: about 1 us of memory bandwidth
 # Lanes of one warp that ask for the same run of bytes ask once.
 _FETCH = tl.constexpr("cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;")
 

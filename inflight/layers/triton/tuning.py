@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 MAX_TOKENS = 256  # the most for which a fused kernel pays
+MAX_GATED = 128  # the most of one tile of a large `medium_linear`
 MAX_SMALL = 64  # tokens of the largest bucket of `small_linear`
 _LARGE = 64 << 20  # bytes of weights from which a layer's time is all bandwidth, even for MAX_SMALL tokens
 _SMALL = 16 << 20  # bytes of weights up to which it is all latency
@@ -39,10 +40,10 @@ def pays_small(num_tokens: int, num_rows: int, num_features: int, itemsize: int)
 
 
 def pays_medium(num_tokens: int, num_rows: int, num_features: int, itemsize: int, gated: bool) -> bool:
-    """The same for `medium_linear`. The more the tensor cores are the limit, the better is the vendor's product, but a
-    gate that needs no kernel of its own makes up for it."""
+    """The same for `medium_linear`. The more the tensor cores are the limit, the better is the vendor's product, but up
+    to a tile's tokens a gate that needs no kernel of its own makes up for it."""
     small = num_rows * num_features * itemsize <= _SMALL
-    return itemsize == 2 and num_tokens <= (MAX_TOKENS if small or gated else MAX_SMALL)
+    return itemsize == 2 and num_tokens <= (MAX_TOKENS if small else MAX_GATED if gated else MAX_SMALL)
 
 
 @functools.cache
