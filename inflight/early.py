@@ -2,8 +2,11 @@
 
 Every kernel launched with these options calls `begin_early`, in every program, even one without work: a kernel that is
 done then means that all before it are done. Before the call it may read constants (weights, say) and what the host
-wrote before the step's first kernel, and nothing that another kernel of the step writes. Hopper and later; elsewhere,
-and in the interpreter, `EARLY` is False and nothing of this is compiled.
+wrote before the step's first kernel, and nothing that another kernel of the step writes, but for one: a kernel that
+calls `begin_late` instead lets no later one start before all ahead of itself are done. Block tables are written by the
+step's first kernel, and its second, the lookup of embeddings, is late: all others may read tables at any time.
+
+Hopper and later; elsewhere, and in the interpreter, `EARLY` is False and nothing of this is compiled.
 """
 
 from __future__ import annotations
@@ -32,3 +35,11 @@ def begin_early(EARLY: tl.constexpr):
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
+
+
+@triton.jit
+def begin_late(EARLY: tl.constexpr):
+    """Wait until all before are done and their writes can be seen, then let the next kernel start."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()

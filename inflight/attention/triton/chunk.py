@@ -14,6 +14,7 @@ from inflight.attention.triton.plan import CHUNK_FIELDS
 from inflight.attention.triton.softmax import (
     arrive,
     finish,
+    first_blocks,
     load_rows,
     merge,
     store_partial,
@@ -123,6 +124,10 @@ def _chunk(
     parts = tl.load(item + 9)
     counter = tl.load(item + 10)
     is_item = tl.program_id(1) < tl.load(num_items)
+    if WINDOW:
+        begin = tl.maximum(begin, position - window + 1)
+    table = tables + table_row.to(tl.int64) * table_stride
+    blocks = first_blocks(table, begin, tl.minimum(end, num_cached), is_item, BLOCK_SIZE, BLOCK_N)
     begin_early(EARLY)
     if not is_item:
         return
@@ -135,8 +140,6 @@ def _chunk(
     at = position + offset  # [ROWS]
     q = load_rows(qkv + (token + offset).to(tl.int64) * qkv_stride + query_head * HEAD_DIM, HEAD_DIM, DIM)
     lowest = at - window + 1
-    if WINDOW:
-        begin = tl.maximum(begin, position - window + 1)
 
     block_stride: tl.constexpr = 2 * NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
     acc, peak, total = take_pages(
@@ -145,7 +148,8 @@ def _chunk(
         tl.full([ROWS], float("-inf"), tl.float32),
         tl.zeros([ROWS], tl.float32),
         cache + head * (BLOCK_SIZE * HEAD_DIM),
-        tables + table_row.to(tl.int64) * table_stride,
+        table,
+        blocks,
         begin,
         tl.minimum(end, num_cached),
         lowest,

@@ -13,6 +13,7 @@ from inflight.attention.triton.plan import DECODE_FIELDS
 from inflight.attention.triton.softmax import (
     arrive,
     finish,
+    first_blocks,
     load_rows,
     merge,
     store_partial,
@@ -126,6 +127,7 @@ def _decode(
     keys = cache + head * (BLOCK_SIZE * HEAD_DIM)
     table = tables + table_row.to(tl.int64) * table_stride
     block_stride: tl.constexpr = 2 * NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
+    blocks = first_blocks(table, begin, end, is_item, BLOCK_SIZE, BLOCK_N)
     begin_early(EARLY)
     if not is_item:
         return
@@ -140,6 +142,7 @@ def _decode(
         tl.zeros([ROWS], tl.float32),
         keys,
         table,
+        blocks,
         begin,
         end,
         None,

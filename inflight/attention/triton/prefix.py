@@ -10,7 +10,7 @@ from torch import Tensor
 
 from inflight.attention.layer import AttentionLayer
 from inflight.attention.triton.plan import MEMBER_FIELDS, PREFIX_FIELDS
-from inflight.attention.triton.softmax import finish, load_rows, store_partial, take_pages
+from inflight.attention.triton.softmax import finish, first_blocks, load_rows, store_partial, take_pages
 from inflight.attention.triton.tuning import Tile
 from inflight.attention.triton.workspace import Workspace
 from inflight.early import begin_early, launch_options
@@ -113,6 +113,8 @@ def _prefix(
     q = load_rows(qkv + entry.to(tl.int64) * qkv_stride + query_head * HEAD_DIM, HEAD_DIM, DIM)
     if WINDOW:
         begin = tl.maximum(begin, tl.min(lowest, 0))
+    table = tables + table_row.to(tl.int64) * table_stride
+    blocks = first_blocks(table, begin, end, is_item, BLOCK_SIZE, BLOCK_N)
     block_stride: tl.constexpr = 2 * NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
     acc, peak, total = take_pages(
         q,
@@ -120,7 +122,8 @@ def _prefix(
         tl.full([ROWS], float("-inf"), tl.float32),
         tl.zeros([ROWS], tl.float32),
         cache + head * (BLOCK_SIZE * HEAD_DIM),
-        tables + table_row.to(tl.int64) * table_stride,
+        table,
+        blocks,
         begin,
         end,
         lowest,

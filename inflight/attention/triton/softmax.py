@@ -62,6 +62,14 @@ def page_pointers(base, blocks, positions, block_stride, HEAD_DIM: tl.constexpr,
 
 
 @triton.jit
+def first_blocks(table, begin, end, is_item, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Blocks [BLOCK_N] of the first tile of positions [begin, end), for `take_pages`; what is no item reads nothing."""
+    position = tl.minimum(begin + tl.arange(0, BLOCK_N), tl.maximum(end - 1, 0))
+    readable = (position >= 0) & (position < tl.where(is_item, end, 0))
+    return tl.load(table + position // BLOCK_SIZE, mask=readable, other=0)
+
+
+@triton.jit
 def take_pages(
     q,  # [M, DIM]
     acc,
@@ -69,6 +77,7 @@ def take_pages(
     total,
     keys,  # pointer to this head's keys in block 0; its values lie `value_offset` further
     table,  # pointer to the request's block ids
+    blocks,  # [BLOCK_N] the first of them, see `first_blocks`
     begin,
     end,
     lowest,  # [M] first position that each row sees, read if WINDOW
@@ -92,7 +101,6 @@ def take_pages(
     n = tl.arange(0, BLOCK_N)
     last = tl.maximum(end - 1, 0)
     masked_from = begin if MASK_ALL else begin + tl.maximum(end - begin, 0) // BLOCK_N * BLOCK_N
-    blocks = tl.load(table + tl.minimum(begin + n, last) // BLOCK_SIZE)
     if not MASK_ALL:
         for start in tl.range(begin, masked_from, BLOCK_N):
             k_at = page_pointers(keys, blocks, start + n, block_stride, HEAD_DIM, BLOCK_SIZE)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from inflight.early import begin_early, launch_options
+from inflight.early import begin_early, begin_late, launch_options
 
 GATES = {"silu": 1, "gelu_tanh": 2}  # how kernels name the activations; 0 is none
 _GATE_BLOCK = 1024
@@ -68,7 +68,7 @@ def _gate_kernel(gate_up, out, inner, GATE: tl.constexpr, BLOCK: tl.constexpr, E
 
 @triton.jit
 def _rows_kernel(table, ids, out, num_features, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    begin_early(EARLY)
+    begin_late(EARLY)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = column < num_features
