@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from inflight.engine.forecast import Forecast
 from inflight.engine.runner import Runner
 from inflight.errors import DeviceLostError, EngineError, QueueFullError
 from inflight.events import Delta, KVUsage, SlotRecord, StepRecord
@@ -17,6 +18,8 @@ from inflight.request import Request
 from inflight.scheduling import Batch, Sampled, Scheduler
 
 logger = logging.getLogger(__name__)
+
+LEAD = 0.0015  # seconds from scheduling a step to its begin on the device, and some to spare
 
 StepObserver = Callable[[StepRecord], None]
 
@@ -55,6 +58,7 @@ class EngineCore:
         self.observers: list[StepObserver] = []
         self._in_flight: deque[tuple[Batch, Any, float]] = deque()  # batch, ticket, when it was scheduled
         self._collected_at = -math.inf
+        self._forecast = Forecast()
         self._num_prompt_tokens = self._num_output_tokens = self._num_steps = self._num_preemptions = 0
 
     # ---- requests ----
@@ -76,6 +80,19 @@ class EngineCore:
         return self.scheduler.has_work or bool(self._in_flight)
 
     # ---- the loop ----
+
+    def patience(self) -> float:
+        """Seconds that the next step may be put off, for requests that come meanwhile to be part of it: the one on
+        the device will not be over before. 0 where requests wait already."""
+        if self.pipeline_depth == 1 or len(self._in_flight) != 1 or self.scheduler.num_waiting:
+            return 0.0
+        batch, _, started_at = self._in_flight[0]
+        over_at = self._began_at(started_at) + self._forecast.seconds(batch)
+        return max(0.0, over_at - LEAD - self.clock())
+
+    def _began_at(self, started_at: float) -> float:
+        """A step begins when it is launched or, if that is later, when the step before it is done."""
+        return max(started_at, self._collected_at)
 
     def step(self) -> list[Delta]:
         """Launch the next batch, then collect the one that is due. An error of a step ends the request that caused
@@ -114,9 +131,10 @@ class EngineCore:
         except Exception as error:
             return self._fail(batch, error)
         now = self.clock()
+        seconds = now - self._began_at(started_at)
+        self._forecast.observe(batch, seconds)
         if batch.num_tokens > len(batch):
-            # It began when it was launched or, if that was sooner, when the step before it was done.
-            self.scheduler.pace.observe(batch.num_tokens, now - max(started_at, self._collected_at))
+            self.scheduler.pace.observe(batch.num_tokens, seconds)
         self._collected_at = now
         deltas = self.scheduler.update(batch, sampled, now)
         self._num_steps += 1

@@ -58,18 +58,24 @@ class InprocClient:
             self._stop("the engine was closed")
 
     def _take_calls(self) -> bool:
-        """Run what was asked before now; while idle, wait for something to do. False to stop."""
+        """Run what was asked before now, and for as long as the next step can wait; while idle, wait for something
+        to do. False to stop."""
         num_left = (
             self._calls.qsize()
         )  # only these: a flood of questions must not keep the engine from stepping
-        while num_left > 0 or not self._core.has_work:
-            call = self._calls.get()
+        while True:
+            wait = None if num_left > 0 or not self._core.has_work else self._core.patience()
+            if wait == 0:
+                return True
+            try:
+                call = self._calls.get(timeout=wait)
+            except Empty:
+                return True
             num_left -= 1
             if call is None:
                 return False
             self._last_progress = self._core.clock()
             call()
-        return True
 
     def _stop(self, reason: str) -> None:
         self._error = reason

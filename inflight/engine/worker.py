@@ -87,6 +87,11 @@ class Link:
         except zmq.Again:
             return None
 
+    def wait(self, seconds: float) -> bool:
+        """Whether a message comes within that time."""
+        milliseconds = int(1000 * seconds)
+        return milliseconds > 0 and bool(self._down.poll(milliseconds))
+
     def close(self) -> None:
         with self._lock:
             self._up.close()
@@ -115,6 +120,8 @@ class EngineLoop:
             if self._outbox.has_answers:  # whoever asked need not wait for a step
                 self._outbox.flush(idle=not core.has_work)
             if core.has_work and not self._stopped:
+                if self._link.wait(core.patience()):
+                    continue  # what comes now can be part of the next step
                 deltas = core.step()
                 self.last_progress = core.clock()
                 self._outbox.put(deltas)
