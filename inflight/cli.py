@@ -90,7 +90,7 @@ def generate(
     load_format: Annotated[str, _engine("auto, safetensors, or dummy for random weights.")] = "auto",
     policy: Annotated[str, _POLICY] = "continuous",
     max_model_len: Annotated[int | None, _engine("Longest prompt and answer together.")] = None,
-    max_num_seqs: Annotated[int, _engine("Requests in the running batch.")] = 256,
+    max_num_seqs: Annotated[int | None, _engine("Requests in the running batch.")] = None,
     max_num_batched_tokens: Annotated[int | None, _engine("Tokens computed in one step.")] = None,
     max_kv_tokens: Annotated[int | None, _engine("Tokens resident across all running requests.")] = None,
     kv_cache_memory: Annotated[int | None, _engine("Memory for keys and values, in bytes.")] = None,

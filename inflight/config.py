@@ -80,7 +80,7 @@ class SchedulerConfig:
     """The limits of a step. A policy is a name, `module:Class`, or anything that makes a Policy when called."""
 
     policy: str | Callable[[], Any] = "continuous"
-    max_num_seqs: int = 256  # requests in the running batch
+    max_num_seqs: int | None = None  # requests in the running batch; None: the device's default
     max_num_batched_tokens: int | None = None  # tokens computed per step; None: the device's default
     # Prompts are cut so that decodes wait about so long; 0: not for that; None: the device's default.
     target_step_ms: float | None = 0.0
@@ -92,8 +92,7 @@ class SchedulerConfig:
     )
 
     def __post_init__(self) -> None:
-        _require_integer("max_num_seqs", self.max_num_seqs, 1, "at least 1")
-        for name in ("max_num_batched_tokens", "max_kv_tokens", "max_queue"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_kv_tokens", "max_queue"):
             _require_integer(name, getattr(self, name), 1, "None or at least 1", optional=True)
         _require(self.pipeline_depth in (None, 1, 2), "pipeline_depth", self.pipeline_depth, "1 or 2")
         target = self.target_step_ms

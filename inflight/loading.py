@@ -163,7 +163,7 @@ def _build_core(
 ) -> EngineCore:
     options, block_size = config.scheduler, config.cache.block_size
     limits = Limits(
-        max_num_seqs=options.max_num_seqs,
+        max_num_seqs=options.max_num_seqs or place.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens or place.max_num_batched_tokens,
         # Unless asked for, no limit but the blocks themselves: tokens of a shared prefix are resident in every
         # request that has it, and there may be many more of them than places.

@@ -46,13 +46,15 @@ class ServeOptions:
     policy: str = _option(
         "continuous", SCHEDULING, "continuous, static, sequential, priority, fair, or module:Class."
     )
-    max_num_seqs: int = _option(256, SCHEDULING, "Requests in the running batch.")
+    max_num_seqs: int | None = _option(
+        None, SCHEDULING, "Requests in the running batch.", show="512 on a GPU, 256 on a CPU"
+    )
     max_num_batched_tokens: int | None = _option(None, SCHEDULING, "Tokens computed in one step.")
     target_step_ms: float | None = _option(
         None,
         SCHEDULING,
         "Cut prompts so that streams wait about so long for a token; 0: never for that.",
-        show="12 on a GPU, 100 on a CPU",
+        show="13 on a GPU, 100 on a CPU",
     )
     max_kv_tokens: int | None = _option(None, SCHEDULING, "Tokens resident across all running requests.")
     pipeline_depth: int | None = _option(None, SCHEDULING, "Steps in flight, 1 or 2.")

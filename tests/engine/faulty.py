@@ -60,7 +60,7 @@ def build(config: EngineConfig, progress: Callable[[int, int], None]) -> tuple[E
         case "die":
             os._exit(7)
     progress(1, 2)
-    limits = Limits(config.scheduler.max_num_seqs, 64, 1 << 30)
+    limits = Limits(config.scheduler.max_num_seqs or 256, 64, 1 << 30)
     num_blocks = config.cache.num_blocks or NUM_BLOCKS
     scheduler = Scheduler(
         limits, make_policy(config.scheduler.policy), BlockManager(num_blocks, 4, ChainHashCache(4))

@@ -209,7 +209,9 @@ def test_retries_wait_as_long_as_they_are_told(
 
     monkeypatch.setattr(backend.core, "add", refuse_at_first)
     monkeypatch.setattr(openai.OpenAI, "_sleep_for_retry", waiting(waits))
-    answer = client.with_options(max_retries=2).completions.create(model=MODEL, prompt="x", max_tokens=1)
+    answer = client.with_options(max_retries=2).completions.create(
+        model=MODEL, prompt="x", max_tokens=1, temperature=0
+    )
     assert answer.choices[0].text
     assert len(tries) == 2
     ((seconds, told),) = waits

@@ -136,6 +136,7 @@ def test_flags_reach_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
     assert options.log_requests is True
 
 
-def test_the_help_has_the_targets_of_the_devices() -> None:
-    gpu, cpu = CudaPlatform.target_step_ms, CpuPlatform.target_step_ms
-    assert FIELDS["target_step_ms"].metadata["show"] == f"{gpu:g} on a GPU, {cpu:g} on a CPU"
+@pytest.mark.parametrize("name", ["target_step_ms", "max_num_seqs"])
+def test_the_help_has_the_defaults_of_the_devices(name: str) -> None:
+    gpu, cpu = getattr(CudaPlatform, name), getattr(CpuPlatform, name)
+    assert FIELDS[name].metadata["show"] == f"{gpu:g} on a GPU, {cpu:g} on a CPU"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 DECODE_STEPS = ((1, 1), (2, 2), (8, 4), (64, 8), (256, 16), (1 << 30, 32))
 TOKEN_STEPS = ((16, 16), (256, 64), (1024, 128), (2048, 256), (4096, 512), (1 << 30, 1024))
 # Sampling takes a small part of a step with chunks: few sizes are enough.
-SAMPLE_SIZES = (16, 64)
+SAMPLE_SIZES = (16, 64, 256)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ class CpuPlatform:
     """Implements `Platform`."""
 
     device = torch.device("cpu")
+    max_num_seqs = 256
     max_num_batched_tokens = 512
     pipeline_depth = 1
     target_step_ms = 100.0
@@ -50,15 +51,14 @@ class CpuPlatform:
             memory=given if given is not None else int(available * MEMORY_SHARE),
             bytes_per_block=bytes_per_block,
             block_size=cache.block_size,
-            max_num_seqs=config.scheduler.max_num_seqs,
+            max_num_seqs=config.scheduler.max_num_seqs or self.max_num_seqs,
             max_model_len=context,
             exact=given is not None,
         )
 
     def runner(self, config: EngineConfig, decoder: Decoder, num_blocks: int, max_len: int) -> ModelRunner:
-        return ModelRunner(
-            decoder, num_blocks, config.cache.block_size, config.scheduler.max_num_seqs, max_len
-        )
+        max_rows = config.scheduler.max_num_seqs or self.max_num_seqs
+        return ModelRunner(decoder, num_blocks, config.cache.block_size, max_rows, max_len)
 
     def describe(self) -> str:
         library = native_library()

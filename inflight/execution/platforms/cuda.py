@@ -32,9 +32,10 @@ PROBE_BLOCKS = 2  # enough to run steps that are only measured
 class CudaPlatform:
     """Implements `Platform`."""
 
+    max_num_seqs = 512
     max_num_batched_tokens = 8192
     pipeline_depth = 2
-    target_step_ms = 12.0
+    target_step_ms = 13.0
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -53,7 +54,7 @@ class CudaPlatform:
         return TritonKernels(dtype, self.device), TritonAttention(tuning)
 
     def num_blocks(self, config: EngineConfig, decoder: Decoder, context: int) -> int:
-        cache = config.cache
+        cache, options = config.cache, config.scheduler
         bytes_per_block = decoder.kv_shape(cache.block_size).bytes_per_block
         needed = step_memory(lambda: self.runner(config, decoder, PROBE_BLOCKS, context, graphs=False))
         free, total = torch.cuda.mem_get_info(self.device)
@@ -73,7 +74,7 @@ class CudaPlatform:
             memory=room if given is None else given,
             bytes_per_block=bytes_per_block,
             block_size=cache.block_size,
-            max_num_seqs=config.scheduler.max_num_seqs,
+            max_num_seqs=options.max_num_seqs or self.max_num_seqs,
             max_model_len=context,
             exact=True,
         )
@@ -86,7 +87,7 @@ class CudaPlatform:
             decoder,
             num_blocks,
             config.cache.block_size,
-            max_rows=options.max_num_seqs,
+            max_rows=options.max_num_seqs or self.max_num_seqs,
             max_len=max_len,
             max_tokens=options.max_num_batched_tokens or self.max_num_batched_tokens,
             graphs=graphs and not config.model.enforce_eager,

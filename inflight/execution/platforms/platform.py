@@ -19,6 +19,7 @@ class Platform(Protocol):
     """One device, and the parts that run best on it."""
 
     device: torch.device
+    max_num_seqs: int  # unless asked for
     max_num_batched_tokens: int  # unless asked for
     pipeline_depth: int  # unless asked for
     target_step_ms: float  # where it is left to the device

@@ -24,6 +24,7 @@ class InterpretedPlatform:
     """Implements `Platform`."""
 
     device = DEVICE
+    max_num_seqs = 256
     max_num_batched_tokens = 64
     pipeline_depth = 2
 
@@ -46,7 +47,7 @@ class InterpretedPlatform:
                 decoder,
                 num_blocks,
                 config.cache.block_size,
-                max_rows=options.max_num_seqs,
+                max_rows=options.max_num_seqs or self.max_num_seqs,
                 max_len=max_len,
                 max_tokens=options.max_num_batched_tokens or self.max_num_batched_tokens,
                 graphs=False,
