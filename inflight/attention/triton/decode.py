@@ -24,8 +24,6 @@ from inflight.attention.triton.tuning import Tile
 from inflight.attention.triton.workspace import Workspace
 from inflight.early import begin_early, launch_options
 
-MERGED_VALUES = 8192  # values that a merging program holds at once
-
 
 def decode_attention(
     qkv: Tensor,  # [T, (num_heads + 2 * num_kv_heads) * head_dim], queries ready
@@ -68,7 +66,7 @@ def decode_attention(
         PADDED_GROUP=padded_group,
         DIM=dim,
         BLOCK_N=tile.keys,
-        PARTS=max(1, min(32, MERGED_VALUES // (padded_group * dim))),
+        PARTS=max(1, min(32, tile.merged // (padded_group * dim))),
         PRECISION="ieee" if qkv.element_size() == 4 else None,
         EARLY=early,
         num_warps=tile.num_warps,

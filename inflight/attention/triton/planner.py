@@ -23,7 +23,7 @@ from inflight.attention.triton.workspace import Workspace
 # faster, and every part has to be written, read again and merged. Decodes may be split further up to so many programs
 # in all: fewer do not keep the memory busy.
 DECODE_SPLITS = 1.6
-DECODE_PROGRAMS = 4.0
+DECODE_PROGRAMS = 5.0
 PREFIX_SPLITS = 1.0
 CHUNK_SPLITS = 1.0
 # Keys below which a part costs more than it saves. Decodes: so much for each entry, up to so much in all, and no entry

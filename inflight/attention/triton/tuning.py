@@ -16,6 +16,7 @@ class Tile:
     keys: int
     num_warps: int
     num_stages: int  # tiles of keys and values on their way at once, the one in use included
+    merged: int = 4096  # values that a program holds at once where it merges parts: more take the registers of another
 
 
 FEW_ENTRIES = 16  # up to here, programs are so few that each must keep more on its way
@@ -82,7 +83,7 @@ def choose(dtype: torch.dtype, head_dim: int, group: int, device: torch.device) 
     return Tuning(
         group=group,
         decode=Tile(decode_rows, 64 if dim <= 128 else 32, 4, 2),
-        decode_few=Tile(decode_rows, 64 if dim <= 128 else 32, 2, 3),
+        decode_few=Tile(decode_rows, 64 if dim <= 128 else 32, 2, 3, merged=8192),
         prefix=Tile(128, 64, 8, stages),
         chunk=Tile(128, 128 if dim <= 128 else 64, 8, stages),
         descriptors=head_dim == dim,
