@@ -171,7 +171,8 @@ def _build_core(
     )
     cache = ChainHashCache(block_size) if config.cache.enable_prefix_caching else NoPrefixCache()
     target = place.target_step_ms if options.target_step_ms is None else options.target_step_ms
-    pace = TimedPace(limits.max_num_batched_tokens, target / 1000) if target else None
+    max_tokens = limits.max_num_batched_tokens
+    pace = TimedPace(max_tokens, target / 1000, place.step_sizes(max_tokens)) if target else None
     scheduler = Scheduler(limits, policy, BlockManager(num_blocks, block_size, cache), pace)
     runner = place.runner(config, decoder, num_blocks, max_model_len)
     depth = options.pipeline_depth or place.pipeline_depth

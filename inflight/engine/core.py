@@ -133,8 +133,7 @@ class EngineCore:
         now = self.clock()
         seconds = now - self._began_at(started_at)
         self._forecast.observe(batch, seconds)
-        if batch.num_tokens > len(batch):
-            self.scheduler.pace.observe(batch.num_tokens, seconds)
+        self.scheduler.pace.observe(batch.num_tokens, seconds, batch.num_tokens > len(batch))
         self._collected_at = now
         deltas = self.scheduler.update(batch, sampled, now)
         self._num_steps += 1

@@ -54,7 +54,7 @@ class ServeOptions:
         None,
         SCHEDULING,
         "Cut prompts so that streams wait about so long for a token; 0: never for that.",
-        show="13 on a GPU, 100 on a CPU",
+        show="14 on a GPU, 100 on a CPU",
     )
     max_kv_tokens: int | None = _option(None, SCHEDULING, "Tokens resident across all running requests.")
     pipeline_depth: int | None = _option(None, SCHEDULING, "Steps in flight, 1 or 2.")

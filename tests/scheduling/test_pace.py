@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,14 +24,16 @@ BASE, EACH = 4.0, 0.02  # milliseconds: of any step, and of each of its tokens
 
 
 class TimedRunner(FakeRunner):
-    """A device that is done with a step when its time is over."""
+    """A device that is done with a step when its time is over, and rounds steps up to sizes."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, sizes: Sequence[int]) -> None:
         super().__init__(num_blocks, block_size)
+        self.sizes = sizes
         self.now = self._free_at = 0.0
 
     def launch(self, batch: Batch) -> Any:
-        self._free_at = max(self._free_at, self.now) + (BASE + EACH * batch.num_tokens) / 1000
+        size = next((size for size in self.sizes if size >= batch.num_tokens), batch.num_tokens)
+        self._free_at = max(self._free_at, self.now) + timed(size)
         return super().launch(batch), self._free_at
 
     def collect(self, ticket: Any) -> Sampled:
@@ -45,9 +48,10 @@ class Timed:
 
     pace: Pace
     depth: int = 1
+    sizes_of_steps: Sequence[int] = ()
 
     def __post_init__(self) -> None:
-        self.runner = TimedRunner(2048, 16)
+        self.runner = TimedRunner(2048, 16, self.sizes_of_steps)
         blocks = BlockManager(2048, 16, NoPrefixCache())
         limits = Limits(64, MAX_TOKENS, 1 << 30)
         scheduler = Scheduler(limits, make_policy("continuous"), blocks, self.pace)
@@ -112,10 +116,48 @@ def test_steps_widen_as_more_prompts_wait() -> None:
     assert budgets[-1] == MAX_TOKENS
 
 
+SIZES = (64, 128, 192, 256, 384, 512, 1024, MAX_TOKENS)
+
+
+def test_steps_fill_the_size_that_they_are_rounded_up_to() -> None:
+    pace = TimedPace(MAX_TOKENS, 0.012, SIZES)
+    assert pace.budget(1, 1) == 256 == FIRST_TOKENS
+    assert pace.budget(1, PROMPTS_AT_ONCE + 1) == 256  # 320 would fit, and take as long as 384
+    assert pace.budget(1, 2 * PROMPTS_AT_ONCE) == 512
+    assert (
+        pace.budget(150, 1) == 384
+    )  # 150 decodes and some of a prompt, no more than fit, or as few as there are
+    assert pace.budget(5000, 1) == MAX_TOKENS
+    assert pace.budget(0, 1) == MAX_TOKENS
+
+
+def test_a_step_that_was_rounded_up_took_as_long_as_a_full_one() -> None:
+    pace, full = (TimedPace(MAX_TOKENS, 0.012, SIZES) for _ in range(2))
+    for _ in range(8):
+        pace.observe(400, 0.013, True)  # as long as 512 take
+        full.observe(512, 0.013, True)
+    assert pace.budget(1, 1) == full.budget(1, 1) == 384
+
+
+@pytest.mark.parametrize("decodes", [1, 40])
+def test_filled_steps_last_no_longer_than_they_should(decodes: int) -> None:
+    engine = Timed(TimedPace(MAX_TOKENS, 0.012, SIZES), 2, SIZES)
+    for _ in range(decodes):
+        engine.add(4, 400)
+    for _ in range(6):
+        engine.step()
+    prompts = [engine.add(18_000, 2), engine.add(12_000, 2)]
+    while not all(name in engine.outputs for name in prompts):
+        engine.step()
+    settled = [size for size in engine.sizes() if size > 2 * decodes][12:]
+    assert max(settled) == 384  # 11.7 ms; 512 would be 14.2
+    assert len(settled) - settled.count(384) <= len(prompts)  # a prompt's last tokens may be fewer
+
+
 def test_prompts_get_on_however_slow_steps_are() -> None:
     pace = TimedPace(MAX_TOKENS, 0.001)
     for _ in range(20):
-        pace.observe(FIRST_TOKENS, 10.0)
+        pace.observe(FIRST_TOKENS, 10.0, True)
     assert pace.budget(1, 1) >= MIN_CHUNK
     assert pace.budget(500, 1) == 500 + MIN_CHUNK
     assert pace.budget(MAX_TOKENS - 1, 1) == MAX_TOKENS
@@ -127,19 +169,39 @@ def test_one_slow_step_is_soon_forgotten() -> None:
     def settle() -> int:
         for _ in range(20):
             size = pace.budget(1, 1)
-            pace.observe(size, timed(size))
+            pace.observe(size, timed(size), True)
         return pace.budget(1, 1)
 
     usual = settle()
-    pace.observe(usual, 3.0)
+    pace.observe(usual, 3.0, True)
     assert pace.budget(1, 1) < usual
     assert settle() == pytest.approx(usual, rel=0.01)
 
 
+def test_what_any_step_takes_is_not_what_more_tokens_would_take() -> None:
+    """Without it, a step well below the target looks as if the next larger size were too large."""
+    alone, beside = (TimedPace(MAX_TOKENS, 0.012, SIZES) for _ in range(2))
+    beside.observe(1, timed(1), False)
+    for _ in range(10):
+        for pace in (alone, beside):
+            size = pace.budget(1, 1)
+            pace.observe(size, timed(size), True)
+    assert (alone.budget(1, 1), beside.budget(1, 1)) == (256, 384)
+
+
+def test_no_step_is_trusted_beyond_twice_its_size() -> None:
+    pace = TimedPace(MAX_TOKENS, 0.012)
+    pace.observe(1, 0.004, False)
+    pace.observe(FIRST_TOKENS, 0.004001, True)
+    assert FIRST_TOKENS < pace.budget(1, 1) <= 2 * FIRST_TOKENS
+    pace.observe(FIRST_TOKENS, 0.003, True)  # faster than one without prompts
+    assert pace.budget(1, 1) <= 2 * FIRST_TOKENS
+
+
 def test_small_steps_say_nothing() -> None:
     pace = TimedPace(MAX_TOKENS, 0.012)
-    pace.observe(FIRST_TOKENS // 2 - 1, 1e-6)
-    pace.observe(FIRST_TOKENS, 0.0)
+    pace.observe(FIRST_TOKENS // 2 - 1, 1e-6, True)
+    pace.observe(FIRST_TOKENS, 0.0, True)
     assert pace.budget(1, 1) == FIRST_TOKENS
 
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 # Below each bound, sizes are this far apart.
 DECODE_STEPS = ((1, 1), (2, 2), (8, 4), (64, 8), (256, 16), (1 << 30, 32))
 TOKEN_STEPS = ((16, 16), (256, 64), (1024, 128), (2048, 256), (4096, 512), (1 << 30, 1024))
-# Sampling takes a small part of a step with chunks: few sizes are enough.
-SAMPLE_SIZES = (16, 64, 256)
+# Sampling takes the smaller a part of a step with chunks, the more tokens it has: few sizes are enough, and up to each
+# bound these, beside as many as there can be.
+SAMPLE_SIZES = ((1024, (64, 256)), (1 << 30, (64,)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +34,7 @@ class Buckets:
     def __init__(self, max_entries: int, max_tokens: int) -> None:
         self.max_entries = max_entries
         self.decodes = _sizes(max_entries, DECODE_STEPS)
-        self.tokens = _sizes(max_tokens, TOKEN_STEPS)
-        self.samples = [*(size for size in SAMPLE_SIZES if size < max_entries), max_entries]
+        self.tokens = token_sizes(max_tokens)
 
     def largest(self) -> tuple[StepShape, ...]:
         """The steps that take the most memory."""
@@ -47,7 +47,7 @@ class Buckets:
         mixed = [
             self.mixed(tokens, size, samples=True, prefix=False)
             for tokens in self.tokens
-            for size in self.samples
+            for size in self._samples(tokens)
         ]
         return sorted({*decodes, *mixed}, key=lambda shape: (-shape.num_tokens, -shape.num_samples))
 
@@ -59,8 +59,18 @@ class Buckets:
     def mixed(self, num_tokens: int, num_samples: int, samples: bool, prefix: bool) -> StepShape:
         """A step with chunks, whatever decodes are beside them."""
         size = _round_up(num_tokens, self.tokens)
-        kept = _round_up(num_samples, self.samples) if samples else 0
+        kept = _round_up(num_samples, self._samples(size)) if samples else 0
         return StepShape(size, self.max_entries, min(kept, size), chunks=True, prefix=prefix)
+
+    def _samples(self, num_tokens: int) -> list[int]:
+        """Sizes for a step of so many tokens."""
+        sizes = next(sizes for bound, sizes in SAMPLE_SIZES if num_tokens <= bound)
+        return [*(size for size in sizes if size < self.max_entries), self.max_entries]
+
+
+def token_sizes(max_tokens: int) -> list[int]:
+    """Of steps with chunks."""
+    return _sizes(max_tokens, TOKEN_STEPS)
 
 
 def _sizes(largest: int, steps: tuple[tuple[int, int], ...]) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,9 @@ class CpuPlatform:
             max_model_len=context,
             exact=given is not None,
         )
+
+    def step_sizes(self, max_tokens: int) -> Sequence[int]:  # noqa: ARG002
+        return ()
 
     def runner(self, config: EngineConfig, decoder: Decoder, num_blocks: int, max_len: int) -> ModelRunner:
         max_rows = config.scheduler.max_num_seqs or self.max_num_seqs

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from inflight.errors import ConfigError, KVBudgetError
 from inflight.execution.gpu.graphs import StepGraphs
 from inflight.execution.gpu.memory import step_memory
 from inflight.execution.gpu.runner import GpuRunner
+from inflight.execution.gpu.shapes import token_sizes
 from inflight.kv.budget import blocks_for_memory
 from inflight.layers.kernels import Kernels
 from inflight.layers.triton_kernels import TritonKernels
@@ -35,7 +37,7 @@ class CudaPlatform:
     max_num_seqs = 512
     max_num_batched_tokens = 8192
     pipeline_depth = 2
-    target_step_ms = 13.0
+    target_step_ms = 14.0
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -78,6 +80,9 @@ class CudaPlatform:
             max_model_len=context,
             exact=True,
         )
+
+    def step_sizes(self, max_tokens: int) -> Sequence[int]:
+        return token_sizes(max_tokens)
 
     def runner(
         self, config: EngineConfig, decoder: Decoder, num_blocks: int, max_len: int, graphs: bool = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -29,6 +30,9 @@ class Platform(Protocol):
 
     def num_blocks(self, config: EngineConfig, decoder: Decoder, context: int) -> int:
         """KV blocks that fit beside the weights, which are loaded, and the largest step."""
+
+    def step_sizes(self, max_tokens: int) -> Sequence[int]:
+        """Tokens that steps with prompts are rounded up to, ascending; none where nothing is rounded."""
 
     def runner(
         self, config: EngineConfig, decoder: Decoder, num_blocks: int, max_len: int

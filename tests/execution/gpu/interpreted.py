@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from inflight.attention.triton.backend import TritonAttention
 from inflight.attention.triton.tuning import choose
 from inflight.config import EngineConfig
 from inflight.execution.gpu.runner import GpuRunner
+from inflight.execution.gpu.shapes import token_sizes
 from inflight.layers.kernels import Kernels
 from inflight.layers.triton.tuning import MAX_TOKENS
 from inflight.layers.triton_kernels import TritonKernels
@@ -39,6 +41,9 @@ class InterpretedPlatform:
 
     def num_blocks(self, config: EngineConfig, decoder: Decoder, context: int) -> int:  # noqa: ARG002
         return config.cache.num_blocks or 64
+
+    def step_sizes(self, max_tokens: int) -> Sequence[int]:
+        return token_sizes(max_tokens)
 
     def runner(self, config: EngineConfig, decoder: Decoder, num_blocks: int, max_len: int) -> GpuRunner:
         options = config.scheduler
