@@ -83,8 +83,8 @@ class EngineCore:
 
     def patience(self) -> float:
         """Seconds that the next step may be put off, for requests that come meanwhile to be part of it: the one on
-        the device will not be over before. 0 where requests wait already."""
-        if self.pipeline_depth == 1 or len(self._in_flight) != 1 or self.scheduler.num_waiting:
+        the device will not be over before."""
+        if self.pipeline_depth == 1 or len(self._in_flight) != 1:
             return 0.0
         batch, _, started_at = self._in_flight[0]
         over_at = self._began_at(started_at) + self._forecast.seconds(batch)

@@ -3,78 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from inflight.config import SchedulerConfig
-from inflight.engine.core import EngineCore
-from inflight.engine.fake import FakeRunner, expected_tokens
+from inflight.engine.fake import expected_tokens
 from inflight.errors import ConfigError
-from inflight.events import StepRecord
-from inflight.kv import BlockManager, NoPrefixCache
-from inflight.scheduling import Batch, Limits, Pace, Sampled, Scheduler, TimedPace, make_policy
+from inflight.scheduling import Pace, TimedPace
 from inflight.scheduling.pace import FIRST_TOKENS, MIN_CHUNK, PROMPTS_AT_ONCE
-from tests.helpers import make_request
-
-MAX_TOKENS = 4096
-BASE, EACH = 4.0, 0.02  # milliseconds: of any step, and of each of its tokens
-
-
-class TimedRunner(FakeRunner):
-    """A device that is done with a step when its time is over, and rounds steps up to sizes."""
-
-    def __init__(self, num_blocks: int, block_size: int, sizes: Sequence[int]) -> None:
-        super().__init__(num_blocks, block_size)
-        self.sizes = sizes
-        self.now = self._free_at = 0.0
-
-    def launch(self, batch: Batch) -> Any:
-        size = next((size for size in self.sizes if size >= batch.num_tokens), batch.num_tokens)
-        self._free_at = max(self._free_at, self.now) + timed(size)
-        return super().launch(batch), self._free_at
-
-    def collect(self, ticket: Any) -> Sampled:
-        sampled, done_at = ticket
-        self.now = max(self.now, done_at)
-        return super().collect(sampled)
-
-
-@dataclass
-class Timed:
-    """An engine over such a device."""
-
-    pace: Pace
-    depth: int = 1
-    sizes_of_steps: Sequence[int] = ()
-
-    def __post_init__(self) -> None:
-        self.runner = TimedRunner(2048, 16, self.sizes_of_steps)
-        blocks = BlockManager(2048, 16, NoPrefixCache())
-        limits = Limits(64, MAX_TOKENS, 1 << 30)
-        scheduler = Scheduler(limits, make_policy("continuous"), blocks, self.pace)
-        self.core = EngineCore(scheduler, self.runner, self.depth, clock=lambda: self.runner.now)
-        self.records: list[StepRecord] = []
-        self.core.observers.append(self.records.append)
-        self.outputs: dict[str, list[int]] = {}
-
-    def add(self, num_prompt: int, max_tokens: int) -> str:
-        request = make_request([i % 40 for i in range(num_prompt)], max_tokens)
-        self.core.add(request)
-        return request.request_id
-
-    def step(self) -> None:
-        for delta in self.core.step():
-            self.outputs.setdefault(delta.request_id, []).extend(delta.token_ids)
-
-    def sizes(self) -> list[int]:
-        return [sum(slot.num_tokens for slot in record.slots) for record in self.records]
-
-
-def timed(num_tokens: int) -> float:
-    return (BASE + EACH * num_tokens) / 1000
+from tests.timed import BASE, EACH, MAX_TOKENS, Timed, timed
 
 
 @pytest.mark.parametrize("target", [8.0, 12.0, 40.0])

@@ -1,0 +1,119 @@
+"""Scheduling a step as late as the device allows, so that who comes meanwhile is part of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+import pytest
+
+from inflight.engine import InprocClient
+from inflight.engine.core import LEAD
+from inflight.engine.forecast import SURE
+from inflight.engine.wire import Ack, Add, Message, NewRequest, Stop, ToEngine
+from inflight.engine.worker import EngineLoop
+from inflight.scheduling import Pace
+from tests.helpers import FakeEngine, make_request
+from tests.timed import MAX_TOKENS, Timed, timed
+
+
+def decoding(depth: int) -> Timed:
+    """In the middle of a request."""
+    engine = Timed(Pace(MAX_TOKENS), depth)
+    engine.add(4, 200)
+    for _ in range(6):
+        engine.step()
+    return engine
+
+
+def test_the_next_step_waits_for_most_of_the_one_on_the_device() -> None:
+    engine = decoding(depth=2)
+    patience = engine.core.patience()
+    assert patience == pytest.approx(SURE * timed(1) - LEAD)
+    engine.runner.now += patience
+    assert engine.core.patience() == pytest.approx(0)
+    assert engine.runner.now + LEAD < engine.runner.free_at, "the device has no gap"
+
+
+def test_who_comes_meanwhile_is_part_of_the_next_step() -> None:
+    engine = decoding(depth=2)
+    engine.runner.now += engine.core.patience() / 2
+    name = engine.add(40, 2)
+    num_steps = len(engine.records)
+    while name not in engine.outputs:
+        engine.step()
+    first = next(record for record in engine.records if any(slot.request_id == name for slot in record.slots))
+    assert first.step == engine.records[num_steps].step + 1  # after the one that was on the device
+
+
+@pytest.mark.parametrize("case", ["depth 1", "idle", "a new size"])
+def test_there_is_none_where_it_would_not_help(case: str) -> None:
+    engine = decoding(depth=1 if case == "depth 1" else 2)
+    match case:
+        case "idle":
+            while engine.core.has_work:
+                engine.step()
+        case "a new size":
+            engine = Timed(Pace(MAX_TOKENS), 2)
+            engine.add(900, 2)
+            engine.step()
+    assert engine.core.patience() == 0
+
+
+def test_one_slow_step_does_not_make_the_next_one_late() -> None:
+    engine = decoding(depth=2)
+    usual = engine.core.patience()
+    engine.runner.now += 1.0  # somebody else had the machine
+    engine.step()
+    assert 0 < engine.core.patience() <= usual
+
+
+class Script:
+    """In place of the sockets: what comes, and when."""
+
+    def __init__(self, *messages: ToEngine) -> None:
+        self.queue = deque(messages)
+        self.later: deque[ToEngine] = deque()  # one comes in each wait
+        self.waits: list[float] = []
+        self.sent: list[Message] = []
+
+    def send(self, message: Message) -> None:
+        self.sent.append(message)
+
+    def receive(self, wait: bool) -> ToEngine | None:  # noqa: ARG002
+        return self.queue.popleft() if self.queue else None
+
+    def wait(self, seconds: float) -> bool:
+        if seconds <= 0:
+            return False
+        self.waits.append(seconds)
+        if not self.later:
+            return False
+        self.queue.append(self.later.popleft())
+        return True
+
+
+def test_the_engine_process_takes_messages_while_it_waits() -> None:
+    engine = decoding(depth=2)
+    link = Script()
+    added = make_request([1, 2, 3], 2)
+    link.later.extend((Ack(0), Add(1, NewRequest.of(added)), Stop()))
+    EngineLoop(engine.core, link).run()  # type: ignore[arg-type]
+    assert len(link.waits) == 3
+    assert engine.core.scheduler.num_waiting == 1, "it came before the step was scheduled"
+    assert len(engine.records) == 5, "no step was made meanwhile"
+
+
+async def test_an_engine_in_a_thread_answers_while_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FakeEngine(num_blocks=8192)
+    holding = True
+    monkeypatch.setattr(engine.core, "patience", lambda: 60.0 if holding else 0.0)
+    client = InprocClient(engine.core)
+    await client.add(make_request([1, 2, 3], 4))
+    for _ in range(3):
+        stats = await asyncio.wait_for(client.stats(), 30)
+        assert stats.num_steps == 0
+    holding = False
+    while (await client.stats()).num_steps == 0:
+        await asyncio.sleep(0.001)
+    await client.close()
