@@ -19,9 +19,11 @@ LARGE = 64 << 10  # bytes from which on parsing takes so long that other streams
 DISCARD_SECONDS = 1.0
 # Parsing, and listing what is wrong, holds Python's lock from beginning to end, in whatever thread: both are bounded.
 MAX_PARTS = 1 << 16  # keys, objects and lists; more than the longest conversation has
+MAX_VALUES = 1 << 20  # numbers above all: the ids of a prompt, or of many
 MAX_MISTAKES = 1000
 
 _NO_SIGNS = bytes(set(range(256)) - set(b'":{['))
+_STRING = re.compile(rb'"[^"]*+"')
 _PART = re.compile(rb'"[^"]*+"(:)?|([\[{])')  # of signs alone: a string, perhaps a key, or an opening bracket
 
 
@@ -93,6 +95,9 @@ def _parse(schema: type[T], body: bytes) -> T:
     if _has_too_many_parts(body):
         message = f"the body has more than {MAX_PARTS} keys, objects and lists, which is the limit"
         raise ApiError(400, message, code="body_too_complex")
+    if _has_too_many_values(body):
+        message = f"the body has more than {MAX_VALUES} values, which is the limit"
+        raise ApiError(400, message, code="body_too_complex")
     try:
         return schema.model_validate_json(body)
     except ValidationError as error:
@@ -109,10 +114,22 @@ def _has_too_many_parts(body: bytes) -> bool:
         return False
     # Text may be full of such signs: only now it is worth telling what is in strings from what is between them. The
     # lock is held for a few milliseconds at a time.
-    signs = body.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, _NO_SIGNS)
+    signs = _without_escapes(body).translate(None, _NO_SIGNS)
     num_parts = 0
     for part in _PART.finditer(signs):
         num_parts += part.lastindex is not None
         if num_parts > MAX_PARTS:
             return True
     return False
+
+
+def _has_too_many_values(body: bytes) -> bool:
+    """All but the last of an object or a list are followed by a comma."""
+    if body.count(b",") < MAX_VALUES:
+        return False
+    return _STRING.sub(b"", _without_escapes(body)).count(b",") >= MAX_VALUES
+
+
+def _without_escapes(body: bytes) -> bytes:
+    """Then every quotation mark begins or ends a string."""
+    return body.replace(rb"\\", b"").replace(rb"\"", b"")

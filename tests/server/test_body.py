@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inflight.server import body as module
-from inflight.server.body import MAX_MISTAKES, MAX_PARTS
+from inflight.server.body import MAX_MISTAKES, MAX_PARTS, MAX_VALUES
 from tests.server.live import Live
 
 TEXTS = st.text(st.sampled_from('\\":{}[], \n€a'), max_size=12)
@@ -28,6 +28,12 @@ def parts(value: Any) -> int:
     return 1 + sum(map(parts, value)) if isinstance(value, list) else 0
 
 
+def commas(value: Any) -> int:
+    """Between values."""
+    inner = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+    return max(len(inner) - 1, 0) + sum(map(commas, inner))
+
+
 @given(VALUES.filter(parts), st.booleans(), st.sampled_from([(",", ":"), (" ,\n", "\t : ")]))
 def test_parts_are_told_from_text(value: Any, ascii_only: bool, separators: tuple[str, str]) -> None:
     text = json.dumps(value, ensure_ascii=ascii_only, separators=separators).encode()
@@ -36,6 +42,16 @@ def test_parts_are_told_from_text(value: Any, ascii_only: bool, separators: tupl
         assert not module._has_too_many_parts(text)
         patch.setattr(module, "MAX_PARTS", parts(value) - 1)
         assert module._has_too_many_parts(text)
+
+
+@given(VALUES, st.booleans())
+def test_values_are_told_from_text(value: Any, ascii_only: bool) -> None:
+    text = json.dumps([value, "a, b"], ensure_ascii=ascii_only).encode()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "MAX_VALUES", commas([value, ""]) + 1)
+        assert not module._has_too_many_values(text)
+        patch.setattr(module, "MAX_VALUES", commas([value, ""]))
+        assert module._has_too_many_values(text)
 
 
 def refusals() -> Iterator[tuple[str, str, str, str]]:
@@ -54,9 +70,13 @@ def refusals() -> Iterator[tuple[str, str, str, str]]:
     yield completions, json.dumps({"prompt": "x"} | {f"k{i}": 1 for i in range(9)}), "unknown_parameter", "k0"
     text = json.dumps({"prompt": '{"a": ["b"]}\n' * MAX_PARTS})  # is only text
     yield completions, text, "context_length_exceeded", ""
+    ids = json.dumps({"prompt": [1] * MAX_VALUES})
+    yield completions, ids, "context_length_exceeded", ""
+    yield completions, ids[:-2] + ", 1, 1]}", complex_, f"more than {MAX_VALUES} values"
+    yield completions, json.dumps({"prompt": "," * MAX_VALUES}), "context_length_exceeded", ""
 
 
-@pytest.mark.parametrize(("path", "content", "code", "message"), list(refusals()), ids=range(8))
+@pytest.mark.parametrize(("path", "content", "code", "message"), list(refusals()), ids=range(11))
 def test_refusals(path: str, content: str, code: str, message: str, live: Live) -> None:
     response = live.http.post(path, content=content, headers={"content-type": "application/json"})
     error = response.json()["error"]
