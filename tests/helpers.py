@@ -48,7 +48,7 @@ class FakeEngine:
         self.runner = FakeRunner(self.num_blocks, self.block_size)
         ticks = itertools.count()
         self.core = EngineCore(
-            self.scheduler, self.runner, self.pipeline_depth, clock=lambda: float(next(ticks))
+            self.scheduler, self.runner, self.pipeline_depth, clock=lambda: next(ticks) * 1e-6
         )
         self.core.observers.append(self.records.append)
 
