@@ -23,9 +23,13 @@ class TimedRunner(FakeRunner):
     def __init__(self, num_blocks: int, block_size: int, sizes: Sequence[int]) -> None:
         super().__init__(num_blocks, block_size)
         self.sizes = sizes
+        self.host = 0.0  # seconds that a launch takes
+        self.num_gaps = 0  # launches that came too late to keep the device busy
         self.now = self.free_at = 0.0
 
     def launch(self, batch: Batch) -> Any:
+        self.now += self.host
+        self.num_gaps += self.now > self.free_at
         size = next((size for size in self.sizes if size >= batch.num_tokens), batch.num_tokens)
         self.free_at = max(self.free_at, self.now) + timed(size)
         return super().launch(batch), self.free_at

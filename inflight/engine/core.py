@@ -19,7 +19,7 @@ from inflight.scheduling import Batch, Sampled, Scheduler
 
 logger = logging.getLogger(__name__)
 
-LEAD = 0.0015  # seconds from scheduling a step to its begin on the device, and some to spare
+MARGIN = 0.001  # seconds by which a step is launched before the device needs it
 
 StepObserver = Callable[[StepRecord], None]
 
@@ -59,6 +59,9 @@ class EngineCore:
         self._in_flight: deque[tuple[Batch, Any, float]] = deque()  # batch, ticket, when it was scheduled
         self._collected_at = -math.inf
         self._forecast = Forecast()
+        self._leads = deque(
+            (0.0,), maxlen=4
+        )  # seconds that the last steps took from being scheduled to being launched
         self._num_prompt_tokens = self._num_output_tokens = self._num_steps = self._num_preemptions = 0
 
     # ---- requests ----
@@ -88,7 +91,7 @@ class EngineCore:
             return 0.0
         batch, _, started_at = self._in_flight[0]
         over_at = self._began_at(started_at) + self._forecast.seconds(batch)
-        return max(0.0, over_at - LEAD - self.clock())
+        return max(0.0, over_at - max(self._leads) - MARGIN - self.clock())
 
     def _began_at(self, started_at: float) -> float:
         """A step begins when it is launched or, if that is later, when the step before it is done."""
@@ -97,6 +100,7 @@ class EngineCore:
     def step(self) -> list[Delta]:
         """Launch the next batch, then collect the one that is due. An error of a step ends the request that caused
         it, not the loop, unless there is nothing left to run it on."""
+        scheduled_at = self.clock()
         batch = self._schedule()
         if batch is not None:
             started_at = self.clock()
@@ -106,6 +110,7 @@ class EngineCore:
                 raise
             except Exception as error:
                 return self._fail(batch, error)
+            self._leads.append(self.clock() - scheduled_at)
             if len(self._in_flight) < self.pipeline_depth:
                 return []
         return self._collect() if self._in_flight else []
