@@ -59,9 +59,8 @@ class EngineCore:
         self._in_flight: deque[tuple[Batch, Any, float]] = deque()  # batch, ticket, when it was scheduled
         self._collected_at = -math.inf
         self._forecast = Forecast()
-        self._leads = deque(
-            (0.0,), maxlen=4
-        )  # seconds that the last steps took from being scheduled to being launched
+        # Seconds that the last steps took from being scheduled to being launched.
+        self._leads = deque((0.0,), maxlen=4)
         self._num_prompt_tokens = self._num_output_tokens = self._num_steps = self._num_preemptions = 0
 
     # ---- requests ----

@@ -16,9 +16,8 @@ class Tile:
     keys: int
     num_warps: int
     num_stages: int  # tiles of keys and values on their way at once, the one in use included
-    merged: int = (
-        4096  # values that a program holds at once where it merges parts: more take the registers of another
-    )
+    # Values that a program holds at once where it merges parts: more take the registers of another program.
+    merged: int = 4096
 
 
 FEW_ENTRIES = 16  # up to here, programs are so few that each must keep more on its way
