@@ -8,7 +8,6 @@ memory in ruins ends a request only if that was alone in it, or has seen too man
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import hypothesis.strategies as st
@@ -18,12 +17,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from inflight.engine.fake import expected_tokens
 from inflight.request import Request
 from inflight.scheduling import Batch, Policy
-from inflight.scheduling.policies.continuous import Continuous
-from inflight.scheduling.policies.fair import Fair
-from inflight.scheduling.policies.priority import Priority
 from inflight.scheduling.quarantine import MAX_FAILURES
 from tests.e2e.breaking import PoisonedRunner
 from tests.helpers import FakeEngine, make_request
+from tests.scheduling.policies import POLICIES
 from tests.scheduling.trouble import ruin_memory
 
 
@@ -44,16 +41,6 @@ class Contrary(Policy):
         return candidates[0]
 
 
-POLICIES: tuple[str | Callable[[], Policy], ...] = (
-    "sequential",
-    "static",
-    "continuous",
-    # Without headroom memory runs out all the time.
-    partial(Continuous, headroom=0),
-    partial(Priority, headroom=0),
-    partial(Fair, headroom=0),
-    Contrary,
-)
 MAX_LEN = 24  # prompt and outputs of one request
 
 REQUESTS = st.fixed_dictionaries(
@@ -70,7 +57,7 @@ REQUESTS = st.fixed_dictionaries(
 
 class EngineMachine(RuleBasedStateMachine):
     @initialize(
-        policy=st.sampled_from(POLICIES),
+        policy=st.sampled_from((*POLICIES, Contrary)),
         depth=st.sampled_from([1, 2]),
         block_size=st.sampled_from([1, 3, 4, 16]),
         max_num_seqs=st.sampled_from([1, 3, 6]),

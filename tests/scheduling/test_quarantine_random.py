@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import hypothesis.strategies as st
@@ -12,19 +11,9 @@ import pytest
 from hypothesis import given, settings
 
 from inflight.scheduling import Batch, Policy
-from inflight.scheduling.policies.continuous import Continuous
-from inflight.scheduling.policies.fair import Fair
-from inflight.scheduling.policies.priority import Priority
+from tests.scheduling.policies import POLICIES
 from tests.scheduling.trouble import Trouble
 
-POLICIES: tuple[str | Callable[[], Policy], ...] = (
-    "sequential",
-    "static",
-    "continuous",
-    partial(Continuous, headroom=0),
-    partial(Priority, headroom=0),
-    partial(Fair, headroom=0),
-)
 MAX_LEN = 22
 REQUESTS = st.fixed_dictionaries(
     {

@@ -1,0 +1,20 @@
+"""Policies to try at random: without headroom, memory runs out all the time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from inflight.scheduling import Policy
+from inflight.scheduling.policies.continuous import Continuous
+from inflight.scheduling.policies.fair import Fair
+from inflight.scheduling.policies.priority import Priority
+
+POLICIES: tuple[str | Callable[[], Policy], ...] = (
+    "sequential",
+    "static",
+    "continuous",
+    partial(Continuous, headroom=0),
+    partial(Priority, headroom=0),
+    partial(Fair, headroom=0),
+)
