@@ -23,6 +23,7 @@ from inflight.early import can_start_early
 from inflight.execution.sampling import SamplingRows
 from inflight.execution.sampling.triton import Workspace as DrawWorkspace
 from inflight.execution.sampling.triton import draw
+from inflight.layers.kernels import Residual
 from inflight.layers.rotary import Rope
 from inflight.layers.triton.elementwise import gate, rms_norm
 from inflight.layers.triton.tuning import MAX_TOKENS, num_multiprocessors
@@ -88,31 +89,42 @@ def linear_cases(bench: Bench) -> Iterator[Case]:
             layers.append(layer)
         for num_tokens in bench.tokens:
             x = bench.randn(num_tokens, features)
-            residual = bench.randn(num_tokens, rows) if name in ("output", "down") else x
+            gain, adds = norm[features], name in ("output", "down")
+            stream = Residual(bench.randn(num_tokens, rows), None) if adds else Residual(x, gain)
+            contenders = [("composed", composed, stream)]
+            if num_tokens <= MAX_TOKENS:
+                contenders.append(("fused", fused, stream if adds else _written(fused, stream, bench)))
 
             def call(
                 kernels: TritonKernels,
+                stream: Residual,
                 layer: TritonLinear,
                 name: str = name,
                 x: Tensor = x,
-                residual: Tensor = residual,
-            ) -> Tensor:
+                gain: Tensor = gain,
+            ) -> object:
                 if name in ("output", "down"):
-                    return kernels.linear_add(x, layer, residual, None, EPS)
+                    return kernels.linear_add(x, layer, stream, None, EPS, norm[hidden])
                 if name == "gate_up":
-                    return kernels.norm_gate_up(x, norm[x.shape[1]], EPS, layer, "silu")
+                    return kernels.norm_gate_up(stream, EPS, layer, "silu")
                 if name == "logits":
-                    return kernels.logits(x, norm[x.shape[1]], EPS, layer)
-                return kernels.norm_linear(x, norm[x.shape[1]], EPS, layer)
+                    return kernels.logits(x, gain, EPS, layer)
+                return kernels.norm_linear(stream, EPS, layer)
 
-            contenders = [("composed", composed)] + ([("fused", fused)] if num_tokens <= MAX_TOKENS else [])
             case, num_bytes = f"{name} M={num_tokens}", 2 * rows * features
             work = num_bytes * num_tokens
             calls: list[Call] = [_bind(F.linear, x, layer.weight) for layer in layers]
             yield Case("linear", case, "cublas", calls, num_bytes, work)
-            for label, kernels in contenders:
-                calls = [_bind(call, kernels, layer) for layer in layers]
+            for label, kernels, read in contenders:
+                calls = [_bind(call, kernels, read, layer) for layer in layers]
                 yield Case("linear", case, label, calls, num_bytes, work)
+
+
+def _written(kernels: TritonKernels, stream: Residual, bench: Bench) -> Residual:
+    """The stream as the layer before leaves it: with half of its norm, where that is done."""
+    before = TritonLinear(kernels, bench.inner, bench.hidden, False, bench.device)
+    x = torch.zeros(len(stream.x), bench.inner, dtype=bench.dtype, device=bench.device)
+    return kernels.linear_add(x, before, stream, None, EPS, stream.norm)
 
 
 def elementwise_cases(bench: Bench) -> Iterator[Case]:

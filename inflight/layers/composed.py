@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from inflight.layers.kernels import Linear
+from inflight.layers.kernels import Linear, Residual
 
 
 class ComposedKernels(ABC):
@@ -30,19 +30,24 @@ class ComposedKernels(ABC):
     def rows(self, table: Tensor, ids: Tensor) -> Tensor:
         return table[ids].to(self.compute_dtype)
 
-    def norm_linear(self, x: Tensor, norm: Tensor | None, eps: float, linear: Linear) -> Tensor:
+    def norm_linear(self, residual: Residual, eps: float, linear: Linear) -> Tensor:
+        x, norm = residual.x, residual.norm
         return linear(x if norm is None else self.rms_norm(x, norm, eps))
 
-    def norm_gate_up(
-        self, x: Tensor, norm: Tensor | None, eps: float, linear: Linear, activation: str
-    ) -> Tensor:
-        return self.gate(self.norm_linear(x, norm, eps, linear), activation)
+    def norm_gate_up(self, residual: Residual, eps: float, linear: Linear, activation: str) -> Tensor:
+        return self.gate(self.norm_linear(residual, eps, linear), activation)
 
     def linear_add(
-        self, x: Tensor, linear: Linear, residual: Tensor, norm: Tensor | None, eps: float
-    ) -> Tensor:
+        self,
+        x: Tensor,
+        linear: Linear,
+        residual: Residual,
+        norm: Tensor | None,
+        eps: float,
+        next_norm: Tensor | None,
+    ) -> Residual:
         y = linear(x)
-        return self.add(residual, y if norm is None else self.rms_norm(y, norm, eps))
+        return Residual(self.add(residual.x, y if norm is None else self.rms_norm(y, norm, eps)), next_norm)
 
     def logits(self, x: Tensor, norm: Tensor, eps: float, linear: Linear) -> Tensor:
         return linear(self.rms_norm(x, norm, eps)).float()

@@ -7,6 +7,7 @@ from smaller ones: `composed.py`), `TritonKernels` the GPU path.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -32,6 +33,19 @@ class Linear(Protocol):
         """[M, in_features] -> [M, out_features]."""
 
 
+@dataclass(frozen=True, slots=True)
+class Residual:
+    """The residual stream, and the norm through which the next layer reads it.
+
+    Whoever writes the stream may leave part of that norm beside it; who reads it may do without.
+    """
+
+    x: Tensor  # [T, hidden]
+    norm: Tensor | None  # [hidden] float32; None: it is read as it is
+    gained: Tensor | None = None  # x * norm
+    squares: Tensor | None = None  # [parts, T]: sums over parts of the features
+
+
 class Kernels(Protocol):
     """Activations are 2-D, [tokens, features], contiguous, in `compute_dtype`. Norm weights are float32."""
 
@@ -46,18 +60,25 @@ class Kernels(Protocol):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Normalise the last dimension, whatever the leading ones; statistics in float32."""
 
-    def norm_linear(self, x: Tensor, norm: Tensor | None, eps: float, linear: Linear) -> Tensor:
+    def norm_linear(self, residual: Residual, eps: float, linear: Linear) -> Tensor:
         """linear(rms_norm(x)), or linear(x) without a norm."""
 
-    def norm_gate_up(
-        self, x: Tensor, norm: Tensor | None, eps: float, linear: Linear, activation: str
-    ) -> Tensor:
+    def norm_gate_up(self, residual: Residual, eps: float, linear: Linear, activation: str) -> Tensor:
         """[T, hidden] -> [T, inner]: activation(first half) * second half of norm_linear. "silu" or "gelu_tanh"."""
 
     def linear_add(
-        self, x: Tensor, linear: Linear, residual: Tensor, norm: Tensor | None, eps: float
-    ) -> Tensor:
-        """residual + rms_norm(linear(x)), or residual + linear(x) without a norm. May overwrite the residual."""
+        self,
+        x: Tensor,
+        linear: Linear,
+        residual: Residual,
+        norm: Tensor | None,
+        eps: float,
+        next_norm: Tensor | None,
+    ) -> Residual:
+        """The stream plus rms_norm(linear(x)), or plus linear(x) without a norm, to be read through `next_norm`.
+
+        May overwrite the stream.
+        """
 
     def logits(self, x: Tensor, norm: Tensor, eps: float, linear: Linear) -> Tensor:
         """norm_linear in float32."""

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from inflight.early import can_start_early
 from inflight.errors import ConfigError
-from inflight.layers.kernels import Linear
+from inflight.layers.kernels import Linear, Residual
 from inflight.layers.torch_kernels import check_activation, check_bias, check_weight
 from inflight.layers.triton.elementwise import add_normed, gate, rms_norm, rows
 from inflight.layers.triton.medium_linear import medium_linear
+from inflight.layers.triton.next_norm import NextNorm
 from inflight.layers.triton.small_linear import small_linear
 from inflight.layers.triton.tuning import MAX_TOKENS, pays_medium, pays_small
 from inflight.layers.triton.workspace import Workspace
@@ -45,7 +46,7 @@ class TritonLinear:
         return self._kernels.rows(self.weight, ids)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._kernels.norm_linear(x, None, 0.0, self)
+        return self._kernels.norm_linear(Residual(x, None), 0.0, self)
 
 
 class TritonKernels:
@@ -72,40 +73,46 @@ class TritonKernels:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rms_norm(x, weight, eps, self._early)
 
-    def norm_linear(self, x: Tensor, norm: Tensor | None, eps: float, linear: Linear) -> Tensor:
+    def norm_linear(self, residual: Residual, eps: float, linear: Linear) -> Tensor:
         layer = _ours(linear)
-        if self._is_fused(x, layer):
-            return self._fused(x, norm, eps, layer)
-        return F.linear(self._normed(x, norm, eps), layer.weight, layer.bias)
+        if self._is_fused(residual.x, layer):
+            return self._fused(residual, eps, layer)
+        return F.linear(self._normed(residual, eps), layer.weight, layer.bias)
 
-    def norm_gate_up(
-        self, x: Tensor, norm: Tensor | None, eps: float, linear: Linear, activation: str
-    ) -> Tensor:
+    def norm_gate_up(self, residual: Residual, eps: float, linear: Linear, activation: str) -> Tensor:
         check_activation(activation)
         layer = _ours(linear)
-        if self._is_fused(x, layer, gated=True):
-            return self._fused(x, norm, eps, layer, activation=activation)
-        return gate(self.norm_linear(x, norm, eps, layer), activation, self._early)
+        if self._is_fused(residual.x, layer, gated=True):
+            return self._fused(residual, eps, layer, activation=activation)
+        return gate(self.norm_linear(residual, eps, layer), activation, self._early)
 
     def linear_add(
-        self, x: Tensor, linear: Linear, residual: Tensor, norm: Tensor | None, eps: float
-    ) -> Tensor:
-        """In place: the residual becomes the sum."""
-        layer = _ours(linear)
+        self,
+        x: Tensor,
+        linear: Linear,
+        residual: Residual,
+        norm: Tensor | None,
+        eps: float,
+        next_norm: Tensor | None,
+    ) -> Residual:
+        """In place: the stream becomes the sum."""
+        layer, stream, read = _ours(linear), residual.x, Residual(x, None)
         if norm is not None:
-            return add_normed(residual, self.norm_linear(x, None, eps, layer), norm, eps, self._early)
-        if self._is_fused(x, layer):
-            return self._fused(x, None, eps, layer, residual=residual, out=residual)
-        if layer.bias is not None:
-            return residual.add_(F.linear(x, layer.weight, layer.bias))
-        return residual.addmm_(x, layer.weight.T)
+            add_normed(stream, self.norm_linear(read, eps, layer), norm, eps, self._early)
+        elif self._is_fused(x, layer):
+            return self._fused_add(read, eps, layer, stream, next_norm)
+        elif layer.bias is not None:
+            stream.add_(F.linear(x, layer.weight, layer.bias))
+        else:
+            stream.addmm_(x, layer.weight.T)
+        return Residual(stream, next_norm)
 
     def logits(self, x: Tensor, norm: Tensor, eps: float, linear: Linear) -> Tensor:
-        layer = _ours(linear)
+        layer, residual = _ours(linear), Residual(x, norm)
         if self._is_fused(x, layer):
             out = torch.empty(len(x), layer.out_features, dtype=torch.float32, device=x.device)
-            return self._fused(x, norm, eps, layer, out=out)
-        x = self._normed(x, norm, eps)
+            return self._fused(residual, eps, layer, out=out)
+        x = self._normed(residual, eps)
         if layer.bias is None and x.is_cuda and x.dtype != torch.float32:
             return torch.mm(x, layer.weight.T, out_dtype=torch.float32)
         return F.linear(x, layer.weight, layer.bias).float()
@@ -117,40 +124,38 @@ class TritonKernels:
     def _is_fused(self, x: Tensor, layer: TritonLinear, gated: bool = False) -> bool:
         if len(x) > self._few_tokens:
             return False
-        return _is_small(x, layer) or (self._medium and _is_medium(x, layer, gated))
+        return self._is_small(x, layer) or (self._medium and _is_medium(x, layer, gated))
 
-    def _normed(self, x: Tensor, norm: Tensor | None, eps: float) -> Tensor:
-        return x if norm is None else self.rms_norm(x, norm, eps)
+    def _is_small(self, x: Tensor, layer: TritonLinear) -> bool:
+        """Whether a step has so few tokens that its time is that of reading the weights."""
+        return pays_small(len(x), layer.out_features, layer.in_features, x.element_size(), self._medium)
 
-    def _fused(
-        self,
-        x: Tensor,
-        norm: Tensor | None,
-        eps: float,
-        layer: TritonLinear,
-        *,
-        activation: str | None = None,
-        residual: Tensor | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        after: dict[str, Any] = {
-            "bias": layer.bias,
-            "activation": activation,
-            "residual": residual,
-            "out": out,
-            "early": self._early,
-        }
-        if not _is_small(x, layer):
-            return medium_linear(self._normed(x, norm, eps), layer.weight, self._workspace, **after)
-        if x.dtype == torch.float16:
-            # The fused norm scales its result, not its input, which may be too large for float16.
-            x, norm = self._normed(x, norm, eps), None
-        return small_linear(x, layer.weight, self._workspace, norm=norm, eps=eps, **after)
+    def _normed(self, residual: Residual, eps: float) -> Tensor:
+        return residual.x if residual.norm is None else self.rms_norm(residual.x, residual.norm, eps)
 
+    def _fused_add(
+        self, read: Residual, eps: float, layer: TritonLinear, stream: Tensor, gain: Tensor | None
+    ) -> Residual:
+        """Half of a norm scales a product, not what is multiplied, and that may be too large for float16."""
+        if gain is None or stream.dtype == torch.float16:
+            return Residual(self._fused(read, eps, layer, residual=stream, out=stream), gain)
+        left = NextNorm(gain)
+        self._fused(read, eps, layer, residual=stream, next_norm=left, out=stream)
+        return Residual(stream, gain, left.gained, left.squares)
 
-def _is_small(x: Tensor, layer: TritonLinear) -> bool:
-    """Whether a step has so few tokens that its time is that of reading the weights."""
-    return pays_small(len(x), layer.out_features, layer.in_features, x.element_size())
+    def _fused(self, read: Residual, eps: float, layer: TritonLinear, **after: Any) -> Tensor:
+        """`after`: what the kernels do besides."""
+        small = self._is_small(read.x, layer)
+        if read.gained is not None:
+            x, norm = read.gained, None
+        elif small and read.x.dtype != torch.float16:  # see `_fused_add`
+            x, norm = read.x, read.norm
+        else:
+            x, norm = self._normed(read, eps), None
+        after |= {"bias": layer.bias, "squares": read.squares, "eps": eps, "early": self._early}
+        if small:
+            return small_linear(x, layer.weight, self._workspace, norm=norm, **after)
+        return medium_linear(x, layer.weight, self._workspace, **after)
 
 
 def _is_medium(x: Tensor, layer: TritonLinear, gated: bool) -> bool:

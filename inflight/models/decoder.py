@@ -9,7 +9,7 @@ from torch import Tensor
 
 from inflight.attention.backend import AttentionBackend, KVShape
 from inflight.attention.layer import AttentionLayer
-from inflight.layers.kernels import Kernels, Linear
+from inflight.layers.kernels import Kernels, Linear, Residual
 from inflight.models.spec import DecoderSpec, QKNorm
 
 
@@ -119,21 +119,24 @@ class Decoder:
         result for the others: it ends with their keys and values, which spares a prompt most of a layer.
         """
         kernels, eps, activation = self.kernels, self.spec.norm_eps, self.spec.activation
-        stream = self._embed(token_ids)
+        in_norms = [layer.attention_in_norm for layer in self.layers]
+        stream = Residual(self._embed(token_ids), in_norms[0])
         last = self.layers[-1]
-        for layer, cache in zip(self.layers, caches, strict=True):
-            qkv = kernels.norm_linear(stream, layer.attention_in_norm, eps, layer.qkv)
+        for layer, cache, next_norm in zip(self.layers, caches, [*in_norms[1:], None], strict=True):
+            qkv = kernels.norm_linear(stream, eps, layer.qkv)
             if layer.q_norm is not layer.attention.q_norm:
                 qkv = self._normalise_whole(layer, qkv)
             attended = self.attention.attend(qkv, layer.attention, cache, inputs)
             if layer is last and wanted is not None:
-                stream, attended = stream[wanted], attended[wanted]
+                stream, attended = Residual(stream.x[wanted], None), attended[wanted]
                 if not len(wanted):
-                    return stream
-            stream = kernels.linear_add(attended, layer.output, stream, layer.attention_out_norm, eps)
-            inner = kernels.norm_gate_up(stream, layer.mlp_in_norm, eps, layer.gate_up, activation)
-            stream = kernels.linear_add(inner, layer.down, stream, layer.mlp_out_norm, eps)
-        return stream
+                    return stream.x
+            stream = kernels.linear_add(
+                attended, layer.output, stream, layer.attention_out_norm, eps, layer.mlp_in_norm
+            )
+            inner = kernels.norm_gate_up(stream, eps, layer.gate_up, activation)
+            stream = kernels.linear_add(inner, layer.down, stream, layer.mlp_out_norm, eps, next_norm)
+        return stream.x
 
     def logits(self, stream: Tensor) -> Tensor:
         """[S, hidden_size] -> [S, vocab_size] float32."""

@@ -7,7 +7,7 @@ import torch
 from inflight.attention.backend import KVShape
 from inflight.attention.triton.backend import TritonAttention, TritonStep
 from inflight.attention.triton.plan import find_groups, plan_chunks, plan_decode, plan_prefix
-from inflight.attention.triton.tuning import Tile, Tuning, choose
+from inflight.attention.triton.tuning import ANY, Tile, Tuning, choose
 from tests.attention.triton_scene import DEVICE, SMALL, TOLERANCE, Scene, Shape, items
 
 TILE = Tile(rows=32, keys=16, num_warps=4, num_stages=2)
@@ -35,7 +35,7 @@ def test_decodes_and_chunks_in_one_step(shares: bool, window: int | None) -> Non
     # Three decodes, two of which share a prefix; a chunk on cached tokens, and a whole prompt.
     scene = Scene(shape, [60, 50, 9, 70, 33], [1, 1, 1, 25, 33], shared=2, shared_blocks=5)
     contexts, rows, num_decodes = scene.context_lens, scene.rows, 3
-    tuning = Tuning(2, SMALL, SMALL, TILE, TILE, descriptors=False)
+    tuning = Tuning(2, ((ANY, SMALL),), TILE, TILE, descriptors=False)
     prefix = None
     if shares:
         groups = find_groups(
@@ -92,6 +92,6 @@ def test_the_cache_holds_what_its_shape_says() -> None:
 @pytest.mark.parametrize("group", [1, 3, 8, 16])
 def test_every_tile_holds_whole_groups(dtype: torch.dtype, head_dim: int, group: int) -> None:
     tuning = choose(dtype, head_dim, group, DEVICES)
-    assert tuning.decode.rows >= group
+    assert all(tile.rows >= group for _, tile in tuning.decodes)
     assert tuning.prefix_members >= 1
     assert tuning.chunk_positions >= 1

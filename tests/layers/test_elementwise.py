@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from inflight.errors import ConfigError
+from inflight.layers.kernels import Residual
 from inflight.layers.native_kernels import NativeKernels
 from inflight.layers.select import cpu_kernels
 from inflight.layers.torch_kernels import TorchKernels
@@ -83,11 +84,13 @@ def test_what_the_decoder_asks_for_is_made_of_these(kernels: CpuKernels, norm: T
         return y.double() if norm is None else norm64(y, norm, 1e-6)
 
     y = normed(x) @ weight.double().T + bias
-    assert_near(kernels.norm_linear(x, norm, 1e-6, linear), y)
+    assert_near(kernels.norm_linear(Residual(x, norm), 1e-6, linear), y)
     gated = torch.nn.functional.silu(y[:, :12]) * y[:, 12:]
-    assert_near(kernels.norm_gate_up(x, norm, 1e-6, linear, "silu"), gated)
+    assert_near(kernels.norm_gate_up(Residual(x, norm), 1e-6, linear, "silu"), gated)
     added = x.double() + normed(x.double() @ weight.double().T + bias)
-    assert_near(kernels.linear_add(x, linear, x.clone(), norm, 1e-6), added)
+    found = kernels.linear_add(x, linear, Residual(x.clone(), None), norm, 1e-6, next_norm=norm)
+    assert_near(found.x, added)
+    assert found.norm is norm
 
 
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(128, 128), (80, 80), (64, 32), (20, 6), (8, 2)])

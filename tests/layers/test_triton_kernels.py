@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from inflight.errors import ConfigError
-from inflight.layers.kernels import Kernels, Linear
+from inflight.layers.kernels import Kernels, Linear, Residual
 from inflight.layers.torch_kernels import TorchKernels
 from inflight.layers.triton.elementwise import add_normed, gate, rms_norm, rows
 from inflight.layers.triton_kernels import TritonKernels
@@ -85,14 +85,15 @@ def test_a_gate_far_from_zero(activation: str) -> None:
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(
-    ("num_tokens", "with_bias"), [(0, False), (1, True), (FEW, False), (FEW + 1, True), (11, False)]
+    ("num_tokens", "with_bias"),
+    [(0, False), (1, True), (2, False), (FEW, False), (FEW + 1, True), (11, False)],
 )
 def test_the_decoders_operations(num_tokens: int, with_bias: bool, dtype: torch.dtype) -> None:
     check_the_decoders_operations(TritonKernels(dtype, DEVICE, few_tokens=FEW), num_tokens, with_bias)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("num_tokens", "with_bias"), [(40, False), (70, True)])
+@pytest.mark.parametrize(("num_tokens", "with_bias"), [(16, True), (17, False), (40, False), (70, True)])
 def test_the_decoders_operations_with_more_tokens(
     num_tokens: int, with_bias: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,23 +105,55 @@ def test_the_decoders_operations_with_more_tokens(
 def check_the_decoders_operations(kernels: Kernels, num_tokens: int, with_bias: bool) -> None:
     torch.manual_seed(num_tokens)
     dtype = kernels.compute_dtype
-    x, norm, out_norm = draw(num_tokens, 40, dtype=dtype), draw(40), draw(24)
+    x, norm, next_norm = draw(num_tokens, 40, dtype=dtype), draw(40), draw(24)
     weight, bias = draw(24, 40, dtype=dtype, scale=0.15), draw(24, dtype=dtype) if with_bias else None
-    linear = make(kernels, weight, bias)
+    back_weight = draw(36, 24, dtype=dtype, scale=0.2)
+    linear, back = make(kernels, weight, bias), make(kernels, back_weight)
     residual = draw(num_tokens, 24, dtype=dtype)
 
     assert_near(linear(x), reference(x, weight, bias=bias), dtype)
     for gain in (norm, None):
+        read = Residual(x, gain)
         wanted = reference(x, weight, gain, 1e-5, bias)
-        assert_near(kernels.norm_linear(x, gain, 1e-5, linear), wanted, dtype)
+        assert_near(kernels.norm_linear(read, 1e-5, linear), wanted, dtype)
         for activation in ("silu", "gelu_tanh"):
             gated = reference(x, weight, gain, 1e-5, bias, activation)
-            assert_near(kernels.norm_gate_up(x, gain, 1e-5, linear, activation), gated, dtype)
+            assert_near(kernels.norm_gate_up(read, 1e-5, linear, activation), gated, dtype)
     plain = reference(x, weight, bias=bias)
-    wanted = residual.double() + plain
-    assert_near(kernels.linear_add(x, linear, residual.clone(), None, 1e-5), wanted, dtype)
-    wanted = residual.double() + normed64(plain, out_norm, 1e-5)
-    assert_near(kernels.linear_add(x, linear, residual.clone(), out_norm, 1e-5), wanted, dtype)
+    for out_norm in (None, draw(24)):
+        wanted = residual.double() + normed64(plain, out_norm, 1e-5)
+        stream = Residual(residual.clone(), None)
+        added = kernels.linear_add(x, linear, stream, out_norm, 1e-5, next_norm)
+        assert_near(added.x, wanted, dtype)
+        assert added.norm is next_norm
+        for read in (added, Residual(added.x, next_norm)):
+            found = kernels.norm_linear(read, 1e-5, back)
+            assert_near(found, reference(added.x, back_weight, next_norm, 1e-5), dtype)
+            gated = reference(added.x, back_weight, next_norm, 1e-5, activation="silu")
+            assert_near(kernels.norm_gate_up(read, 1e-5, back, "silu"), gated, dtype)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "dtype", "left"),
+    [
+        (1, torch.bfloat16, True),
+        (20, torch.bfloat16, True),
+        (60, torch.bfloat16, True),
+        (2, torch.float32, True),
+        (2, torch.float16, False),
+        (300, torch.bfloat16, False),
+    ],
+)
+def test_half_of_the_next_norm_is_left_where_that_is_safe(
+    num_tokens: int, dtype: torch.dtype, left: bool
+) -> None:
+    """The vendor's product leaves nothing, and float16 may not hold the stream times a gain."""
+    kernels = TritonKernels(dtype, DEVICE)
+    linear = make(kernels, draw(24, 40, dtype=dtype))
+    stream = Residual(draw(num_tokens, 24, dtype=dtype), None)
+    x = draw(num_tokens, 40, dtype=dtype)
+    assert (kernels.linear_add(x, linear, stream, None, 1e-5, draw(24)).gained is not None) == left
+    assert kernels.linear_add(x, linear, stream, None, 1e-5, None).gained is None
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -146,7 +179,7 @@ def test_a_stream_too_large_to_scale_in_float16() -> None:
     )
     linear = make(kernels, torch.full((16, 64), 0.125, dtype=torch.float16, device=DEVICE))
     assert torch.equal(
-        kernels.norm_linear(x, gain, 1e-6, linear), torch.full((1, 16), 64.0).half().to(DEVICE)
+        kernels.norm_linear(Residual(x, gain), 1e-6, linear), torch.full((1, 16), 64.0).half().to(DEVICE)
     )
 
 
@@ -178,7 +211,7 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ConfigError, match="made without one"):
         linear.load_bias(torch.ones(6))
     with pytest.raises(ConfigError, match="allowed is silu, gelu_tanh"):
-        kernels.norm_gate_up(draw(1, 4), None, 1e-6, linear, "relu")
+        kernels.norm_gate_up(Residual(draw(1, 4), None), 1e-6, linear, "relu")
     other = TorchKernels(device=DEVICE).linear(4, 6, torch.float32, bias=False)
     with pytest.raises(ConfigError, match="TorchLinear was given"):
-        kernels.norm_linear(draw(1, 4), None, 1e-6, other)
+        kernels.norm_linear(Residual(draw(1, 4), None), 1e-6, other)

@@ -72,6 +72,7 @@ def decode_attention(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         **launch_options(early),
+        **({} if tile.registers is None else {"maxnreg": tile.registers}),
     )
 
 

@@ -20,10 +20,9 @@ from inflight.attention.triton.tuning import Tuning
 from inflight.attention.triton.workspace import Workspace
 
 # Programs a multiprocessor, over all KV heads, that splitting may add. As measured on an H200: more of them read no
-# faster, and every part has to be written, read again and merged. Decodes may be split further up to so many programs
-# in all: fewer do not keep the memory busy.
+# faster, and every part has to be written, read again and merged. Decodes may be split further up to the programs that
+# run at once: fewer do not keep the memory busy.
 DECODE_SPLITS = 1.6
-DECODE_PROGRAMS = 5.0
 PREFIX_SPLITS = 1.0
 CHUNK_SPLITS = 1.0
 # Keys below which a part costs more than it saves. Decodes: so much for each entry, up to so much in all, and no entry
@@ -68,20 +67,21 @@ class Planner:
         self.max_entries = max_entries
         self.share_prefixes = share_prefixes
 
-        def items(programs: float) -> int:
-            return max(1, int(programs * num_processors) // num_kv_heads)
-
-        self._decode_splits = items(DECODE_SPLITS)
-        self._decode_items = items(DECODE_PROGRAMS)
-        self.chunk_splits = items(CHUNK_SPLITS)
-        self.prefix_splits = items(PREFIX_SPLITS)
+        self._processors_a_head = num_processors / num_kv_heads
+        self._decode_splits = self._items(DECODE_SPLITS)
+        self.chunk_splits = self._items(CHUNK_SPLITS)
+        self.prefix_splits = self._items(PREFIX_SPLITS)
         self._known: tuple[bytes, int] = (b"", -1)
         self._prefix: PrefixPlan | None = None
+
+    def _items(self, programs: float) -> int:
+        """That make so many programs a multiprocessor."""
+        return max(1, int(programs * self._processors_a_head))
 
     # ---- capacities ----
 
     def max_decode_items(self, num_entries: int) -> int:
-        return max(num_entries + self._decode_splits, self._decode_items)
+        return max(num_entries + self._decode_splits, self._items(self.tuning.most_programs))
 
     def max_chunk_items(self, num_tokens: int, num_entries: int) -> int:
         return -(-num_tokens // self.tuning.chunk_positions) + num_entries + self.chunk_splits
@@ -110,9 +110,10 @@ class Planner:
         num_entries = len(rows)
         min_part = min(DECODE_MIN_PART * num_entries, DECODE_MOST_MIN_PART)
         min_part = max(min_part, -(-int(context_lens.max(initial=0)) // DECODE_MOST_PARTS))
-        extra_items = self.max_decode_items(num_entries) - num_entries
-        tile = self.tuning.decode.keys
-        plan = plan_decode(context_lens, rows, prefix, extra_items, self._decode_items, tile, min_part)
+        tile = self.tuning.decode_for(num_entries)
+        at_once = self._items(tile.programs)
+        extra_items = max(self._decode_splits, at_once - num_entries)
+        plan = plan_decode(context_lens, rows, prefix, extra_items, at_once, tile.keys, min_part)
         return DecodeWork(plan, prefix, context_lens)
 
     def _find_prefix(self, context_lens: Ints, rows: Ints, tables: Ints, version: int) -> PrefixPlan | None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from triton import next_power_of_2
+
+ANY = 1 << 30  # tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,9 +20,8 @@ class Tile:
     num_stages: int  # tiles of keys and values on their way at once, the one in use included
     # Values that a program holds at once where it merges parts: more take the registers of another program.
     merged: int = 4096
-
-
-FEW_ENTRIES = 16  # up to here, programs are so few that each must keep more on its way
+    programs: float = 5.0  # of a split decode, that run at once on a multiprocessor
+    registers: int | None = None  # the most for a thread, where the compiler would take more
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +29,8 @@ class Tuning:
     """Tiles of each kernel for one model on one device."""
 
     group: int  # query heads a KV head
-    decode: Tile
-    decode_few: Tile  # for steps of few entries; as many keys at a time as `decode`
+    # Ascending: up to how many tokens of a step, and the tile. The fewer programs, the more each must keep on its way.
+    decodes: tuple[tuple[int, Tile], ...]
     prefix: Tile
     chunk: Tile
     descriptors: bool  # whether the device copies whole tiles by itself (TMA), and tiles are such that it can
@@ -37,7 +38,12 @@ class Tuning:
 
     def decode_for(self, num_tokens: int) -> Tile:
         """For a step of so many tokens."""
-        return self.decode_few if num_tokens <= FEW_ENTRIES else self.decode
+        return next(tile for most, tile in self.decodes if num_tokens <= most)
+
+    @property
+    def most_programs(self) -> float:
+        """Of a decode, whatever the step."""
+        return max(tile.programs for _, tile in self.decodes)
 
     @property
     def prefix_members(self) -> int:
@@ -59,8 +65,7 @@ def choose(dtype: torch.dtype, head_dim: int, group: int, device: torch.device) 
         keys = 32 if dim <= 128 else 16
         return Tuning(
             group=group,
-            decode=Tile(decode_rows, keys, 4, 2),
-            decode_few=Tile(decode_rows, keys, 4, 2),
+            decodes=((ANY, Tile(decode_rows, keys, 4, 2)),),
             prefix=Tile(32, keys, 4, 1),
             chunk=Tile(32, keys, 4, 1),
             descriptors=False,
@@ -70,21 +75,23 @@ def choose(dtype: torch.dtype, head_dim: int, group: int, device: torch.device) 
         # About 100 KB of shared memory a multiprocessor on the smallest of these devices.
         keys = 64 if dim <= 64 else 32
         rows = 64 if dim > 128 else 128
-        decode = Tile(decode_rows, keys, 4, 3 if dim <= 128 else 2)
         return Tuning(
             group=group,
-            decode=decode,
-            decode_few=decode,
+            decodes=((ANY, Tile(decode_rows, keys, 4, 3 if dim <= 128 else 2)),),
             prefix=Tile(rows, keys, 8 if rows == 128 else 4, 2),
             chunk=Tile(rows, keys, 8 if rows == 128 else 4, 2),
             descriptors=False,
         )
     # As measured on an H200.
-    stages = 3 if dim <= 128 else 2
+    stages, keys = (3, 64) if dim <= 128 else (2, 32)
+    few = Tile(decode_rows, keys, 2, 3, merged=8192, programs=3.0)
+    some = Tile(decode_rows, keys, 4, 4, merged=8192, programs=2.0)
+    many = Tile(decode_rows, keys, 4, 2)
+    if group <= 2:
+        many = replace(many, merged=8192, programs=4.0, registers=128)
     return Tuning(
         group=group,
-        decode=Tile(decode_rows, 64 if dim <= 128 else 32, 4, 2),
-        decode_few=Tile(decode_rows, 64 if dim <= 128 else 32, 2, 3, merged=8192),
+        decodes=((8, few), (16 if group <= 2 else 32, some), (ANY, many)),
         prefix=Tile(128, 64, 8, stages),
         chunk=Tile(128, 128 if dim <= 128 else 64, 8, stages),
         descriptors=head_dim == dim,

@@ -17,11 +17,12 @@ ResultT = TypeVar("ResultT")
 
 
 class StepGraphs(Generic[ResultT]):
-    """Runs `compute(shape)`, by replay from the second time on.
+    """Runs `compute(shape)`, by replay.
 
-    `compute` must enqueue the same kernels on the same memory whenever it is given the same shape, and doing so twice
-    must be as good as once: a new shape is run, which compiles what has never run before, then recorded, then replayed.
-    What it returns stays where the graph wrote it, and is overwritten by the next step of any shape.
+    `compute` must enqueue the same kernels on the same memory whenever it is given the same shape. The first shape is
+    run before it is recorded, so that what libraries keep for a stream does not come from the graphs' memory; doing so
+    must do no harm. With the others, new kernels are compiled and loaded while they are recorded, which a relaxed capture
+    allows. What `compute` returns stays where the graph wrote it, and is overwritten by the next step of any shape.
     """
 
     def __init__(self, compute: Callable[[StepShape], ResultT]) -> None:
@@ -31,20 +32,23 @@ class StepGraphs(Generic[ResultT]):
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def run(self, shape: StepShape) -> ResultT:
-        if shape not in self._graphs:
-            self.capture(shape)
+        self.prepare(shape)
         graph, result = self._graphs[shape]
         graph.replay()
         return result
 
-    def capture(self, shape: StepShape) -> None:
+    def prepare(self, shape: StepShape) -> None:
+        """Make sure that the next step of this shape need only be replayed."""
+        if shape in self._graphs:
+            return
         start = time.perf_counter()
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            self._compute(shape)
-        torch.cuda.current_stream().wait_stream(self._stream)
+        if not self._graphs:
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                self._compute(shape)
+            torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="relaxed"):
             result = self._compute(shape)
         self._graphs[shape] = graph, result
         logger.debug("captured %s in %.3f s", shape, time.perf_counter() - start)
@@ -57,7 +61,7 @@ class EagerSteps(Generic[ResultT]):
     """The same without graphs: every kernel is launched by itself, at every step."""
 
     def __init__(self, compute: Callable[[StepShape], ResultT]) -> None:
-        self.run = compute
+        self.run = self.prepare = compute
 
     def clear(self) -> None:
         """Nothing is kept."""

@@ -161,9 +161,9 @@ class GpuRunner:
 
     @torch.inference_mode()
     def rehearse(self, shape: StepShape) -> None:
-        """Run a step of this shape that computes nothing: its kernels are compiled then, and captured."""
+        """Try a step of this shape that computes nothing: its kernels are compiled then, and captured."""
         self.step.upload_nothing(shape)
-        self.steps.run(shape)
+        self.steps.prepare(shape)
 
     @torch.inference_mode()
     def rehearse_apart(self) -> None:

@@ -5,8 +5,8 @@ One kernel computes a tile of tokens by output features, and what stands after t
     out = residual + activate(gate) * up,   gate, up = the halves of x @ W.T + bias
 
 Tokens stand first in the product, so both operands go from memory to the tensor cores without passing through
-registers (where the chip can, whole tiles are copied by its own engine: descriptors). A norm is left to a kernel of
-its own, for it would need registers on the way.
+registers (where the chip can, whole tiles are copied by its own engine: descriptors). A norm is half done already
+(`next_norm.py`) or left to a kernel of its own, for it would need registers on the way.
 
 A gate's tile holds its rows in pairs, gate and up of the same output, so one product serves both and each pair
 ends up with one thread. Tiles are split, and their parts added up, as in `small_linear`.
@@ -23,6 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from inflight.early import begin_early, launch_options
 from inflight.layers.triton.elementwise import GATES, activate
 from inflight.layers.triton.multiply import dot
+from inflight.layers.triton.next_norm import NextNorm, leave_for_norm, load_squares, make_room
 from inflight.layers.triton.prefetch import bytes_ahead, fetch_tile
 from inflight.layers.triton.tuning import Tile, can_describe, choose_medium, num_multiprocessors
 from inflight.layers.triton.workspace import Workspace
@@ -80,20 +81,37 @@ def _multiply(
 
 
 @triton.jit
+def _places(token, tile, num_tokens, num_out, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr):
+    """Where a tile's results [BLOCK_M, WIDTH] stand, and which of them there are."""
+    m = token + tl.arange(0, BLOCK_M)
+    n = tile * WIDTH + tl.arange(0, WIDTH)
+    place = m[:, None].to(tl.int64) * num_out + n[None, :]
+    return place, (m < num_tokens)[:, None] & (n < num_out)[None, :]
+
+
+@triton.jit
 def _finish(
     acc,
+    parts,  # squares of each token, not added up
+    before,  # the residual
+    gains,
     token,
     tile,
     bias,
-    residual,
     out,
+    gained,
+    squares_left,
     num_tokens,
     num_out,
+    K,
+    eps,
     GATE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """What stands after the product acc [BLOCK_M, BLOCK_N], and the store."""
+    if parts is not None:
+        acc *= tl.rsqrt(tl.sum(parts, 0) / K + eps)[:, None]
     if bias is not None:
         row = _paired_rows(tile * BLOCK_N + tl.arange(0, BLOCK_N), num_out, GATE)
         acc += tl.load(bias + row).to(tl.float32)[None, :]
@@ -101,30 +119,37 @@ def _finish(
     if GATE != 0:
         gate, up = tl.split(tl.reshape(acc, [BLOCK_M, WIDTH, 2]))
         acc = activate(gate, GATE) * up
-    m = token + tl.arange(0, BLOCK_M)
-    n = tile * WIDTH + tl.arange(0, WIDTH)
-    live = (m < num_tokens)[:, None] & (n < num_out)[None, :]
-    place = m[:, None].to(tl.int64) * num_out + n[None, :]
-    if residual is not None:
-        acc += tl.load(residual + place, mask=live, other=0.0).to(tl.float32)
-    tl.store(out + place, acc.to(out.dtype.element_ty), mask=live)
+    place, live = _places(token, tile, num_tokens, num_out, BLOCK_M, WIDTH)
+    if before is not None:
+        acc += before.to(tl.float32)
+    values = acc.to(out.dtype.element_ty)
+    tl.store(out + place, values, mask=live)
+    if gains is not None:
+        m = token + tl.arange(0, BLOCK_M)
+        leave_for_norm(values, gains, place, live, gained, squares_left, tile, m, num_tokens, 1)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "ahead"])
+@triton.jit(do_not_specialize=["num_tokens", "ahead", "num_parts"])
 def _medium_linear_kernel(
     x,  # [num_tokens, K]
     weight,  # [num_out, K]; with a gate [2 * num_out, K]
     x_tiles,
     weight_tiles,
+    squares,  # [num_parts, num_tokens] of a norm whose gain is in x, or None
     bias,  # one for each weight row, or None
     residual,  # [num_tokens, num_out], or None
+    gain,  # [num_out] float32 of the norm that reads the result, or None
     out,  # [num_tokens, num_out]
+    gained,  # the same; for the next norm
+    squares_left,  # [tiles, num_tokens]; for the next norm
     partials,  # SPLIT slots of BLOCK_M * BLOCK_N for each tile
     counters,  # int32, one for each tile, zero
     num_tokens,
     num_out,
     K,
+    eps,
     ahead,
+    num_parts,
     GATE: tl.constexpr,
     EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -133,6 +158,7 @@ def _medium_linear_kernel(
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
     LANES: tl.constexpr,
+    PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -144,15 +170,31 @@ def _medium_linear_kernel(
     share = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLIT) * BLOCK_K
     first = part * share
     last = tl.minimum(first + share, K)
+    WIDTH: tl.constexpr = BLOCK_N if GATE == 0 else BLOCK_N // 2
+    # What the end of the program needs is asked for at its beginning.
+    gains = gain
+    if gain is not None:
+        n = tile * WIDTH + tl.arange(0, WIDTH)
+        gains = tl.load(gain + n, mask=n < num_out, other=0.0)
     if EARLY and token == 0:
         fetch_tile(weight, tile, num_out, K, first, last, ahead, GATE, BLOCK_N, LANES)
     begin_early(EARLY)
+    parts = squares
+    if squares is not None:
+        parts = load_squares(squares, num_parts, num_tokens, token, PARTS, BLOCK_M)
+    before = residual
+    if residual is not None:
+        place, live = _places(token, tile, num_tokens, num_out, BLOCK_M, WIDTH)
+        before = tl.load(residual + place, mask=live, other=0.0)
     acc = _multiply(
         x, weight, x_tiles, weight_tiles, token, tile, first, last, num_tokens, num_out, K,
         GATE, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, PRECISION,
     )  # fmt: skip
     if SPLIT == 1:
-        _finish(acc, token, tile, bias, residual, out, num_tokens, num_out, GATE, BLOCK_M, BLOCK_N)
+        _finish(
+            acc, parts, before, gains, token, tile, bias, out, gained, squares_left, num_tokens, num_out, K, eps,
+            GATE, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
     else:
         SLOT: tl.constexpr = BLOCK_M * BLOCK_N
         inner = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
@@ -167,7 +209,10 @@ def _medium_linear_kernel(
             for other in tl.range(0, SPLIT):
                 total += tl.load(slots + other * SLOT + inner, cache_modifier=".cg")
             tl.store(counters + meeting, 0)
-            _finish(total, token, tile, bias, residual, out, num_tokens, num_out, GATE, BLOCK_M, BLOCK_N)
+            _finish(
+                total, parts, before, gains, token, tile, bias, out, gained, squares_left, num_tokens, num_out, K,
+                eps, GATE, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
 
 
 def medium_linear(
@@ -175,9 +220,12 @@ def medium_linear(
     weight: Tensor,  # [N, K]
     workspace: Workspace,
     *,
+    squares: Tensor | None = None,  # [parts, T], where a norm's gain is in x: see `next_norm.py`
+    eps: float = 0.0,
     bias: Tensor | None = None,  # [N]
     activation: str | None = None,
     residual: Tensor | None = None,  # [T, N]
+    next_norm: NextNorm | None = None,
     out: Tensor | None = None,
     early: bool = False,
     tile: Tile | None = None,
@@ -199,20 +247,28 @@ def medium_linear(
     if tile.split > 1:
         workspace.check(num_tiles * token_tiles, tile)
     x_tiles, weight_tiles = _describe(x, weight, tile, activation is not None)
+    gain, gained, squares_left = make_room(next_norm, out, num_tiles)
+    num_parts = 0 if squares is None else len(squares)
     _medium_linear_kernel[(num_tiles * tile.split * token_tiles,)](
         x,
         weight,
         x_tiles,
         weight_tiles,
+        squares,
         bias,
         residual,
+        gain,
         out,
+        gained,
+        squares_left,
         workspace.partials if tile.split > 1 else None,
         workspace.counters if tile.split > 1 else None,
         num_tokens,
         num_out,
         num_features,
+        eps,
         bytes_ahead(weight, tile, num_tiles) if early else 0,
+        num_parts,
         GATE=0 if activation is None else GATES[activation],
         EVEN_K=num_features % tile.block_k == 0,
         BLOCK_M=tile.block_m,
@@ -221,6 +277,7 @@ def medium_linear(
         SPLIT=tile.split,
         STAGES=tile.stages,
         LANES=max(32 * tile.num_warps, tile.block_n),
+        PARTS=triton.next_power_of_2(num_parts),
         PRECISION="ieee" if weight.dtype == torch.float32 else "tf32",
         EARLY=early,
         num_warps=tile.num_warps,

@@ -6,7 +6,7 @@ and after the product, each part of it optional:
     out = residual + activate(gate) * up,   gate, up = the halves of rms_norm(x) @ W.T + bias
 
 The norm's statistics are summed beside the product and applied to its result:
-sum_k (x_k g_k / rms) w_k = (sum_k x_k g_k w_k) / rms.
+sum_k (x_k g_k / rms) w_k = (sum_k x_k g_k w_k) / rms. Or half of the norm is done already (`next_norm.py`).
 
 Where there are too few tiles for the chip, `split` programs share the features of one tile. Each leaves its sums
 in the workspace; the last to arrive adds them up in a fixed order and sets the tile's counter back to zero.
@@ -22,31 +22,44 @@ from torch import Tensor
 from inflight.early import begin_early, launch_options
 from inflight.layers.triton.elementwise import GATES, activate
 from inflight.layers.triton.multiply import multiply_plain, multiply_tensor_cores, weight_rows
+from inflight.layers.triton.next_norm import NextNorm, leave_for_norm, load_squares, make_room
 from inflight.layers.triton.prefetch import bytes_ahead, fetch_tile
-from inflight.layers.triton.tuning import Tile, choose_small, num_multiprocessors, token_bucket
+from inflight.layers.triton.tuning import Tile, choose_small, num_multiprocessors, shared_memory, token_bucket
 from inflight.layers.triton.workspace import Workspace
+
+
+@triton.jit
+def _places(tile, num_tokens, num_out, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr):
+    """Where a tile's results [WIDTH, BLOCK_M] stand, and which of them there are."""
+    m = tl.arange(0, BLOCK_M)
+    n = tile * WIDTH + tl.arange(0, WIDTH)
+    place = m[None, :].to(tl.int64) * num_out + n[:, None]
+    return place, (n < num_out)[:, None] & (m < num_tokens)[None, :]
 
 
 @triton.jit
 def _finish(
     acc,
-    squares,
+    sums,  # squares of each token, if NORMED
+    before,  # the residual
+    gains,
     tile,
-    norm,
     bias,
-    residual,
     out,
+    gained,
+    squares_left,
     num_tokens,
     num_out,
     K,
     eps,
+    NORMED: tl.constexpr,
     GATE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """What stands after the product acc [BLOCK_N, BLOCK_M], and the store."""
-    if norm is not None:
-        acc *= tl.rsqrt(squares / K + eps)[None, :]
+    if NORMED:
+        acc *= tl.rsqrt(sums / K + eps)[None, :]
     if bias is not None:
         row = weight_rows(tl.arange(0, BLOCK_N), tile, num_out, GATE, BLOCK_N)
         acc += tl.load(bias + row).to(tl.float32)[:, None]
@@ -54,23 +67,29 @@ def _finish(
     if GATE != 0:
         gate, up = tl.split(tl.permute(tl.reshape(acc, [2, WIDTH, BLOCK_M]), [1, 2, 0]))
         acc = activate(gate, GATE) * up
-    m = tl.arange(0, BLOCK_M)
-    n = tile * WIDTH + tl.arange(0, WIDTH)
-    live = (n < num_out)[:, None] & (m < num_tokens)[None, :]
-    place = m[None, :].to(tl.int64) * num_out + n[:, None]
-    if residual is not None:
-        acc += tl.load(residual + place, mask=live, other=0.0).to(tl.float32)
-    tl.store(out + place, acc.to(out.dtype.element_ty), mask=live)
+    place, live = _places(tile, num_tokens, num_out, BLOCK_M, WIDTH)
+    if before is not None:
+        acc += before.to(tl.float32)
+    values = acc.to(out.dtype.element_ty)
+    tl.store(out + place, values, mask=live)
+    if gains is not None:
+        leave_for_norm(
+            values, gains, place, live, gained, squares_left, tile, tl.arange(0, BLOCK_M), num_tokens, 0
+        )
 
 
-@triton.jit(do_not_specialize=["num_tokens", "ahead"])
+@triton.jit(do_not_specialize=["num_tokens", "ahead", "num_parts"])
 def _small_linear_kernel(
     x,  # [num_tokens, K]
     weight,  # [num_out, K]; with a gate [2 * num_out, K]
     norm,  # [K] float32, or None
+    squares,  # [num_parts, num_tokens] of a norm whose gain is in x, or None
     bias,  # one for each weight row, or None
     residual,  # [num_tokens, num_out], or None
+    gain,  # [num_out] float32 of the norm that reads the result, or None
     out,  # [num_tokens, num_out]
+    gained,  # the same; for the next norm
+    squares_left,  # [tiles, num_tokens]; for the next norm
     partials,  # SPLIT slots of BLOCK_M * (BLOCK_N + 1) for each tile
     counters,  # int32, one for each tile, zero
     num_tokens,
@@ -78,6 +97,7 @@ def _small_linear_kernel(
     K,
     eps,
     ahead,
+    num_parts,
     GATE: tl.constexpr,
     EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -86,6 +106,7 @@ def _small_linear_kernel(
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
     LANES: tl.constexpr,
+    PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -93,22 +114,39 @@ def _small_linear_kernel(
     share = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLIT) * BLOCK_K
     first = part * share
     last = tl.minimum(first + share, K)
+    WIDTH: tl.constexpr = BLOCK_N if GATE == 0 else BLOCK_N // 2
+    NORMED: tl.constexpr = norm is not None or squares is not None
+    # What the end of the program needs is asked for at its beginning.
+    gains = gain
+    if gain is not None:
+        n = tile * WIDTH + tl.arange(0, WIDTH)
+        gains = tl.load(gain + n, mask=n < num_out, other=0.0)
     if EARLY:
         fetch_tile(weight, tile, num_out, K, first, last, ahead, GATE, BLOCK_N, LANES)
     begin_early(EARLY)
+    parts = squares
+    if squares is not None:
+        parts = load_squares(squares, num_parts, num_tokens, 0, PARTS, BLOCK_M)
+    before = residual
+    if residual is not None:
+        place, live = _places(tile, num_tokens, num_out, BLOCK_M, WIDTH)
+        before = tl.load(residual + place, mask=live, other=0.0)
     rows = weight + weight_rows(tl.arange(0, BLOCK_N), tile, num_out, GATE, BLOCK_N).to(tl.int64) * K
     if BLOCK_M <= 4:
-        acc, squares = multiply_plain(
+        acc, sums = multiply_plain(
             x, rows, norm, first, last, num_tokens, K, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES
         )
     else:
-        acc, squares = multiply_tensor_cores(
+        acc, sums = multiply_tensor_cores(
             x, rows, norm, first, last, num_tokens, K, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, PRECISION
         )
+    if squares is not None:
+        sums = tl.sum(parts, 0)
     if SPLIT == 1:
         _finish(
-            acc, squares, tile, norm, bias, residual, out, num_tokens, num_out, K, eps, GATE, BLOCK_M, BLOCK_N
-        )
+            acc, sums, before, gains, tile, bias, out, gained, squares_left, num_tokens, num_out, K, eps,
+            NORMED, GATE, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
     else:
         SLOT: tl.constexpr = BLOCK_M * (BLOCK_N + 1)
         m = tl.arange(0, BLOCK_M)
@@ -116,20 +154,22 @@ def _small_linear_kernel(
         slots = partials + tile.to(tl.int64) * (SPLIT * SLOT)
         tl.store(slots + part * SLOT + inner, acc)
         if norm is not None:
-            tl.store(slots + part * SLOT + BLOCK_M * BLOCK_N + m, squares)
+            tl.store(slots + part * SLOT + BLOCK_M * BLOCK_N + m, sums)
         tl.debug_barrier()  # every thread's stores come before the one atomic that tells of them
         arrived = tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu")
         if arrived == SPLIT - 1:
             total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-            summed = tl.zeros([BLOCK_M], tl.float32)
+            if norm is not None:
+                sums = tl.zeros([BLOCK_M], tl.float32)
             for other in tl.static_range(SPLIT):
                 slot = slots + other * SLOT
                 total += tl.load(slot + inner, cache_modifier=".cg")
                 if norm is not None:
-                    summed += tl.load(slot + BLOCK_M * BLOCK_N + m, cache_modifier=".cg")
+                    sums += tl.load(slot + BLOCK_M * BLOCK_N + m, cache_modifier=".cg")
             tl.store(counters + tile, 0)
             _finish(
-                total, summed, tile, norm, bias, residual, out, num_tokens, num_out, K, eps, GATE, BLOCK_M, BLOCK_N
+                total, sums, before, gains, tile, bias, out, gained, squares_left, num_tokens, num_out, K, eps,
+                NORMED, GATE, BLOCK_M, BLOCK_N,
             )  # fmt: skip
 
 
@@ -140,9 +180,11 @@ def small_linear(
     *,
     norm: Tensor | None = None,  # [K] float32
     eps: float = 0.0,
+    squares: Tensor | None = None,  # [parts, T] instead, where a norm's gain is in x: see `next_norm.py`
     bias: Tensor | None = None,  # [N]
     activation: str | None = None,
     residual: Tensor | None = None,  # [T, N]
+    next_norm: NextNorm | None = None,
     out: Tensor | None = None,
     early: bool = False,
     tile: Tile | None = None,
@@ -156,19 +198,25 @@ def small_linear(
     if num_tokens == 0:
         return out
     if tile is None:
-        num_sms = num_multiprocessors(x.device)
-        tile = choose_small(token_bucket(num_tokens), num_rows, num_features, weight.itemsize, num_sms)
+        num_sms, room = num_multiprocessors(x.device), shared_memory(x.device)
+        tile = choose_small(token_bucket(num_tokens), num_rows, num_features, weight.itemsize, num_sms, room)
     assert num_tokens <= tile.block_m, f"{num_tokens} tokens do not fit a tile of {tile.block_m}"
     num_tiles = triton.cdiv(num_rows, tile.block_n)
     if tile.split > 1:
         workspace.check(num_tiles, tile)
+    gain, gained, squares_left = make_room(next_norm, out, num_tiles)
+    num_parts = 0 if squares is None else len(squares)
     _small_linear_kernel[(num_tiles * tile.split,)](
         x,
         weight,
         norm,
+        squares,
         bias,
         residual,
+        gain,
         out,
+        gained,
+        squares_left,
         workspace.partials if tile.split > 1 else None,
         workspace.counters if tile.split > 1 else None,
         num_tokens,
@@ -176,6 +224,7 @@ def small_linear(
         num_features,
         eps,
         bytes_ahead(weight, tile, num_tiles) if early else 0,
+        num_parts,
         GATE=0 if activation is None else GATES[activation],
         EVEN_K=num_features % tile.block_k == 0,
         BLOCK_M=tile.block_m,
@@ -184,6 +233,7 @@ def small_linear(
         SPLIT=tile.split,
         STAGES=tile.stages,
         LANES=max(32 * tile.num_warps, tile.block_n),
+        PARTS=triton.next_power_of_2(num_parts),
         PRECISION="ieee" if weight.dtype == torch.float32 else "tf32",
         EARLY=early,
         num_warps=tile.num_warps,

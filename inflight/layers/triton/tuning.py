@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from triton.runtime import driver
 
 MAX_TOKENS = 256  # the most for which a fused kernel pays
 MAX_GATED = 128  # the most of one tile of a large `medium_linear`
@@ -32,11 +33,14 @@ def token_bucket(num_tokens: int) -> int:
     return num_tokens if num_tokens <= 2 else max(16, 1 << (num_tokens - 1).bit_length())
 
 
-def pays_small(num_tokens: int, num_rows: int, num_features: int, itemsize: int) -> bool:
-    """Whether `small_linear` beats a norm, the vendor's product and a gate in a row."""
+def pays_small(num_tokens: int, num_rows: int, num_features: int, itemsize: int, medium: bool) -> bool:
+    """Whether `small_linear` beats a norm, the vendor's product and a gate in a row, and `medium_linear` where there is
+    that."""
+    size = num_rows * num_features * itemsize
     # With more tokens only long rows are worth it: there are too few programs for anything else.
-    large = num_rows * num_features * itemsize >= _LARGE and num_features > num_rows
-    return num_tokens <= (MAX_SMALL if large else MAX_SMALL // 2)
+    if size >= _LARGE and num_features > num_rows:
+        return num_tokens <= MAX_SMALL
+    return num_tokens <= (MAX_SMALL // 4 if medium and itemsize == 2 and size <= _SMALL else MAX_SMALL // 2)
 
 
 def pays_medium(num_tokens: int, num_rows: int, num_features: int, itemsize: int, gated: bool) -> bool:
@@ -46,12 +50,23 @@ def pays_medium(num_tokens: int, num_rows: int, num_features: int, itemsize: int
     return itemsize == 2 and num_tokens <= (MAX_TOKENS if small else MAX_GATED if gated else MAX_SMALL)
 
 
+# The interpreter stands in for the chip that the tables below were made for.
+
+
 @functools.cache
 def num_multiprocessors(device: torch.device) -> int:
-    """The interpreter stands in for the chip that the table below was made for."""
     if device.type != "cuda":
         return 132
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes that one program may have."""
+    if device.type != "cuda":
+        return 227 << 10
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(driver.active.utils.get_device_properties(index)["max_shared_mem"])
 
 
 def can_describe(x: Tensor, weight: Tensor) -> bool:
@@ -63,8 +78,13 @@ def can_describe(x: Tensor, weight: Tensor) -> bool:
 
 
 @functools.cache
-def choose_small(num_tokens: int, num_rows: int, num_features: int, itemsize: int, num_sms: int) -> Tile:
-    """The tile of `small_linear` for weights [num_rows, num_features] and a bucket of tokens. Measured on an H200."""
+def choose_small(
+    num_tokens: int, num_rows: int, num_features: int, itemsize: int, num_sms: int, room: int
+) -> Tile:
+    """The tile of `small_linear` for weights [num_rows, num_features] and a bucket of tokens. Measured on an H200.
+
+    `room` is the chip's `shared_memory`.
+    """
     if itemsize == 4:
         if num_tokens <= 2:
             return Tile(num_tokens, 4, min(1024, _padded(num_features)), 1, 4, 1)
@@ -78,7 +98,8 @@ def choose_small(num_tokens: int, num_rows: int, num_features: int, itemsize: in
         num_tiles = -(-num_rows // 64)
         if num_tiles > num_sms:
             return Tile(16, 64, 128, 1, 4, 5)
-        return Tile(16, 64, 256, _split(num_sms, num_tiles, num_features // 256), 4, 3)
+        stages = 4 if room >= 4 * 256 * (16 + 64) * itemsize else 3
+        return Tile(16, 64, 256, _split(num_sms, num_tiles, num_features // 256), 4, stages)
     if num_tokens <= 32:
         split = _split(2 * num_sms, -(-num_rows // 64), num_features // 128)
         return Tile(32, 64, 128, split, 4, 4)
@@ -95,13 +116,16 @@ def choose_medium(num_tokens: int, num_rows: int, num_features: int, itemsize: i
         return Tile(64, 32, 32, 1, 4, 2)
     if num_rows >= 128 * num_sms:
         return Tile(64, 128, 64, 1, 4, 7) if num_tokens <= 64 else Tile(128, 256, 64, 1, 8, 4)
-    token_tiles = -(-num_tokens // 64)
-    for block_n, stages in ((32, 5), (64, 6), (128, 4)):
-        num_tiles = token_tiles * -(-num_rows // block_n)
+    # The smallest tiles that are one for each multiprocessor at most.
+    cuts = ((64, 32, 5), (64, 64, 6), (64, 128, 4)) if num_tokens <= 128 else ((64, 32, 5), (128, 64, 4))
+    for block_m, block_n, stages in cuts:
+        num_tiles = -(-num_tokens // block_m) * -(-num_rows // block_n)
         if num_tiles <= num_sms:
             split = _split(num_sms, num_tiles, num_features // 256) if 4 * num_tiles <= num_sms else 1
-            return Tile(64, block_n, 128, split, 4, stages)
-    return Tile(128, 128, 64, 1, 4, 4)
+            if block_n == 32 and split == 1:
+                stages = 8  # a row's 1024 features are all on their way at once
+            return Tile(block_m, block_n, 128, split, 4, stages)
+    return Tile(128, 128, 64, 1, 8, 6)
 
 
 def _padded(size: int) -> int:

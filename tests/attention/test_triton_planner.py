@@ -1,0 +1,43 @@
+"""How far decodes are split on a large chip, and that what was split fits where it goes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from inflight.attention.triton.planner import Planner
+from inflight.attention.triton.tuning import ANY, Tuning
+from tests.attention.triton_scene import SMALL
+
+FEW, SOME, MANY = (replace(SMALL, programs=programs) for programs in (3.0, 2.0, 5.0))
+PROCESSORS, HEADS = 132, 8
+
+
+def planner() -> Planner:
+    tuning = Tuning(2, ((8, FEW), (32, SOME), (ANY, MANY)), SMALL, SMALL, descriptors=False)
+    return Planner(tuning, HEADS, 16, max_entries=256, num_processors=PROCESSORS, share_prefixes=False)
+
+
+def num_items(made: Planner, num_entries: int, context: int) -> int:
+    rows = np.arange(num_entries, dtype=np.int32)
+    contexts = np.full(num_entries, context, dtype=np.int32)
+    work = made.decodes(contexts, rows, np.zeros((num_entries, 1), dtype=np.int32), version=0)
+    return len(work.decode.items)
+
+
+def test_a_plan_fits_every_shape_of_step_that_holds_its_entries() -> None:
+    made = planner()
+    for num_entries in (1, 7, 8, 9, 31, 32, 33, 100, 256):
+        for context in (1, 300, 5000, 40_000):
+            most = num_items(made, num_entries, context)
+            for capacity in (num_entries, num_entries + 1, 33, 256):
+                if capacity >= num_entries:
+                    assert most <= made.max_decode_items(capacity)
+
+
+@pytest.mark.parametrize(("num_entries", "programs"), [(8, 3.0), (32, 2.0), (64, 5.0)])
+def test_long_decodes_are_split_into_the_programs_that_run_at_once(num_entries: int, programs: float) -> None:
+    running = num_items(planner(), num_entries, 20_000) * HEADS / PROCESSORS
+    assert 0.7 * programs <= running <= max(programs, (num_entries + 27) * HEADS / PROCESSORS)
