@@ -22,7 +22,7 @@ class StepGraphs(Generic[ResultT]):
     `compute` must enqueue the same kernels on the same memory whenever it is given the same shape. The first shape is
     run before it is recorded, so that what libraries keep for a stream does not come from the graphs' memory, and doing
     so must do no harm. With the others, new kernels are compiled and loaded while they are recorded, which a relaxed
-    capture allows. What `compute` returns stays where the graph wrote it, and is overwritten by the next step of any shape.
+    capture allows. What `compute` returns stays where the graph wrote it, and the next step of any shape overwrites it.
     """
 
     def __init__(self, compute: Callable[[StepShape], ResultT]) -> None:
