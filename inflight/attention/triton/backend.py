@@ -15,6 +15,7 @@ from inflight.attention.triton.prefix import prefix_attention
 from inflight.attention.triton.rope_write import rope_write
 from inflight.attention.triton.tuning import Tuning
 from inflight.attention.triton.workspace import Workspace
+from inflight.room import empty_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ class TritonAttention:
             tuning.early,
         )
         tables, workspace, early = step.block_tables, step.workspace, tuning.early
-        out = qkv.new_empty(len(qkv), layer.num_heads * layer.head_dim)
+        out = empty_tokens(len(qkv), layer.num_heads * layer.head_dim, qkv.dtype, qkv.device)
         if step.prefixes is not None and step.members is not None:
             table, count = step.prefixes.table, step.prefixes.count
             prefix_attention(

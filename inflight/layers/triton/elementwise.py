@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from inflight.early import begin_early, begin_late, launch_options
+from inflight.room import empty_tokens
 
 GATES = {"silu": 1, "gelu_tanh": 2}  # how kernels name the activations; 0 is none
 _GATE_BLOCK = 1024
@@ -91,7 +92,9 @@ def _normalise(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, e
     view = _three_dims(x)
     outer_rows, inner_rows, _ = view.shape
     num_rows = outer_rows * inner_rows
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if residual is None else residual
+    out = residual
+    if out is None:
+        out = empty_tokens(x.numel() // num_features, num_features, x.dtype, x.device).view(x.shape)
     if num_rows == 0:
         return out
     block = triton.next_power_of_2(num_features)
@@ -118,7 +121,7 @@ def gate(gate_up: Tensor, activation: str, early: bool = False) -> Tensor:
     """[T, 2n] -> [T, n]: activation(first half) * second half."""
     num_rows, double = gate_up.shape
     inner = double // 2
-    out = torch.empty(num_rows, inner, dtype=gate_up.dtype, device=gate_up.device)
+    out = empty_tokens(num_rows, inner, gate_up.dtype, gate_up.device)
     if num_rows == 0:
         return out
     _gate_kernel[(num_rows, triton.cdiv(inner, _GATE_BLOCK))](

@@ -27,6 +27,7 @@ from inflight.layers.triton.next_norm import NextNorm, leave_for_norm, load_squa
 from inflight.layers.triton.prefetch import bytes_ahead, fetch_tile
 from inflight.layers.triton.tuning import Tile, can_describe, choose_medium, num_multiprocessors
 from inflight.layers.triton.workspace import Workspace
+from inflight.room import empty_tokens, readable_rows
 
 
 @triton.jit
@@ -235,7 +236,7 @@ def medium_linear(
     num_rows = weight.shape[0]
     num_out = num_rows if activation is None else num_rows // 2
     if out is None:
-        out = torch.empty(num_tokens, num_out, dtype=x.dtype, device=x.device)
+        out = empty_tokens(num_tokens, num_out, x.dtype, x.device)
     if num_tokens == 0:
         return out
     if tile is None:
@@ -292,7 +293,8 @@ def _describe(
     if not can_describe(x, weight):
         return None, None
     num_rows, num_features = weight.shape
-    x_tiles = TensorDescriptor(x, list(x.shape), [num_features, 1], [tile.block_m, tile.block_k])
+    num_tokens = readable_rows(x, tile.block_m)
+    x_tiles = TensorDescriptor(x, [num_tokens, num_features], [num_features, 1], [tile.block_m, tile.block_k])
     if not gated:
         shape, strides, block = [num_rows, num_features], [num_features, 1], [tile.block_n, tile.block_k]
     else:

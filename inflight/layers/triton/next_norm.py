@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from inflight.room import empty_tokens
+
 
 class NextNorm:
     """The norm that will read a layer's result, and what the layer leaves for it."""
@@ -31,8 +33,9 @@ def make_room(
     """(gain, gained, squares) for a result like `out`, of whose tokens `num_parts` programs write a part each."""
     if next_norm is None:
         return None, None, None
-    next_norm.gained = torch.empty_like(out)
-    next_norm.squares = torch.empty(num_parts, len(out), dtype=torch.float32, device=out.device)
+    num_tokens, num_features = out.shape
+    next_norm.gained = empty_tokens(num_tokens, num_features, out.dtype, out.device)
+    next_norm.squares = torch.empty(num_parts, num_tokens, dtype=torch.float32, device=out.device)
     return next_norm.gain, next_norm.gained, next_norm.squares
 
 

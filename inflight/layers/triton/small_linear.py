@@ -26,6 +26,7 @@ from inflight.layers.triton.next_norm import NextNorm, leave_for_norm, load_squa
 from inflight.layers.triton.prefetch import bytes_ahead, fetch_tile
 from inflight.layers.triton.tuning import Tile, choose_small, num_multiprocessors, shared_memory, token_bucket
 from inflight.layers.triton.workspace import Workspace
+from inflight.room import empty_tokens
 
 
 @triton.jit
@@ -194,7 +195,7 @@ def small_linear(
     num_rows = weight.shape[0]
     num_out = num_rows if activation is None else num_rows // 2
     if out is None:
-        out = torch.empty(num_tokens, num_out, dtype=x.dtype, device=x.device)
+        out = empty_tokens(num_tokens, num_out, x.dtype, x.device)
     if num_tokens == 0:
         return out
     if tile is None:
