@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 from inflight.layers.triton.medium_linear import medium_linear
 from inflight.layers.triton.tuning import MAX_TOKENS, Tile, choose_medium
 from inflight.layers.triton.workspace import Workspace
-from tests.layers.test_triton_small_linear import DEVICE, TOLERANCE, assert_near, draw, poisoned, reference
+from tests.layers.test_triton_small_linear import (
+    DEVICE,
+    TOLERANCE,
+    assert_near,
+    check_half_norms,
+    draw,
+    poisoned,
+    reference,
+)
 
 TILES = [Tile(16, 32, 32, 1, 4, 3), Tile(16, 16, 16, 2, 4, 2), Tile(32, 32, 16, 3, 4, 2)]
 
@@ -57,6 +67,13 @@ def test_the_residual_is_added_in_place(tile: Tile, workspace: Workspace) -> Non
     wanted = reference(x, weight, residual=residual)
     assert medium_linear(x, weight, workspace, residual=residual, out=residual, tile=tile) is residual
     assert_near(residual, wanted, torch.float32)
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_half_a_norm_is_left_and_read(tile: Tile, dtype: torch.dtype, workspace: Workspace) -> None:
+    check_half_norms(partial(medium_linear, workspace=workspace, tile=tile), 37, dtype)
+    assert not workspace.counters.any()
 
 
 @pytest.mark.parametrize("tile", [tile for tile in TILES if tile.split > 1], ids=str)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
 
+from inflight.layers.triton.next_norm import NextNorm
 from inflight.layers.triton.small_linear import small_linear
 from inflight.layers.triton.tuning import MAX_SMALL, Tile, choose_small, token_bucket
 from inflight.layers.triton.workspace import Workspace
@@ -116,6 +120,33 @@ def test_the_residual_is_added_in_place(dtype: torch.dtype, workspace: Workspace
     found = small_linear(x, weight, workspace, residual=residual, out=residual, tile=tile)
     assert found is residual
     assert_near(residual, wanted, dtype)
+
+
+def check_half_norms(linear: Callable[..., Tensor], num_tokens: int, dtype: torch.dtype) -> None:
+    """One layer leaves half of a norm, another reads it; both with rows and features that fill no tile."""
+    torch.manual_seed(7)
+    x, weight, back = draw(num_tokens, 72), draw(52, 72, scale=72**-0.5), draw(36, 52, scale=52**-0.5)
+    x, weight, back = x.to(dtype), weight.to(dtype), back.to(dtype)
+    residual, gain = draw(num_tokens, 52, dtype=dtype), draw(52)
+    wanted = reference(x, weight, residual=residual)
+    left = NextNorm(gain)
+    out = linear(x, weight, residual=residual, out=residual, next_norm=left)
+    assert_near(out, wanted, dtype)
+    assert left.gained is not None
+    assert left.squares is not None
+    assert_near(left.gained, out.double() * gain.double(), dtype)
+    torch.testing.assert_close(left.squares.sum(0), out.float().square().sum(1))
+    found = linear(left.gained, back, squares=left.squares, eps=1e-5)
+    assert_near(found, reference(out, back, gain, 1e-5), dtype)
+    gated = linear(left.gained, back, squares=left.squares, eps=1e-5, activation="silu")
+    assert_near(gated, reference(out, back, gain, 1e-5, activation="silu"), dtype)
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_half_a_norm_is_left_and_read(tile: Tile, dtype: torch.dtype, workspace: Workspace) -> None:
+    check_half_norms(partial(small_linear, workspace=workspace, tile=tile), 3, dtype)
+    assert not workspace.counters.any()
 
 
 @pytest.mark.parametrize("tile", [tile for tile in TILES if tile.split > 1], ids=str)
