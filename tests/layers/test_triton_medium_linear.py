@@ -7,9 +7,12 @@ from functools import partial
 import pytest
 import torch
 
+from inflight.layers.triton import medium_linear as module
 from inflight.layers.triton.medium_linear import medium_linear
+from inflight.layers.triton.next_norm import NextNorm
 from inflight.layers.triton.tuning import MAX_TOKENS, Tile, choose_medium
 from inflight.layers.triton.workspace import Workspace
+from inflight.room import empty_tokens, readable_rows
 from tests.layers.test_triton_small_linear import (
     DEVICE,
     TOLERANCE,
@@ -90,6 +93,32 @@ def test_a_split_with_more_parts_than_features(workspace: Workspace) -> None:
     x, weight = draw(20, 40), draw(20, 40)
     found = medium_linear(x, weight, workspace, tile=Tile(16, 16, 16, 8, 4, 2))
     assert_near(found, reference(x, weight), torch.float32)
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("num_tokens", [1, 37, 64])
+def test_what_lies_behind_the_tokens_reaches_no_result(
+    tile: Tile, num_tokens: int, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the copy engine, which the interpreter stands in for: it reads whole tiles."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(module, "can_describe", lambda x, weight: True)  # noqa: ARG005
+    torch.manual_seed(8)
+    x = empty_tokens(num_tokens, 64, torch.bfloat16, torch.device(DEVICE))
+    x.as_strided((readable_rows(x, 128), 64), (64, 1)).fill_(torch.nan)
+    x.copy_(draw(num_tokens, 64))
+    weight, residual = (
+        draw(48, 64, dtype=torch.bfloat16, scale=0.1),
+        draw(num_tokens, 48, dtype=torch.bfloat16),
+    )
+    wanted = reference(x, weight, residual=residual)
+    left = NextNorm(draw(48))
+    medium_linear(x, weight, workspace, residual=residual, out=residual, next_norm=left, tile=tile)
+    assert_near(residual, wanted, torch.bfloat16)
+    assert left.squares is not None
+    torch.testing.assert_close(left.squares.sum(0), residual.float().square().sum(1))
+    gated = medium_linear(x, weight, workspace, activation="silu", tile=tile)
+    assert_near(gated, reference(x, weight, activation="silu"), torch.bfloat16)
 
 
 def test_nothing_is_written_past_the_last_token_or_feature(workspace: Workspace) -> None:
