@@ -99,8 +99,9 @@ def choose_small(
         if num_tiles > num_sms:
             return Tile(16, 64, 128, 1, 4, 5)
         split = _split(num_sms, num_tiles, num_features // 256)
-        fits = room >= 4 * 256 * (16 + 64) * itemsize
-        return Tile(16, 64, 256, split, 4, 4 if fits and split != 2 else 3)
+        # One stage more is faster, but for products split in two: those took longer with it.
+        deeper = split != 2 and room >= 4 * 256 * (16 + 64) * itemsize
+        return Tile(16, 64, 256, split, 4, 4 if deeper else 3)
     if num_tokens <= 32:
         split = _split(2 * num_sms, -(-num_rows // 64), num_features // 128)
         return Tile(32, 64, 128, split, 4, 4)
