@@ -16,6 +16,8 @@ from benchmarks.shapes import SHAPES
 from inflight.attention.layer import AttentionLayer
 from inflight.attention.triton.chunk import chunk_attention
 from inflight.attention.triton.decode import decode_attention
+from inflight.attention.triton.items import Items
+from inflight.attention.triton.plan import Ints
 from inflight.attention.triton.planner import Planner
 from inflight.attention.triton.rope_write import rope_write
 from inflight.attention.triton.tuning import choose as choose_tuning
@@ -198,8 +200,7 @@ def decode_cases(bench: Bench) -> Iterator[Case]:
         tables = np.random.default_rng(0).permutation(batch * blocks).astype(np.int32).reshape(batch, blocks)
         rows = np.arange(batch, dtype=np.int32)
         plan = planner.decodes(np.full(batch, context, dtype=np.int32), rows, tables, 0).decode
-        items = torch.from_numpy(plan.items).to(bench.device)
-        count = torch.tensor([len(items)], dtype=torch.int32, device=bench.device)
+        work = on_device(bench, plan.items)
         layer = attention_layer(bench, 1)
         workspace = planner.workspace(bench.num_heads, bench.num_kv_heads, bench.head_dim, bench.device)
         qkv = bench.randn(batch, bench.qkv_size)
@@ -214,8 +215,7 @@ def decode_cases(bench: Bench) -> Iterator[Case]:
                     qkv,
                     cache,
                     device_tables,
-                    items,
-                    count,
+                    work,
                     workspace,
                     layer,
                     tuning.decode_for(batch),
@@ -231,14 +231,18 @@ def decode_cases(bench: Bench) -> Iterator[Case]:
         yield Case("decode", f"batch {batch} context {context}", "triton", calls, num_bytes, flops)
 
 
+def on_device(bench: Bench, items: Ints) -> Items:
+    count = torch.tensor([len(items)], dtype=torch.int32, device=bench.device)
+    return Items(torch.from_numpy(items).to(bench.device), count, programs=len(items))
+
+
 def chunk_cases(bench: Bench) -> Iterator[Case]:
     for length in bench.chunks:
         planner = planner_for(bench, 1)
         blocks = -(-length // BLOCK_SIZE)
         ends = np.array([0, length], dtype=np.int32)
         plan = planner.chunks(ends, ends[1:], np.zeros(1, dtype=np.int32))
-        items = torch.from_numpy(plan.items).to(bench.device)
-        count = torch.tensor([len(items)], dtype=torch.int32, device=bench.device)
+        work = on_device(bench, plan.items)
         layer = attention_layer(bench, 1)
         workspace = planner.workspace(bench.num_heads, bench.num_kv_heads, bench.head_dim, bench.device)
         qkv = bench.randn(length, bench.qkv_size)
@@ -248,7 +252,7 @@ def chunk_cases(bench: Bench) -> Iterator[Case]:
         calls: list[Call] = [
             _bind(
                 chunk_attention,
-                *(qkv, cache, tables, items, count, workspace, layer),
+                *(qkv, cache, tables, work, workspace, layer),
                 *(tuning.chunk, tuning.descriptors, tuning.early, out),
             )
         ]

@@ -26,7 +26,7 @@ def attend(
     )
     workspace, out = scene.workspace(plan.num_slots + 1, plan.num_counters + 1), scene.blank()
     work, layer = items(plan.items, len(plan.items) + 3), scene.shape.layer(window)
-    chunk_attention(*scene.on_device, work.table, work.count, workspace, layer, tile, descriptors, False, out)
+    chunk_attention(*scene.on_device, work, workspace, layer, tile, descriptors, False, out)
     assert not workspace.counters.any()
     return out
 
@@ -79,7 +79,5 @@ def test_any_chunks_under_any_split(
 def test_no_items_write_nothing() -> None:
     scene = Scene(Shape(), [5], [5])
     work, out, layer = items(np.empty((0, 11), dtype=np.int32), 4), scene.blank(), scene.shape.layer()
-    chunk_attention(
-        *scene.on_device, work.table, work.count, scene.workspace(), layer, TILE, False, False, out
-    )
+    chunk_attention(*scene.on_device, work, scene.workspace(), layer, TILE, False, False, out)
     assert (out == 77.0).all()

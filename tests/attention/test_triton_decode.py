@@ -21,7 +21,7 @@ def decode(scene: Scene, extra_items: int, window: int | None = None, tile: Tile
     plan = plan_decode(scene.context_lens, scene.rows, None, extra_items, 3, tile.keys, tile.keys)
     out, workspace, work = scene.blank(), scene.workspace(), items(plan.items, len(plan.items) + 3)
     layer = scene.shape.layer(window)
-    decode_attention(*scene.on_device, work.table, work.count, workspace, layer, tile, False, out)
+    decode_attention(*scene.on_device, work, workspace, layer, tile, False, out)
     assert not workspace.counters.any()
     return out
 
@@ -77,21 +77,22 @@ def test_a_second_launch_finds_the_workspace_as_the_first_did() -> None:
     workspace, work, layer = scene.workspace(), items(plan.items, 20), scene.shape.layer()
     for _ in range(2):
         out = scene.blank()
-        decode_attention(*scene.on_device, work.table, work.count, workspace, layer, SMALL, False, out)
+        decode_attention(*scene.on_device, work, workspace, layer, SMALL, False, out)
         scene.check(out)
 
 
 def test_no_items_write_nothing() -> None:
     scene = Scene(Shape(), [5], [1])
     work, out, layer = items(np.empty((0, 9), dtype=np.int32), 4), scene.blank(), scene.shape.layer()
-    decode_attention(*scene.on_device, work.table, work.count, scene.workspace(), layer, SMALL, False, out)
+    decode_attention(*scene.on_device, work, scene.workspace(), layer, SMALL, False, out)
     assert (out == 77.0).all()
 
 
 @pytest.mark.parametrize(("window", "extra_items"), [(None, 0), (50, 6), (10, 6)])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(4, 2, 64), (3, 1, 80), (14, 2, 64)])
+@pytest.mark.parametrize("programs", [12, 1])
 def test_shared_prefixes_change_nothing(
-    num_heads: int, num_kv_heads: int, head_dim: int, extra_items: int, window: int | None
+    num_heads: int, num_kv_heads: int, head_dim: int, extra_items: int, window: int | None, programs: int
 ) -> None:
     shape = Shape(num_heads, num_kv_heads, head_dim, 8)
     scene = Scene(shape, [49, 55, 100, 62, 70, 90, 3], [1] * 7, shared=6, shared_blocks=6)
@@ -103,9 +104,9 @@ def test_shared_prefixes_change_nothing(
     assert prefix is not None
     plan = plan_decode(scene.context_lens, scene.rows, prefix, extra_items, 64, 16, 16)
     members = items(prefix.members(scene.context_lens, plan), 9).table
-    shared, work = items(prefix.items, 12), items(plan.items, 20)
+    shared, work = items(prefix.items, 12, programs), items(plan.items, 20)
     workspace, out, layer = scene.workspace(), scene.blank(), shape.layer(window)
-    prefix_attention(*scene.on_device, shared.table, shared.count, members, workspace, layer, PREFIX, False)
-    decode_attention(*scene.on_device, work.table, work.count, workspace, layer, SMALL, False, out)
+    prefix_attention(*scene.on_device, shared, members, workspace, layer, PREFIX, False)
+    decode_attention(*scene.on_device, work, workspace, layer, SMALL, False, out)
     scene.check(out, window)
     assert not workspace.counters.any()

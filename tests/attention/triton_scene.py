@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from inflight.attention.layer import AttentionLayer
-from inflight.attention.triton.backend import Items
+from inflight.attention.triton.items import Items
 from inflight.attention.triton.plan import Ints
 from inflight.attention.triton.tuning import Tile
 from inflight.attention.triton.workspace import Workspace
@@ -132,9 +132,9 @@ class Scene:
         assert (out[len(expected) :] == 77.0).all()
 
 
-def items(table: Ints, max_items: int) -> Items:
-    """Items in a larger table, whose rest would lead far out of memory if it was read."""
+def items(table: Ints, max_items: int, programs: int | None = None) -> Items:
+    """Items in a larger table, whose rest would lead far out of memory if it was read; a program for each, or fewer."""
     padded = np.full((max_items, table.shape[1]), 1 << 28, dtype=np.int32)
     padded[: len(table)] = table
     count = torch.tensor([len(table)], dtype=torch.int32, device=DEVICE)
-    return Items(torch.from_numpy(padded.reshape(-1)).to(DEVICE), count)
+    return Items(torch.from_numpy(padded.reshape(-1)).to(DEVICE), count, programs or max_items)

@@ -11,19 +11,12 @@ from inflight.attention.backend import KVShape
 from inflight.attention.layer import AttentionLayer
 from inflight.attention.triton.chunk import chunk_attention
 from inflight.attention.triton.decode import decode_attention
+from inflight.attention.triton.items import Items
 from inflight.attention.triton.prefix import prefix_attention
 from inflight.attention.triton.rope_write import rope_write
 from inflight.attention.triton.tuning import Tuning
 from inflight.attention.triton.workspace import Workspace
 from inflight.room import empty_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Items:
-    """Work of one kernel. The grid is as large as the table; items from `count` on are not read."""
-
-    table: Tensor  # int32, max_items rows of the kernel's fields (plan.py), flat or not
-    count: Tensor  # [1] int32
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +66,12 @@ class TritonAttention:
         tables, workspace, early = step.block_tables, step.workspace, tuning.early
         out = empty_tokens(len(qkv), layer.num_heads * layer.head_dim, qkv.dtype, qkv.device)
         if step.prefixes is not None and step.members is not None:
-            table, count = step.prefixes.table, step.prefixes.count
             prefix_attention(
-                qkv, cache, tables, table, count, step.members, workspace, layer, tuning.prefix, early
+                qkv, cache, tables, step.prefixes, step.members, workspace, layer, tuning.prefix, early
             )
-        table, count, tile = step.decodes.table, step.decodes.count, tuning.decode_for(len(qkv))
-        decode_attention(qkv, cache, tables, table, count, workspace, layer, tile, early, out)
+        tile = tuning.decode_for(len(qkv))
+        decode_attention(qkv, cache, tables, step.decodes, workspace, layer, tile, early, out)
         if step.chunks is not None:
-            table, count, tma = step.chunks.table, step.chunks.count, tuning.descriptors
-            chunk_attention(qkv, cache, tables, table, count, workspace, layer, tuning.chunk, tma, early, out)
+            tile, tma = tuning.chunk, tuning.descriptors
+            chunk_attention(qkv, cache, tables, step.chunks, workspace, layer, tile, tma, early, out)
         return out

@@ -10,6 +10,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from inflight.attention.layer import AttentionLayer
+from inflight.attention.triton.items import Items
 from inflight.attention.triton.plan import CHUNK_FIELDS
 from inflight.attention.triton.softmax import (
     arrive,
@@ -31,8 +32,7 @@ def chunk_attention(
     qkv: Tensor,  # [T, (num_heads + 2 * num_kv_heads) * head_dim], queries and keys ready
     cache: Tensor,  # [num_blocks, 2, num_kv_heads, block_size, head_dim]
     block_tables: Tensor,  # [max_rows, max_blocks] int32
-    items: Tensor,  # int32, max_items * CHUNK_FIELDS values: see plan.py
-    num_items: Tensor,  # [1] int32
+    work: Items,  # of CHUNK_FIELDS fields: see plan.py
     workspace: Workspace,
     layer: AttentionLayer,
     tile: Tile,
@@ -45,13 +45,13 @@ def chunk_attention(
     own = (
         TensorDescriptor(qkv, list(qkv.shape), list(qkv.stride()), [tile.keys, dim]) if descriptors else None
     )
-    _chunk[(layer.num_kv_heads, items.numel() // CHUNK_FIELDS)](
+    _chunk[(layer.num_kv_heads, work.programs)](
         qkv,
         own,
         cache,
         block_tables,
-        items,
-        num_items,
+        work.table,
+        work.count,
         workspace.outs,
         workspace.lses,
         workspace.counters,

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from inflight.attention.layer import AttentionLayer
+from inflight.attention.triton.items import Items
 from inflight.attention.triton.plan import DECODE_FIELDS
 from inflight.attention.triton.softmax import (
     arrive,
@@ -29,8 +30,7 @@ def decode_attention(
     qkv: Tensor,  # [T, (num_heads + 2 * num_kv_heads) * head_dim], queries ready
     cache: Tensor,  # [num_blocks, 2, num_kv_heads, block_size, head_dim]
     block_tables: Tensor,  # [max_rows, max_blocks] int32
-    items: Tensor,  # int32, max_items * DECODE_FIELDS values: see plan.py
-    num_items: Tensor,  # [1] int32
+    work: Items,  # of DECODE_FIELDS fields: see plan.py
     workspace: Workspace,
     layer: AttentionLayer,
     tile: Tile,
@@ -41,13 +41,13 @@ def decode_attention(
     group = layer.num_heads // layer.num_kv_heads
     dim, padded_group = triton.next_power_of_2(layer.head_dim), triton.next_power_of_2(group)
     # Heads vary fastest: programs that run together then read neighbouring memory, and share block ids.
-    grid = (layer.num_kv_heads, items.numel() // DECODE_FIELDS)
+    grid = (layer.num_kv_heads, work.programs)
     _decode[grid](
         qkv,
         cache,
         block_tables,
-        items,
-        num_items,
+        work.table,
+        work.count,
         workspace.outs,
         workspace.lses,
         workspace.counters,

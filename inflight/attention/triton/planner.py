@@ -83,12 +83,17 @@ class Planner:
     def max_decode_items(self, num_entries: int) -> int:
         return max(num_entries + self._decode_splits, self._items(self.tuning.most_programs))
 
-    def max_chunk_items(self, num_tokens: int, num_entries: int) -> int:
-        return -(-num_tokens // self.tuning.chunk_positions) + num_entries + self.chunk_splits
+    def max_chunk_items(self, num_tokens: int, num_chunks: int) -> int:
+        return -(-num_tokens // self.tuning.chunk_positions) + num_chunks + self.chunk_splits
 
     @property
     def max_prefix_items(self) -> int:
         return self.max_entries + self.prefix_splits
+
+    @property
+    def prefix_programs(self) -> int:
+        """That run at once, and some more: few prefixes are read by them, many by each in turn."""
+        return min(self.max_prefix_items, 2 * self.prefix_splits)
 
     @property
     def prefix_slots(self) -> int:

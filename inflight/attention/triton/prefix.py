@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from inflight.attention.layer import AttentionLayer
+from inflight.attention.triton.items import Items
 from inflight.attention.triton.plan import MEMBER_FIELDS, PREFIX_FIELDS
 from inflight.attention.triton.softmax import finish, first_blocks, load_rows, store_partial, take_pages
 from inflight.attention.triton.tuning import Tile
@@ -20,8 +21,7 @@ def prefix_attention(
     qkv: Tensor,  # [T, (num_heads + 2 * num_kv_heads) * head_dim], queries ready
     cache: Tensor,  # [num_blocks, 2, num_kv_heads, block_size, head_dim]
     block_tables: Tensor,  # [max_rows, max_blocks] int32
-    items: Tensor,  # int32, max_items * PREFIX_FIELDS values: see plan.py
-    num_items: Tensor,  # [1] int32
+    work: Items,  # of PREFIX_FIELDS fields: see plan.py
     members: Tensor,  # int32, max_members * MEMBER_FIELDS values: see plan.py
     workspace: Workspace,
     layer: AttentionLayer,
@@ -29,12 +29,12 @@ def prefix_attention(
     early: bool,
 ) -> None:
     """Leave each member's partials in the workspace, where the decode kernel merges them with the entry's own."""
-    _prefix[(layer.num_kv_heads, items.numel() // PREFIX_FIELDS)](
+    _prefix[(layer.num_kv_heads, work.programs)](
         qkv,
         cache,
         block_tables,
-        items,
-        num_items,
+        work.table,
+        work.count,
         members,
         workspace.outs,
         workspace.lses,
@@ -91,54 +91,53 @@ def _prefix(
     EARLY: tl.constexpr,
 ):
     head = tl.program_id(0)
-    item = items + tl.program_id(1) * FIELDS
-    first_member = tl.load(item)
-    num_members = tl.load(item + 1)
-    table_row = tl.load(item + 2)
-    begin = tl.load(item + 3)
-    end = tl.load(item + 4)
-    part = tl.load(item + 5)
-    is_item = tl.program_id(1) < tl.load(num_items)
-    begin_early(EARLY)
-    if not is_item:
-        return
-
-    # Rows are (member, head) pairs, heads innermost; rows past the last member repeat it.
-    row = tl.arange(0, ROWS)
-    member = members + (first_member + tl.minimum(row // GROUP, num_members - 1)) * MEMBER_FIELDS
-    entry = tl.load(member)
-    lowest = tl.load(member + 1) - window  # of what the row sees, if there is a window
-    first_slot = tl.load(member + 2)
-    query_head = head * GROUP + row % GROUP
-    q = load_rows(qkv + entry.to(tl.int64) * qkv_stride + query_head * HEAD_DIM, HEAD_DIM, DIM)
-    if WINDOW:
-        begin = tl.maximum(begin, tl.min(lowest, 0))
-    table = tables + table_row.to(tl.int64) * table_stride
-    blocks = first_blocks(table, begin, end, is_item, BLOCK_SIZE, BLOCK_N)
     block_stride: tl.constexpr = 2 * NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
-    acc, peak, total = take_pages(
-        q,
-        tl.zeros([ROWS, DIM], tl.float32),
-        tl.full([ROWS], float("-inf"), tl.float32),
-        tl.zeros([ROWS], tl.float32),
-        cache + head * (BLOCK_SIZE * HEAD_DIM),
-        table,
-        blocks,
-        begin,
-        end,
-        lowest,
-        scale,
-        block_stride // 2,
-        block_stride,
-        HEAD_DIM,
-        DIM,
-        BLOCK_SIZE,
-        BLOCK_N,
-        WINDOW,
-        WINDOW,
-        PRECISION,
-    )
-    result, lse = finish(acc, peak, total)
-    index = (first_slot + part) * (NUM_KV_HEADS * GROUP) + query_head
-    kept = row // GROUP < num_members
-    store_partial(partial_outs, partial_lses, index, result, lse, kept, HEAD_DIM, DIM)
+    count = tl.load(num_items)
+    begin_early(EARLY)
+    for number in tl.range(tl.program_id(1), count, tl.num_programs(1), num_stages=1):
+        item = items + number * FIELDS
+        first_member = tl.load(item)
+        num_members = tl.load(item + 1)
+        table_row = tl.load(item + 2)
+        begin = tl.load(item + 3)
+        end = tl.load(item + 4)
+        part = tl.load(item + 5)
+
+        # Rows are (member, head) pairs, heads innermost; rows past the last member repeat it.
+        row = tl.arange(0, ROWS)
+        member = members + (first_member + tl.minimum(row // GROUP, num_members - 1)) * MEMBER_FIELDS
+        entry = tl.load(member)
+        lowest = tl.load(member + 1) - window  # of what the row sees, if there is a window
+        first_slot = tl.load(member + 2)
+        query_head = head * GROUP + row % GROUP
+        q = load_rows(qkv + entry.to(tl.int64) * qkv_stride + query_head * HEAD_DIM, HEAD_DIM, DIM)
+        if WINDOW:
+            begin = tl.maximum(begin, tl.min(lowest, 0))
+        table = tables + table_row.to(tl.int64) * table_stride
+        blocks = first_blocks(table, begin, end, True, BLOCK_SIZE, BLOCK_N)
+        acc, peak, total = take_pages(
+            q,
+            tl.zeros([ROWS, DIM], tl.float32),
+            tl.full([ROWS], float("-inf"), tl.float32),
+            tl.zeros([ROWS], tl.float32),
+            cache + head * (BLOCK_SIZE * HEAD_DIM),
+            table,
+            blocks,
+            begin,
+            end,
+            lowest,
+            scale,
+            block_stride // 2,
+            block_stride,
+            HEAD_DIM,
+            DIM,
+            BLOCK_SIZE,
+            BLOCK_N,
+            WINDOW,
+            WINDOW,
+            PRECISION,
+        )
+        result, lse = finish(acc, peak, total)
+        index = (first_slot + part) * (NUM_KV_HEADS * GROUP) + query_head
+        kept = row // GROUP < num_members
+        store_partial(partial_outs, partial_lses, index, result, lse, kept, HEAD_DIM, DIM)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from inflight.attention.triton.backend import Items, TritonStep
+from inflight.attention.triton.backend import TritonStep
+from inflight.attention.triton.items import Items
 from inflight.attention.triton.plan import CHUNK_FIELDS, DECODE_FIELDS, MEMBER_FIELDS, PREFIX_FIELDS
 from inflight.attention.triton.planner import DecodeWork, Planner
 from inflight.attention.triton.workspace import Workspace
@@ -57,7 +58,7 @@ class DeviceStep:
 
     def _sizes(self, shape: StepShape) -> dict[str, int]:
         planner, num_tokens, num_samples = self.planner, shape.num_tokens, shape.num_samples
-        num_updates = max(shape.num_decodes, MIN_UPDATES)
+        num_updates = max(min(self.buckets.max_entries, num_tokens), MIN_UPDATES)
         sizes = dict.fromkeys(("num_decode_items", "num_prefix_items", "num_chunk_items"), 1)
         sizes |= dict.fromkeys(("token_rows", "positions", "slots"), num_tokens)
         sizes |= dict.fromkeys(("sample_tokens", "sample_rows", "sample_lengths"), num_samples)
@@ -67,8 +68,7 @@ class DeviceStep:
             sizes["prefix_items"] = planner.max_prefix_items * PREFIX_FIELDS
             sizes["members"] = shape.num_decodes * MEMBER_FIELDS
         if shape.chunks:
-            items = planner.max_chunk_items(num_tokens, shape.num_entries)
-            sizes["chunk_items"] = items * CHUNK_FIELDS
+            sizes["chunk_items"] = planner.max_chunk_items(num_tokens, shape.num_chunks) * CHUNK_FIELDS
         return sizes
 
     # ---- on the host ----
@@ -85,7 +85,8 @@ class DeviceStep:
         if host.only_decodes:
             shape = self.buckets.decode(num_decodes, draws, shared)
         else:
-            shape = self.buckets.mixed(host.num_tokens, num_samples, draws, shared)
+            num_chunks = len(host.rows) - num_decodes
+            shape = self.buckets.mixed(host.num_tokens, num_decodes, num_chunks, num_samples, draws, shared)
         held, part = self._stage(shape)
         _put(part["token_rows"], host.token_rows, -1)
         _put(part["positions"], host.positions, 0)
@@ -140,7 +141,8 @@ class DeviceStep:
     def open(self, shape: StepShape) -> tuple[Tensor, TritonStep]:
         """The step's token ids [T], and where they are: the first launch of every step."""
         part = self.layout(shape).on_device(self._packed)
-        rows, token_ids = self.rows, self._token_ids[: shape.num_tokens]
+        rows, token_ids, planner = self.rows, self._token_ids[: shape.num_tokens], self.planner
+        max_chunks = planner.max_chunk_items(shape.num_tokens, shape.num_chunks)
         updates = TableUpdates(part["update_rows"], part["update_columns"], part["update_blocks"])
         tokens = StepTokens(part["token_rows"], part["positions"], token_ids)
         open_step(rows.tokens, rows.block_tables, updates, tokens)
@@ -148,10 +150,10 @@ class DeviceStep:
             positions=part["positions"],
             slots=part["slots"],
             block_tables=rows.block_tables,
-            decodes=Items(part["decode_items"], part["num_decode_items"]),
-            prefixes=Items(part["prefix_items"], part["num_prefix_items"]) if shape.prefix else None,
+            decodes=_items(part, "decode", planner.max_decode_items(shape.num_decodes)),
+            prefixes=_items(part, "prefix", planner.prefix_programs) if shape.prefix else None,
             members=part["members"] if shape.prefix else None,
-            chunks=Items(part["chunk_items"], part["num_chunk_items"]) if shape.chunks else None,
+            chunks=_items(part, "chunk", max_chunks) if shape.chunks else None,
             workspace=self.workspace,
         )
         return token_ids, step
@@ -164,6 +166,10 @@ class DeviceStep:
     def results(self, shape: StepShape) -> Tensor:
         """[2, S] int32: token ids, and whether the logits were bad."""
         return self._results[: 2 * shape.num_samples].view(2, shape.num_samples)
+
+
+def _items(part: dict[str, Tensor], kind: str, programs: int) -> Items:
+    return Items(part[f"{kind}_items"], part[f"num_{kind}_items"], programs)
 
 
 def _put(section: Ints, values: Ints, rest: int) -> None:

@@ -11,6 +11,8 @@ TOKEN_STEPS = ((16, 16), (256, 64), (1024, 128), (2048, 256), (4096, 512), (1 <<
 # Sampling takes the smaller a part of a step with chunks, the more tokens it has: few sizes are enough, and up to each
 # bound these, beside as many as there can be.
 SAMPLE_SIZES = ((1024, (64, 256)), (1 << 30, (64,)))
+# Room for chunks costs time, see `Items`; more of them in one step are rare.
+FEW_CHUNKS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,14 +20,14 @@ class StepShape:
     """One graph. All but the flags are capacities: a step of this shape fills part of each."""
 
     num_tokens: int
-    num_entries: int
+    num_decodes: int
+    num_chunks: int  # entries besides decodes
     num_samples: int  # 0: sampling happens outside, on the hidden states
-    chunks: bool  # whether there are entries besides decodes
     prefix: bool  # whether decodes that share a prefix read it together
 
     @property
-    def num_decodes(self) -> int:
-        return min(self.num_entries, self.num_tokens)
+    def chunks(self) -> bool:
+        return self.num_chunks > 0
 
 
 class Buckets:
@@ -39,13 +41,14 @@ class Buckets:
     def largest(self) -> tuple[StepShape, ...]:
         """The steps that take the most memory."""
         tokens, entries = self.tokens[-1], self.max_entries
-        return self.mixed(tokens, entries, samples=True, prefix=True), self.decode(entries, True, True)
+        mixed = self.mixed(tokens, entries, entries, entries, samples=True, prefix=True)
+        return mixed, self.decode(entries, True, True)
 
     def usual(self) -> list[StepShape]:
         """What nearly all steps are like, those that take the most memory first."""
         decodes = [self.decode(size, samples=True, prefix=False) for size in self.decodes]
         mixed = [
-            self.mixed(tokens, size, samples=True, prefix=False)
+            self.mixed(tokens, size, 1, size, samples=True, prefix=False)
             for tokens in self.tokens
             for size in self._samples(tokens)
         ]
@@ -54,13 +57,23 @@ class Buckets:
     def decode(self, count: int, samples: bool, prefix: bool) -> StepShape:
         """A step of `count` entries with one token each."""
         size = _round_up(count, self.decodes)
-        return StepShape(size, size, size if samples else 0, chunks=False, prefix=prefix)
+        return StepShape(size, size, 0, size if samples else 0, prefix)
 
-    def mixed(self, num_tokens: int, num_samples: int, samples: bool, prefix: bool) -> StepShape:
-        """A step with chunks, whatever decodes are beside them."""
+    def mixed(
+        self,
+        num_tokens: int,
+        num_decodes: int,
+        num_chunks: int,
+        num_samples: int,
+        samples: bool,
+        prefix: bool,
+    ) -> StepShape:
+        """A step with chunks, and maybe decodes beside them."""
         size = _round_up(num_tokens, self.tokens)
-        kept = _round_up(num_samples, self._samples(size)) if samples else 0
-        return StepShape(size, self.max_entries, min(kept, size), chunks=True, prefix=prefix)
+        # Nearly all decodes sample, and few others do: one size serves both.
+        decodes = min(_round_up(max(num_decodes, num_samples), self._samples(size)), size)
+        chunks = min(FEW_CHUNKS if num_chunks <= FEW_CHUNKS else self.max_entries, size)
+        return StepShape(size, decodes, chunks, decodes if samples else 0, prefix)
 
     def _samples(self, num_tokens: int) -> list[int]:
         """Sizes for a step of so many tokens."""

@@ -119,12 +119,13 @@ def choose_medium(num_tokens: int, num_rows: int, num_features: int, itemsize: i
     if num_rows >= 128 * num_sms:
         return Tile(64, 128, 64, 1, 4, 7) if num_tokens <= 64 else Tile(128, 256, 64, 1, 8, 4)
     # The smallest tiles that are one for each multiprocessor at most.
-    cuts = ((64, 32, 5), (64, 64, 6), (64, 128, 4)) if num_tokens <= 128 else ((64, 32, 5), (128, 64, 4))
-    for block_m, block_n, stages in cuts:
+    for block_m, block_n, stages in ((64, 32, 5), (64, 64, 6), (128, 64, 4)):
         num_tiles = -(-num_tokens // block_m) * -(-num_rows // block_n)
         if num_tiles <= num_sms:
-            split = _split(num_sms, num_tiles, num_features // 256) if 4 * num_tiles <= num_sms else 1
-            if block_n == 32 and split == 1:
+            # Two parts of a tile are added up in the time of some 1000 features: only long rows are worth it.
+            shortest = 256 if 4 * num_tiles <= num_sms else 1536
+            split = _split(num_sms, num_tiles, num_features // shortest)
+            if block_n == 32 and split <= 2:
                 stages = 8  # a row's 1024 features are all on their way at once
             return Tile(block_m, block_n, 128, split, 4, stages)
     return Tile(128, 128, 64, 1, 8, 6)

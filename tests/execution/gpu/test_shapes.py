@@ -17,11 +17,16 @@ def test_every_step_fits_its_shape(limits: tuple[int, int], data: st.DataObject)
     buckets = Buckets(max_entries, max_tokens)
     count = data.draw(st.integers(1, max_entries))
     shape = buckets.decode(count, samples=True, prefix=False)
-    assert count <= shape.num_tokens == shape.num_entries == shape.num_samples <= max_entries
+    assert count <= shape.num_tokens == shape.num_decodes == shape.num_samples <= max_entries
     num_tokens = data.draw(st.integers(1, max_tokens))
-    num_samples = data.draw(st.integers(0, min(num_tokens, max_entries)))
-    shape = buckets.mixed(num_tokens, num_samples, samples=True, prefix=False)
+    num_entries = data.draw(st.integers(1, min(num_tokens, max_entries)))
+    num_decodes = data.draw(st.integers(0, num_entries - 1))
+    num_samples = data.draw(st.integers(0, num_entries))
+    num_chunks = num_entries - num_decodes
+    shape = buckets.mixed(num_tokens, num_decodes, num_chunks, num_samples, samples=True, prefix=False)
     assert num_tokens <= shape.num_tokens <= max_tokens
+    assert num_decodes <= shape.num_decodes <= max_entries
+    assert num_chunks <= shape.num_chunks
     assert num_samples <= shape.num_samples <= max_entries
     assert shape.chunks
 
@@ -34,7 +39,7 @@ def test_usual_shapes_are_those_that_steps_get(limits: tuple[int, int]) -> None:
     for count in {1, limits[0] // 2 or 1, limits[0]}:
         assert buckets.decode(count, samples=True, prefix=False) in usual
     for num_tokens in {1, limits[1] // 2 or 1, limits[1]}:
-        assert buckets.mixed(num_tokens, 1, samples=True, prefix=False) in usual
+        assert buckets.mixed(num_tokens, 0, 1, 1, samples=True, prefix=False) in usual
     assert usual[0].num_tokens == max(shape.num_tokens for shape in usual)
 
 
@@ -46,4 +51,4 @@ def test_sizes_are_close_together_where_steps_are_small(count: int, size: int) -
 def test_sampling_apart_is_another_shape() -> None:
     buckets = Buckets(8, 64)
     assert buckets.decode(3, samples=False, prefix=False).num_samples == 0
-    assert buckets.mixed(20, 3, samples=False, prefix=True).num_samples == 0
+    assert buckets.mixed(20, 2, 3, 3, samples=False, prefix=True).num_samples == 0
