@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -207,6 +208,8 @@ class Request:
     tenant: str = ""
     cache_salt: str = ""
     num_prompt_tokens: int = 0  # 0: all of token_ids; less when resuming a request that has outputs
+    # token_ids as they came, side by side in memory: for what copies or hashes them. Empty: made from token_ids.
+    first_ids: array[int] = field(default_factory=lambda: array("q"))
 
     # The scheduler's.
     arrival: int = -1  # order of arrival, never changed
@@ -233,6 +236,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = self.num_prompt_tokens or len(self.token_ids)
+        self.first_ids = self.first_ids or array("q", self.token_ids)
         self.num_tokens = len(self.token_ids)
         self.max_total = self.num_prompt_tokens + self.max_tokens
         self.record = RequestRecord(self.request_id, self.tenant, self.priority, self.num_prompt_tokens)

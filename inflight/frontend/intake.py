@@ -9,6 +9,8 @@ from hashlib import sha256
 from itertools import count
 from typing import Any
 
+import numpy as np
+
 from inflight.errors import ParameterError, PromptError
 from inflight.request import MAX_SALT_LENGTH, Request, SamplingParams
 from inflight.text import Tokenizer, bad_word_ids
@@ -65,11 +67,11 @@ class Intake:
         cache_salt: str = "",
     ) -> tuple[str | None, list[Request]]:
         """The prompt's text, where it has one, and a request for each answer."""
-        text, token_ids, salt = self._read_prompt(prompt)
+        text, ids, salt = self._read_prompt(prompt)
         self._check_params(params)
         _check_place(priority, tenant)
         salt = _check_salt(cache_salt or salt)
-        room = self.max_model_len - len(token_ids)
+        room = self.max_model_len - len(ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         stop_ids = frozenset(params.stop_token_ids or ())
         if not params.ignore_eos:
@@ -84,7 +86,7 @@ class Intake:
         return text, [
             Request(
                 request_id=request_id if params.n == 1 else f"{request_id}/{index}",
-                token_ids=token_ids.copy(),
+                token_ids=ids.tolist(),
                 params=params,
                 max_tokens=max_tokens,
                 seed=seed if index == 0 else _derive(seed, index),
@@ -93,6 +95,7 @@ class Intake:
                 priority=priority,
                 tenant=tenant,
                 cache_salt=salt,
+                first_ids=ids,
             )
             for index in range(params.n)
         ]
@@ -102,26 +105,27 @@ class Intake:
             raise PromptError(f"{what} need a tokenizer, and this engine runs without one: give token ids")
         return self.tokenizer
 
-    def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int], str]:
+    def _read_prompt(self, prompt: Prompt) -> tuple[str | None, array[int], str]:
         salt: Any = ""
         if isinstance(prompt, Mapping):
             prompt, salt = _read_mapping(prompt)
         text = prompt if isinstance(prompt, str) else None
-        token_ids = self._need_tokenizer("text prompts").encode(text) if text is not None else _as_ids(prompt)
-        if not token_ids:
+        ids = _as_ids(prompt if text is None else self._need_tokenizer("text prompts").encode(text))
+        if not ids:
             raise PromptError("the prompt is empty: it must have at least one token")
-        if len(token_ids) >= self.max_model_len:
+        if len(ids) >= self.max_model_len:
             raise PromptError(
-                f"the prompt has {len(token_ids)} tokens: at most {self.max_model_len - 1} are allowed "
+                f"the prompt has {len(ids)} tokens: at most {self.max_model_len - 1} are allowed "
                 f"(max_model_len is {self.max_model_len}, and one place is kept for an output)"
             )
         # A tokenizer may know more tokens than the model: text is checked as ids are.
-        if not 0 <= min(token_ids) <= max(token_ids) < self.vocab_size:
-            wrong = next(i for i in token_ids if not 0 <= i < self.vocab_size)
+        numbers = np.frombuffer(ids, dtype=np.int64)
+        if numbers.min() < 0 or numbers.max() >= self.vocab_size:
+            wrong = next(i for i in ids if not 0 <= i < self.vocab_size)
             raise PromptError(
                 f"the prompt has the token id {wrong}: ids must be from 0 to {self.vocab_size - 1}"
             )
-        return text, token_ids, salt
+        return text, ids, salt
 
     def _check_params(self, params: SamplingParams) -> None:
         """What only the model can tell: that every token id is one of its own."""
@@ -155,13 +159,13 @@ def _read_mapping(prompt: Mapping[str, Any]) -> tuple[str | Sequence[int], Any]:
     return prompt["prompt"], salt
 
 
-def _as_ids(ids: Any) -> list[int]:
-    """A list of Python integers, from any sequence of integers."""
+def _as_ids(ids: Any) -> array[int]:
+    """From any sequence of integers."""
     if isinstance(ids, bytes | bytearray | memoryview) or not isinstance(ids, Iterable):
         raise PromptError(f"a prompt is of type {type(ids).__name__}: it must be {_PROMPT_KINDS}")
-    items = list(ids)
+    items = ids if isinstance(ids, list) else list(ids)
     try:
-        return array("q", items).tolist()
+        return array("q", items)
     except (TypeError, OverflowError):
         wrong = next(item for item in items if not _is_id(item))
         raise PromptError(f"the prompt has the token id {_shown(wrong)}: ids must be integers") from None

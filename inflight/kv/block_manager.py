@@ -27,8 +27,9 @@ class BlockManager:
     def fits(self, hits: list[int], num_tokens: int) -> bool:
         """Whether a request with these hits could hold `num_tokens` tokens now."""
         pool = self.pool
-        needed = self.blocks_for(num_tokens) - len(hits)
-        return needed <= pool.num_available - sum(map(pool.is_cached, hits))
+        spare = pool.num_available - self.blocks_for(num_tokens) + len(hits)
+        # Hits that nobody holds are among the available ones. Mostly there is no need to count them.
+        return spare >= len(hits) or spare >= sum(map(pool.is_cached, hits))
 
     def attach(self, request: Request, hits: list[int]) -> None:
         """Start the request's table with shared blocks; their tokens count as computed."""

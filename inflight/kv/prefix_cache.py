@@ -11,7 +11,11 @@ from array import array
 from hashlib import sha256
 from typing import Protocol
 
+import numpy as np
+
 from inflight.request import Request
+
+NUM_RECENT = 8
 
 
 class PrefixCache(Protocol):
@@ -40,16 +44,32 @@ class ChainHashCache:
         self.num_hits = 0
         self._block_of: dict[bytes, int] = {}
         self._name_of: dict[int, bytes] = {}
+        self._recent: list[Request] = []  # that were named, the latest last: what others begin with, likely
 
     def _name_blocks(self, request: Request, num_blocks: int) -> list[bytes]:
         """The request's first names, hashing only those not hashed before."""
         names = request.block_hashes
-        while len(names) < num_blocks:
-            start = len(names) * self.block_size
-            ids = request.token_ids[start : start + self.block_size]
+        if not names and num_blocks:
+            self._name_like_another(request)
+        given = len(request.first_ids)
+        for start in range(len(names) * self.block_size, num_blocks * self.block_size, self.block_size):
+            end = start + self.block_size
+            ids = request.first_ids[start:end] if end <= given else array("q", request.token_ids[start:end])
             parent = names[-1] if names else sha256(request.cache_salt.encode()).digest()
-            names.append(sha256(parent + array("q", ids).tobytes()).digest())
+            names.append(sha256(parent + ids.tobytes()).digest())
         return names
+
+    def _name_like_another(self, request: Request) -> None:
+        """Take names from a recent request that begins alike: comparing is much faster than hashing."""
+        ids, size, recent = request.first_ids, self.block_size, self._recent
+        first = ids[:size]
+        for index, other in enumerate(recent):
+            if other.cache_salt == request.cache_salt and other.first_ids[:size] == first:
+                request.block_hashes += other.block_hashes[: _num_equal(ids, other.first_ids) // size]
+                del recent[index]  # one of a kind is enough
+                break
+        recent.append(request)
+        del recent[:-NUM_RECENT]
 
     def match(self, request: Request) -> list[int]:
         # Logprobs of the prompt need the prompt computed, unless that has happened before a preemption.
@@ -86,6 +106,13 @@ class ChainHashCache:
     def clear(self) -> None:
         self._block_of.clear()
         self._name_of.clear()
+
+
+def _num_equal(ids: array[int], others: array[int]) -> int:
+    """How many ids are the same from the start."""
+    count = min(len(ids), len(others))
+    differs = np.frombuffer(ids, np.int64, count) != np.frombuffer(others, np.int64, count)
+    return int(differs.argmax()) if differs.any() else count
 
 
 class NoPrefixCache:

@@ -35,7 +35,9 @@ class DeviceRows:
         first = 0
         for row, request in admissions:
             count = len(request.token_ids)
-            array[first : first + count] = request.token_ids
+            given = len(request.first_ids)
+            array[first : first + given] = np.frombuffer(request.first_ids, dtype=np.int64)
+            array[first + given : first + count] = request.token_ids[given:]
             self.tokens[row, :count].copy_(held[first : first + count], non_blocking=True)
             first += count
 

@@ -38,9 +38,10 @@ def test_tokens_of_admitted_requests() -> None:
         Request("a", [1, 2, 3], SamplingParams(), max_tokens=4),
         Request("b", [4, 5], SamplingParams(), max_tokens=4),
     ]
+    requests[0].token_ids.append(8)  # as one that was preempted
     version = rows.version
     rows.admit([Admission(2, requests[0]), Admission(0, requests[1])])
-    assert rows.tokens[2, :3].tolist() == [1, 2, 3]
+    assert rows.tokens[2, :4].tolist() == [1, 2, 3, 8]
     assert rows.tokens[0, :2].tolist() == [4, 5]
     assert rows.version != version
 
