@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -94,6 +95,8 @@ def decode_ms(records: list[StepRecord], batch: int) -> float:
         for index, (earlier, later) in enumerate(pairwise(records))
         if pure[index] and pure[index + 1]
     ]
+    if not gaps:
+        raise ValueError(f"there was no step in which all {batch} requests decoded, and only they")
     return statistics.median(gaps) * 1e3
 
 
@@ -217,7 +220,8 @@ def parse() -> argparse.Namespace:
     add("--requests", type=int, help="ragged: how many")
     add("--low", type=int, help="ragged: shortest prompt and output")
     add("--high", type=int, help="ragged: longest prompt and output")
-    add("--batch", type=int, nargs="+", help="decode, long: batch sizes")
+    add("--batch", type=int, nargs="+", help="decode: batch sizes")
+    add("--long-batch", type=int, nargs="+", help="long: batch sizes")
     add("--temperature", type=float, default=0.0)
     add("--max-num-batched-tokens", type=int)
     add("--max-num-seqs", type=int)
@@ -232,28 +236,39 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measure(options: argparse.Namespace, sizes: Sizes, load: Callable[..., LLM]) -> list[dict[str, Any]]:
-    results = []
+def measure(
+    options: argparse.Namespace, sizes: Sizes, load: Callable[..., LLM]
+) -> tuple[list[dict[str, Any]], int]:
+    """Results, and how many rows have none: one that fails is told of, and those that took minutes are kept."""
+    results: list[dict[str, Any]] = []
+    num_failed = 0
     chosen = options.workload
+
+    def take(measured: Callable[..., dict[str, Any]], *arguments: Any) -> None:
+        nonlocal num_failed
+        try:
+            results.append({"engine": "inflight", **measured(*arguments, sizes, options)})
+        except Exception:
+            traceback.print_exc()
+            num_failed += 1
+
     if any(name != "agent" for name in chosen):
         with load(enable_prefix_caching=False) as llm:
             if "decode" in chosen:
                 for batch in options.batch or sizes.batches:
-                    results.append(measure_decode(llm, "decode", batch, sizes.decode_prompt, sizes, options))
+                    take(measure_decode, llm, "decode", batch, sizes.decode_prompt)
             if "long" in chosen:
-                for batch in options.batch or sizes.long_batches:
-                    results.append(measure_decode(llm, "long", batch, sizes.long_prompt, sizes, options))
+                for batch in options.long_batch or sizes.long_batches:
+                    take(measure_decode, llm, "long", batch, sizes.long_prompt)
             if "prefill" in chosen:
-                results.append(measure_prefill(llm, sizes, options))
+                take(measure_prefill, llm)
             if "ragged" in chosen:
-                results.append(measure_ragged(llm, sizes, options))
+                take(measure_ragged, llm)
         del llm  # two models need not fit
     if "agent" in chosen:
         with load(enable_prefix_caching=options.prefix_caching) as llm:
-            results.append(measure_agents(llm, sizes, options))
-    for result in results:
-        result["engine"] = "inflight"
-    return results
+            take(measure_agents, llm)
+    return results, num_failed
 
 
 def main() -> None:
@@ -271,7 +286,11 @@ def main() -> None:
     source: dict[str, Any] = {"model": options.model, "skip_tokenizer_init": True}
     if options.model is None:
         source = {"model": options.shape, "hf_config": config, "load_format": "dummy"}
-    batches = (*(options.batch or sizes.batches), sizes.requests if "ragged" in options.workload else 1)
+    batches = (
+        *(options.batch or sizes.batches),
+        *(options.long_batch or ()),
+        sizes.requests if "ragged" in options.workload else 1,
+    )
 
     def load(**more: Any) -> LLM:
         return LLM(
@@ -288,13 +307,16 @@ def main() -> None:
             **more,
         )
 
-    results = measure(options, sizes, load)
+    results, num_failed = measure(options, sizes, load)
     if options.compare:
         work = ragged(sizes.requests, sizes.low, sizes.high, config["vocab_size"])
-        results.append(measure_transformers(config, work))
-        if "ragged" in options.workload:
-            ratio = results[-2]["output_tokens_per_s"] / results[-1]["output_tokens_per_s"]
-            results[-2]["ratio_to_transformers"] = ratio
+        theirs = measure_transformers(config, work)
+        for result in results:
+            if result["workload"] == "ragged":
+                result["ratio_to_transformers"] = (
+                    result["output_tokens_per_s"] / theirs["output_tokens_per_s"]
+                )
+        results.append(theirs)
     rows = [
         (
             result["engine"],
@@ -312,6 +334,8 @@ def main() -> None:
     columns = ("engine", "workload", "requests", "decode step ms", "tok/s", "first token ms", "KV waste")
     data = {"benchmark": "offline", "shape": options.shape, "dtype": dtype, "results": results}
     show(title, columns, rows, options.json, data)
+    if num_failed:
+        raise SystemExit(f"{num_failed} rows could not be measured")
 
 
 if __name__ == "__main__":
