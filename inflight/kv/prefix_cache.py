@@ -11,8 +11,6 @@ from array import array
 from hashlib import sha256
 from typing import Protocol
 
-import numpy as np
-
 from inflight.request import Request
 
 NUM_RECENT = 8
@@ -65,7 +63,7 @@ class ChainHashCache:
         first = ids[:size]
         for index, other in enumerate(recent):
             if other.cache_salt == request.cache_salt and other.first_ids[:size] == first:
-                request.block_hashes += other.block_hashes[: _num_equal(ids, other.first_ids) // size]
+                request.block_hashes += other.block_hashes[: _num_equal_blocks(ids, other.first_ids, size)]
                 del recent[index]  # one of a kind is enough
                 break
         recent.append(request)
@@ -108,11 +106,16 @@ class ChainHashCache:
         self._name_of.clear()
 
 
-def _num_equal(ids: array[int], others: array[int]) -> int:
-    """How many ids are the same from the start."""
-    count = min(len(ids), len(others))
-    differs = np.frombuffer(ids, np.int64, count) != np.frombuffer(others, np.int64, count)
-    return int(differs.argmax()) if differs.any() else count
+def _num_equal_blocks(ids: array[int], others: array[int], size: int) -> int:
+    """How many blocks are the same from the start. Halving: arrays are compared at the speed of memory."""
+    low, high = 0, min(len(ids), len(others)) // size
+    while low < high:
+        middle = (low + high + 1) // 2
+        if ids[low * size : middle * size] == others[low * size : middle * size]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 class NoPrefixCache:
