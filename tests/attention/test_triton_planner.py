@@ -41,3 +41,13 @@ def test_a_plan_fits_every_shape_of_step_that_holds_its_entries() -> None:
 def test_long_decodes_are_split_into_the_programs_that_run_at_once(num_entries: int, programs: float) -> None:
     running = num_items(planner(), num_entries, 20_000) * HEADS / PROCESSORS
     assert 0.7 * programs <= running <= max(programs, (num_entries + 27) * HEADS / PROCESSORS)
+
+
+@pytest.mark.parametrize("cached", [0, 5000])
+@pytest.mark.parametrize("counts", [[1], [8192], [37] * 32, [3] * 200, [1, 4000, 65, 64, 63]], ids=len)
+def test_chunks_fit_every_shape_of_step_that_holds_them(counts: list[int], cached: int) -> None:
+    made = planner()
+    starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
+    contexts = np.array(counts, dtype=np.int32) + cached
+    plan = made.chunks(starts, contexts, np.arange(len(counts), dtype=np.int32))
+    assert len(plan.items) <= made.max_chunk_items(int(starts[-1]), len(counts))

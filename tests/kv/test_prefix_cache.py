@@ -58,9 +58,8 @@ def test_outputs_are_named_too() -> None:
 
 def test_of_many_that_begin_alike_one_is_remembered() -> None:
     cache = ChainHashCache(SIZE)
-    for _ in range(3):
-        for first in range(NUM_RECENT):
-            cache.match(ask([first] * 9))
-    assert len(cache._recent) == NUM_RECENT
+    for kind in [*range(NUM_RECENT), *[0] * 20]:
+        cache.match(ask([kind] * 9))
+    assert [request.first_ids[0] for request in cache._recent] == [*range(1, NUM_RECENT), 0]
     cache.match(ask([99] * 9))
-    assert len(cache._recent) == NUM_RECENT
+    assert [request.first_ids[0] for request in cache._recent] == [*range(2, NUM_RECENT), 0, 99]

@@ -78,6 +78,14 @@ def test_greedy_tokens_are_those_of_the_cpu(
     assert not any(shape.prefix for shape in interpreted.runners[-1].step.shapes_met)
 
 
+def test_more_chunks_than_the_usual_step_has_room_for(
+    folder: Path, on_the_cpu: list[Any], interpreted: InterpretedPlatform, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("inflight.execution.gpu.shapes.FEW_CHUNKS", 1)
+    assert answers(folder, greedy(), enable_prefix_caching=False) == on_the_cpu
+    assert {shape.num_chunks for shape in interpreted.runners[-1].step.shapes_met} >= {1, 4}
+
+
 def test_prefixes_are_read_together_where_blocks_are_shared(
     folder: Path, on_the_cpu: list[Any], interpreted: InterpretedPlatform, monkeypatch: pytest.MonkeyPatch
 ) -> None:
