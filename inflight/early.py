@@ -43,18 +43,3 @@ def begin_late(EARLY: tl.constexpr):
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
-
-
-# Lanes of one warp that ask for the same run of bytes ask once.
-_FETCH = tl.constexpr(
-    "{ .reg .pred any; setp.ne.u32 any, $2, 0; @any cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }"
-)
-
-
-@triton.jit
-def fetch_into_l2(pointers, num_bytes):
-    """Ask for `num_bytes` (a multiple of 16, or none) from each of `pointers` (aligned to 16), without waiting for it:
-    what an early program can do before it must wait."""
-    tl.inline_asm_elementwise(
-        _FETCH, "=r,l,r", [pointers.to(tl.int64), num_bytes], dtype=tl.int32, is_pure=False, pack=1
-    )

@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 
 from inflight.attention.backend import KVShape
 from inflight.attention.layer import AttentionLayer
-from inflight.attention.triton.ahead import Ahead
 from inflight.attention.triton.chunk import chunk_attention
 from inflight.attention.triton.decode import decode_attention
 from inflight.attention.triton.items import Items
@@ -51,11 +49,6 @@ class TritonAttention:
     def attend(self, qkv: Tensor, layer: AttentionLayer, cache: Tensor, inputs: TritonStep) -> Tensor:
         """Rows of the result that belong to no item hold whatever was in memory."""
         step, tuning = inputs, self.tuning
-        tile = tuning.decode_for(len(qkv))
-        ahead = None
-        if tile.ahead and layer.window is None:
-            blocks = triton.cdiv(tile.keys, cache.shape[3])
-            ahead = Ahead(step.decodes, step.block_tables, blocks, tile.ahead)
         rope_write(
             qkv,
             step.positions,
@@ -69,7 +62,6 @@ class TritonAttention:
             layer.num_kv_heads,
             layer.head_dim,
             tuning.early,
-            ahead=ahead,
         )
         tables, workspace, early = step.block_tables, step.workspace, tuning.early
         out = empty_tokens(len(qkv), layer.num_heads * layer.head_dim, qkv.dtype, qkv.device)
@@ -77,8 +69,9 @@ class TritonAttention:
             prefix_attention(
                 qkv, cache, tables, step.prefixes, step.members, workspace, layer, tuning.prefix, early
             )
+        tile = tuning.decode_for(len(qkv))
         decode_attention(qkv, cache, tables, step.decodes, workspace, layer, tile, early, out)
         if step.chunks is not None:
-            chunk, tma = tuning.chunk, tuning.descriptors
-            chunk_attention(qkv, cache, tables, step.chunks, workspace, layer, chunk, tma, early, out)
+            tile, tma = tuning.chunk, tuning.descriptors
+            chunk_attention(qkv, cache, tables, step.chunks, workspace, layer, tile, tma, early, out)
         return out

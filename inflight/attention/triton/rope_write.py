@@ -8,8 +8,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from inflight.attention.triton.ahead import LANES, Ahead, ask_ahead
-from inflight.attention.triton.plan import DECODE_FIELDS
 from inflight.early import begin_early, launch_options
 
 
@@ -41,22 +39,13 @@ def rope_write(
     head_dim: int,
     early: bool = False,
     tile: HeadTile | None = None,
-    ahead: Ahead | None = None,
 ) -> None:
-    """Normalise and rotate queries and keys in place, and write keys and values to the cache.
-
-    With `ahead`, programs that start early ask for pages of the cache that come next.
-    """
+    """Normalise and rotate queries and keys in place, and write keys and values to the cache."""
     num_tokens, rotary_dim = len(qkv), cos_sin.shape[1]
     tile = tile or (MANY_TOKENS if num_tokens >= MANY else FEW_TOKENS)
     head_parts = triton.cdiv(num_heads, tile.heads) + 2 * triton.cdiv(num_kv_heads, tile.heads)
     grid = (head_parts * triton.cdiv(num_tokens, tile.tokens),)
     rest = head_dim - rotary_dim
-    pages = ahead.pages_a_program(cache, grid[0]) if ahead is not None and early else 0
-    arguments: tuple[Tensor | None, Tensor | None, Tensor | None, int] = (None, None, None, 0)
-    if ahead is not None and pages:
-        tables, items = ahead.block_tables, ahead.decodes
-        arguments = (items.table, items.count, tables, tables.stride(0))
     _rope_write[grid](
         qkv,
         positions,
@@ -68,7 +57,6 @@ def rope_write(
         num_tokens,
         eps,
         qkv.stride(0),
-        *arguments,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
@@ -81,10 +69,6 @@ def rope_write(
         DIM=triton.next_power_of_2(head_dim),
         HALF=triton.next_power_of_2(rotary_dim // 2),
         REST=triton.next_power_of_2(rest) if rest else 0,
-        PAGES=pages,
-        TILE_BLOCKS=1 if ahead is None else ahead.tile_blocks,
-        FIELDS=DECODE_FIELDS,
-        LANES=LANES,
         EARLY=early,
         num_warps=tile.num_warps,
         **launch_options(early),
@@ -93,7 +77,7 @@ def rope_write(
 
 @triton.jit(
     do_not_specialize=["num_tokens"],
-    do_not_specialize_on_alignment=["positions", "slots", "q_norm", "k_norm", "items", "num_items"],
+    do_not_specialize_on_alignment=["positions", "slots", "q_norm", "k_norm"],
 )
 def _rope_write(
     qkv,
@@ -106,10 +90,6 @@ def _rope_write(
     num_tokens,
     eps,
     qkv_stride,
-    items,  # of decodes; these four are read only if there are PAGES to ask for
-    num_items,
-    tables,
-    table_stride,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -122,17 +102,8 @@ def _rope_write(
     DIM: tl.constexpr,
     HALF: tl.constexpr,
     REST: tl.constexpr,
-    PAGES: tl.constexpr,
-    TILE_BLOCKS: tl.constexpr,
-    FIELDS: tl.constexpr,
-    LANES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    if PAGES > 0:
-        ask_ahead(
-            cache, tables, table_stride, items, num_items,
-            FIELDS, BLOCK_SIZE, TILE_BLOCKS, 2 * NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM, PAGES, LANES,
-        )  # fmt: skip
     q_parts: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     kv_parts: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
     part = tl.program_id(0) % (q_parts + 2 * kv_parts)

@@ -22,7 +22,6 @@ class Tile:
     merged: int = 4096
     programs: float = 5.0  # of a split decode, that run at once on a multiprocessor
     registers: int | None = None  # the most for a thread, where the compiler would take more
-    ahead: int = 0  # bytes of the cache to ask for before decodes begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +84,7 @@ def choose(dtype: torch.dtype, head_dim: int, group: int, device: torch.device) 
         )
     # As measured on an H200.
     stages, keys = (3, 64) if dim <= 128 else (2, 32)
-    few = Tile(decode_rows, keys, 2, 3, merged=8192, programs=3.0, ahead=8 << 20)
+    few = Tile(decode_rows, keys, 2, 3, merged=8192, programs=3.0)
     some = Tile(decode_rows, keys, 4, 4, merged=8192, programs=2.0)
     many = Tile(decode_rows, keys, 4, 2)
     if group <= 2:

@@ -6,11 +6,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from inflight.early import fetch_into_l2
 from inflight.layers.triton.multiply import weight_rows
 from inflight.layers.triton.tuning import Tile, num_multiprocessors
 
 _FETCH_AHEAD = 4 << 20  # bytes in the L2 cache, of all programs together: about 1 us of memory bandwidth
+# Lanes of one warp that ask for the same run of bytes ask once.
+_FETCH = tl.constexpr("cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;")
 
 
 def bytes_ahead(weight: Tensor, tile: Tile, num_tiles: int) -> int:
@@ -39,4 +40,12 @@ def fetch_tile(
     num_bytes = tl.minimum(ahead, (last - first) * (weight.dtype.element_ty.primitive_bitwidth // 8))
     if num_bytes > 0:
         row = weight_rows(tl.arange(0, LANES) // (LANES // BLOCK_N), tile, num_out, GATE, BLOCK_N)
-        fetch_into_l2(weight + row.to(tl.int64) * K + first, num_bytes)
+        _fetch_into_l2(weight + row.to(tl.int64) * K + first, num_bytes)
+
+
+@triton.jit
+def _fetch_into_l2(pointers, num_bytes):
+    """Ask for `num_bytes` (a multiple of 16) from each of `pointers` (aligned to 16), without waiting."""
+    tl.inline_asm_elementwise(
+        _FETCH, "=r,l,r", [pointers.to(tl.int64), num_bytes], dtype=tl.int32, is_pure=False, pack=1
+    )
