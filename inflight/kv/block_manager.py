@@ -33,8 +33,7 @@ class BlockManager:
 
     def attach(self, request: Request, hits: list[int]) -> None:
         """Start the request's table with shared blocks; their tokens count as computed."""
-        for block_id in hits:
-            self.pool.acquire(block_id)
+        self.pool.acquire(hits)
         request.block_ids = list(hits)
         request.num_published = len(hits)
         request.num_places = len(hits) * self.block_size
@@ -66,11 +65,8 @@ class BlockManager:
 
     def free(self, request: Request) -> int:
         """Give up the request's table. Returns how many blocks no one else holds."""
-        knows = self.cache.knows
         # Tail first: of one prefix, the blocks at its end are evicted before those at its start.
-        num_freed = sum(
-            self.pool.release(block_id, knows(block_id)) for block_id in reversed(request.block_ids)
-        )
+        num_freed = self.pool.release(reversed(request.block_ids), self.cache.knows)
         self._num_places -= request.num_places
         request.block_ids = []
         request.num_places = request.num_published = request.num_computed = 0

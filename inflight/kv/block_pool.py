@@ -14,7 +14,7 @@ so free + cached + used == total at all times. Every operation is O(1) a block.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 
 class BlockPool:
@@ -59,22 +59,29 @@ class BlockPool:
         self._empty.append(block_id)
         return block_id
 
-    def acquire(self, block_id: int) -> None:
-        """One more holder for a used or cached block."""
-        if self._refs[block_id] == 0:
-            del self._cached[block_id]
-        self._refs[block_id] += 1
+    def acquire(self, block_ids: Iterable[int]) -> None:
+        """One more holder for each of these used or cached blocks."""
+        refs, cached = self._refs, self._cached
+        for block_id in block_ids:
+            if refs[block_id] == 0:
+                del cached[block_id]
+            refs[block_id] += 1
 
-    def release(self, block_id: int, keep: bool) -> bool:
-        """One holder less; the last one leaves the block cached when `keep`, else empty. True for the last."""
-        refs = self._refs[block_id] = self._refs[block_id] - 1
-        if refs > 0:
-            return False
-        if keep:
-            self._cached[block_id] = None
-        else:
-            self._empty.append(block_id)
-        return True
+    def release(self, block_ids: Iterable[int], keep: Callable[[int], bool]) -> int:
+        """One holder less for each of these; the last one leaves it cached where it is to `keep`, else empty.
+
+        Returns how many had no other holder.
+        """
+        refs, num_freed = self._refs, 0
+        for block_id in block_ids:
+            refs[block_id] -= 1
+            if refs[block_id] == 0:
+                num_freed += 1
+                if keep(block_id):
+                    self._cached[block_id] = None
+                else:
+                    self._empty.append(block_id)
+        return num_freed
 
     def check(self, held: Iterable[int]) -> None:
         """Assert that the states partition the blocks and that `held` (with repeats) explains every reference."""
