@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hmac
 import logging
+from array import array
 from dataclasses import fields, replace
 from typing import Any, Generic, TypeVar
 
@@ -61,7 +62,7 @@ class NewRequest(msgspec.Struct, array_like=True, frozen=True):
     """What of a request is known before the engine has it."""
 
     request_id: str
-    token_ids: list[int]
+    first_ids: bytes  # as they lie in memory: both ends are on one machine, and prompts may be long
     params: SamplingParams
     max_tokens: int
     seed: int
@@ -72,12 +73,21 @@ class NewRequest(msgspec.Struct, array_like=True, frozen=True):
     cache_salt: str
     num_prompt_tokens: int
 
+    def __post_init__(self) -> None:
+        if not self.first_ids or len(self.first_ids) % 8:
+            raise ValueError(f"{len(self.first_ids)} bytes hold no token ids")
+
     @classmethod
     def of(cls, request: Request) -> NewRequest:
-        return cls(*(getattr(request, name) for name in cls.__struct_fields__))
+        values = {name: getattr(request, name) for name in cls.__struct_fields__}
+        is_new = len(request.first_ids) == len(request.token_ids)
+        ids = request.first_ids if is_new else array("q", request.token_ids)
+        return cls(**values | {"first_ids": ids.tobytes()})
 
     def request(self) -> Request:
-        return Request(**{name: getattr(self, name) for name in self.__struct_fields__})
+        values = {name: getattr(self, name) for name in self.__struct_fields__}
+        ids = array("q", self.first_ids)
+        return Request(**values | {"token_ids": ids.tolist(), "first_ids": ids})
 
 
 class Add(Message, frozen=True):

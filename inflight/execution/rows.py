@@ -20,15 +20,14 @@ class Rows:
 
     def apply(self, batch: Batch) -> None:
         """Take in the requests that got a row and the blocks that were handed out."""
-        device = self.tokens.device
         for row, request in batch.admissions:
-            ids = torch.tensor(request.token_ids, dtype=torch.int32, device=device)
-            self.tokens[row, : len(ids)] = ids
-        if batch.tables:
-            rows = [row for row, _, ids in batch.tables for _ in ids]
-            columns = [first + offset for _, first, ids in batch.tables for offset in range(len(ids))]
-            values = [block_id for _, _, ids in batch.tables for block_id in ids]
-            self.block_tables[rows, columns] = torch.tensor(values, dtype=torch.int32, device=device)
+            given = len(request.first_ids)
+            self.tokens[row, :given] = torch.frombuffer(request.first_ids, dtype=torch.int64)
+            if given < len(request.token_ids):
+                rest = torch.tensor(request.token_ids[given:], dtype=torch.int32)
+                self.tokens[row, given : len(request.token_ids)] = rest
+        for row, first, ids in batch.tables:
+            self.block_tables[row, first : first + len(ids)] = torch.tensor(ids, dtype=torch.int32)
 
     def append(self, rows: Tensor, lengths: Tensor, token_ids: Tensor) -> None:
         """Write the tokens just sampled: token_ids[i] becomes token lengths[i] of rows[i]."""

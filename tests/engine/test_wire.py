@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import fields
 from typing import Any
 
@@ -139,6 +140,14 @@ def test_requests(params: SamplingParams, data: st.DataObject) -> None:
     assert found.max_total == found.num_prompt_tokens + found.max_tokens
 
 
+def test_a_request_that_has_grown_travels_whole() -> None:
+    request = make_request([1, 2, 3], 9)
+    request.token_ids += [7, 8]
+    found = sent(request).request.request()
+    assert found.token_ids == found.first_ids.tolist() == [1, 2, 3, 7, 8]
+    assert found.num_prompt_tokens == 3
+
+
 @given(
     id_lists,
     st.lists(st.tuples(counts, deltas), max_size=3),
@@ -222,6 +231,14 @@ def test_cut_changed_and_foreign_frames_are_dropped(caplog: pytest.LogCaptureFix
 def test_parameters_are_checked_on_arrival_too() -> None:
     frame = bytes(encode_add(TO_ENGINE, 1, make_request([1], params=SamplingParams(top_p=0.5))))
     assert dropped(TO_ENGINE, frame.replace(msgspec.msgpack.encode(0.5), msgspec.msgpack.encode(-0.5)))
+
+
+@pytest.mark.parametrize("ids", [b"", b"1234567", b"123456789"])
+def test_ids_are_checked_on_arrival_too(ids: bytes) -> None:
+    frame = bytes(encode_add(TO_ENGINE, 1, make_request([5])))
+    whole = msgspec.msgpack.encode((5).to_bytes(8, sys.byteorder))
+    assert whole in frame
+    assert dropped(TO_ENGINE, frame.replace(whole, msgspec.msgpack.encode(ids)))
 
 
 def test_frames_of_one_codec_follow_each_other() -> None:

@@ -1,0 +1,27 @@
+"""Permanent rows of the CPU runner."""
+
+from __future__ import annotations
+
+import torch
+
+from inflight.execution.rows import Rows
+from inflight.request import Request, SamplingParams
+from inflight.scheduling import Batch
+from inflight.scheduling.batch import Admission, TableUpdate
+
+
+def test_rows_take_in_tokens_and_blocks() -> None:
+    rows = Rows(max_rows=3, max_len=10, block_size=4, device=torch.device("cpu"))
+    rows.tokens.fill_(-1)
+    rows.block_tables.fill_(-1)
+    preempted, new = (
+        Request(name, ids, SamplingParams(), max_tokens=4) for name, ids in (("a", [1, 2, 3]), ("b", [4, 5]))
+    )
+    preempted.token_ids += [8, 9]
+    batch = Batch(step=0)
+    batch.admissions += [Admission(2, preempted), Admission(0, new)]
+    batch.tables += [TableUpdate(2, 0, [7, 8]), TableUpdate(0, 1, [5]), TableUpdate(2, 2, [3])]
+    rows.apply(batch)
+    assert rows.tokens.tolist() == [[4, 5] + [-1] * 8, [-1] * 10, [1, 2, 3, 8, 9] + [-1] * 5]
+    assert rows.block_tables.tolist() == [[-1, 5, -1], [-1, -1, -1], [7, 8, 3]]
+    assert new.first_ids.tolist() == [4, 5]
