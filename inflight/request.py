@@ -241,6 +241,11 @@ class Request:
         self.max_total = self.num_prompt_tokens + self.max_tokens
         self.record = RequestRecord(self.request_id, self.tenant, self.priority, self.num_prompt_tokens)
 
+    def known_ids(self) -> array[int]:
+        """token_ids, side by side in memory."""
+        rest = self.token_ids[len(self.first_ids) :]
+        return self.first_ids + array("q", rest) if rest else self.first_ids
+
     @property
     def num_output_tokens(self) -> int:
         """Outputs known to the host."""

@@ -80,9 +80,7 @@ class NewRequest(msgspec.Struct, array_like=True, frozen=True):
     @classmethod
     def of(cls, request: Request) -> NewRequest:
         values = {name: getattr(request, name) for name in cls.__struct_fields__}
-        is_new = len(request.first_ids) == len(request.token_ids)
-        ids = request.first_ids if is_new else array("q", request.token_ids)
-        return cls(**values | {"first_ids": ids.tobytes()})
+        return cls(**values | {"first_ids": request.known_ids().tobytes()})
 
     def request(self) -> Request:
         values = {name: getattr(self, name) for name in self.__struct_fields__}

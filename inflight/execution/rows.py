@@ -21,13 +21,12 @@ class Rows:
     def apply(self, batch: Batch) -> None:
         """Take in the requests that got a row and the blocks that were handed out."""
         for row, request in batch.admissions:
-            given = len(request.first_ids)
-            self.tokens[row, :given] = torch.frombuffer(request.first_ids, dtype=torch.int64)
-            if given < len(request.token_ids):
-                rest = torch.tensor(request.token_ids[given:], dtype=torch.int32)
-                self.tokens[row, given : len(request.token_ids)] = rest
-        for row, first, ids in batch.tables:
-            self.block_tables[row, first : first + len(ids)] = torch.tensor(ids, dtype=torch.int32)
+            ids = torch.frombuffer(request.known_ids(), dtype=torch.int64)
+            self.tokens[row, : len(ids)] = ids
+        for row, first, block_ids in batch.tables:
+            self.block_tables[row, first : first + len(block_ids)] = torch.tensor(
+                block_ids, dtype=torch.int32
+            )
 
     def append(self, rows: Tensor, lengths: Tensor, token_ids: Tensor) -> None:
         """Write the tokens just sampled: token_ids[i] becomes token lengths[i] of rows[i]."""

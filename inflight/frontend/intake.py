@@ -168,7 +168,9 @@ def _as_ids(ids: Any) -> array[int]:
         return array("q", items)
     except (TypeError, OverflowError):
         wrong = next(item for item in items if not _is_id(item))
-        raise PromptError(f"the prompt has the token id {_shown(wrong)}: ids must be integers") from None
+        raise PromptError(
+            f"the prompt has the token id {_shown(wrong)}: ids must be integers of at most 64 bits"
+        ) from None
 
 
 def _is_id(item: Any) -> bool:

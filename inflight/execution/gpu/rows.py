@@ -35,9 +35,7 @@ class DeviceRows:
         first = 0
         for row, request in admissions:
             count = len(request.token_ids)
-            given = len(request.first_ids)
-            array[first : first + given] = np.frombuffer(request.first_ids, dtype=np.int64)
-            array[first + given : first + count] = request.token_ids[given:]
+            array[first : first + count] = np.frombuffer(request.known_ids(), dtype=np.int64)
             self.tokens[row, :count].copy_(held[first : first + count], non_blocking=True)
             first += count
 
