@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from inflight.config import EngineConfig
@@ -13,8 +16,12 @@ from inflight.scheduling import Batch, Sampled
 
 BUILD = "tests.server.faulty:build"
 HANG, RAISE, SLOW = 1900, 1901, 1902  # first tokens of prompts
-HANG_SECONDS = 2.0
 RAISES_AT = 30  # tokens
+
+
+def hang_file(process_id: int) -> Path:
+    """Is there while a step of this engine process hangs; the step goes on when it is taken away."""
+    return Path(tempfile.gettempdir()) / f"inflight-test-hang-{process_id}"
 
 
 class FaultyRunner:
@@ -29,7 +36,7 @@ class FaultyRunner:
         for request in batch.requests:
             first, num_outputs = request.token_ids[0], request.num_output_tokens
             if first == HANG and num_outputs == 3:
-                time.sleep(HANG_SECONDS)
+                hang()
             elif first == RAISE and num_outputs == RAISES_AT:
                 raise RuntimeError("/secret/path: broken on purpose")
         return self._real.launch(batch)
@@ -40,6 +47,13 @@ class FaultyRunner:
 
     def close(self) -> None:
         self._real.close()
+
+
+def hang() -> None:
+    file = hang_file(os.getpid())
+    file.touch()
+    while file.exists():
+        time.sleep(0.01)
 
 
 def build(config: EngineConfig, progress: Callable[[int, int], None]) -> tuple[EngineCore, ModelFacts]:

@@ -64,12 +64,15 @@ class Backend:
 
 
 class ProcessBackend(Backend):
-    """The same with the engine in a process of its own, which is soon found to hang."""
+    """The same with the engine in a process of its own."""
+
+    def __init__(self, process: ProcessConfig | None = None, **options: Any) -> None:
+        self._process = process or ProcessConfig(heartbeat=0.05)
+        super().__init__(**options)
 
     async def _start(self, options: dict[str, Any]) -> AsyncEngine:
         config = engine_config(None, options)
-        watched = ProcessConfig(max_restarts=100, heartbeat=0.05, silent_after=0.5, stalled_after=0.5)
-        client = await ProcessClient.start(config, watched, build=BUILD)
+        client = await ProcessClient.start(config, self._process, build=BUILD)
         return AsyncEngine(Front.of(config, client.facts), client, client.facts)
 
     @property

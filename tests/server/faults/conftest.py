@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from inflight import LLM
+from inflight.config import ProcessConfig
 from tests.server.faults.told import Case
 from tests.server.faulty import SLOW
 from tests.server.live import Live, ProcessBackend, live_server
@@ -26,6 +27,16 @@ def process() -> Iterator[ProcessBackend]:
 def _server(process: ProcessBackend) -> Iterator[Live]:
     with live_server(process, max_queue=NUM_PLACES) as live:
         yield live
+
+
+@pytest.fixture
+def watched() -> Iterator[Live]:
+    """Over an engine that is soon found to hang: later than a busy machine may keep a good one waiting."""
+    process = ProcessBackend(ProcessConfig(heartbeat=0.05, silent_after=3.0, stalled_after=3.0))
+    with live_server(process) as live:
+        yield live
+        live.wait_until_idle()
+    process.close()
 
 
 @pytest.fixture

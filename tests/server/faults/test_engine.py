@@ -8,20 +8,19 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from inflight import LLM
-from tests.server.faults.told import Case, Told, health, health_of, wait_for_running
-from tests.server.faulty import HANG, RAISE
-from tests.server.live import Backend, Live, ProcessBackend, live_server
+from tests.server.faults.told import Case, Told, health, health_of, process_id, wait_for_running
+from tests.server.faulty import HANG, RAISE, hang_file
+from tests.server.live import Backend, Live, live_server
 
 
 def test_an_engine_that_is_killed(
-    server: Live, process: ProcessBackend, threads: ThreadPoolExecutor, slow: list[Case], quick: Case
+    server: Live, threads: ThreadPoolExecutor, slow: list[Case], quick: Case
 ) -> None:
     streams = [case.send(threads, server) for case in slow[:3]]
     whole = slow[3].send(threads, server, stream=False)
     wait_for_running(server, 4)
     server.wait_until("first tokens", lambda: all(entry.first_token_at for entry in server.state.ledger))
-    first = process.client.process_id
-    assert first is not None
+    first = process_id(server)
     os.kill(first, signal.SIGKILL)
     for case, stream in zip(slow, streams, strict=False):
         told = stream.result()
@@ -35,9 +34,9 @@ def test_an_engine_that_is_killed(
     assert health(server) == (503, "restarting")
     assert server.http.get("/ready").status_code == 503
     assert server.http.get("/metrics").status_code == 200
-    server.wait_until("a new process", lambda: process.client.process_id != first)
     while health(server) != (200, "ok"):
         time.sleep(0.01)
+    assert process_id(server) != first
     assert quick.right(Told(server, quick.body))
     assert slow[0].right(Told(server, {**slow[0].body, "stream": True}))
     restarts = [
@@ -47,37 +46,36 @@ def test_an_engine_that_is_killed(
 
 
 def test_a_step_that_hangs(
-    server: Live, threads: ThreadPoolExecutor, llm: LLM, slow: list[Case], quick: Case
+    watched: Live, threads: ThreadPoolExecutor, llm: LLM, slow: list[Case], quick: Case
 ) -> None:
-    neighbour = slow[0].send(threads, server)
-    wait_for_running(server, 1)
+    neighbour = slow[0].send(threads, watched)
+    wait_for_running(watched, 1)
     hanging = Case(llm, [HANG, 1], 8)
-    stuck = hanging.send(threads, server)
-    server.wait_until("its sign", lambda: health_of(server))
-    assert health(server) == (503, "stalled")
-    told = Told(server, quick.body)
-    assert (told.status, told.errors[0]["code"]) == (503, "engine_unavailable")
+    stuck = hanging.send(threads, watched)
+    try:
+        watched.wait_until("its sign", lambda: health_of(watched))
+        assert health(watched) == (503, "stalled")
+        told = Told(watched, quick.body)
+        assert (told.status, told.errors[0]["code"]) == (503, "engine_unavailable")
+    finally:
+        hang_file(process_id(watched)).unlink(missing_ok=True)
     assert hanging.right(stuck.result())
     assert slow[0].right(neighbour.result())
-    assert health(server) == (200, "ok")
-    assert quick.right(Told(server, quick.body))
+    assert health(watched) == (200, "ok")
+    assert quick.right(Told(watched, quick.body))
 
 
-def test_a_process_that_falls_silent(
-    server: Live, process: ProcessBackend, threads: ThreadPoolExecutor, slow: list[Case]
-) -> None:
-    neighbour = slow[0].send(threads, server)
-    wait_for_running(server, 1)
-    number = process.client.process_id
-    assert number is not None
-    os.kill(number, signal.SIGSTOP)
+def test_a_process_that_falls_silent(watched: Live, threads: ThreadPoolExecutor, slow: list[Case]) -> None:
+    neighbour = slow[0].send(threads, watched)
+    wait_for_running(watched, 1)
+    os.kill(process_id(watched), signal.SIGSTOP)
     try:
-        server.wait_until("its sign", lambda: health_of(server))
-        assert health(server) == (503, "stalled")
+        watched.wait_until("its sign", lambda: health_of(watched))
+        assert health(watched) == (503, "stalled")
     finally:
-        os.kill(number, signal.SIGCONT)
+        os.kill(process_id(watched), signal.SIGCONT)
     assert slow[0].right(neighbour.result())
-    assert health(server) == (200, "ok")
+    assert health(watched) == (200, "ok")
 
 
 def test_a_step_that_raises(server: Live, threads: ThreadPoolExecutor, slow: list[Case], quick: Case) -> None:

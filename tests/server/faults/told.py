@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from inflight import LLM, SamplingParams
-from tests.server.live import Live
+from tests.server.live import Live, ProcessBackend
 
 PATH = "/v1/completions"
 
@@ -68,3 +68,11 @@ def health(live: Live) -> tuple[int, str]:
 
 async def health_of(live: Live) -> bool:
     return not (await live.backend.engine.health()).healthy
+
+
+def process_id(live: Live) -> int:
+    """Of the engine."""
+    assert isinstance(live.backend, ProcessBackend)
+    found = live.backend.client.process_id
+    assert found is not None
+    return found
