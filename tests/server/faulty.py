@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,25 @@ HANG, RAISE, SLOW = 1900, 1901, 1902  # first tokens of prompts
 RAISES_AT = 30  # tokens
 
 
-def hang_file(process_id: int) -> Path:
-    """Is there while a step of this engine process hangs; the step goes on when it is taken away."""
-    return Path(tempfile.gettempdir()) / f"inflight-test-hang-{process_id}"
+def hold_file(process_id: int) -> Path:
+    """Holds what it names until it is taken away: a step of this engine, or the start of this process's engines."""
+    return Path(tempfile.gettempdir()) / f"inflight-test-hold-{process_id}"
+
+
+@contextlib.contextmanager
+def no_engine_starts() -> Iterator[None]:
+    """Engines that this process starts meanwhile come up afterwards."""
+    file = hold_file(os.getpid())
+    file.touch()
+    try:
+        yield
+    finally:
+        file.unlink()
+
+
+def wait_while(file: Path) -> None:
+    while file.exists():
+        time.sleep(0.01)
 
 
 class FaultyRunner:
@@ -36,7 +53,8 @@ class FaultyRunner:
         for request in batch.requests:
             first, num_outputs = request.token_ids[0], request.num_output_tokens
             if first == HANG and num_outputs == 3:
-                hang()
+                hold_file(os.getpid()).touch()
+                wait_while(hold_file(os.getpid()))
             elif first == RAISE and num_outputs == RAISES_AT:
                 raise RuntimeError("/secret/path: broken on purpose")
         return self._real.launch(batch)
@@ -49,14 +67,8 @@ class FaultyRunner:
         self._real.close()
 
 
-def hang() -> None:
-    file = hang_file(os.getpid())
-    file.touch()
-    while file.exists():
-        time.sleep(0.01)
-
-
 def build(config: EngineConfig, progress: Callable[[int, int], None]) -> tuple[EngineCore, ModelFacts]:
+    wait_while(hold_file(os.getppid()))
     core, facts = load_core(config, progress)
     core.runner = FaultyRunner(core.runner)
     return core, facts

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from inflight import LLM
 from tests.server.faults.told import Case, Told, health, health_of, process_id, wait_for_running
-from tests.server.faulty import HANG, RAISE, hang_file
+from tests.server.faulty import HANG, RAISE, hold_file, no_engine_starts
 from tests.server.live import Backend, Live, live_server
 
 
@@ -21,19 +21,20 @@ def test_an_engine_that_is_killed(
     wait_for_running(server, 4)
     server.wait_until("first tokens", lambda: all(entry.first_token_at for entry in server.state.ledger))
     first = process_id(server)
-    os.kill(first, signal.SIGKILL)
-    for case, stream in zip(slow, streams, strict=False):
-        told = stream.result()
-        assert (told.status, told.done) == (200, False)
-        assert [error["code"] for error in told.errors] == ["engine_unavailable"]
-        assert case.text.startswith(told.text)
-    for refused in (whole.result(), Told(server, quick.body)):  # then, and meanwhile
-        assert refused.status == 503
-        assert refused.errors[0]["type"] == "service_unavailable_error"
-        assert int(refused.headers["retry-after"]) > 0
-    assert health(server) == (503, "restarting")
-    assert server.http.get("/ready").status_code == 503
-    assert server.http.get("/metrics").status_code == 200
+    with no_engine_starts():
+        os.kill(first, signal.SIGKILL)
+        for case, stream in zip(slow, streams, strict=False):
+            told = stream.result()
+            assert (told.status, told.done) == (200, False)
+            assert [error["code"] for error in told.errors] == ["engine_unavailable"]
+            assert case.text.startswith(told.text)
+        for refused in (whole.result(), Told(server, quick.body)):  # then, and meanwhile
+            assert refused.status == 503
+            assert refused.errors[0]["type"] == "service_unavailable_error"
+            assert int(refused.headers["retry-after"]) > 0
+        assert health(server) == (503, "restarting")
+        assert server.http.get("/ready").status_code == 503
+        assert server.http.get("/metrics").status_code == 200
     while health(server) != (200, "ok"):
         time.sleep(0.01)
     assert process_id(server) != first
@@ -58,7 +59,7 @@ def test_a_step_that_hangs(
         told = Told(watched, quick.body)
         assert (told.status, told.errors[0]["code"]) == (503, "engine_unavailable")
     finally:
-        hang_file(process_id(watched)).unlink(missing_ok=True)
+        hold_file(process_id(watched)).unlink(missing_ok=True)
     assert hanging.right(stuck.result())
     assert slow[0].right(neighbour.result())
     assert health(watched) == (200, "ok")
