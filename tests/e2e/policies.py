@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from functools import partial
 
 from inflight.scheduling import Batch
@@ -18,9 +17,8 @@ GREEDY_FAIR = partial(Fair, headroom=0)
 
 
 class AnnouncingPolicy(Continuous):
-    """Says on standard error when the first step begins and takes its time, for a test that interrupts it."""
+    """Says on standard error when the first step begins, for a test that interrupts it."""
 
     def on_batch(self, batch: Batch) -> None:
         if batch.step == 0:
             print("the first step", file=sys.stderr, flush=True)
-        time.sleep(0.05)
