@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from inflight.engine import EngineStats, StepObserver
 from inflight.errors import ConfigError, EngineError, ParameterError, RequestError
 from inflight.frontend import Assembler, Prompt, split_prompts
+from inflight.interrupts import held_interrupts
 from inflight.loading import LoadedEngine, engine_config, load_engine
 from inflight.outputs import RequestOutput
 from inflight.request import Request, SamplingParams
@@ -122,20 +123,22 @@ class LLM:
             raise EngineError("this LLM was closed")
         core = self._engine.core
         assemblers = {request.request_id: assembler for assembler, requests in jobs for request in requests}
-        try:
-            for _, requests in jobs:
-                for request in requests:
-                    core.add(request)
-            with _generation_bar(len(assemblers), show) as advance:
-                while core.has_work:
-                    deltas = core.step()
-                    for delta in deltas:
-                        if assemblers[delta.request_id].push(delta):
-                            deltas += core.abort(delta.request_id, "stop")[1]
-                    advance(deltas)
-        except BaseException:  # Ctrl-C above all
-            self._clear(assemblers)
-            raise
+        with held_interrupts() as let_go:
+            try:
+                for _, requests in jobs:
+                    for request in requests:
+                        core.add(request)
+                with _generation_bar(len(assemblers), show) as advance:
+                    while core.has_work:
+                        let_go()  # between two steps, where all books are in order
+                        deltas = core.step()
+                        for delta in deltas:
+                            if assemblers[delta.request_id].push(delta):
+                                deltas += core.abort(delta.request_id, "stop")[1]
+                        advance(deltas)
+            except BaseException:  # Ctrl-C above all
+                self._clear(assemblers)
+                raise
         outputs = [assembler.output() for assembler, _ in jobs]
         failed = [answer.error for output in outputs for answer in output.outputs if answer.error]
         if failed and len(failed) == len(assemblers):

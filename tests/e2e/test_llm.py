@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -377,6 +382,52 @@ def test_ctrl_c_leaves_the_engine_usable(options: dict[str, Any], folder: Folder
     assert kv.num_free + kv.num_cached == kv.num_blocks
     assert (llm.stats().num_running, llm.stats().num_waiting) == (0, 0)
     assert [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY)] == expected
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_ctrl_c_at_any_line_leaves_the_engine_usable(depth: int, folder: Folder) -> None:
+    """A signal comes between any two lines, those that keep the books among them."""
+    llm = LLM(folder(), num_blocks=24, max_num_seqs=4, pipeline_depth=depth)
+    prompts = [[i] * (10 + 3 * i) for i in range(5, 11)]
+    expected = [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY)]
+    seen = LineCounter()
+    with seen.signal_at(None):
+        llm.generate(prompts, GREEDY)
+    for line in range(5, seen.num_lines * 9 // 10, seen.num_lines // 80):
+        with seen.signal_at(line), pytest.raises(KeyboardInterrupt):
+            llm.generate(prompts, GREEDY)
+        assert [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY)] == expected
+        kv = llm.stats().kv
+        assert (kv.num_used, kv.num_free + kv.num_cached) == (0, kv.num_blocks)
+
+
+class LineCounter:
+    """Counts the lines that the scheduler and its memory run, and presses Ctrl-C at one of them."""
+
+    PLACES = "/inflight/engine/", "/inflight/scheduling/", "/inflight/kv/"
+
+    num_lines = 0
+
+    @contextmanager
+    def signal_at(self, line: int | None) -> Iterator[None]:
+        self.num_lines, self._line = 0, line
+        trace, handler = sys.gettrace(), signal.getsignal(signal.SIGINT)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background has none
+        sys.settrace(self._trace)
+        try:
+            yield
+        finally:
+            sys.settrace(trace)
+            signal.signal(signal.SIGINT, handler)
+
+    def _trace(self, frame: FrameType, event: str, _: object) -> Any:
+        if event == "call":
+            return self._trace if any(place in frame.f_code.co_filename for place in self.PLACES) else None
+        if event == "line":
+            self.num_lines += 1
+            if self.num_lines == self._line:
+                signal.raise_signal(signal.SIGINT)
+        return self._trace
 
 
 @pytest.mark.parametrize("depth", [1, 2])
