@@ -33,10 +33,12 @@ def _server(process: ProcessBackend) -> Iterator[Live]:
 def watched() -> Iterator[Live]:
     """Over an engine that is soon found to hang: later than a busy machine may keep a good one waiting."""
     process = ProcessBackend(ProcessConfig(heartbeat=0.05, silent_after=3.0, stalled_after=3.0))
-    with live_server(process) as live:
-        yield live
-        live.wait_until_idle()
-    process.close()
+    try:
+        with live_server(process) as live:
+            yield live
+            live.wait_until_idle()
+    finally:
+        process.close()
 
 
 @pytest.fixture
