@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +13,9 @@ from hypothesis import HealthCheck, settings
 # Kernels read this when they are imported: without a GPU they run in Triton's interpreter, on the CPU.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# Tests press Ctrl-C, which a shell switches off for jobs in the background and all that they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Machines that run tests are busy and slow at times: that is no failure.
 settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -13,13 +12,11 @@ from inflight.interrupts import held_interrupts
 
 
 @pytest.fixture(autouse=True)
-def handler() -> Iterator[Any]:
-    """The one before, which must be the one after."""
-    before = signal.getsignal(signal.SIGINT)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+def handler() -> Iterator[None]:
+    """The one before is the one after."""
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     yield
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    signal.signal(signal.SIGINT, before)
 
 
 def ctrl_c() -> None:

@@ -411,14 +411,12 @@ class LineCounter:
     @contextmanager
     def signal_at(self, line: int | None) -> Iterator[None]:
         self.num_lines, self._line = 0, line
-        trace, handler = sys.gettrace(), signal.getsignal(signal.SIGINT)
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background has none
+        before = sys.gettrace()
         sys.settrace(self._trace)
         try:
             yield
         finally:
-            sys.settrace(trace)
-            signal.signal(signal.SIGINT, handler)
+            sys.settrace(before)
 
     def _trace(self, frame: FrameType, event: str, _: object) -> Any:
         if event == "call":
