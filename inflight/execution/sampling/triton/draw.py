@@ -8,6 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
+from inflight.early import can_start_early, launch_options
 from inflight.errors import EngineError
 from inflight.execution.sampling.rows import SamplingRows
 from inflight.execution.sampling.triton.choose import choose_kernel
@@ -99,6 +100,7 @@ def draw(
         workspace.group_tops,
     )
     logits_stride, table_stride = logits.stride(0), state.temperature.stride(0)
+    early = can_start_early(logits.device)
     race_kernel[(num_chunks, num_entries)](
         logits,
         rows,
@@ -110,7 +112,9 @@ def draw(
         table_stride,
         GROUPS=GROUPS_OF_CHUNK,
         GROUP=workspace.group,
+        EARLY=early,
         num_warps=RACE_WARPS,
+        **launch_options(early),
     )
     choose_kernel[(num_entries,)](
         logits,
@@ -132,5 +136,7 @@ def draw(
         GROUPS=triton.next_power_of_2(num_groups),
         GROUP=workspace.group,
         TILE=TILE,
+        EARLY=early,
         num_warps=CHOOSE_WARPS,
+        **launch_options(early),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from inflight.early import begin_early
 from inflight.execution.sampling.triton.noise import race_key, race_scores
 
 NO_TOKEN = tl.constexpr(0x7FFFFFFF)
@@ -40,9 +41,11 @@ def race_kernel(
     table_stride,
     GROUPS: tl.constexpr,  # groups of a chunk
     GROUP: tl.constexpr,  # tokens of a group
+    EARLY: tl.constexpr,
 ):
     chunk, entry = tl.program_id(0), tl.program_id(1)
     row = tl.load(rows + entry)
+    begin_early(EARLY)
     if row < 0:
         return
     column = row * table_stride
