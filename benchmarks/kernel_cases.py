@@ -199,8 +199,8 @@ def decode_cases(bench: Bench) -> Iterator[Case]:
         blocks = -(-context // BLOCK_SIZE)
         tables = np.random.default_rng(0).permutation(batch * blocks).astype(np.int32).reshape(batch, blocks)
         rows = np.arange(batch, dtype=np.int32)
-        plan = planner.decodes(np.full(batch, context, dtype=np.int32), rows, tables, 0).decode
-        work = on_device(bench, plan.items)
+        work = planner.decodes(np.full(batch, context, dtype=np.int32), rows, tables, 0)
+        items = on_device(bench, work.decode.items)
         layer = attention_layer(bench, 1)
         workspace = planner.workspace(bench.num_heads, bench.num_kv_heads, bench.head_dim, bench.device)
         qkv = bench.randn(batch, bench.qkv_size)
@@ -215,10 +215,10 @@ def decode_cases(bench: Bench) -> Iterator[Case]:
                     qkv,
                     cache,
                     device_tables,
-                    work,
+                    items,
                     workspace,
                     layer,
-                    tuning.decode_for(batch),
+                    tuning.decode_for(batch, work.near),
                     tuning.early,
                     out,
                 ),

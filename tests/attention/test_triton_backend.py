@@ -66,6 +66,7 @@ def test_decodes_and_chunks_in_one_step(shares: bool, window: int | None) -> Non
         slots=slots,
         block_tables=tables,
         decodes=items(decodes.items, 12),
+        near=False,
         prefixes=items(prefix.items, 8) if prefix else None,
         members=items(prefix.members(contexts, decodes), 4).table if prefix else None,
         chunks=items(chunks.items, 16),

@@ -8,16 +8,17 @@ import numpy as np
 import pytest
 
 from inflight.attention.triton.planner import Planner
-from inflight.attention.triton.tuning import ANY, Tuning
+from inflight.attention.triton.tuning import ANY, Tile, Tuning
 from tests.attention.triton_scene import SMALL
 
 FEW, SOME, MANY = (replace(SMALL, programs=programs) for programs in (3.0, 2.0, 5.0))
+NEAR = replace(SMALL, keys=2 * SMALL.keys, programs=1.0)
 PROCESSORS, HEADS = 132, 8
 
 
-def planner() -> Planner:
-    tuning = Tuning(2, ((8, FEW), (32, SOME), (ANY, MANY)), SMALL, SMALL, descriptors=False)
-    return Planner(tuning, HEADS, 16, max_entries=256, num_processors=PROCESSORS, share_prefixes=False)
+def planner(near: Tile | None = None, num_heads: int = HEADS) -> Planner:
+    tuning = Tuning(2, ((8, FEW), (32, SOME), (ANY, MANY)), SMALL, SMALL, descriptors=False, near=near)
+    return Planner(tuning, num_heads, 16, max_entries=256, num_processors=PROCESSORS, share_prefixes=False)
 
 
 def num_items(made: Planner, num_entries: int, context: int) -> int:
@@ -41,6 +42,35 @@ def test_a_plan_fits_every_shape_of_step_that_holds_its_entries() -> None:
 def test_long_decodes_are_split_into_the_programs_that_run_at_once(num_entries: int, programs: float) -> None:
     running = num_items(planner(), num_entries, 20_000) * HEADS / PROCESSORS
     assert 0.7 * programs <= running <= max(programs, (num_entries + 27) * HEADS / PROCESSORS)
+
+
+@pytest.mark.parametrize(
+    ("num_entries", "context", "alone", "near"),
+    [
+        (1, 300, True, False),
+        (2, 1024, True, True),
+        (8, 300, True, True),
+        (9, 300, True, False),
+        (8, 1025, True, False),
+        (8, 300, False, False),
+    ],
+)
+def test_few_requests_of_short_contexts_are_near(
+    num_entries: int, context: int, alone: bool, near: bool
+) -> None:
+    contexts = np.full(num_entries, 20, dtype=np.int32)
+    contexts[-1] = context
+    rows, tables = np.arange(num_entries, dtype=np.int32), np.zeros((num_entries, 1), dtype=np.int32)
+    assert planner(NEAR).decodes(contexts, rows, tables, 0, alone).near == near
+    assert not planner().decodes(contexts, rows, tables, 0, alone).near  # a device without such a tile
+
+
+@pytest.mark.parametrize("num_heads", [1, 8, 30, 40, 200])
+def test_near_decodes_run_all_at_once(num_heads: int) -> None:
+    made = planner(NEAR, num_heads)
+    for num_entries in made.near_sizes:
+        for context in (1, 300, 1024):
+            assert num_items(made, num_entries, context) * num_heads <= PROCESSORS
 
 
 @pytest.mark.parametrize("cached", [0, 5000])

@@ -27,6 +27,7 @@ class TritonStep:
     slots: Tensor  # [T] int32, token place of each token: block_id * block_size + offset; below 0: padding
     block_tables: Tensor  # [max_rows, max_blocks] int32
     decodes: Items  # DecodePlan.items
+    near: bool  # DecodeWork.near
     prefixes: Items | None  # PrefixPlan.items
     members: Tensor | None  # PrefixPlan.members(), int32, max_members rows; with prefixes only
     chunks: Items | None  # ChunkPlan.items
@@ -69,7 +70,7 @@ class TritonAttention:
             prefix_attention(
                 qkv, cache, tables, step.prefixes, step.members, workspace, layer, tuning.prefix, early
             )
-        tile = tuning.decode_for(len(qkv))
+        tile = tuning.decode_for(len(qkv), step.near)
         decode_attention(qkv, cache, tables, step.decodes, workspace, layer, tile, early, out)
         if step.chunks is not None:
             tile, tma = tuning.chunk, tuning.descriptors

@@ -30,6 +30,9 @@ CHUNK_SPLITS = 1.0
 DECODE_MIN_PART = 64
 DECODE_MOST_MIN_PART = 512
 DECODE_MOST_PARTS = 32
+# Decodes of a step, and the longest context among them, for which `Tuning.near` pays.
+NEAR_DECODES = (2, 8)
+NEAR_CONTEXT = 1024
 PREFIX_MIN_PART = 256
 CHUNK_MIN_PART = 768
 # A prefix is read together if each member, and all of them together, need not read that many blocks again.
@@ -44,6 +47,7 @@ class DecodeWork:
     decode: DecodePlan
     prefix: PrefixPlan | None
     context_lens: Ints  # [E]
+    near: bool  # whether they go by `Tuning.near`
 
     def members(self) -> Ints:
         assert self.prefix is not None
@@ -71,6 +75,10 @@ class Planner:
         self._decode_splits = self._items(DECODE_SPLITS)
         self.chunk_splits = self._items(CHUNK_SPLITS)
         self.prefix_splits = self._items(PREFIX_SPLITS)
+        # All at once, one round of programs: they have a multiprocessor each.
+        fewest, most = NEAR_DECODES
+        most = 0 if tuning.near is None else min(most, self._items(tuning.near.programs))
+        self.near_sizes = range(fewest, most + 1)
         self._known: tuple[bytes, int] = (b"", -1)
         self._prefix: PrefixPlan | None = None
 
@@ -109,17 +117,22 @@ class Planner:
 
     # ---- plans ----
 
-    def decodes(self, context_lens: Ints, rows: Ints, tables: Ints, version: int) -> DecodeWork:
-        """[E] each; `version` changes whenever a row gets another request."""
+    def decodes(
+        self, context_lens: Ints, rows: Ints, tables: Ints, version: int, alone: bool = True
+    ) -> DecodeWork:
+        """[E] each; `version` changes whenever a row gets another request. `alone`: the step has no chunks."""
         prefix = self._find_prefix(context_lens, rows, tables, version) if self.share_prefixes else None
         num_entries = len(rows)
         min_part = min(DECODE_MIN_PART * num_entries, DECODE_MOST_MIN_PART)
-        min_part = max(min_part, -(-int(context_lens.max(initial=0)) // DECODE_MOST_PARTS))
-        tile = self.tuning.decode_for(num_entries)
+        longest = int(context_lens.max(initial=0))
+        min_part = max(min_part, -(-longest // DECODE_MOST_PARTS))
+        near = alone and num_entries in self.near_sizes and longest <= NEAR_CONTEXT
+        tile = self.tuning.decode_for(num_entries, near)
         at_once = self._items(tile.programs)
-        extra_items = max(self._decode_splits, at_once - num_entries)
+        # A second round of near ones would take as long as the first.
+        extra_items = max(1 if near else self._decode_splits, at_once - num_entries)
         plan = plan_decode(context_lens, rows, prefix, extra_items, at_once, tile.keys, min_part)
-        return DecodeWork(plan, prefix, context_lens)
+        return DecodeWork(plan, prefix, context_lens, near)
 
     def _find_prefix(self, context_lens: Ints, rows: Ints, tables: Ints, version: int) -> PrefixPlan | None:
         known = (rows.tobytes(), version)

@@ -35,15 +35,19 @@ class Tuning:
     chunk: Tile
     descriptors: bool  # whether the device copies whole tiles by itself (TMA), and tiles are such that it can
     early: bool = False  # whether kernels start before those they wait for are done
+    # For a few decodes of short contexts: what a program has on its way is much of what it reads.
+    near: Tile | None = None
 
-    def decode_for(self, num_tokens: int) -> Tile:
+    def decode_for(self, num_tokens: int, near: bool) -> Tile:
         """For a step of so many tokens."""
+        if near and self.near is not None:
+            return self.near
         return next(tile for most, tile in self.decodes if num_tokens <= most)
 
     @property
     def most_programs(self) -> float:
         """Of a decode, whatever the step."""
-        return max(tile.programs for _, tile in self.decodes)
+        return max(tile.programs for _, tile in self.decodes)  # `near` has no more
 
     @property
     def prefix_members(self) -> int:
@@ -96,4 +100,5 @@ def choose(dtype: torch.dtype, head_dim: int, group: int, device: torch.device) 
         chunk=Tile(128, 128 if dim <= 128 else 64, 8, stages),
         descriptors=head_dim == dim,
         early=True,
+        near=Tile(decode_rows, 2 * keys, 4, 3, merged=8192, programs=1.0),
     )

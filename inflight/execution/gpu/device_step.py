@@ -79,11 +79,12 @@ class DeviceStep:
         work: DecodeWork | None = None
         if num_decodes:
             contexts, entry_rows = host.context_lens[:num_decodes], host.rows[:num_decodes]
-            work = self.planner.decodes(contexts, entry_rows, rows.mirror, rows.version)
+            alone = host.only_decodes
+            work = self.planner.decodes(contexts, entry_rows, rows.mirror, rows.version, alone)
         shared = work is not None and work.prefix is not None
         num_samples = len(host.sampling_entries)
         if host.only_decodes:
-            shape = self.buckets.decode(num_decodes, draws, shared)
+            shape = self.buckets.decode(num_decodes, draws, shared, work is not None and work.near)
         else:
             num_chunks = len(host.rows) - num_decodes
             shape = self.buckets.mixed(host.num_tokens, num_decodes, num_chunks, num_samples, draws, shared)
@@ -151,6 +152,7 @@ class DeviceStep:
             slots=part["slots"],
             block_tables=rows.block_tables,
             decodes=_items(part, "decode", planner.max_decode_items(shape.num_decodes)),
+            near=shape.near,
             prefixes=_items(part, "prefix", planner.prefix_programs) if shape.prefix else None,
             members=part["members"] if shape.prefix else None,
             chunks=_items(part, "chunk", max_chunks) if shape.chunks else None,

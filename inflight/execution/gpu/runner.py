@@ -82,9 +82,9 @@ class GpuRunner:
         self.sampling = SamplingRows(max_rows, spec.vocab_size, device)
         self.sampler = Sampler(self.sampling)
         self.draw_workspace = DrawWorkspace.allocate(max_rows, spec.vocab_size, device)
-        self.buckets = Buckets(max_rows, max_tokens)
         processors = _num_processors(device)
         planner = Planner(decoder.attention.tuning, spec.num_kv_heads, block_size, max_rows, processors)
+        self.buckets = Buckets(max_rows, max_tokens, planner.near_sizes)
         workspace = planner.workspace(spec.num_heads, spec.num_kv_heads, spec.head_dim, device)
         self.step = DeviceStep(self.rows, self.buckets, planner, workspace)
         self.steps: StepGraphs[Tensor] | EagerSteps[Tensor]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Collection
 from dataclasses import dataclass
 
 # Below each bound, sizes are this far apart.
@@ -24,6 +25,7 @@ class StepShape:
     num_chunks: int  # entries besides decodes
     num_samples: int  # 0: sampling happens outside, on the hidden states
     prefix: bool  # whether decodes that share a prefix read it together
+    near: bool = False  # whether all contexts are short, where that has a kernel of its own: `Tuning.near`
 
     @property
     def chunks(self) -> bool:
@@ -33,8 +35,10 @@ class StepShape:
 class Buckets:
     """Which sizes there are. Small steps are rounded finely: their time goes with their size soonest."""
 
-    def __init__(self, max_entries: int, max_tokens: int) -> None:
+    def __init__(self, max_entries: int, max_tokens: int, near_sizes: Collection[int] = ()) -> None:
+        """`near_sizes`: of decodes whose contexts may be near."""
         self.max_entries = max_entries
+        self._near_sizes = near_sizes
         self.decodes = _sizes(max_entries, DECODE_STEPS)
         self.tokens = token_sizes(max_tokens)
 
@@ -46,7 +50,11 @@ class Buckets:
 
     def usual(self) -> list[StepShape]:
         """What nearly all steps are like, those that take the most memory first."""
-        decodes = [self.decode(size, samples=True, prefix=False) for size in self.decodes]
+        decodes = [
+            self.decode(size, samples=True, prefix=False, near=near)
+            for size in self.decodes
+            for near in (False, size in self._near_sizes)
+        ]
         mixed = [
             self.mixed(tokens, size, 1, size, samples=True, prefix=False)
             for tokens in self.tokens
@@ -54,10 +62,10 @@ class Buckets:
         ]
         return sorted({*decodes, *mixed}, key=lambda shape: (-shape.num_tokens, -shape.num_samples))
 
-    def decode(self, count: int, samples: bool, prefix: bool) -> StepShape:
+    def decode(self, count: int, samples: bool, prefix: bool, near: bool = False) -> StepShape:
         """A step of `count` entries with one token each."""
         size = _round_up(count, self.decodes)
-        return StepShape(size, size, 0, size if samples else 0, prefix)
+        return StepShape(size, size, 0, size if samples else 0, prefix, near)
 
     def mixed(
         self,
