@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 
 from inflight import LLM, SamplingParams, loading
 from inflight.attention.triton import rope_write
+from inflight.attention.triton.decode import decode_attention
+from inflight.attention.triton.tuning import Tuning, choose
 from inflight.errors import DeviceLostError
 from inflight.execution.platforms import platform
 from inflight.scheduling import Batch
@@ -94,6 +97,32 @@ def test_prefixes_are_read_together_where_blocks_are_shared(
     monkeypatch.setattr("inflight.attention.triton.planner.PREFIX_MIN_SAVED", 2)
     assert answers(folder, greedy()) == on_the_cpu
     assert any(shape.prefix for shape in interpreted.runners[-1].step.shapes_met)
+
+
+def test_short_contexts_have_a_tile_of_their_own(
+    folder: Path, on_the_cpu: list[Any], interpreted: InterpretedPlatform, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as they are short, and in steps without chunks."""
+    used: set[int] = set()
+
+    def tuned(*args: Any) -> Tuning:
+        tuning = choose(*args)
+        return replace(tuning, near=replace(tuning.decodes[0][1], keys=16))
+
+    def watched(*args: Any) -> None:
+        used.add(args[6].keys)
+        decode_attention(*args)
+
+    monkeypatch.setattr("tests.execution.gpu.interpreted.choose", tuned)
+    monkeypatch.setattr("inflight.attention.triton.backend.decode_attention", watched)
+    monkeypatch.setattr("inflight.attention.triton.planner.NEAR_CONTEXT", 35)
+    monkeypatch.setattr("inflight.execution.gpu.runner._num_processors", lambda _: 8)
+    assert answers(folder, greedy(), enable_prefix_caching=False) == on_the_cpu
+    shapes = interpreted.runners[-1].step.shapes_met
+    assert {shape.near for shape in shapes if not shape.chunks} == {False, True}
+    assert not any(shape.near for shape in shapes if shape.chunks)
+    assert len(used) == 2
+    assert 16 in used
 
 
 def test_sampling_inside_and_apart_draw_what_the_cpu_draws(
