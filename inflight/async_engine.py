@@ -14,7 +14,7 @@ from inflight.config import EngineConfig, ProcessConfig
 from inflight.engine import EngineClient, EngineStats, Health, InprocClient, ModelFacts, RequestState
 from inflight.errors import ConfigError, EngineError, ParameterError, RequestError
 from inflight.events import Delta
-from inflight.frontend import Assembler, Front, Prompt
+from inflight.frontend import Frontend, OutputProcessor, Prompt
 from inflight.options import engine_config
 from inflight.outputs import CompletionOutput, RequestOutput
 from inflight.request import MAX_N, Request, SamplingParams
@@ -36,8 +36,8 @@ class AsyncEngine:
     Leaving the loop, or cancelling the task, ends the request and frees its blocks.
     """
 
-    def __init__(self, front: Front, client: EngineClient, facts: ModelFacts) -> None:
-        self._front = front
+    def __init__(self, frontend: Frontend, client: EngineClient, facts: ModelFacts) -> None:
+        self._frontend = frontend
         self._client = client
         self.facts = facts
         self._ids = itertools.count()
@@ -74,7 +74,7 @@ class AsyncEngine:
             ) from error
         client = await ProcessClient.start(config, process, progress)
         try:
-            front = await asyncio.to_thread(Front.of, config, client.facts)
+            front = await asyncio.to_thread(Frontend.of, config, client.facts)
         except BaseException:
             await client.close()
             raise
@@ -101,27 +101,29 @@ class AsyncEngine:
             raise ParameterError(
                 f"output_kind is {output_kind!r}: allowed are {', '.join(get_args(OutputKind))}"
             )
-        params = self._front.default_sampling_params() if sampling_params is None else sampling_params
+        params = self._frontend.default_sampling_params() if sampling_params is None else sampling_params
         name = request_id if request_id is not None else f"request-{next(self._ids)}"
         if name in self._children:
             raise RequestError(f"request id {name!r} is already in use")
-        text, requests = self._front.intake.requests(name, prompt, params, priority, tenant, cache_salt)
-        assembler = Assembler(name, text, requests, self._front.tokenizer)
+        text, requests = self._frontend.input_processor.requests(
+            name, prompt, params, priority, tenant, cache_salt
+        )
+        output_processor = OutputProcessor(name, text, requests, self._frontend.tokenizer)
         self._children[name] = {request.request_id for request in requests}
         sent = _Sent()
         try:
             async with contextlib.aclosing(self._deltas(name, requests)) as deltas:
                 async for delta in deltas:
-                    if assembler.push(delta):
+                    if output_processor.push(delta):
                         await self._client.abort(delta.request_id, "stop")
                     if delta.error is not None:
                         raise EngineError(delta.error)
-                    finished = assembler.finished
+                    finished = output_processor.finished
                     if finished or output_kind != "final":
                         yield (
-                            sent.trim(assembler.output())
+                            sent.trim(output_processor.output())
                             if output_kind == "delta"
-                            else _snapshot(assembler.output())
+                            else _snapshot(output_processor.output())
                         )
                     if finished:
                         return
@@ -141,7 +143,7 @@ class AsyncEngine:
         **options: Any,
     ) -> AsyncGenerator[RequestOutput]:
         """`generate`, with its options, for a conversation: through the checkpoint's chat template."""
-        template, tokenizer = self._front.chat_template, self.tokenizer
+        template, tokenizer = self._frontend.chat_template, self.tokenizer
         text = await asyncio.to_thread(
             template.render,
             messages,
@@ -208,9 +210,9 @@ class AsyncEngine:
     # ---- around it ----
 
     @property
-    def front(self) -> Front:
+    def frontend(self) -> Frontend:
         """The text side, for those who make requests themselves."""
-        return self._front
+        return self._frontend
 
     @property
     def client(self) -> EngineClient:
@@ -219,13 +221,13 @@ class AsyncEngine:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        if self._front.tokenizer is None:
+        if self._frontend.tokenizer is None:
             raise ConfigError("this engine runs without a tokenizer")
-        return self._front.tokenizer
+        return self._frontend.tokenizer
 
     @property
     def max_model_len(self) -> int:
-        return self._front.max_model_len
+        return self._frontend.max_model_len
 
     async def stats(self) -> EngineStats:
         return await self._client.stats()
@@ -236,7 +238,7 @@ class AsyncEngine:
     async def close(self, drain: float = 0.0) -> None:
         """Stop the loop. Requests may take up to `drain` seconds to end; streams open then end with an error."""
         await self._client.close(drain)
-        self._front.close()
+        self._frontend.close()
 
     async def __aenter__(self) -> AsyncEngine:
         return self

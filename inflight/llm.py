@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from inflight.engine import EngineStats, StepObserver
 from inflight.errors import ConfigError, EngineError, ParameterError, RequestError
-from inflight.frontend import Assembler, Prompt, split_prompts
+from inflight.frontend import OutputProcessor, Prompt, split_prompts
 from inflight.interrupts import held_interrupts
 from inflight.loading import LoadedEngine, engine_config, load_engine
 from inflight.outputs import RequestOutput
@@ -24,7 +24,7 @@ from inflight.text import Tokenizer
 logger = logging.getLogger(__name__)
 
 Messages = Sequence[Mapping[str, Any]]
-Job = tuple[Assembler, list[Request]]
+Job = tuple[OutputProcessor, list[Request]]
 T = TypeVar("T")
 
 
@@ -115,36 +115,40 @@ class LLM:
     def _prepare(self, prompt: Prompt, params: SamplingParams, priority: int, tenant: str) -> Job:
         request_id = str(self._num_requests)
         self._num_requests += 1
-        text, requests = self._engine.intake.requests(request_id, prompt, params, priority, tenant)
-        return Assembler(request_id, text, requests, self._engine.tokenizer), requests
+        text, requests = self._engine.input_processor.requests(request_id, prompt, params, priority, tenant)
+        return OutputProcessor(request_id, text, requests, self._engine.tokenizer), requests
 
     def _run(self, jobs: list[Job], show: bool) -> list[RequestOutput]:
         if self._closed:
             raise EngineError("this LLM was closed")
         core = self._engine.core
-        assemblers = {request.request_id: assembler for assembler, requests in jobs for request in requests}
+        output_processors = {
+            request.request_id: output_processor
+            for output_processor, requests in jobs
+            for request in requests
+        }
         with held_interrupts() as let_go:
             try:
                 for _, requests in jobs:
                     for request in requests:
                         core.add(request)
-                with _generation_bar(len(assemblers), show) as advance:
+                with _generation_bar(len(output_processors), show) as advance:
                     while core.has_work:
                         let_go()  # between two steps, where all books are in order
                         deltas = core.step()
                         for delta in deltas:
-                            if assemblers[delta.request_id].push(delta):
+                            if output_processors[delta.request_id].push(delta):
                                 deltas += core.abort(delta.request_id, "stop")[1]
                         advance(deltas)
             except BaseException:  # Ctrl-C above all
-                self._clear(assemblers)
+                self._clear(output_processors)
                 raise
-        outputs = [assembler.output() for assembler, _ in jobs]
+        outputs = [output_processor.output() for output_processor, _ in jobs]
         failed = [answer.error for output in outputs for answer in output.outputs if answer.error]
-        if failed and len(failed) == len(assemblers):
+        if failed and len(failed) == len(output_processors):
             raise EngineError(f"all {len(failed)} requests failed; the first with: {failed[0]}")
         if failed:
-            logger.warning("%d of %d requests failed", len(failed), len(assemblers))
+            logger.warning("%d of %d requests failed", len(failed), len(output_processors))
         return outputs
 
     def _clear(self, request_ids: Iterable[str]) -> None:
@@ -179,7 +183,7 @@ class LLM:
     @property
     def vocab_size(self) -> int:
         """The width of the logits."""
-        return self._engine.intake.vocab_size
+        return self._engine.input_processor.vocab_size
 
     def stats(self) -> EngineStats:
         return self._engine.core.stats()

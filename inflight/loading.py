@@ -13,7 +13,7 @@ from inflight.config import EngineConfig, SchedulerConfig
 from inflight.engine import EngineCore, ModelFacts
 from inflight.errors import ConfigError, EngineError, ModelError
 from inflight.execution.platforms import Platform, platform
-from inflight.frontend import Front, Intake
+from inflight.frontend import Frontend, InputProcessor
 from inflight.kv import BlockManager, ChainHashCache, NoPrefixCache
 from inflight.kv.budget import fit_context
 from inflight.models.checkpoint import Checkpoint, open_checkpoint
@@ -22,7 +22,7 @@ from inflight.models.defaults import default_sampling, eos_token_ids, resolve_co
 from inflight.models.families import decoder_spec
 from inflight.models.weights import load_decoder
 from inflight.options import engine_config as engine_config
-from inflight.scheduling import Limits, Policy, Scheduler, TimedPace, make_policy
+from inflight.scheduling import Limits, Policy, Scheduler, TimedTokenBudget, make_policy
 from inflight.text import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ LoadProgress = Callable[[int, int], None]  # bytes done, bytes in all
 
 
 @dataclass
-class LoadedEngine(Front):
+class LoadedEngine(Frontend):
     """An engine and what belongs to its model."""
 
     platform: Platform
@@ -45,9 +45,9 @@ class LoadedEngine(Front):
         limits, pool = self.core.scheduler.limits, self.core.scheduler.blocks.pool
         return ModelFacts(
             model=self.config.model.model,
-            vocab_size=self.intake.vocab_size,
+            vocab_size=self.input_processor.vocab_size,
             max_model_len=self.max_model_len,
-            eos_token_ids=self.intake.eos_token_ids,
+            eos_token_ids=self.input_processor.eos_token_ids,
             default_params=self.default_params,
             tokenizer_folder=None if folder is None else str(folder.absolute()),
             device=self.platform.describe(),
@@ -109,9 +109,9 @@ def load_engine(config: EngineConfig, progress: LoadProgress | None = None) -> L
     eos = eos_token_ids(checkpoint.config, checkpoint.generation_config)
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         eos = tuple(dict.fromkeys((*eos, tokenizer.eos_token_id)))
-    intake = Intake.create(tokenizer, spec.vocab_size, max_model_len, eos, model.seed)
+    input_processor = InputProcessor.create(tokenizer, spec.vocab_size, max_model_len, eos, model.seed)
     recommended = default_sampling(checkpoint.generation_config)
-    return LoadedEngine(config, tokenizer, intake, recommended, place, core, decoder)
+    return LoadedEngine(config, tokenizer, input_processor, recommended, place, core, decoder)
 
 
 def load_core(config: EngineConfig, progress: LoadProgress) -> tuple[EngineCore, ModelFacts]:
@@ -172,8 +172,10 @@ def _build_core(
     cache = ChainHashCache(block_size) if config.cache.enable_prefix_caching else NoPrefixCache()
     target = place.target_step_ms if options.target_step_ms is None else options.target_step_ms
     max_tokens = limits.max_num_batched_tokens
-    pace = TimedPace(max_tokens, target / 1000, place.step_sizes(max_tokens)) if target else None
-    scheduler = Scheduler(limits, policy, BlockManager(num_blocks, block_size, cache), pace)
+    token_budget = (
+        TimedTokenBudget(max_tokens, target / 1000, place.step_sizes(max_tokens)) if target else None
+    )
+    scheduler = Scheduler(limits, policy, BlockManager(num_blocks, block_size, cache), token_budget)
     runner = place.runner(config, decoder, num_blocks, max_model_len)
     depth = options.pipeline_depth or place.pipeline_depth
     return EngineCore(scheduler, runner, depth, options.max_queue)

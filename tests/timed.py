@@ -10,7 +10,7 @@ from inflight.engine.core import EngineCore
 from inflight.engine.fake import FakeRunner
 from inflight.events import StepRecord
 from inflight.kv import BlockManager, NoPrefixCache
-from inflight.scheduling import Batch, Limits, Pace, Sampled, Scheduler, make_policy
+from inflight.scheduling import Batch, Limits, Sampled, Scheduler, TokenBudget, make_policy
 from tests.helpers import make_request
 
 MAX_TOKENS = 4096
@@ -44,7 +44,7 @@ class TimedRunner(FakeRunner):
 class Timed:
     """An engine over such a device."""
 
-    pace: Pace
+    token_budget: TokenBudget
     depth: int = 1
     sizes_of_steps: Sequence[int] = ()
 
@@ -52,7 +52,7 @@ class Timed:
         self.runner = TimedRunner(2048, 16, self.sizes_of_steps)
         blocks = BlockManager(2048, 16, NoPrefixCache())
         limits = Limits(64, MAX_TOKENS, 1 << 30)
-        scheduler = Scheduler(limits, make_policy("continuous"), blocks, self.pace)
+        scheduler = Scheduler(limits, make_policy("continuous"), blocks, self.token_budget)
         self.core = EngineCore(scheduler, self.runner, self.depth, clock=lambda: self.runner.now)
         self.records: list[StepRecord] = []
         self.core.observers.append(self.records.append)

@@ -68,7 +68,9 @@ def measure(
     """Run the jobs under a strategy on an engine of its own over the same weights."""
     core = engine.use(policy=strategy, max_num_seqs=num_slots)
     _warm_up(core, engine)
-    requests = [engine.intake.requests(job.request_id, job.prompt_ids, job.params)[1][0] for job in jobs]
+    requests = [
+        engine.input_processor.requests(job.request_id, job.prompt_ids, job.params)[1][0] for job in jobs
+    ]
     watch = _Watch()
     core.observers.append(watch)
     device = engine.decoder.device
@@ -126,9 +128,9 @@ def _warm_up(core: EngineCore, engine: LoadedEngine) -> None:
     """What only the first step of a process or an engine pays is no strategy's fault."""
     rng = Random(0)
     size = min(WARM_UP_TOKENS, engine.max_model_len - WARM_UP_TOKENS)
-    ids = [rng.randrange(engine.intake.vocab_size) for _ in range(max(size, 1))]
+    ids = [rng.randrange(engine.input_processor.vocab_size) for _ in range(max(size, 1))]
     params = SamplingParams(max_tokens=WARM_UP_TOKENS, ignore_eos=True, seed=0)
-    core.add(engine.intake.requests("warm-up", ids, params)[1][0])
+    core.add(engine.input_processor.requests("warm-up", ids, params)[1][0])
     while core.has_work:
         core.step()
     core.scheduler.blocks.drop_cache()

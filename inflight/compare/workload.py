@@ -136,6 +136,6 @@ def _ragged(workload: Workload, engine: LoadedEngine) -> list[_Asked]:
     asked: list[_Asked] = []
     for _ in range(workload.num_requests):
         num_prompt, num_output = rng.randint(low, high), rng.randint(low, high)
-        ids = [rng.randrange(engine.intake.vocab_size) for _ in range(num_prompt)]
+        ids = [rng.randrange(engine.input_processor.vocab_size) for _ in range(num_prompt)]
         asked.append((f"{num_prompt} random tokens", ids, num_output))
     return asked

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from inflight.engine.forecast import Forecast
 from inflight.engine.runner import Runner
+from inflight.engine.step_time import StepTimes
 from inflight.errors import DeviceLostError, EngineError, QueueFullError
 from inflight.events import Delta, KVUsage, SlotRecord, StepRecord
 from inflight.request import Request
@@ -58,7 +58,7 @@ class EngineCore:
         self.observers: list[StepObserver] = []
         self._in_flight: deque[tuple[Batch, Any, float]] = deque()  # batch, ticket, when it was scheduled
         self._collected_at = -math.inf
-        self._forecast = Forecast()
+        self._step_times = StepTimes()
         # Seconds that the last steps took from being scheduled to being launched.
         self._leads = deque((0.0,), maxlen=4)
         self._num_prompt_tokens = self._num_output_tokens = self._num_steps = self._num_preemptions = 0
@@ -83,13 +83,13 @@ class EngineCore:
 
     # ---- the loop ----
 
-    def patience(self) -> float:
+    def schedule_delay(self) -> float:
         """Seconds that the next step may be put off, for requests that come meanwhile to be part of it: the one on
         the device will not be over before."""
         if self.pipeline_depth == 1 or len(self._in_flight) != 1:
             return 0.0
         batch, _, started_at = self._in_flight[0]
-        over_at = self._began_at(started_at) + self._forecast.seconds(batch)
+        over_at = self._began_at(started_at) + self._step_times.estimate(batch)
         return max(0.0, over_at - max(self._leads) - MARGIN - self.clock())
 
     def _began_at(self, started_at: float) -> float:
@@ -136,8 +136,8 @@ class EngineCore:
             return self._fail(batch, error)
         now = self.clock()
         seconds = now - self._began_at(started_at)
-        self._forecast.observe(batch, seconds)
-        self.scheduler.pace.observe(batch.num_tokens, seconds, batch.num_tokens > len(batch))
+        self._step_times.observe(batch, seconds)
+        self.scheduler.token_budget.observe(batch.num_tokens, seconds, batch.num_tokens > len(batch))
         self._collected_at = now
         deltas = self.scheduler.update(batch, sampled, now)
         self._num_steps += 1

@@ -12,8 +12,8 @@ from typing import Any
 
 from inflight.engine.client import Health, RequestState
 from inflight.engine.core import EngineCore, EngineStats, StepObserver
+from inflight.engine.delta_queue import DeltaQueue, DeltaStream
 from inflight.engine.history import History, state_of
-from inflight.engine.mailbox import Mailbox, MailStream
 from inflight.errors import EngineDeadError, RequestError
 from inflight.events import Delta, StepRecord
 from inflight.request import Request
@@ -27,13 +27,13 @@ DRAIN_POLL = 0.02
 class InprocClient:
     """Implements `EngineClient`. The thread owns the core: everything reaches it as a call to run between steps.
 
-    One event loop uses one client. News of a step crosses to it in a single call.
+    One event loop uses one client. What a step tells crosses to it in a single call.
     """
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._mailboxes: dict[str, Mailbox] = {}
+        self._queues: dict[str, DeltaQueue] = {}
         self._history = History()
         self._closing = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -64,7 +64,7 @@ class InprocClient:
             self._calls.qsize()
         )  # only these: a flood of questions must not keep the engine from stepping
         while True:
-            wait = None if num_left > 0 or not self._core.has_work else self._core.patience()
+            wait = None if num_left > 0 or not self._core.has_work else self._core.schedule_delay()
             if wait == 0:
                 return True
             try:
@@ -104,13 +104,13 @@ class InprocClient:
         for delta in deltas:
             if delta.record is not None:
                 self._history.add(delta.record)
-            mailbox = self._mailboxes.get(delta.request_id)
-            if mailbox is not None:
-                mailbox.put(delta)
+            queue = self._queues.get(delta.request_id)
+            if queue is not None:
+                queue.put(delta)
 
     def _end_streams(self) -> None:
-        for mailbox in self._mailboxes.values():
-            mailbox.fail(EngineDeadError(self._error))
+        for queue in self._queues.values():
+            queue.fail(EngineDeadError(self._error))
 
     async def _ask(self, function: Callable[[], Any]) -> Any:
         """Run `function` in the engine's thread, between two steps."""
@@ -146,13 +146,13 @@ class InprocClient:
     async def add(self, request: Request) -> None:
         if self._closing:
             raise EngineDeadError(self._error or "the engine is closing")
-        if request.request_id in self._mailboxes:
+        if request.request_id in self._queues:
             raise RequestError(f"request id {request.request_id!r} is already in use")
-        self._mailboxes[request.request_id] = Mailbox()
+        self._queues[request.request_id] = DeltaQueue()
         try:
             await self._ask(lambda: self._core.add(request))
         except BaseException:
-            self._mailboxes.pop(request.request_id, None)  # whoever gave up on it may have left already
+            self._queues.pop(request.request_id, None)  # whoever gave up on it may have left already
             self._abandon(request.request_id)  # it may have been cancelled while it was added
             raise
 
@@ -171,17 +171,17 @@ class InprocClient:
         self._calls.put(call)
 
     def stream(self, request_id: str) -> AsyncGenerator[Delta]:
-        mailbox = self._mailboxes.get(request_id)
-        if mailbox is None:
+        queue = self._queues.get(request_id)
+        if queue is None:
             raise RequestError(f"there is no request {request_id!r} to stream: add it first")
 
         def leave(running: bool) -> None:
-            if self._mailboxes.get(request_id) is mailbox:
-                del self._mailboxes[request_id]
+            if self._queues.get(request_id) is queue:
+                del self._queues[request_id]
                 if running:
                     self._abandon(request_id)
 
-        return MailStream(mailbox, leave)
+        return DeltaStream(queue, leave)
 
     async def abort(self, request_id: str, reason: str = "abort") -> int:
         num_freed: int = await self._ask(lambda: self._abort(request_id, reason))

@@ -6,11 +6,11 @@ from collections import deque
 from collections.abc import Callable
 
 from inflight.engine.core import EngineStats
-from inflight.engine.mailbox import merge
-from inflight.engine.wire import Answer, News
+from inflight.engine.delta_queue import merge
+from inflight.engine.wire import Reply, StepOutputs
 from inflight.events import Delta, StepRecord
 
-WINDOW = 64  # News on their way at any time; more wait here, merged
+WINDOW = 64  # StepOutputs on their way at any time; more wait here, merged
 STATS_EVERY = 0.05  # seconds, while steps follow each other
 MAX_STEPS = 1024  # records of steps kept for a front that does not take them
 
@@ -21,7 +21,7 @@ class Outbox:
 
     def __init__(
         self,
-        send: Callable[[News], None],
+        send: Callable[[StepOutputs], None],
         stats: Callable[[], EngineStats],
         clock: Callable[[], float],
     ) -> None:
@@ -31,7 +31,7 @@ class Outbox:
         self._handles: dict[str, int] = {}  # of the requests in the engine
         self._ids: dict[int, str] = {}  # the other way round
         self._deltas: dict[int, Delta] = {}  # by handle
-        self._answers: list[Answer] = []
+        self._replies: list[Reply] = []
         self._steps: deque[StepRecord] = deque(maxlen=MAX_STEPS)
         self._stats_at = -STATS_EVERY
         self._num_sent = self._num_taken = 0
@@ -44,12 +44,12 @@ class Outbox:
     def id_of(self, handle: int) -> str | None:
         return self._ids.get(handle)
 
-    def answer(self, answer: Answer) -> None:
-        self._answers.append(answer)
+    def reply(self, reply: Reply) -> None:
+        self._replies.append(reply)
 
     @property
-    def has_answers(self) -> bool:
-        return bool(self._answers)
+    def has_replies(self) -> bool:
+        return bool(self._replies)
 
     def observe(self, record: StepRecord) -> None:
         self._steps.append(record)
@@ -62,13 +62,13 @@ class Outbox:
             earlier = self._deltas.get(handle)
             self._deltas[handle] = delta if earlier is None else merge(earlier, delta)
 
-    def taken(self, num_news: int) -> None:
-        """The front has taken in so many News."""
-        self._num_taken = max(self._num_taken, min(num_news, self._num_sent))
+    def taken(self, num_taken: int) -> None:
+        """The front has taken in so many StepOutputs."""
+        self._num_taken = max(self._num_taken, min(num_taken, self._num_sent))
 
     def flush(self, idle: bool) -> None:
         """Send what is there, if the front keeps up."""
-        if not (self._deltas or self._answers or self._steps) or self._num_sent - self._num_taken >= WINDOW:
+        if not (self._deltas or self._replies or self._steps) or self._num_sent - self._num_taken >= WINDOW:
             return
         handles, token_ids, others = [], [], []
         for handle, delta in self._deltas.items():
@@ -79,9 +79,9 @@ class Outbox:
             else:
                 others.append((handle, delta))
         now, stats = self._clock(), None
-        if idle or self._answers or now - self._stats_at >= STATS_EVERY:
+        if idle or self._replies or now - self._stats_at >= STATS_EVERY:
             stats, self._stats_at = self._stats(), now
-        self._send(News(handles, token_ids, others, self._answers, list(self._steps), stats))
+        self._send(StepOutputs(handles, token_ids, others, self._replies, list(self._steps), stats))
         self._num_sent += 1
-        self._deltas, self._answers = {}, []
+        self._deltas, self._replies = {}, []
         self._steps.clear()

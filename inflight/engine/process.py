@@ -16,17 +16,17 @@ import msgspec
 from inflight.config import EngineConfig, ProcessConfig
 from inflight.engine.client import Health, ModelFacts, RequestState
 from inflight.engine.core import EngineStats, StepObserver
+from inflight.engine.delta_queue import DeltaQueue, DeltaStream
 from inflight.engine.history import History
-from inflight.engine.mailbox import Mailbox, MailStream
 from inflight.engine.supervisor import LoadProgress, Supervisor
-from inflight.engine.wire import Abort, Ack, Answer, Describe, Message, News, Watch, encode_add
+from inflight.engine.wire import Abort, Ack, Describe, Message, Reply, StepOutputs, Watch, encode_add
 from inflight.errors import ConfigError, EngineDeadError, InflightError, QueueFullError, RequestError
 from inflight.events import Delta, RequestRecord, StepRecord
 from inflight.request import Request
 
 logger = logging.getLogger(__name__)
 
-ACK_EVERY = 16  # News; a fraction of the engine's window
+ACK_EVERY = 16  # StepOutputs; a fraction of the engine's window
 MAX_CALLS = 1 << 16  # unanswered at a time
 DRAIN_POLL = 0.02
 
@@ -37,7 +37,7 @@ class _Entry:
 
     handle: int
     record: RequestRecord  # as far as this side knows it
-    mailbox: Mailbox = field(default_factory=Mailbox)
+    queue: DeltaQueue = field(default_factory=DeltaQueue)
 
 
 class ProcessClient:
@@ -59,10 +59,10 @@ class ProcessClient:
         self._numbers = itertools.count(1)
         self._entries: dict[str, _Entry] = {}  # by request id, until their stream has ended
         self._open: dict[int, _Entry] = {}  # by handle, until the engine has ended them
-        self._calls: dict[int, asyncio.Future[Answer]] = {}
+        self._calls: dict[int, asyncio.Future[Reply]] = {}
         self._history = History()
         self._observers: list[StepObserver] = []
-        self._num_news = 0
+        self._num_received = 0
 
     @classmethod
     async def start(
@@ -80,19 +80,19 @@ class ProcessClient:
 
     @property
     def process_id(self) -> int | None:
-        return self._supervisor.child.process_id
+        return self._supervisor.engine_process.process_id
 
     @property
     def num_dropped_frames(self) -> int:
         """Frames that one side could not read."""
-        return self._supervisor.child.codec.num_dropped + self._supervisor.num_dropped
+        return self._supervisor.engine_process.codec.num_dropped + self._supervisor.num_dropped
 
     # ---- what comes from the engine ----
 
     def _begin(self, facts: ModelFacts, stats: EngineStats) -> None:
         """A process is ready, the first or a later one."""
         self.facts, self._stats = facts, stats
-        self._num_news = 0
+        self._num_received = 0
         if self._observers:
             self._send(Watch(True))
 
@@ -102,38 +102,38 @@ class ProcessClient:
             for entry in self._open.values():
                 entry.record.finish_reason, entry.record.finished_at = "error", self._clock()
                 self._history.add(entry.record)
-                entry.mailbox.fail(EngineDeadError(reason))
+                entry.queue.fail(EngineDeadError(reason))
             self._open.clear()
-        for answer in self._calls.values():
-            if not answer.done():
-                answer.set_exception(EngineDeadError(reason))
+        for reply in self._calls.values():
+            if not reply.done():
+                reply.set_exception(EngineDeadError(reason))
         self._calls.clear()
 
-    def _deliver(self, news: News) -> None:
-        for handle, token_id in zip(news.handles, news.token_ids, strict=False):
+    def _deliver(self, outputs: StepOutputs) -> None:
+        for handle, token_id in zip(outputs.handles, outputs.token_ids, strict=False):
             entry = self._open.get(handle)
             if entry is not None:
-                entry.mailbox.put(Delta(entry.record.request_id, [token_id]))
-        for handle, delta in news.deltas:
+                entry.queue.put(Delta(entry.record.request_id, [token_id]))
+        for handle, delta in outputs.deltas:
             entry = self._open.get(handle)
             if entry is None:
                 continue
             if delta.finish_reason is not None:
                 del self._open[handle]
                 self._history.add(delta.record or entry.record)
-            entry.mailbox.put(delta)
-        for answer in news.answers:
-            call = self._calls.pop(answer.call, None)
+            entry.queue.put(delta)
+        for reply in outputs.replies:
+            call = self._calls.pop(reply.call, None)
             if call is not None and not call.done():
-                call.set_result(answer)
-        if news.stats is not None:
-            self._stats = news.stats
-        for record in news.steps:
+                call.set_result(reply)
+        if outputs.stats is not None:
+            self._stats = outputs.stats
+        for record in outputs.steps:
             self._observe(record)
         self._supervisor.working = bool(self._open)
-        self._num_news += 1
-        if self._num_news % ACK_EVERY == 0:
-            self._send(Ack(self._num_news))
+        self._num_received += 1
+        if self._num_received % ACK_EVERY == 0:
+            self._send(Ack(self._num_received))
 
     def _observe(self, record: StepRecord) -> None:
         for observer in self._observers[:]:
@@ -146,23 +146,23 @@ class ProcessClient:
     # ---- what it is asked ----
 
     def _send(self, message: Message) -> None:
-        self._supervisor.child.send(message)
+        self._supervisor.engine_process.send(message)
 
-    async def _ask(self, call: int, send: Callable[[], None]) -> Answer:
+    async def _ask(self, call: int, send: Callable[[], None]) -> Reply:
         trouble = self._supervisor.trouble()
         if trouble is not None:
             raise EngineDeadError(trouble)
         if len(self._calls) >= MAX_CALLS:
             raise QueueFullError(f"{MAX_CALLS} calls to the engine are unanswered, which is the limit")
-        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         send()
-        self._calls[call] = answer
+        self._calls[call] = reply
         try:
-            found = await answer
+            found = await reply
         finally:
             self._calls.pop(call, None)
-        if found.problem is not None:
-            raise found.problem.error()
+        if found.remote_error is not None:
+            raise found.remote_error.error()
         return found
 
     async def add(self, request: Request) -> None:
@@ -175,8 +175,8 @@ class ProcessClient:
         entry = _Entry(handle, request.record)
 
         def send() -> None:
-            child = self._supervisor.child
-            child.send_frame(encode_add(child.codec, handle, request))
+            engine_process = self._supervisor.engine_process
+            engine_process.send_frame(encode_add(engine_process.codec, handle, request))
             self._open[handle] = self._entries[request.request_id] = entry
 
         try:
@@ -205,7 +205,7 @@ class ProcessClient:
                 if running:
                     self._abandon(entry)
 
-        return MailStream(entry.mailbox, leave)
+        return DeltaStream(entry.queue, leave)
 
     async def abort(self, request_id: str, reason: str = "abort") -> int:
         entry = self._entries.get(request_id)
@@ -213,20 +213,20 @@ class ProcessClient:
             return 0
         call = next(self._numbers)
         try:
-            answer = await self._ask(call, lambda: self._send(Abort(call, entry.handle, reason)))
+            reply = await self._ask(call, lambda: self._send(Abort(call, entry.handle, reason)))
         except EngineDeadError:
             if entry.handle in self._open:
                 raise
             return 0  # it ended with its process
-        return answer.num_freed
+        return reply.num_freed
 
     async def describe(self, request_id: str) -> RequestState | None:
         entry = self._entries.get(request_id)
         if entry is not None and entry.handle in self._open:
             call = next(self._numbers)
-            answer = await self._ask(call, lambda: self._send(Describe(call, entry.handle)))
-            if answer.state is not None:
-                return self._history.complete(answer.state)
+            reply = await self._ask(call, lambda: self._send(Describe(call, entry.handle)))
+            if reply.state is not None:
+                return self._history.complete(reply.state)
         return self._history.get(request_id)
 
     def watch(self, observer: StepObserver) -> Callable[[], None]:

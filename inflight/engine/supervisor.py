@@ -11,10 +11,10 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from inflight.config import ProcessConfig
-from inflight.engine.child import Child
 from inflight.engine.client import Health, ModelFacts
 from inflight.engine.core import EngineStats
-from inflight.engine.wire import Beat, Failed, News, Progress, Ready, Start, Stopped, ToFront
+from inflight.engine.engine_process import EngineProcess
+from inflight.engine.wire import Failed, Heartbeat, Progress, Ready, Start, StepOutputs, Stopped, ToFront
 from inflight.errors import EngineDeadError, InflightError
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ FIRST_PAUSE = 0.5  # seconds before a second restart in a row; then twice as lon
 class Supervisor:
     """One engine process after the other.
 
-    Tells its owner of news (`on_news`), of every new process that is ready (`on_ready`), and why calls will not be
+    Tells its owner of news (`on_outputs`), of every new process that is ready (`on_ready`), and why calls will not be
     answered (`on_trouble`, with whether all requests are lost too).
     """
 
@@ -37,11 +37,11 @@ class Supervisor:
         options: dict[str, Any],
         process: ProcessConfig,
         progress: LoadProgress | None,
-        on_news: Callable[[News], None],
+        on_outputs: Callable[[StepOutputs], None],
         on_ready: Callable[[ModelFacts, EngineStats], None],
         on_trouble: Callable[[str, bool], None],
     ) -> None:
-        self.child: Child
+        self.engine_process: EngineProcess
         self.state: Literal["starting", "running", "restarting", "dead", "closed"] = "starting"
         self.num_dropped = 0  # frames that the process could not read
         self.working = False  # whether the engine has requests, as far as is known
@@ -50,7 +50,7 @@ class Supervisor:
         self._options = options
         self._process = process
         self._progress = progress
-        self._on_news = on_news
+        self._on_outputs = on_outputs
         self._on_ready = on_ready
         self._on_trouble = on_trouble
         self._clock = time.monotonic
@@ -72,25 +72,25 @@ class Supervisor:
             await asyncio.gather(self._task, return_exceptions=True)
         self.state, self._error = "closed", "the engine was closed"
         self._on_trouble(self._error, True)
-        await self.child.end()
+        await self.engine_process.end()
 
     # ---- the life of a process ----
 
     async def _launch(self) -> None:
         self._ready = asyncio.get_running_loop().create_future()
-        child = self.child = Child(self._receive, self._process.log_format)
+        engine_process = self.engine_process = EngineProcess(self._receive, self._process.log_format)
         greeting = asyncio.ensure_future(
-            child.greet(Start(self._build, self._options, self._process.heartbeat))
+            engine_process.greet(Start(self._build, self._options, self._process.heartbeat))
         )
-        dying = asyncio.ensure_future(child.exited.wait())
+        dying = asyncio.ensure_future(engine_process.exited.wait())
         try:
             await asyncio.wait((self._ready, dying), return_when=asyncio.FIRST_COMPLETED)
             if not self._ready.done():
-                raise EngineDeadError(f"{child.reason} while it was starting")
+                raise EngineDeadError(f"{engine_process.reason} while it was starting")
             ready = self._ready.result()
         except BaseException:
-            child.kill()
-            await child.exited.wait()
+            engine_process.kill()
+            await engine_process.exited.wait()
             raise
         finally:
             greeting.cancel()
@@ -105,7 +105,7 @@ class Supervisor:
     async def _supervise(self) -> None:
         while True:
             await self._watch_child()
-            reason = self.child.reason or "the engine process ended"
+            reason = self.engine_process.reason or "the engine process ended"
             logger.error("%s", reason)
             self.state, self._error = "restarting", reason
             self._on_trouble(reason, True)
@@ -140,26 +140,26 @@ class Supervisor:
 
     async def _watch_child(self) -> None:
         """Wait for the end of the process, with an eye on its progress."""
-        child, limit = self.child, self._process.kill_stalled_after
-        while not child.exited.is_set():
+        engine_process, limit = self.engine_process, self._process.kill_stalled_after
+        while not engine_process.exited.is_set():
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._process.heartbeat):
-                    await child.exited.wait()
+                    await engine_process.exited.wait()
             trouble = self.trouble()
             if trouble is not None:
                 self._on_trouble(trouble, False)
                 if limit is not None and self._clock() - min(self._progress_at, self._heard_at) >= limit:
-                    child.kill(f"the engine was killed: {trouble}")
+                    engine_process.kill(f"the engine was killed: {trouble}")
 
     # ---- what it says ----
 
     def _receive(self, message: ToFront) -> None:
         self._heard_at = self._clock()
         match message:
-            case News():
+            case StepOutputs():
                 self._progress_at = self._heard_at
-                self._on_news(message)
-            case Beat(since_step, working, num_dropped):
+                self._on_outputs(message)
+            case Heartbeat(since_step, working, num_dropped):
                 self._progress_at = self._heard_at - since_step
                 self.working, self.num_dropped = working, num_dropped
             case Progress(num_done, num_total):
@@ -172,7 +172,7 @@ class Supervisor:
                 if not self._ready.done():
                     self._ready.set_exception(problem.error())
             case Stopped(text):
-                self.child.reason = text
+                self.engine_process.reason = text
 
     # ---- how it does ----
 
@@ -182,7 +182,7 @@ class Supervisor:
             return f"{self._error}; it is being restarted"
         if self.state != "running":
             return self._error or f"the engine is {self.state}"
-        self.child.take_frames()  # whoever was too busy to listen must not blame the engine
+        self.engine_process.take_frames()  # whoever was too busy to listen must not blame the engine
         now = self._clock()
         if self.working and now - self._progress_at >= self._process.stalled_after:
             return f"the engine has made no step for {now - self._progress_at:.0f} seconds"

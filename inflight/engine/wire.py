@@ -4,7 +4,7 @@ A frame is a secret of this pair of processes, then one message in msgpack. Noth
 run. What does not begin with the secret, or is no message that the receiver knows, is dropped and counted.
 
     front ── Start, Add, Abort, Describe, Ack, Watch, Stop ──►  engine
-    front ◄── Progress, Ready, Failed, News, Beat, Stopped ───  engine
+    front ◄── Progress, Ready, Failed, StepOutputs, Heartbeat, Stopped ───  engine
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Message(msgspec.Struct, array_like=True, frozen=True, tag=True):
     """The root of all messages: on the wire an array that begins with the class's name."""
 
 
-class Doors(msgspec.Struct, frozen=True):
+class ConnectionInfo(msgspec.Struct, frozen=True):
     """What a new engine process reads on its standard input, as one line of JSON: how to reach its parent."""
 
     up: str  # where it sends
@@ -96,7 +96,7 @@ class Add(Message, frozen=True):
 
 
 class Abort(Message, frozen=True):
-    call: int | None  # None: no answer is wanted
+    call: int | None  # None: no reply is wanted
     handle: int
     reason: str
 
@@ -107,9 +107,9 @@ class Describe(Message, frozen=True):
 
 
 class Ack(Message, frozen=True):
-    """How many News the front has taken in so far."""
+    """How many StepOutputs the front has taken in so far."""
 
-    num_news: int
+    num_taken: int
 
 
 class Watch(Message, frozen=True):
@@ -125,7 +125,7 @@ class Stop(Message, frozen=True):
 # ---- from the engine ----
 
 
-class Problem(msgspec.Struct, array_like=True, frozen=True):
+class RemoteError(msgspec.Struct, array_like=True, frozen=True):
     """An exception that goes to whoever asked."""
 
     kind: str
@@ -133,7 +133,7 @@ class Problem(msgspec.Struct, array_like=True, frozen=True):
     notes: list[str]
 
     @classmethod
-    def of(cls, error: BaseException) -> Problem:
+    def of(cls, error: BaseException) -> RemoteError:
         return cls(type(error).__name__, _printable(error), [*getattr(error, "__notes__", ())])
 
     def error(self) -> InflightError:
@@ -163,30 +163,30 @@ class Ready(Message, frozen=True):
 class Failed(Message, frozen=True):
     """The engine could not be built."""
 
-    problem: Problem
+    remote_error: RemoteError
 
 
-class Answer(msgspec.Struct, array_like=True, frozen=True):
+class Reply(msgspec.Struct, array_like=True, frozen=True):
     """To one call."""
 
     call: int
     num_freed: int = 0
     state: RequestState | None = None
-    problem: Problem | None = None
+    remote_error: RemoteError | None = None
 
 
-class News(Message, frozen=True):
+class StepOutputs(Message, frozen=True):
     """What a step, or several, brought. Most deltas are one token and nothing else: those are two columns."""
 
     handles: list[int] = []
     token_ids: list[int] = []
     deltas: list[tuple[int, Delta]] = []  # the others, each with its request's handle
-    answers: list[Answer] = []
+    replies: list[Reply] = []
     steps: list[StepRecord] = []
     stats: EngineStats | None = None
 
 
-class Beat(Message, frozen=True):
+class Heartbeat(Message, frozen=True):
     """The process lives, and this is how its loop does."""
 
     since_step: float  # seconds
@@ -201,7 +201,7 @@ class Stopped(Message, frozen=True):
 
 
 ToEngine = Start | Add | Abort | Describe | Ack | Watch | Stop
-ToFront = Progress | Ready | Failed | News | Beat | Stopped
+ToFront = Progress | Ready | Failed | StepOutputs | Heartbeat | Stopped
 
 
 # ---- frames ----

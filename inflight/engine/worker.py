@@ -28,16 +28,16 @@ from inflight.engine.wire import (
     Abort,
     Ack,
     Add,
-    Answer,
-    Beat,
     Codec,
+    ConnectionInfo,
     Describe,
-    Doors,
     Failed,
+    Heartbeat,
     Message,
-    Problem,
     Progress,
     Ready,
+    RemoteError,
+    Reply,
     Start,
     Stop,
     Stopped,
@@ -58,11 +58,11 @@ REST_AFTER = 1 << 10  # steps after which garbage is collected as soon as there 
 LINGER = 2000  # milliseconds for the last words
 
 
-class Link:
+class EngineSockets:
     """The two sockets. Any thread may send; one receives."""
 
-    def __init__(self, doors: Doors) -> None:
-        secret = bytes.fromhex(doors.secret)
+    def __init__(self, connection: ConnectionInfo) -> None:
+        secret = bytes.fromhex(connection.secret)
         self.incoming: Codec[ToEngine] = Codec(secret, ToEngine)
         self._outgoing: Codec[ToEngine] = Codec(secret, ToEngine)
         self._context = zmq.Context()
@@ -72,8 +72,8 @@ class Link:
             # No limit here: the outbox has one. So sending neither blocks nor drops.
             socket.set_hwm(0)
             socket.linger = LINGER
-        self._up.connect(doors.up)
-        self._down.connect(doors.down)
+        self._up.connect(connection.up)
+        self._down.connect(connection.down)
         self._lock = threading.Lock()
 
     def send(self, message: Message) -> None:
@@ -102,10 +102,10 @@ class Link:
 class EngineLoop:
     """Messages in, steps, news out."""
 
-    def __init__(self, core: EngineCore, link: Link) -> None:
+    def __init__(self, core: EngineCore, sockets: EngineSockets) -> None:
         self._core = core
-        self._link = link
-        self._outbox = Outbox(link.send, core.stats, core.clock)
+        self._sockets = sockets
+        self._outbox = Outbox(sockets.send, core.stats, core.clock)
         self._stopped = False
         self._num_steps_since_collection = 0
         self.last_progress = core.clock()
@@ -117,10 +117,10 @@ class EngineLoop:
                 self._take_messages()
             else:
                 self._rest()
-            if self._outbox.has_answers:  # whoever asked need not wait for a step
+            if self._outbox.has_replies:  # whoever asked need not wait for a step
                 self._outbox.flush(idle=not core.has_work)
             if core.has_work and not self._stopped:
-                if self._link.wait(core.patience()):
+                if self._sockets.wait(core.schedule_delay()):
                     continue  # what comes now can be part of the next step
                 deltas = core.step()
                 self.last_progress = core.clock()
@@ -128,14 +128,14 @@ class EngineLoop:
                 self._count_step()
             self._outbox.flush(idle=not core.has_work)
 
-    def beat(self) -> Beat:
+    def heartbeat(self) -> Heartbeat:
         """How the loop does. Called by another thread."""
         since = self._core.clock() - self.last_progress
-        return Beat(since, self._core.has_work, self._link.incoming.num_dropped)
+        return Heartbeat(since, self._core.has_work, self._sockets.incoming.num_dropped)
 
     def _take_messages(self) -> None:
         for _ in range(MAX_MESSAGES):
-            message = self._link.receive(wait=False)
+            message = self._sockets.receive(wait=False)
             if message is None:
                 return
             self._handle(message)
@@ -144,7 +144,7 @@ class EngineLoop:
         """Nothing to do: clean up, then wait for something."""
         if self._num_steps_since_collection >= REST_AFTER:
             self._collect_garbage(2)
-        message = self._link.receive(wait=True)
+        message = self._sockets.receive(wait=True)
         self.last_progress = self._core.clock()
         if message is not None:
             self._handle(message)
@@ -170,9 +170,9 @@ class EngineLoop:
             case Describe(call, handle):
                 request_id = self._outbox.id_of(handle)
                 state = None if request_id is None else state_of(self._core, request_id)
-                self._outbox.answer(Answer(call, state=state))
-            case Ack(num_news):
-                self._outbox.taken(num_news)
+                self._outbox.reply(Reply(call, state=state))
+            case Ack(num_taken):
+                self._outbox.taken(num_taken)
             case Watch(wanted):
                 observers = self._core.observers
                 with contextlib.suppress(ValueError):
@@ -189,10 +189,10 @@ class EngineLoop:
         try:
             self._core.add(request)
         except Exception as error:  # a request that cannot be added is its owner's trouble alone
-            self._outbox.answer(Answer(message.call, problem=Problem.of(error)))
+            self._outbox.reply(Reply(message.call, remote_error=RemoteError.of(error)))
             return
         self._outbox.open(request.request_id, message.call)
-        self._outbox.answer(Answer(message.call))
+        self._outbox.reply(Reply(message.call))
 
     def _abort(self, message: Abort) -> None:
         request_id = self._outbox.id_of(message.handle)
@@ -201,7 +201,7 @@ class EngineLoop:
             num_freed, deltas = self._core.abort(request_id, message.reason)
             self._outbox.put(deltas)
         if message.call is not None:
-            self._outbox.answer(Answer(message.call, num_freed))
+            self._outbox.reply(Reply(message.call, num_freed))
 
 
 # ---- the process ----
@@ -210,48 +210,50 @@ class EngineLoop:
 def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM):  # whoever started this one ends it, in order
         signal.signal(number, signal.SIG_IGN)
-    doors = msgspec.json.decode(sys.stdin.buffer.readline(), type=Doors)
-    _die_with(doors.parent_id)
-    configure_logging(doors.log_level, doors.log_format, process="engine")
-    link = Link(doors)
+    connection = msgspec.json.decode(sys.stdin.buffer.readline(), type=ConnectionInfo)
+    _die_with(connection.parent_id)
+    configure_logging(connection.log_level, connection.log_format, process="engine")
+    sockets = EngineSockets(connection)
     try:
-        return _serve(link)
+        return _serve(sockets)
     finally:
-        link.close()
+        sockets.close()
 
 
-def _serve(link: Link) -> int:
-    start = link.receive(wait=True)
+def _serve(sockets: EngineSockets) -> int:
+    start = sockets.receive(wait=True)
     while not isinstance(start, Start):
-        start = link.receive(wait=True)
+        start = sockets.receive(wait=True)
     try:
         config = EngineConfig.create(**start.options)
-        core, facts = BUILDERS.get(start.build)(config, lambda *done: link.send(Progress(*done)))
+        core, facts = BUILDERS.get(start.build)(config, lambda *done: sockets.send(Progress(*done)))
     except Exception as error:
         logger.debug("the engine could not be built", exc_info=True)
-        link.send(Failed(Problem.of(error)))
+        sockets.send(Failed(RemoteError.of(error)))
         return 1
     # What is there now stays until the end: no collection need look at it. Later ones wait for their time.
     gc.collect()
     gc.freeze()
     gc.disable()
-    loop = EngineLoop(core, link)
-    _in_thread(lambda: _beat(link, loop, start.heartbeat), "heartbeat")
-    link.send(Ready(facts, core.stats()))
+    loop = EngineLoop(core, sockets)
+    _in_thread(lambda: _send_heartbeats(sockets, loop, start.heartbeat), "heartbeat")
+    sockets.send(Ready(facts, core.stats()))
     try:
         loop.run()
     except Exception as error:
         logger.exception("the engine loop stopped")
-        link.send(Stopped(f"the engine stopped: {Problem.of(error).kind}: {Problem.of(error).text}"))
+        sockets.send(
+            Stopped(f"the engine stopped: {RemoteError.of(error).kind}: {RemoteError.of(error).text}")
+        )
         return 1
     core.close()
     return 0
 
 
-def _beat(link: Link, loop: EngineLoop, interval: float) -> None:
+def _send_heartbeats(sockets: EngineSockets, loop: EngineLoop, interval: float) -> None:
     while True:
         with contextlib.suppress(zmq.ZMQError):  # the socket was closed
-            link.send(loop.beat())
+            sockets.send(loop.heartbeat())
         time.sleep(interval)
 
 

@@ -12,20 +12,20 @@ from inflight.events import Delta
 from inflight.kv import BlockManager
 from inflight.request import Request, Status
 from inflight.scheduling.batch import Admission, Batch, Sampled, TableUpdate
-from inflight.scheduling.pace import Pace
 from inflight.scheduling.policy import Policy
 from inflight.scheduling.quarantine import Quarantine
 from inflight.scheduling.roster import Limits, Roster
+from inflight.scheduling.token_budget import TokenBudget
 
 
 class Scheduler(Roster):
     """A roster that knows what to compute next."""
 
     def __init__(
-        self, limits: Limits, policy: Policy, blocks: BlockManager, pace: Pace | None = None
+        self, limits: Limits, policy: Policy, blocks: BlockManager, token_budget: TokenBudget | None = None
     ) -> None:
         super().__init__(limits, policy, blocks)
-        self.pace = pace or Pace(limits.max_num_batched_tokens)
+        self.token_budget = token_budget or TokenBudget(limits.max_num_batched_tokens)
         self._quarantine = Quarantine(policy, self._lift_quarantine)
 
     # ---- one step ----
@@ -38,7 +38,7 @@ class Scheduler(Roster):
             for request in self.policy.yields(self.running):
                 self._preempt(request, batch)
         behind = self._schedule_decodes(batch)
-        max_tokens = self.pace.budget(len(batch), len(behind) + len(self.policy))
+        max_tokens = self.token_budget.limit(len(batch), len(behind) + len(self.policy))
         for request in behind:
             if request.status is Status.RUNNING:  # an older one may have preempted it meanwhile
                 self._schedule_chunk(request, batch, max_tokens)

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 from inflight import __version__
 from inflight.errors import InflightError
 from inflight.server.errors import ApiError, of_exception
-from inflight.server.gate import Gate
+from inflight.server.middleware import AccessMiddleware
 from inflight.server.openapi import document
 from inflight.server.routes import generation, life, service
 from inflight.server.state import ServerState, state_of
@@ -45,7 +45,7 @@ def create_app(state: ServerState) -> ASGIApp:
         return document(app, with_keys=state.keys.required)
 
     app.openapi = openapi  # type: ignore[method-assign]
-    return _with_cors(Gate(app, state), state)
+    return _with_cors(AccessMiddleware(app, state), state)
 
 
 def _with_cors(app: ASGIApp, state: ServerState) -> ASGIApp:

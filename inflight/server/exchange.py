@@ -15,8 +15,8 @@ from starlette.types import Receive, Scope, Send
 
 from inflight.errors import EngineError
 from inflight.events import Delta
+from inflight.server.cancel_scope import CancelScope, Reason
 from inflight.server.errors import ApiError, of_answer, of_exception
-from inflight.server.guard import Guard, Reason
 from inflight.server.job import Child, Job, Prepared
 from inflight.server.keys import Caller
 from inflight.server.ledger import Entry
@@ -66,9 +66,9 @@ class Exchange(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state, order, options = self._state, self._order, self._state.options
-        guard = Guard(receive, options.first_token_timeout, options.request_timeout)
+        cancel_scope = CancelScope(receive, options.first_token_timeout, options.request_timeout)
         self._send = send
-        self._guard = guard
+        self._cancel_scope = cancel_scope
         self._entry = entry = Entry(
             order.request_id,
             self._caller,
@@ -76,21 +76,21 @@ class Exchange(Response):
             bool(order.body.stream),
             order.body.priority or 0,
             self._caller.tenant(order.body.user),
-            guard,
+            cancel_scope,
         )
         error: ApiError | None = None
         self._admit(entry)  # raises before anything is to be cleaned up
         try:
-            async with guard:
-                guard.watch(self._leave)
+            async with cancel_scope:
+                cancel_scope.watch(self._leave)
                 await self._run()
         except TimeoutError:
-            error = self._interrupted(guard.reason)
+            error = self._interrupted(cancel_scope.reason)
         except Exception as raised:
             error = of_exception(raised, state.ledger.retry_after())
         finally:
             await self._close(error)
-        if error is not None and guard.reason != "disconnect":
+        if error is not None and cancel_scope.reason != "disconnect":
             await self._tell(error)
         state.tracer.ended(entry, order.model, Headers(scope=scope), None if error is None else error.message)
 
@@ -108,7 +108,7 @@ class Exchange(Response):
 
     async def _run(self) -> None:
         state, order = self._state, self._order
-        prompts = await state.beside(order.is_long, order.prepare)
+        prompts = await state.off_loop(order.is_long, order.prepare)
         self._job = job = Job(state, prompts)
         state.ledger.name(self._entry, job.engine_ids)
         self._shape = order.shape(self._entry.created)
@@ -146,13 +146,13 @@ class Exchange(Response):
     async def _event(self, child: Child, is_last: bool) -> bytes:
         tell, text = self._shape.end if is_last else self._shape.more, child.answer.take_text()
         is_long = child.echoes and self._order.has_long_answer  # the logprobs of a whole prompt
-        return await self._state.beside(is_long, lambda: tell(child, text))
+        return await self._state.off_loop(is_long, lambda: tell(child, text))
 
     async def _collect(self, job: Job) -> None:
         async with contextlib.aclosing(job.news()) as news:  # type: ignore[type-var]
             async for child, delta in news:
                 await self._take(job, child, delta)
-        content = await self._state.beside(self._order.has_long_answer, lambda: self._shape.whole(job))
+        content = await self._state.off_loop(self._order.has_long_answer, lambda: self._shape.whole(job))
         await self._respond(Response(content, media_type="application/json"))
 
     async def _take(self, job: Job, child: Child, delta: Delta) -> None:
@@ -178,7 +178,7 @@ class Exchange(Response):
         if self._entry.first_token_at is None:
             self._entry.first_token_at = now
             self._state.metrics.first_token.add(now - self._entry.started_at)
-            self._guard.first_token()
+            self._cancel_scope.first_token()
 
     async def _respond(self, response: Response) -> None:
         response.headers["x-request-id"] = self._order.request_id

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from inflight.errors import EngineError, RequestError
 from inflight.events import Delta, PositionLogprobs
-from inflight.frontend.assembler import Answer, named
+from inflight.frontend.output_processor import Answer, named
 from inflight.outputs import Logprobs
 from inflight.request import Request
 from inflight.server.state import ServerState
@@ -51,7 +51,7 @@ class Job:
     def __init__(self, state: ServerState, prompts: list[Prepared]) -> None:
         self._state = state
         self._client = state.client
-        tokenizer = state.front.tokenizer
+        tokenizer = state.frontend.tokenizer
         self.prompts = prompts
         pairs = [(prompt, request) for prompt in prompts for request in prompt.requests]
         self.children = [
@@ -110,13 +110,13 @@ class Job:
         """Let the answer grow by the news."""
         if delta.prompt_logprobs is not None and child.prompt.logprobs is None:
             found = delta.prompt_logprobs
-            child.prompt.logprobs = await self._state.beside(True, lambda: self._named(found))
+            child.prompt.logprobs = await self._state.off_loop(True, lambda: self._named(found))
         if child.answer.push(delta):
             # A stop string has ended it; its last news is still to come.
             await self._client.abort(child.request.request_id, "stop")
 
     def _named(self, positions: list[PositionLogprobs | None]) -> list[Logprobs | None]:
-        tokenizer = self._state.front.tokenizer
+        tokenizer = self._state.frontend.tokenizer
         return [None if position is None else named(position, tokenizer) for position in positions]
 
     async def abort(self) -> int:

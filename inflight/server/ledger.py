@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from inflight.events import RequestRecord
+from inflight.server.cancel_scope import CancelScope
 from inflight.server.errors import ApiError
-from inflight.server.guard import Guard
 from inflight.server.keys import Caller
 
 Outcome = Literal["finished", "failed", "cancelled"]
@@ -26,7 +26,7 @@ class Entry:
     stream: bool
     priority: int
     tenant: str
-    guard: Guard
+    cancel_scope: CancelScope
     created: int = field(default_factory=lambda: int(time.time()))
     started_at: float = field(default_factory=time.perf_counter)
     first_token_at: float | None = None

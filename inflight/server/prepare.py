@@ -51,7 +51,7 @@ def plan_chat(state: ServerState, body: ChatBody) -> Plan:
             400, "max_tokens and max_completion_tokens are both given: they mean the same", param="max_tokens"
         )
     given = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
-    default = state.front.default_params.get("max_tokens")
+    default = state.frontend.default_params.get("max_tokens")
     asked: dict[str, Any] = {"max_tokens": _max_tokens(state, given, default)}
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs is given: it needs logprobs to be true", param="top_logprobs")
@@ -88,7 +88,7 @@ def _params(state: ServerState, body: GenerationBody, asked: dict[str, Any]) -> 
     if body.prompt_logprobs is not None:
         _num_logprobs(state, "prompt_logprobs", body.prompt_logprobs)
     _check_lists(state, body)
-    return SamplingParams(**{**state.front.default_params, **body.sampling(), **asked})
+    return SamplingParams(**{**state.frontend.default_params, **body.sampling(), **asked})
 
 
 def _check_lists(state: ServerState, body: GenerationBody) -> None:
@@ -108,7 +108,7 @@ def _check_lists(state: ServerState, body: GenerationBody) -> None:
                 f"{name} has a string of {longest} characters: at most {options.max_stop_length} are allowed"
             )
             raise ApiError(400, message, param=name)
-    size = state.front.intake.vocab_size
+    size = state.frontend.input_processor.vocab_size
     for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
         given = getattr(body, name) or ()
         if len(given) > size:
@@ -155,7 +155,7 @@ def _bad_prompt(what: str) -> ApiError:
 def prepare_completion(
     state: ServerState, caller: Caller, body: CompletionBody, plan: Plan, prompts: list[str | list[int]]
 ) -> list[Prepared]:
-    tokenizer = state.front.tokenizer
+    tokenizer = state.frontend.tokenizer
     found = []
     for prompt in prompts:
         text = prompt if isinstance(prompt, str) else None
@@ -168,7 +168,7 @@ def prepare_completion(
 
 def _check_characters(state: ServerState, num_characters: int) -> None:
     """Megabytes that cannot fit into the context are not worth tokenizing."""
-    front = state.front
+    front = state.frontend
     assert front.tokenizer is not None
     longest = front.tokenizer.max_characters_per_token
     if longest is not None and num_characters > longest * front.max_model_len:
@@ -189,7 +189,7 @@ def prepare_chat(state: ServerState, caller: Caller, body: ChatBody, plan: Plan)
 
 def chat_tokens(state: ServerState, body: Any) -> tuple[str, list[int]]:
     """A conversation's prompt; of a chat, or of a question about its tokens."""
-    front = state.front
+    front = state.frontend
     if front.tokenizer is None:
         raise ApiError(
             400, "this model has no tokenizer: send token ids to /v1/completions", param="messages"
@@ -212,7 +212,7 @@ def _prepared(
     limit = state.options.max_prompt_tokens
     if limit is not None and isinstance(prompt, list) and len(prompt) > limit:
         raise too_long(f"it has {len(prompt)} tokens: at most {limit} are allowed here")
-    _, requests = state.front.intake.requests(
+    _, requests = state.frontend.input_processor.requests(
         f"g{next(state.serials)}",
         prompt,
         plan.params,

@@ -22,9 +22,9 @@ from inflight.engine.supervisor import LoadProgress
 from inflight.errors import ConfigError
 from inflight.logs import configure_logging
 from inflight.server.app import create_app
-from inflight.server.doorway import Doorway
 from inflight.server.hosts import Hosts
 from inflight.server.keys import Keys, load_keys
+from inflight.server.loading_app import LoadingApp
 from inflight.server.options import ServeOptions
 from inflight.server.protocol import bounded_protocol
 from inflight.server.state import ServerState
@@ -93,7 +93,7 @@ async def start_state(
         tenant_weights=keys.weights() or None,
         **options.engine(),
     )
-    return engine, ServerState(engine.client, engine.front, engine.facts, options, keys, hosts, tracer)
+    return engine, ServerState(engine.client, engine.frontend, engine.facts, options, keys, hosts, tracer)
 
 
 async def _serve(options: ServeOptions, keys: Keys, hosts: Hosts, listener: socket.socket) -> bool:
@@ -105,7 +105,7 @@ async def _serve(options: ServeOptions, keys: Keys, hosts: Hosts, listener: sock
     serving.add_done_callback(lambda _: server.give_up())
     logger.debug("listening on %s, port %d, while the model loads", *listener.getsockname()[:2])
     try:
-        loaded = await server.wait_for(start_state(options, keys, hosts, tracer, server.doorway.progress))
+        loaded = await server.wait_for(start_state(options, keys, hosts, tracer, server.loading_app.progress))
         if loaded is None:
             return False
         engine, state = loaded
@@ -136,10 +136,10 @@ class Server(uvicorn.Server):
     """Stops in two steps: first it refuses new work and lets streams finish, then it closes."""
 
     def __init__(self, options: ServeOptions) -> None:
-        self.doorway = Doorway()
+        self.loading_app = LoadingApp()
         super().__init__(
             uvicorn.Config(
-                self.doorway,
+                self.loading_app,
                 http=bounded_protocol(options.max_header_size, options.read_timeout, options.max_connections),
                 ws="none",
                 lifespan="off",
@@ -179,7 +179,7 @@ class Server(uvicorn.Server):
     def open(self, state: ServerState) -> None:
         """The model is there: let requests in."""
         self._state = state
-        self.doorway.open(create_app(state))
+        self.loading_app.open(create_app(state))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
         """A signal: drain; a second one: stop now."""
@@ -211,4 +211,4 @@ class Server(uvicorn.Server):
 
     def _end_streams(self, state: ServerState) -> None:
         for entry in state.ledger:
-            entry.guard.end("shutdown")
+            entry.cancel_scope.end("shutdown")

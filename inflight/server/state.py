@@ -14,7 +14,7 @@ from typing import TypeVar
 from starlette.requests import Request
 
 from inflight.engine import EngineClient, ModelFacts
-from inflight.frontend import Front
+from inflight.frontend import Frontend
 from inflight.server.errors import ApiError
 from inflight.server.hosts import Hosts
 from inflight.server.keys import Caller, Keys
@@ -31,7 +31,7 @@ TEXT_THREADS = 4  # that tokenize and render beside the event loop
 @dataclass(eq=False)
 class ServerState:
     client: EngineClient
-    front: Front
+    frontend: Frontend
     facts: ModelFacts
     options: ServeOptions
     keys: Keys
@@ -58,7 +58,7 @@ class ServerState:
             param="model",
         )
 
-    async def beside(self, is_long: bool, work: Callable[[], T]) -> T:
+    async def off_loop(self, is_long: bool, work: Callable[[], T]) -> T:
         """What the work gives. What is long is done in a thread, so that the streams go on meanwhile."""
         if not is_long:
             return work()

@@ -50,7 +50,7 @@ async def running(folder: Any, **options: Any) -> AsyncIterator[AsyncEngine]:
     for _ in range(3):
         await asyncio.sleep(0)
     assert isinstance(engine._client, InprocClient)
-    assert engine._client._mailboxes == {}
+    assert engine._client._queues == {}
     assert engine._children == {}
     assert complaints == []
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from inflight import LLM, SamplingParams
-from inflight.frontend.intake import Intake
+from inflight.frontend.input_processor import InputProcessor
 from inflight.layers.native_kernels import NativeKernels
 from inflight.outputs import RequestOutput
 from tests.e2e.conftest import Folder
@@ -138,9 +138,9 @@ def test_answers_are_distinct_and_reproducible(seed: int | None, folder: Folder)
 
 def test_each_answer_is_what_its_seed_gives_alone(folder: Folder) -> None:
     outputs = several(folder("qwen3"), seed=11)
-    intake: Intake = LLM(folder("qwen3"))._engine.intake
+    input_processor: InputProcessor = LLM(folder("qwen3"))._engine.input_processor
     params = SamplingParams(n=4, max_tokens=12, seed=11)
-    _, requests = intake.requests("x", PROMPTS[0], params)
+    _, requests = input_processor.requests("x", PROMPTS[0], params)
     assert requests[0].seed == 11
     for index, request in enumerate(requests):
         one = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True, seed=request.seed)

@@ -13,8 +13,8 @@ import time
 
 import msgspec
 
-from inflight.engine.wire import Doors, Failed, Problem
-from inflight.engine.worker import Link
+from inflight.engine.wire import ConnectionInfo, Failed, RemoteError
+from inflight.engine.worker import EngineSockets
 
 MARK = b"connected\n"
 TEXT = "no memory for it"
@@ -22,7 +22,7 @@ TEXT = "no memory for it"
 
 def first() -> int:
     """Ends as soon as the other one has been told to start."""
-    doors = sys.stdin.buffer.readline()
+    connection = sys.stdin.buffer.readline()
     other = subprocess.Popen(
         [sys.executable, "-m", "tests.engine.late", str(os.getpid())],
         stdin=subprocess.PIPE,
@@ -30,22 +30,22 @@ def first() -> int:
     )
     assert other.stdin is not None
     assert other.stdout is not None
-    other.stdin.write(doors)
+    other.stdin.write(connection)
     other.stdin.flush()
     return 1 if other.stdout.readline() == MARK else 2
 
 
 def second(first_id: int) -> int:
-    link = Link(msgspec.json.decode(sys.stdin.buffer.readline(), type=Doors))
-    while link.receive(wait=True) is None:
+    sockets = EngineSockets(msgspec.json.decode(sys.stdin.buffer.readline(), type=ConnectionInfo))
+    while sockets.receive(wait=True) is None:
         pass
     sys.stdout.buffer.write(MARK)
     sys.stdout.buffer.flush()
     while os.getppid() == first_id:
         time.sleep(0.01)
     time.sleep(0.3)  # long enough for the end to be noticed
-    link.send(Failed(Problem.of(ValueError(TEXT))))
-    link.close()
+    sockets.send(Failed(RemoteError.of(ValueError(TEXT))))
+    sockets.close()
     return 0
 
 

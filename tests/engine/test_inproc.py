@@ -37,7 +37,7 @@ async def client(engine: FakeEngine) -> AsyncIterator[InprocClient]:
     await asyncio.sleep(0)
     gc.collect()
     await asyncio.sleep(0)
-    assert client._mailboxes == {}
+    assert client._queues == {}
     assert complaints == []
 
 
@@ -97,7 +97,7 @@ async def test_two_thousand_requests_at_once(depth: int) -> None:
 
     answers = await asyncio.gather(*(one(index) for index in range(2000)))
     assert answers == [expected_tokens(prompt, 1 + i % 5) for i, prompt in enumerate(prompts)]
-    assert client._mailboxes == {}
+    assert client._queues == {}
     assert (await client.stats()).kv.num_used == 0
     await client.close()
 
@@ -273,7 +273,7 @@ async def test_closing_ends_open_streams(client: InprocClient) -> None:
     stream = client.stream("open")
     await anext(stream)
     done = client.stream("done")
-    await until(lambda: client._mailboxes["done"]._ended)
+    await until(lambda: client._queues["done"]._ended)
     await client.close()
     with pytest.raises(EngineDeadError, match="the engine was closed"):
         async for _ in stream:

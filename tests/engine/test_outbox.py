@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from inflight.engine.outbox import MAX_STEPS, STATS_EVERY, WINDOW, Outbox
-from inflight.engine.wire import Answer, News
+from inflight.engine.wire import Reply, StepOutputs
 from inflight.events import Delta, PositionLogprobs, StepRecord, TokenLogprob
 from tests.helpers import FakeEngine, make_request
 
 
 class Sender:
-    """An outbox whose News are kept."""
+    """An outbox whose StepOutputs are kept."""
 
     def __init__(self) -> None:
-        self.news: list[News] = []
+        self.outputs: list[StepOutputs] = []
         self.now = 0.0
-        self.outbox = Outbox(self.news.append, FakeEngine().core.stats, lambda: self.now)
+        self.outbox = Outbox(self.outputs.append, FakeEngine().core.stats, lambda: self.now)
         for index in range(3):
             self.outbox.open(f"r{index}", 10 + index)
 
@@ -25,7 +25,7 @@ class Sender:
     def fill(self) -> None:
         for _ in range(WINDOW):
             self.step(Delta("r0", [0]))
-        assert len(self.news) == WINDOW
+        assert len(self.outputs) == WINDOW
 
 
 def test_plain_tokens_are_columns_and_the_rest_is_whole() -> None:
@@ -33,16 +33,16 @@ def test_plain_tokens_are_columns_and_the_rest_is_whole() -> None:
     logprobs: list[PositionLogprobs] = [(TokenLogprob(5, -0.5, 1),)]
     others = [Delta("r1", [5], logprobs), Delta("r2", [6], finish_reason="length")]
     sender.step(Delta("r0", [4]), *others)
-    (news,) = sender.news
-    assert (news.handles, news.token_ids) == ([10], [4])
-    assert news.deltas == list(zip((11, 12), others, strict=True))
+    (outputs,) = sender.outputs
+    assert (outputs.handles, outputs.token_ids) == ([10], [4])
+    assert outputs.deltas == list(zip((11, 12), others, strict=True))
     assert [sender.outbox.id_of(handle) for handle in (10, 12, 99)] == ["r0", None, None]
 
 
 def test_nothing_is_sent_when_there_is_nothing() -> None:
     sender = Sender()
     sender.step()
-    assert sender.news == []
+    assert sender.outputs == []
 
 
 def test_a_front_that_does_not_keep_up_gets_merged_news() -> None:
@@ -51,18 +51,18 @@ def test_a_front_that_does_not_keep_up_gets_merged_news() -> None:
     for token_id in range(1000):
         sender.step(Delta("r0", [token_id]))
     sender.step(Delta("r1", [7], finish_reason="length"))
-    sender.outbox.answer(Answer(3))
+    sender.outbox.reply(Reply(3))
     sender.outbox.flush(idle=True)
-    assert len(sender.news) == WINDOW
+    assert len(sender.outputs) == WINDOW
     sender.outbox.taken(WINDOW // 2)
     sender.outbox.flush(idle=True)
-    last = sender.news[-1]
-    assert len(sender.news) == WINDOW + 1
+    last = sender.outputs[-1]
+    assert len(sender.outputs) == WINDOW + 1
     assert [(handle, delta.token_ids) for handle, delta in last.deltas] == [(10, [*range(1000)]), (11, [7])]
     assert last.deltas[1][1].finish_reason == "length"
-    assert last.answers == [Answer(3)]
+    assert last.replies == [Reply(3)]
     sender.step(Delta("r0", [1]))
-    assert sender.news[-1].token_ids == [1]
+    assert sender.outputs[-1].token_ids == [1]
 
 
 def test_a_front_cannot_have_taken_more_than_was_sent() -> None:
@@ -70,7 +70,7 @@ def test_a_front_cannot_have_taken_more_than_was_sent() -> None:
     sender.outbox.taken(10**9)
     sender.fill()
     sender.step(Delta("r0", [1]))
-    assert len(sender.news) == WINDOW
+    assert len(sender.outputs) == WINDOW
 
 
 def test_an_id_used_again_while_news_of_the_one_before_wait() -> None:
@@ -81,7 +81,7 @@ def test_an_id_used_again_while_news_of_the_one_before_wait() -> None:
     sender.step(Delta("r1", [2]))
     sender.outbox.taken(WINDOW)
     sender.outbox.flush(idle=False)
-    last = sender.news[-1]
+    last = sender.outputs[-1]
     assert [(handle, delta.token_ids) for handle, delta in last.deltas] == [(11, [1])]
     assert (last.handles, last.token_ids) == ([20], [2])
 
@@ -92,11 +92,11 @@ def test_statistics_come_now_and_then_with_answers_and_at_rest() -> None:
     sender.step(Delta("r0", [2]))
     sender.now = STATS_EVERY
     sender.step(Delta("r0", [3]))
-    sender.outbox.answer(Answer(1))
+    sender.outbox.reply(Reply(1))
     sender.step()
     sender.step(Delta("r0", [4]))
     sender.step(Delta("r0", [5]), idle=True)
-    assert [news.stats is not None for news in sender.news] == [True, False, True, True, False, True]
+    assert [outputs.stats is not None for outputs in sender.outputs] == [True, False, True, True, False, True]
 
 
 def test_records_of_steps_are_bounded() -> None:
@@ -111,6 +111,6 @@ def test_records_of_steps_are_bounded() -> None:
     sender.outbox.observe(records[1])
     sender.outbox.taken(WINDOW)
     sender.outbox.flush(idle=False)
-    steps = sender.news[-1].steps
+    steps = sender.outputs[-1].steps
     assert len(steps) == MAX_STEPS
     assert steps[-1] is records[1]

@@ -19,7 +19,7 @@ import pytest
 import zmq
 
 from inflight.config import EngineConfig, ProcessConfig
-from inflight.engine import child as child_module
+from inflight.engine import engine_process as child_module
 from inflight.engine.fake import expected_tokens
 from inflight.engine.process import ProcessClient
 from inflight.errors import (
@@ -278,7 +278,7 @@ async def test_a_killed_process_ends_its_streams_and_is_restarted(client: Proces
     streams = await open_streams(client)
     await client.add(make_request([1], 2, "complete"))
     complete = client.stream("complete")
-    await until(lambda: asyncio.sleep(0, client._entries["complete"].mailbox._ended))
+    await until(lambda: asyncio.sleep(0, client._entries["complete"].queue._ended))
     os.kill(first, signal.SIGKILL)
     for stream in streams:
         with pytest.raises(EngineDeadError, match="ended by SIGKILL"):
@@ -370,7 +370,7 @@ async def test_a_step_that_hangs_is_unhealthy() -> None:
         for call in (asking, client.add(make_request([1], 3, "new")), client.abort("stuck")):
             with pytest.raises(EngineDeadError, match="no step for"):
                 await call
-        client._supervisor.child.kill()
+        client._supervisor.engine_process.kill()
 
 
 async def test_a_process_that_hangs_can_be_replaced() -> None:
@@ -396,8 +396,8 @@ async def test_a_process_that_falls_silent_is_unhealthy() -> None:
 
 async def test_frames_that_are_no_messages_hurt_no_one(client: ProcessClient) -> None:
     (stream,) = await open_streams(client, 1)
-    for frame in (b"", b"noise", bytes(client._supervisor.child.codec._secret) + b"\xc1"):
-        client._supervisor.child._down.send(frame)
+    for frame in (b"", b"noise", bytes(client._supervisor.engine_process.codec._secret) + b"\xc1"):
+        client._supervisor.engine_process._down.send(frame)
     await until(lambda: asyncio.sleep(0, client.num_dropped_frames == 3))
     tokens = (await anext(stream)).token_ids
     assert tokens
@@ -408,7 +408,7 @@ async def test_frames_that_are_no_messages_hurt_no_one(client: ProcessClient) ->
 async def test_over_loopback_strangers_are_not_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child_module, "MAX_IPC_PATH", 0)
     async with running() as client:
-        endpoint = client._supervisor.child._up.get_string(zmq.LAST_ENDPOINT)
+        endpoint = client._supervisor.engine_process._up.get_string(zmq.LAST_ENDPOINT)
         assert endpoint.startswith("tcp://127.0.0.1:")
         with zmq.Context() as context, context.socket(zmq.PUSH) as stranger:
             stranger.connect(endpoint)

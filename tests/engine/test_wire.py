@@ -19,13 +19,13 @@ from inflight.engine.wire import (
     SECRET_LENGTH,
     Abort,
     Ack,
-    Answer,
-    Beat,
     Codec,
-    News,
-    Problem,
+    Heartbeat,
     Ready,
+    RemoteError,
+    Reply,
     Start,
+    StepOutputs,
     Stop,
     ToEngine,
     ToFront,
@@ -67,8 +67,8 @@ steps = st.builds(
 states = st.builds(
     RequestState, records, st.sampled_from(["waiting", "running", "finished"]), *[counts] * 3, names, counts
 )
-problems = st.builds(Problem, texts, texts, st.lists(texts, max_size=2))
-answers = st.builds(Answer, counts, counts, st.none() | states, st.none() | problems)
+problems = st.builds(RemoteError, texts, texts, st.lists(texts, max_size=2))
+replies = st.builds(Reply, counts, counts, st.none() | states, st.none() | problems)
 
 
 @st.composite
@@ -151,14 +151,14 @@ def test_a_request_that_has_grown_travels_whole() -> None:
 @given(
     id_lists,
     st.lists(st.tuples(counts, deltas), max_size=3),
-    st.lists(answers, max_size=3),
+    st.lists(replies, max_size=3),
     st.lists(steps, max_size=3),
     st.none() | stats,
 )
 def test_news(handles: list[int], others: Any, replies: Any, records: Any, numbers: Any) -> None:
-    news = News(handles, handles, others, replies, records, numbers)
-    found = round_trip(TO_FRONT, news)
-    assert found == news
+    outputs = StepOutputs(handles, handles, others, replies, records, numbers)
+    found = round_trip(TO_FRONT, outputs)
+    assert found == outputs
     assert [type(delta) for _, delta in found.deltas] == [Delta] * len(others)
     assert all(type(slot) is SlotRecord for record in found.steps for slot in record.slots)
 
@@ -243,10 +243,10 @@ def test_ids_are_checked_on_arrival_too(ids: bytes) -> None:
 
 def test_frames_of_one_codec_follow_each_other() -> None:
     """The buffer is used again: a short frame after a long one has nothing of it."""
-    long = bytes(TO_FRONT.encode(News(list(range(1000)), list(range(1000)))))
-    short = bytes(TO_FRONT.encode(Beat(1.0, True, 0)))
+    long = bytes(TO_FRONT.encode(StepOutputs(list(range(1000)), list(range(1000)))))
+    short = bytes(TO_FRONT.encode(Heartbeat(1.0, True, 0)))
     assert len(short) < 40 < len(long)
-    assert TO_FRONT.decode(short) == Beat(1.0, True, 0)
+    assert TO_FRONT.decode(short) == Heartbeat(1.0, True, 0)
 
 
 # ---- errors ----
@@ -258,15 +258,15 @@ CLASSES = [value for value in vars(errors).values() if isinstance(value, type)]
 def test_errors_keep_their_class_message_and_notes(kind: type[InflightError]) -> None:
     error = kind("it is 3: allowed is 4")
     error.add_note("in prompt 2")
-    found = Problem.of(error).error()
+    found = RemoteError.of(error).error()
     assert type(found) is kind
     assert str(found) == "it is 3: allowed is 4"
     assert found.__notes__ == ["in prompt 2"]
 
 
 def test_errors_of_others_become_ours() -> None:
-    found = Problem.of(KeyError("x\ud800")).error()
+    found = RemoteError.of(KeyError("x\ud800")).error()
     assert type(found) is EngineError
     assert str(found).startswith("KeyError: 'x")
-    assert type(Problem("annotations", "x", []).error()) is EngineError
-    TO_FRONT.encode(News(answers=[Answer(1, problem=Problem.of(KeyError("\ud800")))]))
+    assert type(RemoteError("annotations", "x", []).error()) is EngineError
+    TO_FRONT.encode(StepOutputs(replies=[Reply(1, remote_error=RemoteError.of(KeyError("\ud800")))]))

@@ -18,7 +18,7 @@ from inflight import AsyncEngine
 from inflight.config import ProcessConfig
 from inflight.engine import EngineCore, InprocClient
 from inflight.engine.process import ProcessClient
-from inflight.frontend import Front
+from inflight.frontend import Frontend
 from inflight.options import engine_config
 from inflight.server.keys import load_keys
 from inflight.server.options import ServeOptions
@@ -73,7 +73,7 @@ class ProcessBackend(Backend):
     async def _start(self, options: dict[str, Any]) -> AsyncEngine:
         config = engine_config(None, options)
         client = await ProcessClient.start(config, self._process, build=BUILD)
-        return AsyncEngine(Front.of(config, client.facts), client, client.facts)
+        return AsyncEngine(Frontend.of(config, client.facts), client, client.facts)
 
     @property
     def client(self) -> ProcessClient:
@@ -143,7 +143,7 @@ def live_server(backend: Backend, tracer: Tracer | None = None, **options: Any) 
 
     async def start() -> tuple[ServerState, Server]:
         state = ServerState(
-            engine.client, engine.front, engine.facts, given, keys, hosts, tracer or NoTracer()
+            engine.client, engine.frontend, engine.facts, given, keys, hosts, tracer or NoTracer()
         )
         server = Server(given)
         server.open(state)

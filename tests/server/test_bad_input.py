@@ -201,8 +201,8 @@ def test_errors_inside_tell_nothing(
     def broken(*_: object, **__: object) -> None:
         raise KeyError("/secret/path")
 
-    intake = type(backend.engine.front.intake)
-    monkeypatch.setattr(intake, "requests", broken)
+    input_processor = type(backend.engine.frontend.input_processor)
+    monkeypatch.setattr(input_processor, "requests", broken)
     status, error = refused(live, COMPLETIONS, b'{"prompt": "x"}')
     assert (status, error["type"], error["code"]) == (500, "server_error", "internal_error")
     assert "secret" not in error["message"]

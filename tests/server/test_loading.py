@@ -14,7 +14,7 @@ import httpx
 import pytest
 from starlette.responses import PlainTextResponse
 
-from inflight.server.doorway import Doorway
+from inflight.server.loading_app import LoadingApp
 from tests.server.test_command import read_until_ready, started, worker_of
 from tests.server.waiting import POLICY, VARIABLE
 
@@ -22,8 +22,8 @@ COMPLETIONS = "/v1/completions"
 BODY = {"prompt": [5, 6], "max_tokens": 4}
 
 
-def client_of(doorway: Doorway) -> httpx.AsyncClient:
-    return httpx.AsyncClient(transport=httpx.ASGITransport(doorway), base_url="http://localhost")
+def client_of(loading_app: LoadingApp) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(loading_app), base_url="http://localhost")
 
 
 def check_refusal(response: httpx.Response) -> None:
@@ -34,8 +34,8 @@ def check_refusal(response: httpx.Response) -> None:
 
 
 async def test_what_is_told_while_loading() -> None:
-    doorway = Doorway()
-    async with client_of(doorway) as http:
+    loading_app = LoadingApp()
+    async with client_of(loading_app) as http:
         for path in ("/health", "/ready"):
             response = await http.get(path)
             assert response.status_code == (await http.head(path)).status_code == 503
@@ -48,19 +48,19 @@ async def test_what_is_told_while_loading() -> None:
 
 
 async def test_progress_is_told_where_it_is_known() -> None:
-    doorway = Doorway()
-    async with client_of(doorway) as http:
-        doorway.progress(25, 100)
+    loading_app = LoadingApp()
+    async with client_of(loading_app) as http:
+        loading_app.progress(25, 100)
         assert (await http.get("/health")).json()["progress"] == 0.25
-        doorway.progress(0, 0)  # of a model without weights
+        loading_app.progress(0, 0)  # of a model without weights
         assert (await http.get("/ready")).json()["progress"] is None
 
 
 async def test_the_application_takes_over() -> None:
-    doorway = Doorway()
-    async with client_of(doorway) as http:
+    loading_app = LoadingApp()
+    async with client_of(loading_app) as http:
         check_refusal(await http.get("/"))
-        doorway.open(PlainTextResponse("it is open"))
+        loading_app.open(PlainTextResponse("it is open"))
         for path in ("/", "/health"):
             assert (await http.get(path)).text == "it is open"
 

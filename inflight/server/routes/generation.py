@@ -37,14 +37,14 @@ async def completions(request: Request) -> Response:
     state, options = state_of(request), state_of(request).options
     body = await read_json(request, CompletionBody, options.max_body_size, options.read_timeout)
     model = state.check_model(body.model)
-    plan = await state.beside(body.is_large, lambda: plan_completion(state, body))
+    plan = await state.off_loop(body.is_large, lambda: plan_completion(state, body))
     prompts = split_prompts(state, body, plan.params.n)
     caller = caller_of(request)
     request_id = body.request_id or f"cmpl-{secrets.token_hex(16)}"
 
     def shape(created: int) -> CompletionShape:
         return CompletionShape(
-            *(request_id, created, model, state.front.tokenizer),
+            *(request_id, created, model, state.frontend.tokenizer),
             num_logprobs=plan.num_logprobs,
             scores_only=plan.scores_only,
             **_common(body),
@@ -71,14 +71,14 @@ async def chat_completions(request: Request) -> Response:
     state, options = state_of(request), state_of(request).options
     body = await read_json(request, ChatBody, options.max_body_size, options.read_timeout)
     model = state.check_model(body.model)
-    plan = await state.beside(body.is_large, lambda: plan_chat(state, body))
+    plan = await state.off_loop(body.is_large, lambda: plan_chat(state, body))
     check_answers(state, 1, plan.params.n)
     caller = caller_of(request)
     request_id = body.request_id or f"chatcmpl-{secrets.token_hex(16)}"
 
     def shape(created: int) -> ChatShape:
         return ChatShape(
-            *(request_id, created, model, state.front.tokenizer),
+            *(request_id, created, model, state.frontend.tokenizer),
             num_logprobs=plan.num_logprobs,
             **_common(body),
         )

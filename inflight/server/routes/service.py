@@ -12,10 +12,10 @@ from inflight.server.body import read_json
 from inflight.server.errors import ApiError
 from inflight.server.openapi import documented, respond
 from inflight.server.prepare import chat_tokens
-from inflight.server.schemas.service import Cancelled, Model, Models, RequestStory, Version
+from inflight.server.request_report import report_of
+from inflight.server.schemas.service import Cancelled, Model, Models, RequestReport, Version
 from inflight.server.schemas.tokens import DetokenizeBody, Text, TokenizeBody, Tokens
 from inflight.server.state import ServerState, caller_of, state_of
-from inflight.server.stories import story_of
 from inflight.text import Tokenizer
 
 router = APIRouter()
@@ -36,7 +36,7 @@ async def model(request: Request) -> Response:
 
 
 def _model(state: ServerState, name: str) -> Model:
-    return Model(id=name, created=state.started, max_model_len=state.front.max_model_len)
+    return Model(id=name, created=state.started, max_model_len=state.frontend.max_model_len)
 
 
 @router.get("/version", **documented(None, Version))
@@ -62,12 +62,12 @@ async def tokenize(request: Request) -> Response:
         else:
             _, token_ids = chat_tokens(state, body)
         spelled = [tokenizer.token(token_id) for token_id in token_ids] if body.return_token_strs else None
-        length = state.front.max_model_len
+        length = state.frontend.max_model_len
         return respond(
             Tokens(count=len(token_ids), max_model_len=length, tokens=token_ids, token_strs=spelled)
         )
 
-    return await state.beside(True, answer)
+    return await state.off_loop(True, answer)
 
 
 @router.post("/detokenize", **documented(DetokenizeBody, Text))
@@ -76,7 +76,7 @@ async def detokenize(request: Request) -> Response:
     state, options = state_of(request), state_of(request).options
     body = await read_json(request, DetokenizeBody, options.max_body_size, options.read_timeout)
     state.check_model(body.model)
-    tokenizer, size = _tokenizer(state), state.front.intake.vocab_size
+    tokenizer, size = _tokenizer(state), state.frontend.input_processor.vocab_size
 
     def answer() -> Response:
         wrong = next((token_id for token_id in body.tokens if not 0 <= token_id < size), None)
@@ -84,24 +84,24 @@ async def detokenize(request: Request) -> Response:
             raise PromptError(f"tokens has the token id {wrong!r:.100}: ids must be from 0 to {size - 1}")
         return respond(Text(prompt=tokenizer.decode(body.tokens, skip_special_tokens=False)))
 
-    return await state.beside(True, answer)
+    return await state.off_loop(True, answer)
 
 
 def _tokenizer(state: ServerState) -> Tokenizer:
-    if state.front.tokenizer is None:
+    if state.frontend.tokenizer is None:
         raise ApiError(400, "this model is served without a tokenizer", code="no_tokenizer")
-    return state.front.tokenizer
+    return state.frontend.tokenizer
 
 
 # ---- requests ----
 
 
-@router.get("/v1/requests/{request_id}", **documented(None, RequestStory, 404))
-async def request_story(request: Request) -> Response:
+@router.get("/v1/requests/{request_id}", **documented(None, RequestReport, 404))
+async def request_report(request: Request) -> Response:
     """What happened to a request of yours, and why it took so long."""
     state = state_of(request)
     entry = state.ledger.find(caller_of(request), request.path_params["request_id"])
-    return respond(await story_of(state, entry))
+    return respond(await report_of(state, entry))
 
 
 @router.delete("/v1/requests/{request_id}", **documented(None, Cancelled, 404, 503))

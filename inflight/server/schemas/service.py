@@ -34,7 +34,7 @@ class Version(BaseModel):
     version: str
 
 
-class AnswerStory(BaseModel):
+class AnswerReport(BaseModel):
     """What happened to one answer of a request; times in seconds, null where it has not come so far."""
 
     index: int
@@ -59,7 +59,7 @@ class Waited(BaseModel):
 Status = Literal["queued", "running", "finished", "failed", "cancelled"]
 
 
-class RequestStory(BaseModel):
+class RequestReport(BaseModel):
     id: str
     object: Literal["request"] = "request"
     route: str
@@ -70,7 +70,7 @@ class RequestStory(BaseModel):
     tenant: str
     total_seconds: float
     first_token_seconds: float | None
-    answers: list[AnswerStory]
+    answers: list[AnswerReport]
     waited_for: Waited
     why: str
 

@@ -17,13 +17,13 @@ CAUTION = 0.5  # how far one measurement moves the estimate
 MOST_GROWTH = 2.0  # times the tokens of a step, however fast it was
 
 
-class Pace:
+class TokenBudget:
     """Steps as large as they may be."""
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
 
-    def budget(self, num_decodes: int, num_prompts: int) -> int:  # noqa: ARG002
+    def limit(self, num_decodes: int, num_prompts: int) -> int:  # noqa: ARG002
         """Tokens for a step of so many decodes, with so many requests further behind or waiting."""
         return self.max_tokens
 
@@ -31,7 +31,7 @@ class Pace:
         """A step took so long."""
 
 
-class TimedPace(Pace):
+class TimedTokenBudget(TokenBudget):
     """Steps with decodes in them last about `target` seconds. What fits is learnt from the steps themselves.
 
     Where the device rounds steps up to certain `sizes` (ascending), they get as many tokens as fill one: those between
@@ -46,7 +46,7 @@ class TimedPace(Pace):
         # Tokens and seconds of the last step without prompts: what any step takes, most of all.
         self._decodes = 0, 0.0
 
-    def budget(self, num_decodes: int, num_prompts: int) -> int:
+    def limit(self, num_decodes: int, num_prompts: int) -> int:
         if not num_decodes:  # nobody waits for its next token
             return self.max_tokens
         widened = self._fitting * max(1.0, num_prompts / PROMPTS_AT_ONCE)

@@ -10,33 +10,33 @@ from typing import Any
 from inflight.config import EngineConfig
 from inflight.engine import ModelFacts
 from inflight.errors import ConfigError
-from inflight.frontend.intake import Intake
+from inflight.frontend.input_processor import InputProcessor
 from inflight.request import SamplingParams
 from inflight.text import ChatTemplate, Tokenizer
 
 
 @dataclass
-class Front:
+class Frontend:
     """Tokenizer, validator and template of a model. It needs facts, but no weights."""
 
     config: EngineConfig
     tokenizer: Tokenizer | None
-    intake: Intake
+    input_processor: InputProcessor
     default_params: dict[str, Any]  # what the checkpoint's makers recommend
 
     @classmethod
-    def of(cls, config: EngineConfig, facts: ModelFacts) -> Front:
+    def of(cls, config: EngineConfig, facts: ModelFacts) -> Frontend:
         """Before an engine elsewhere, which told its facts."""
         folder = facts.tokenizer_folder
         tokenizer = None if folder is None else Tokenizer.load(Path(folder))
-        intake = Intake.create(
+        input_processor = InputProcessor.create(
             tokenizer, facts.vocab_size, facts.max_model_len, facts.eos_token_ids, config.model.seed
         )
-        return cls(config, tokenizer, intake, dict(facts.default_params))
+        return cls(config, tokenizer, input_processor, dict(facts.default_params))
 
     @property
     def max_model_len(self) -> int:
-        return self.intake.max_model_len
+        return self.input_processor.max_model_len
 
     @cached_property
     def chat_template(self) -> ChatTemplate:

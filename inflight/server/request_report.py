@@ -8,11 +8,11 @@ from inflight.engine import RequestState
 from inflight.errors import EngineError
 from inflight.events import RequestRecord
 from inflight.server.ledger import Entry
-from inflight.server.schemas.service import AnswerStory, RequestStory, Status, Waited
+from inflight.server.schemas.service import AnswerReport, RequestReport, Status, Waited
 from inflight.server.state import ServerState
 
 
-async def story_of(state: ServerState, entry: Entry) -> RequestStory:
+async def report_of(state: ServerState, entry: Entry) -> RequestReport:
     found = [await _describe(state, entry, engine_id) for engine_id in entry.engine_ids]
     answers = [_answer(index, item) for index, item in enumerate(found) if item is not None]
     engine_ids = tuple(name for item in found if item is not None for name in item.waited_for)
@@ -23,7 +23,7 @@ async def story_of(state: ServerState, entry: Entry) -> RequestStory:
     )
     ended_at = entry.ended_at or time.perf_counter()
     first = entry.first_token_at
-    return RequestStory(
+    return RequestReport(
         id=entry.request_id,
         route=entry.route,
         status=_status(entry, answers),
@@ -49,16 +49,16 @@ async def _describe(state: ServerState, entry: Entry, engine_id: str) -> Request
     return found
 
 
-def _status(entry: Entry, answers: list[AnswerStory]) -> Status:
+def _status(entry: Entry, answers: list[AnswerReport]) -> Status:
     if entry.outcome is not None:
         return entry.outcome
     running = any(answer.status != "queued" for answer in answers)
     return "running" if running else "queued"
 
 
-def _answer(index: int, state: RequestState) -> AnswerStory:
+def _answer(index: int, state: RequestState) -> AnswerReport:
     record = state.record
-    return AnswerStory(
+    return AnswerReport(
         index=index,
         status="queued" if state.status == "waiting" else state.status,
         finish_reason=record.finish_reason,
@@ -77,12 +77,12 @@ def _between(record: RequestRecord, first: str, last: str) -> float | None:
     return None if start is None or end is None else end - start
 
 
-def _why(answers: list[AnswerStory], waited: Waited) -> str:
+def _why(answers: list[AnswerReport], waited: Waited) -> str:
     """A sentence for people, about the answer that took longest."""
     if not answers:
         return "It has not reached the engine."
 
-    def total(answer: AnswerStory) -> float:
+    def total(answer: AnswerReport) -> float:
         return sum(
             part or 0.0 for part in (answer.queued_seconds, answer.prefill_seconds, answer.decode_seconds)
         )

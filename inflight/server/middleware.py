@@ -21,7 +21,7 @@ logger = logging.getLogger("inflight.access")
 OPEN = frozenset({"/health", "/ready", "/"})
 
 
-class Gate:
+class AccessMiddleware:
     """The path that is checked here is the path that is routed: nothing rewrites it in between."""
 
     def __init__(self, app: ASGIApp, state: ServerState) -> None:

@@ -21,7 +21,7 @@ def merge(earlier: Delta, later: Delta) -> Delta:
     return later
 
 
-class Mailbox:
+class DeltaQueue:
     """Holds at most one delta: what a slow reader has not taken is merged, so memory is bounded by the output
     itself and the engine never waits. There is one reader."""
 
@@ -59,11 +59,11 @@ class Mailbox:
         return delta
 
 
-class MailStream(AsyncGenerator[Delta]):
+class DeltaStream(AsyncGenerator[Delta]):
     """The deltas of one request. A class, since a generator that was never begun does not notice its end."""
 
-    def __init__(self, mailbox: Mailbox, leave: Callable[[bool], None]) -> None:
-        self._mailbox = mailbox
+    def __init__(self, queue: DeltaQueue, leave: Callable[[bool], None]) -> None:
+        self._queue = queue
         self._leave = leave  # called once, with whether the request is still running
         self._open = True
 
@@ -71,7 +71,7 @@ class MailStream(AsyncGenerator[Delta]):
         if not self._open:
             raise StopAsyncIteration
         try:
-            delta = await self._mailbox.take()
+            delta = await self._queue.take()
         except BaseException:
             self._end(running=True)
             raise

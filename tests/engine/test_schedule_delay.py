@@ -9,17 +9,17 @@ import pytest
 
 from inflight.engine import InprocClient
 from inflight.engine.core import MARGIN
-from inflight.engine.forecast import SURE
+from inflight.engine.step_time import SURE
 from inflight.engine.wire import Ack, Add, Message, NewRequest, Stop, ToEngine
 from inflight.engine.worker import EngineLoop
-from inflight.scheduling import Pace
+from inflight.scheduling import TokenBudget
 from tests.helpers import FakeEngine, make_request
 from tests.timed import MAX_TOKENS, Timed, timed
 
 
 def decoding(depth: int) -> Timed:
     """In the middle of a request."""
-    engine = Timed(Pace(MAX_TOKENS), depth)
+    engine = Timed(TokenBudget(MAX_TOKENS), depth)
     engine.add(4, 200)
     for _ in range(6):
         engine.step()
@@ -28,16 +28,16 @@ def decoding(depth: int) -> Timed:
 
 def test_the_next_step_waits_for_most_of_the_one_on_the_device() -> None:
     engine = decoding(depth=2)
-    patience = engine.core.patience()
-    assert patience == pytest.approx(SURE * timed(1) - MARGIN)
-    engine.runner.now += patience
-    assert engine.core.patience() == pytest.approx(0)
+    schedule_delay = engine.core.schedule_delay()
+    assert schedule_delay == pytest.approx(SURE * timed(1) - MARGIN)
+    engine.runner.now += schedule_delay
+    assert engine.core.schedule_delay() == pytest.approx(0)
     assert engine.runner.now + MARGIN < engine.runner.free_at
 
 
 def test_who_comes_meanwhile_is_part_of_the_next_step() -> None:
     engine = decoding(depth=2)
-    engine.runner.now += engine.core.patience() / 2
+    engine.runner.now += engine.core.schedule_delay() / 2
     name = engine.add(40, 2)
     num_steps = len(engine.records)
     while name not in engine.outputs:
@@ -54,10 +54,10 @@ def test_there_is_none_where_it_would_not_help(case: str) -> None:
             while engine.core.has_work:
                 engine.step()
         case "a new size":
-            engine = Timed(Pace(MAX_TOKENS), 2)
+            engine = Timed(TokenBudget(MAX_TOKENS), 2)
             engine.add(900, 2)
             engine.step()
-    assert engine.core.patience() == 0
+    assert engine.core.schedule_delay() == 0
 
 
 @pytest.mark.parametrize("host", [0.0, 0.5, 2.0, 3.9])
@@ -68,17 +68,17 @@ def test_the_device_never_waits(host: float) -> None:
     engine.step()  # the first that takes so long is a surprise
     engine.runner.num_gaps = 0
     for _ in range(100):
-        engine.runner.now += engine.core.patience()
+        engine.runner.now += engine.core.schedule_delay()
         engine.step()
     assert engine.runner.num_gaps == 0
 
 
 def test_one_slow_step_does_not_make_the_next_one_late() -> None:
     engine = decoding(depth=2)
-    usual = engine.core.patience()
+    usual = engine.core.schedule_delay()
     engine.runner.now += 1.0  # somebody else had the machine
     engine.step()
-    assert 0 < engine.core.patience() <= usual + 1e-9
+    assert 0 < engine.core.schedule_delay() <= usual + 1e-9
 
 
 class Script:
@@ -120,7 +120,7 @@ def test_the_engine_process_takes_messages_while_it_waits() -> None:
 async def test_an_engine_in_a_thread_answers_while_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = FakeEngine(num_blocks=8192)
     holding = True
-    monkeypatch.setattr(engine.core, "patience", lambda: 60.0 if holding else 0.0)
+    monkeypatch.setattr(engine.core, "schedule_delay", lambda: 60.0 if holding else 0.0)
     client = InprocClient(engine.core)
     await client.add(make_request([1, 2, 3], 4))
     for _ in range(3):

@@ -10,13 +10,13 @@ import pytest
 from inflight.config import SchedulerConfig
 from inflight.engine.fake import expected_tokens
 from inflight.errors import ConfigError
-from inflight.scheduling import Pace, TimedPace
-from inflight.scheduling.pace import FIRST_TOKENS, MIN_CHUNK, PROMPTS_AT_ONCE
+from inflight.scheduling import TimedTokenBudget, TokenBudget
+from inflight.scheduling.token_budget import FIRST_TOKENS, MIN_CHUNK, PROMPTS_AT_ONCE
 from tests.timed import BASE, EACH, MAX_TOKENS, Timed, timed
 
 
 def sizes_beside_decodes(engine: Timed, decodes: int) -> list[int]:
-    """Of the steps that compute two long prompts, once the pace has settled."""
+    """Of the steps that compute two long prompts, once the token_budget has settled."""
     for _ in range(decodes):
         engine.add(4, 400)
     for _ in range(6):
@@ -30,7 +30,7 @@ def sizes_beside_decodes(engine: Timed, decodes: int) -> list[int]:
 @pytest.mark.parametrize("target", [8.0, 12.0, 40.0])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_steps_come_to_last_as_long_as_they_should(target: float, depth: int) -> None:
-    settled = sizes_beside_decodes(Timed(TimedPace(MAX_TOKENS, target / 1000), depth), 1)[
+    settled = sizes_beside_decodes(Timed(TimedTokenBudget(MAX_TOKENS, target / 1000), depth), 1)[
         :-2
     ]  # the last are shorter
     fitting = (target - BASE) / EACH
@@ -39,8 +39,12 @@ def test_steps_come_to_last_as_long_as_they_should(target: float, depth: int) ->
 
 
 def test_tokens_are_the_same_at_any_pace() -> None:
-    for pace in (Pace(MAX_TOKENS), TimedPace(MAX_TOKENS, 0.006), TimedPace(MAX_TOKENS, 1e-9)):
-        engine = Timed(pace, 2)
+    for token_budget in (
+        TokenBudget(MAX_TOKENS),
+        TimedTokenBudget(MAX_TOKENS, 0.006),
+        TimedTokenBudget(MAX_TOKENS, 1e-9),
+    ):
+        engine = Timed(token_budget, 2)
         names = {engine.add(length, 5): length for length in (3, 700, 1300)}
         while engine.core.has_work:
             engine.step()
@@ -49,13 +53,13 @@ def test_tokens_are_the_same_at_any_pace() -> None:
 
 
 def test_without_a_target_or_without_decodes_a_step_takes_all_it_may() -> None:
-    assert Pace(MAX_TOKENS).budget(5, 1) == MAX_TOKENS
-    assert TimedPace(MAX_TOKENS, 0.001).budget(0, 1) == MAX_TOKENS
+    assert TokenBudget(MAX_TOKENS).limit(5, 1) == MAX_TOKENS
+    assert TimedTokenBudget(MAX_TOKENS, 0.001).limit(0, 1) == MAX_TOKENS
 
 
 def test_steps_widen_as_more_prompts_wait() -> None:
-    pace = TimedPace(MAX_TOKENS, 0.012)
-    budgets = [pace.budget(1, count) for count in range(1, 200)]
+    token_budget = TimedTokenBudget(MAX_TOKENS, 0.012)
+    budgets = [token_budget.limit(1, count) for count in range(1, 200)]
     assert budgets[:PROMPTS_AT_ONCE] == [FIRST_TOKENS] * PROMPTS_AT_ONCE
     assert all(one <= other for one, other in itertools.pairwise(budgets))
     assert budgets[-1] == MAX_TOKENS
@@ -65,81 +69,81 @@ SIZES = (64, 128, 192, 256, 384, 512, 1024, MAX_TOKENS)
 
 
 def test_steps_fill_the_size_that_they_are_rounded_up_to() -> None:
-    pace = TimedPace(MAX_TOKENS, 0.012, SIZES)
-    assert pace.budget(1, 1) == 256 == FIRST_TOKENS
-    assert pace.budget(1, PROMPTS_AT_ONCE + 1) == 256  # 320 would fit, and take as long as 384
-    assert pace.budget(1, 2 * PROMPTS_AT_ONCE) == 512
+    token_budget = TimedTokenBudget(MAX_TOKENS, 0.012, SIZES)
+    assert token_budget.limit(1, 1) == 256 == FIRST_TOKENS
+    assert token_budget.limit(1, PROMPTS_AT_ONCE + 1) == 256  # 320 would fit, and take as long as 384
+    assert token_budget.limit(1, 2 * PROMPTS_AT_ONCE) == 512
     assert (
-        pace.budget(150, 1) == 384
+        token_budget.limit(150, 1) == 384
     )  # 150 decodes and some of a prompt, no more than fit, or as few as there are
-    assert pace.budget(5000, 1) == MAX_TOKENS
-    assert pace.budget(0, 1) == MAX_TOKENS
+    assert token_budget.limit(5000, 1) == MAX_TOKENS
+    assert token_budget.limit(0, 1) == MAX_TOKENS
 
 
 def test_a_step_that_was_rounded_up_took_as_long_as_a_full_one() -> None:
-    pace, full = (TimedPace(MAX_TOKENS, 0.012, SIZES) for _ in range(2))
+    token_budget, full = (TimedTokenBudget(MAX_TOKENS, 0.012, SIZES) for _ in range(2))
     for _ in range(8):
-        pace.observe(400, 0.013, True)  # as long as 512 take
+        token_budget.observe(400, 0.013, True)  # as long as 512 take
         full.observe(512, 0.013, True)
-    assert pace.budget(1, 1) == full.budget(1, 1) == 384
+    assert token_budget.limit(1, 1) == full.limit(1, 1) == 384
 
 
 @pytest.mark.parametrize("decodes", [1, 40])
 def test_filled_steps_last_no_longer_than_they_should(decodes: int) -> None:
-    settled = sizes_beside_decodes(Timed(TimedPace(MAX_TOKENS, 0.012, SIZES), 2, SIZES), decodes)
+    settled = sizes_beside_decodes(Timed(TimedTokenBudget(MAX_TOKENS, 0.012, SIZES), 2, SIZES), decodes)
     assert max(settled) == 384  # 11.7 ms; 512 would be 14.2
     assert len(settled) - settled.count(384) <= 2  # the last tokens of a prompt may be fewer
 
 
 def test_prompts_get_on_however_slow_steps_are() -> None:
-    pace = TimedPace(MAX_TOKENS, 0.001)
+    token_budget = TimedTokenBudget(MAX_TOKENS, 0.001)
     for _ in range(20):
-        pace.observe(FIRST_TOKENS, 10.0, True)
-    assert pace.budget(1, 1) >= MIN_CHUNK
-    assert pace.budget(500, 1) == 500 + MIN_CHUNK
-    assert pace.budget(MAX_TOKENS - 1, 1) == MAX_TOKENS
+        token_budget.observe(FIRST_TOKENS, 10.0, True)
+    assert token_budget.limit(1, 1) >= MIN_CHUNK
+    assert token_budget.limit(500, 1) == 500 + MIN_CHUNK
+    assert token_budget.limit(MAX_TOKENS - 1, 1) == MAX_TOKENS
 
 
 def test_one_slow_step_is_soon_forgotten() -> None:
-    pace = TimedPace(MAX_TOKENS, 0.012)
+    token_budget = TimedTokenBudget(MAX_TOKENS, 0.012)
 
     def settle() -> int:
         for _ in range(20):
-            size = pace.budget(1, 1)
-            pace.observe(size, timed(size), True)
-        return pace.budget(1, 1)
+            size = token_budget.limit(1, 1)
+            token_budget.observe(size, timed(size), True)
+        return token_budget.limit(1, 1)
 
     usual = settle()
-    pace.observe(usual, 3.0, True)
-    assert pace.budget(1, 1) < usual
+    token_budget.observe(usual, 3.0, True)
+    assert token_budget.limit(1, 1) < usual
     assert settle() == pytest.approx(usual, rel=0.01)
 
 
 def test_what_any_step_takes_is_not_what_more_tokens_would_take() -> None:
     """Without it, a step well below the target looks as if the next larger size were too large."""
-    alone, beside = (TimedPace(MAX_TOKENS, 0.012, SIZES) for _ in range(2))
+    alone, beside = (TimedTokenBudget(MAX_TOKENS, 0.012, SIZES) for _ in range(2))
     beside.observe(1, timed(1), False)
     for _ in range(10):
-        for pace in (alone, beside):
-            size = pace.budget(1, 1)
-            pace.observe(size, timed(size), True)
-    assert (alone.budget(1, 1), beside.budget(1, 1)) == (256, 384)
+        for token_budget in (alone, beside):
+            size = token_budget.limit(1, 1)
+            token_budget.observe(size, timed(size), True)
+    assert (alone.limit(1, 1), beside.limit(1, 1)) == (256, 384)
 
 
 def test_no_step_is_trusted_beyond_twice_its_size() -> None:
-    pace = TimedPace(MAX_TOKENS, 0.012)
-    pace.observe(1, 0.004, False)
-    pace.observe(FIRST_TOKENS, 0.004001, True)
-    assert FIRST_TOKENS < pace.budget(1, 1) <= 2 * FIRST_TOKENS
-    pace.observe(FIRST_TOKENS, 0.003, True)  # faster than one without prompts
-    assert pace.budget(1, 1) <= 2 * FIRST_TOKENS
+    token_budget = TimedTokenBudget(MAX_TOKENS, 0.012)
+    token_budget.observe(1, 0.004, False)
+    token_budget.observe(FIRST_TOKENS, 0.004001, True)
+    assert FIRST_TOKENS < token_budget.limit(1, 1) <= 2 * FIRST_TOKENS
+    token_budget.observe(FIRST_TOKENS, 0.003, True)  # faster than one without prompts
+    assert token_budget.limit(1, 1) <= 2 * FIRST_TOKENS
 
 
 def test_small_steps_say_nothing() -> None:
-    pace = TimedPace(MAX_TOKENS, 0.012)
-    pace.observe(FIRST_TOKENS // 2 - 1, 1e-6, True)
-    pace.observe(FIRST_TOKENS, 0.0, True)
-    assert pace.budget(1, 1) == FIRST_TOKENS
+    token_budget = TimedTokenBudget(MAX_TOKENS, 0.012)
+    token_budget.observe(FIRST_TOKENS // 2 - 1, 1e-6, True)
+    token_budget.observe(FIRST_TOKENS, 0.0, True)
+    assert token_budget.limit(1, 1) == FIRST_TOKENS
 
 
 @pytest.mark.parametrize("given", [-1, float("nan"), float("inf"), "12", True])

@@ -12,7 +12,7 @@ from inflight.server.schemas.service import Life
 RETRY_AFTER = 5  # seconds; how long a model still takes is not known
 
 
-class Doorway:
+class LoadingApp:
     """An application that is closed until `open` is called. Closed, it tells nothing but that."""
 
     def __init__(self) -> None:

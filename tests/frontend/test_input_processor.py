@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inflight.errors import ParameterError, PromptError, RequestError
-from inflight.frontend import Intake, split_prompts
+from inflight.frontend import InputProcessor, split_prompts
 from inflight.request import Request, SamplingParams
 from inflight.text import Tokenizer, bad_word_ids
 from tests.checkpoints import write_tokenizer
@@ -26,8 +26,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer.load(folder)
 
 
-def make(tokenizer: Tokenizer | None = None, seed: int = 0) -> Intake:
-    return Intake.create(tokenizer, 320, 64, EOS, seed)
+def make(tokenizer: Tokenizer | None = None, seed: int = 0) -> InputProcessor:
+    return InputProcessor.create(tokenizer, 320, 64, EOS, seed)
 
 
 def one(prompt: Any, params: SamplingParams | None = None, **options: Any) -> Request:
@@ -82,19 +82,19 @@ def test_several_answers_have_names_and_seeds_of_their_own() -> None:
 
 
 def test_seeds_follow_the_engines_seed_and_the_order_of_requests() -> None:
-    def seeds(intake: Intake) -> list[int]:
-        return [intake.requests("r", [5], SamplingParams())[1][0].seed for _ in range(3)]
+    def seeds(input_processor: InputProcessor) -> list[int]:
+        return [input_processor.requests("r", [5], SamplingParams())[1][0].seed for _ in range(3)]
 
     assert seeds(make(seed=1)) == seeds(make(seed=1)) != seeds(make(seed=2))
     assert len(set(seeds(make(seed=1)))) == 3
 
 
 def test_a_refused_request_does_not_shift_the_seeds_of_others() -> None:
-    intake, other = make(), make()
+    input_processor, other = make(), make()
     for wrong in ([], [320], [5] * 64):
         with pytest.raises(PromptError):
-            intake.requests("r", wrong, SamplingParams())
-    found = [engine.requests("r", [5], SamplingParams())[1][0].seed for engine in (intake, other)]
+            input_processor.requests("r", wrong, SamplingParams())
+    found = [engine.requests("r", [5], SamplingParams())[1][0].seed for engine in (input_processor, other)]
     assert found[0] == found[1]
 
 

@@ -19,7 +19,7 @@ import msgspec
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from inflight.engine.wire import SECRET_LENGTH, Codec, Doors, Message, Stop, ToFront
+from inflight.engine.wire import SECRET_LENGTH, Codec, ConnectionInfo, Message, Stop, ToFront
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ CONNECTION_TIMEOUT = 0.5  # seconds after its end to see that it had connected a
 POLL = 0.01
 
 
-class Child:
+class EngineProcess:
     """A process with its sockets. What it says goes to `on_message`, in the event loop."""
 
     def __init__(self, on_message: Callable[[ToFront], None], log_format: str) -> None:
@@ -55,7 +55,7 @@ class Child:
         self._connected = self._disconnected = False
         self._spoke = False
         self._folder = self._bind()
-        doors = Doors(
+        connection = ConnectionInfo(
             self._up.get_string(zmq.LAST_ENDPOINT),
             self._down.get_string(zmq.LAST_ENDPOINT),
             secret.hex(),
@@ -65,7 +65,9 @@ class Child:
         )
         self._loop.add_reader(self._up.fileno(), self._take_frames)
         # The thread that starts a process must live as long as it does: for the system, it is the parent.
-        threading.Thread(target=self._live, args=(doors,), name="inflight-child", daemon=True).start()
+        threading.Thread(
+            target=self._live, args=(connection,), name="inflight-engine-process", daemon=True
+        ).start()
 
     def _bind(self) -> str | None:
         """Sockets that only this user can reach; where there are no such, the secret alone keeps others out."""
@@ -81,7 +83,7 @@ class Child:
 
     # ---- its thread ----
 
-    def _live(self, doors: Doors) -> None:
+    def _live(self, connection: ConnectionInfo) -> None:
         try:
             process = subprocess.Popen(
                 COMMAND,
@@ -99,7 +101,7 @@ class Child:
             process.kill()
         assert process.stdin is not None
         with contextlib.suppress(OSError):  # it is gone already
-            process.stdin.write(msgspec.json.encode(doors) + b"\n")
+            process.stdin.write(msgspec.json.encode(connection) + b"\n")
             process.stdin.flush()  # not closed: its end is how the process learns of ours
         code = process.wait()
         with contextlib.suppress(OSError):

@@ -38,7 +38,7 @@ def split_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 @dataclass(frozen=True, slots=True)
-class Intake:
+class InputProcessor:
     """Turns a prompt into requests, one for each of the `n` answers.
 
     `max_model_len` is what one request may hold, prompt and outputs; `vocab_size` the width of the logits.
@@ -54,7 +54,7 @@ class Intake:
     @classmethod
     def create(
         cls, tokenizer: Tokenizer | None, vocab_size: int, max_model_len: int, eos: tuple[int, ...], seed: int
-    ) -> Intake:
+    ) -> InputProcessor:
         return cls(tokenizer, vocab_size, max_model_len, eos, seed, count())
 
     def requests(

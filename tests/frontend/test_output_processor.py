@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inflight.events import Delta, PositionLogprobs, RequestRecord, TokenLogprob
-from inflight.frontend import Assembler
+from inflight.frontend import OutputProcessor
 from inflight.request import Request, SamplingParams
 from inflight.text import Tokenizer
 from tests.checkpoints import write_tokenizer
@@ -29,11 +29,11 @@ def position(token_id: int) -> PositionLogprobs:
 
 def assembler_for(
     tokenizer: Tokenizer | None, stop_ids: frozenset[int] = frozenset(), **fields: Any
-) -> Assembler:
+) -> OutputProcessor:
     params = SamplingParams(max_tokens=100, **fields)
     names = ["r"] if params.n == 1 else [f"r/{index}" for index in range(params.n)]
     requests = [Request(name, [5, 6], params, 100, stop_ids=stop_ids) for name in names]
-    return Assembler("r", None, requests, tokenizer)
+    return OutputProcessor("r", None, requests, tokenizer)
 
 
 def last(reason: str, name: str = "r", stop_token_id: int | None = None) -> Delta:
@@ -41,26 +41,26 @@ def last(reason: str, name: str = "r", stop_token_id: int | None = None) -> Delt
     return Delta(name, [], finish_reason=reason, stop_token_id=stop_token_id, record=record)
 
 
-def feed(assembler: Assembler, ids: list[int], cuts: list[int], look: bool) -> bool:
+def feed(output_processor: OutputProcessor, ids: list[int], cuts: list[int], look: bool) -> bool:
     """Push the ids in pieces, looking at the output between them or not. True if a stop string was found."""
     edges = sorted({0, len(ids), *(cut % (len(ids) + 1) for cut in cuts)})
     for start, end in pairwise(edges):
-        if assembler.push(Delta("r", ids[start:end])):
+        if output_processor.push(Delta("r", ids[start:end])):
             return True
         if look:
-            assembler.output()
+            output_processor.output()
     return False
 
 
 @given(cuts=st.lists(st.integers(0, 100), max_size=20), look=st.booleans())
 def test_text_does_not_depend_on_the_pieces(tokenizer: Tokenizer, cuts: list[int], look: bool) -> None:
-    assembler = assembler_for(tokenizer)
-    feed(assembler, tokenizer.encode(TEXT), cuts, look)
-    assembler.push(last("length"))
-    output = assembler.output()
+    output_processor = assembler_for(tokenizer)
+    feed(output_processor, tokenizer.encode(TEXT), cuts, look)
+    output_processor.push(last("length"))
+    output = output_processor.output()
     assert output.outputs[0].text == TEXT
     assert output.finished
-    assert assembler.output().outputs[0].text == TEXT
+    assert output_processor.output().outputs[0].text == TEXT
 
 
 @given(cuts=st.lists(st.integers(0, 100), max_size=20), look=st.booleans(), include=st.booleans())
@@ -68,17 +68,17 @@ def test_a_stop_string_is_found_in_any_pieces(
     tokenizer: Tokenizer, cuts: list[int], look: bool, include: bool
 ) -> None:
     ids = tokenizer.encode(TEXT)
-    assembler = assembler_for(tokenizer, stop=["345 €", "k b"], include_stop_str_in_output=include)
-    assert feed(assembler, ids, cuts, look)
-    answer = assembler.output().outputs[0]
+    output_processor = assembler_for(tokenizer, stop=["345 €", "k b"], include_stop_str_in_output=include)
+    assert feed(output_processor, ids, cuts, look)
+    answer = output_processor.output().outputs[0]
     assert answer.text == ("the quick b" if include else "the quic")
     assert (answer.finish_reason, answer.stop_reason) == ("stop", "k b")
     # The answer's ids end with the token that completed the stop string.
     assert "k b" in tokenizer.decode(answer.token_ids)
     assert "k b" not in tokenizer.decode(answer.token_ids[:-1])
-    assert not assembler.push(Delta("r", [9]))
-    assert not assembler.push(last("abort"))
-    assert assembler.output().outputs[0] == answer
+    assert not output_processor.push(Delta("r", [9]))
+    assert not output_processor.push(last("abort"))
+    assert output_processor.output().outputs[0] == answer
 
 
 @pytest.mark.parametrize("include", [False, True])
@@ -88,12 +88,12 @@ def test_min_tokens_and_stop_strings(tokenizer: Tokenizer, include: bool) -> Non
     sizes = [len(tokenizer.decode(ids[:count])) for count in range(len(ids) + 1)]
     second = next(count for count, size in enumerate(sizes) if size >= len("xyz and xyz"))
     for min_tokens in range(second + 1, 1, -1):
-        assembler = assembler_for(
+        output_processor = assembler_for(
             tokenizer, stop="xyz", min_tokens=min_tokens, include_stop_str_in_output=include
         )
-        found = [assembler.push(Delta("r", [token_id])) for token_id in ids]
-        assembler.push(last("length"))
-        answer = assembler.output().outputs[0]
+        found = [output_processor.push(Delta("r", [token_id])) for token_id in ids]
+        output_processor.push(last("length"))
+        answer = output_processor.output().outputs[0]
         if min_tokens > second:
             assert not any(found)
             assert answer.text == "xyz and xyz"
@@ -110,7 +110,7 @@ def test_a_stop_tokens_text_is_hidden(
 ) -> None:
     """Also when the news of the end comes after the token, as under policies that keep finished requests."""
     ids = tokenizer.encode("the end")
-    assembler = assembler_for(
+    output_processor = assembler_for(
         tokenizer,
         frozenset({ids[-1]}),
         stop=stop,
@@ -119,33 +119,33 @@ def test_a_stop_tokens_text_is_hidden(
     )
     end = last("stop", stop_token_id=ids[-1])
     if late:
-        assembler.push(Delta("r", ids))
-        assembler.output()
+        output_processor.push(Delta("r", ids))
+        output_processor.output()
     else:
         end.token_ids = ids
-    assembler.push(end)
-    answer = assembler.output().outputs[0]
+    output_processor.push(end)
+    answer = output_processor.output().outputs[0]
     assert answer.token_ids == ids
     assert answer.text == tokenizer.decode(ids if include else ids[:-1])
     assert answer.stop_reason == ids[-1]
 
 
 def test_an_end_token_is_no_stop_reason(tokenizer: Tokenizer) -> None:
-    assembler = assembler_for(tokenizer, frozenset({0, 9}), stop_token_ids=[9])
+    output_processor = assembler_for(tokenizer, frozenset({0, 9}), stop_token_ids=[9])
     end = last("stop", stop_token_id=0)
     end.token_ids = [20, 0]
-    assembler.push(end)
-    answer = assembler.output().outputs[0]
+    output_processor.push(end)
+    answer = output_processor.output().outputs[0]
     assert (answer.finish_reason, answer.stop_reason) == ("stop", None)
 
 
 def test_logprobs_are_named_and_summed(tokenizer: Tokenizer) -> None:
-    assembler = assembler_for(tokenizer, logprobs=1)
+    output_processor = assembler_for(tokenizer, logprobs=1)
     ids = tokenizer.encode("the dog")
     for token_id in ids:
-        assembler.push(Delta("r", [token_id], [position(token_id)]))
-    assembler.push(last("length"))
-    answer = assembler.output().outputs[0]
+        output_processor.push(Delta("r", [token_id], [position(token_id)]))
+    output_processor.push(last("length"))
+    answer = output_processor.output().outputs[0]
     assert answer.cumulative_logprob == pytest.approx(-0.5 * len(ids))
     assert answer.logprobs is not None
     for token_id, found in zip(ids, answer.logprobs, strict=True):
@@ -155,45 +155,45 @@ def test_logprobs_are_named_and_summed(tokenizer: Tokenizer) -> None:
 
 
 def test_logprobs_are_cut_with_the_tokens(tokenizer: Tokenizer) -> None:
-    assembler = assembler_for(tokenizer, logprobs=1, stop="quick")
+    output_processor = assembler_for(tokenizer, logprobs=1, stop="quick")
     ids = tokenizer.encode(TEXT)
-    assert assembler.push(Delta("r", ids, [position(token_id) for token_id in ids]))
-    answer = assembler.output().outputs[0]
+    assert output_processor.push(Delta("r", ids, [position(token_id) for token_id in ids]))
+    answer = output_processor.output().outputs[0]
     assert answer.logprobs is not None
     assert 0 < len(answer.logprobs) == len(answer.token_ids) < len(ids)
     assert answer.cumulative_logprob == pytest.approx(-0.5 * len(answer.token_ids))
 
 
 def test_several_answers_end_on_their_own(tokenizer: Tokenizer) -> None:
-    assembler = assembler_for(tokenizer, n=2)
+    output_processor = assembler_for(tokenizer, n=2)
     the, dog = tokenizer.encode("the"), tokenizer.encode("dog")
-    assembler.push(Delta("r/1", dog))
-    assembler.push(Delta("r/0", the))
-    assembler.push(last("length", "r/1"))
-    output = assembler.output()
+    output_processor.push(Delta("r/1", dog))
+    output_processor.push(Delta("r/0", the))
+    output_processor.push(last("length", "r/1"))
+    output = output_processor.output()
     assert not output.finished
     assert [answer.finished for answer in output.outputs] == [False, True]
-    assembler.push(last("length", "r/0"))
-    output = assembler.output()
+    output_processor.push(last("length", "r/0"))
+    output = output_processor.output()
     assert output.finished
     assert [answer.text for answer in output.outputs] == ["the", "dog"]
 
 
 def test_an_error_is_kept(tokenizer: Tokenizer) -> None:
-    assembler = assembler_for(tokenizer)
+    output_processor = assembler_for(tokenizer)
     end = last("error")
     end.error = "the logits are not finite"
-    assembler.push(Delta("r", tokenizer.encode("the")))
-    assembler.push(end)
-    answer = assembler.output().outputs[0]
+    output_processor.push(Delta("r", tokenizer.encode("the")))
+    output_processor.push(end)
+    answer = output_processor.output().outputs[0]
     assert (answer.finish_reason, answer.error, answer.text) == ("error", "the logits are not finite", "the")
 
 
 def test_without_a_tokenizer_there_are_only_ids() -> None:
-    assembler = assembler_for(None, logprobs=1)
-    assembler.push(Delta("r", [20], [position(20)]))
-    assembler.push(last("length"))
-    answer = assembler.output().outputs[0]
+    output_processor = assembler_for(None, logprobs=1)
+    output_processor.push(Delta("r", [20], [position(20)]))
+    output_processor.push(last("length"))
+    answer = output_processor.output().outputs[0]
     assert (answer.text, answer.token_ids) == ("", [20])
     assert answer.logprobs is not None
     assert answer.logprobs[0][20].decoded_token is None
@@ -202,11 +202,11 @@ def test_without_a_tokenizer_there_are_only_ids() -> None:
 def test_an_unfinished_character_waits_for_its_rest(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("€")
     assert len(ids) > 1
-    assembler = assembler_for(tokenizer)
-    assembler.push(Delta("r", ids[:-1]))
-    assert assembler.output().outputs[0].text == ""
-    assembler.push(Delta("r", ids[-1:]))
-    assert assembler.output().outputs[0].text == "€"
+    output_processor = assembler_for(tokenizer)
+    output_processor.push(Delta("r", ids[:-1]))
+    assert output_processor.output().outputs[0].text == ""
+    output_processor.push(Delta("r", ids[-1:]))
+    assert output_processor.output().outputs[0].text == "€"
     cut_off = assembler_for(tokenizer)
     cut_off.push(Delta("r", ids[:-1]))
     cut_off.push(last("length"))

@@ -131,7 +131,7 @@ def named(position: PositionLogprobs, tokenizer: Tokenizer | None) -> Logprobs:
     return {found.token_id: Logprob(found.logprob, found.rank, text(found.token_id)) for found in position}
 
 
-class Assembler:
+class OutputProcessor:
     """Collects the answers to one prompt."""
 
     def __init__(

@@ -12,7 +12,7 @@ from starlette.types import Receive
 Reason = Literal["first_token", "request", "disconnect", "shutdown"]
 
 
-class Guard:
+class CancelScope:
     """A context whose content is interrupted with TimeoutError; `reason` then says why.
 
     The client is watched by a task of its own, which costs nothing while tokens flow.
@@ -28,7 +28,7 @@ class Guard:
         self._watcher: asyncio.Task[None] | None = None
         self._ended = False
 
-    async def __aenter__(self) -> Guard:
+    async def __aenter__(self) -> CancelScope:
         await self._timeout.__aenter__()
         return self
 

@@ -7,7 +7,7 @@ from inflight.scheduling import Batch
 SURE = 0.75  # of the time that steps of this size took lately: contexts and the machine's load differ
 
 
-class Forecast:
+class StepTimes:
     """Learns from the steps themselves. Sizes that lie close together are one."""
 
     def __init__(self) -> None:
@@ -17,7 +17,7 @@ class Forecast:
         size = _size(batch)
         self._seconds[size] = seconds, self._seconds.get(size, (seconds,))[0]
 
-    def seconds(self, batch: Batch) -> float:
+    def estimate(self, batch: Batch) -> float:
         """0 for a size that was not seen yet."""
         return SURE * min(self._seconds.get(_size(batch), (0.0,)))
 
