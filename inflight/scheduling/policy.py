@@ -7,7 +7,7 @@ how much memory is set aside, who is preempted and when a finished request leave
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
 from inflight.errors import ConfigError
 from inflight.registry import Registry
@@ -42,11 +42,12 @@ class Policy:
         return len(self.queue)
 
     def candidates(self) -> Iterator[Request]:
-        """Waiting requests in the order to try them. An admitted one has been removed from the queue when the
-        iterator is asked for the next; one that is still there did not fit. Ending here ends admission."""
+        """Waiting requests in the order to try them. The answer to each `yield` says whether it was admitted; it has
+        then been removed from the queue. Ending here ends admission. Any other iterator will do, too, where the
+        order does not depend on who was admitted."""
         while (request := self.queue.first()) is not None:
-            yield request
-            if request in self.queue:
+            admitted = yield request
+            if not admitted:
                 return
 
     # The decisions.
@@ -90,6 +91,14 @@ class Policy:
 
     def on_batch(self, batch: Batch) -> None:
         """A step was scheduled."""
+
+
+def answer(candidates: Iterator[Request], admitted: bool) -> Request | None:
+    """Tell the candidates whether the last one was admitted, and get the next."""
+    try:
+        return candidates.send(admitted) if isinstance(candidates, Generator) else next(candidates)
+    except StopIteration:
+        return None
 
 
 POLICIES: Registry[Callable[[], Policy]] = Registry(

@@ -12,7 +12,7 @@ from inflight.events import Delta
 from inflight.kv import BlockManager
 from inflight.request import Request, Status
 from inflight.scheduling.batch import Admission, Batch, Sampled, TableUpdate
-from inflight.scheduling.policy import Policy
+from inflight.scheduling.policy import Policy, answer
 from inflight.scheduling.quarantine import Quarantine
 from inflight.scheduling.roster import Limits, Roster
 from inflight.scheduling.token_budget import TokenBudget
@@ -170,24 +170,26 @@ class Scheduler(Roster):
     # ---- admission ----
 
     def _admit(self, batch: Batch, now: float, max_tokens: int) -> None:
-        for request in self.policy.candidates():
+        candidates = self.policy.candidates()
+        request = next(candidates, None)
+        while request is not None:
             budget = max_tokens - batch.num_tokens
             if budget <= 0 or not self._free_rows or not self.policy.admits(request, self.running):
                 return
-            self._try_admit(request, budget, batch, now)
+            request = answer(candidates, self._try_admit(request, budget, batch, now))
 
-    def _try_admit(self, request: Request, budget: int, batch: Batch, now: float) -> None:
+    def _try_admit(self, request: Request, budget: int, batch: Batch, now: float) -> bool:
         """Move a waiting request into the batch if memory allows."""
         if request.num_in_flight:  # preempted a moment ago, its last token is still to come
-            return
+            return False
         hits = self.blocks.match(request)
         reserved = max(self.policy.reserve(request, self.running), request.num_tokens)
         if self.num_resident + reserved > self.limits.max_kv_tokens or not self.blocks.fits(hits, reserved):
-            return
+            return False
         wanted = request.num_tokens - len(hits) * self.blocks.block_size
         count = self.policy.tokens(request, wanted, budget)
         if count <= 0:
-            return
+            return False
         self.policy.remove(request)
         self.blocks.attach(request, hits)
         self.num_resident += request.num_computed
@@ -203,6 +205,7 @@ class Scheduler(Roster):
             request.record.admitted_at = now
             request.record.num_cached_tokens = request.num_cached
         self.policy.on_admit(request)
+        return True
 
     # ---- results ----
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
 
 from inflight.engine.fake import expected_tokens
 from inflight.errors import ConfigError, EngineError
+from inflight.request import Request
 from inflight.scheduling import Policy, make_policy
 from inflight.scheduling.policies.continuous import Continuous
 from inflight.scheduling.policies.fair import Fair
@@ -169,6 +170,60 @@ def overtakes(policy: Callable[[], Policy]) -> int:
 def test_ageing_bounds_how_often_a_request_is_passed() -> None:
     assert overtakes(lambda: Continuous(ageing=0, headroom=0)) == 0
     assert overtakes(lambda: Continuous(ageing=4, headroom=0)) == 4
+
+
+class SmallBites(Continuous):
+    def tokens(self, request: Request, wanted: int, budget: int) -> int:  # noqa: ARG002
+        return min(wanted, budget, 4)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("num_blocks", [7, 12])
+def test_no_request_is_admitted_twice(depth: int, num_blocks: int) -> None:
+    """A preempted request waits again while the queue still holds what is left of its first entry."""
+    engine = FakeEngine(partial(SmallBites, headroom=0), num_blocks=num_blocks, pipeline_depth=depth)
+    expected = ragged(engine, 30)
+    while engine.core.has_work:
+        engine.step()
+        assert len({*engine.scheduler.running}) == len(engine.scheduler.running)
+        engine.scheduler.check()
+    assert engine.outputs == expected
+
+
+def test_candidates_of_any_make() -> None:
+    """Written with the queue looked at after each yield, as a list's iterator, or with the answer that comes back."""
+
+    class Looking(Policy):
+        def candidates(self) -> Iterator[Request]:
+            while (request := self.queue.first()) is not None:
+                yield request
+                if request in self.queue:
+                    return
+
+    class Listed(Policy):
+        def candidates(self) -> Iterator[Request]:
+            return iter(self.queue.head(5))
+
+    class Answered(Policy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.told: list[tuple[int, bool]] = []
+
+        def candidates(self) -> Iterator[Request]:
+            for request in self.queue.head(5):
+                admitted = yield request
+                self.told.append((request.arrival, admitted))
+
+    for policy in (Policy, Looking, Listed, Answered):
+        engine = FakeEngine(policy, num_blocks=8, max_num_seqs=4)
+        for length in (8, 12, 20, 9):
+            engine.add(make_request([1] * length, 3))
+        engine.step()
+        if policy is Answered:
+            told = engine.scheduler.policy.told  # type: ignore[attr-defined]
+            assert told == [(0, True), (1, False), (2, False), (3, False)]
+        engine.run()
+        assert len(engine.finished) == 4
 
 
 def test_static_batches_form_and_retire_together() -> None:

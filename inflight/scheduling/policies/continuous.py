@@ -22,12 +22,11 @@ class Continuous(Policy):
         yield from super().candidates()
         passed: list[Request] = []
         for request in self.queue.head(LOOKAHEAD):
-            if passed:
-                yield request
-            if request in self.queue:
-                passed.append(request)
-            else:
+            admitted = (yield request) if passed else False  # the first in line has just been refused
+            if admitted:
                 for older in passed:
                     older.num_passed += 1
+            else:
+                passed.append(request)
             if any(older.num_passed >= self.ageing for older in passed):
                 return

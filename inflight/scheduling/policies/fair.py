@@ -89,11 +89,10 @@ class Fair(Policy):
 
     def candidates(self) -> Iterator[Request]:
         while (tenant := self._least()) is not None:
-            queue = self._queues[tenant]
-            request = queue.first()
+            request = self._queues[tenant].first()
             assert request is not None
-            yield request
-            if request in queue:
+            admitted = yield request
+            if not admitted:
                 return
 
     def victim(self, candidates: Sequence[Request]) -> Request:
