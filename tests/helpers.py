@@ -44,7 +44,8 @@ class FakeEngine:
         cache = ChainHashCache(self.block_size) if self.caching else NoPrefixCache()
         limits = Limits(self.max_num_seqs, self.max_num_batched_tokens, self.max_kv_tokens)
         blocks = BlockManager(self.num_blocks, self.block_size, cache)
-        self.scheduler = Scheduler(limits, make_policy(self.policy), blocks)
+        self.policy_given = make_policy(self.policy)  # the engine's own looks at its answers
+        self.scheduler = Scheduler(limits, self.policy_given, blocks)
         self.runner = FakeRunner(self.num_blocks, self.block_size)
         ticks = itertools.count()
         self.core = EngineCore(

@@ -121,8 +121,7 @@ class EngineCore:
             batch = self.scheduler.schedule(self.clock())
             if batch is None:
                 raise EngineError(
-                    f"{self.scheduler.num_waiting} requests wait, but the policy "
-                    f"{type(self.scheduler.policy).__name__} admits none into an empty engine"
+                    f"{self.scheduler.num_waiting} requests wait in an empty engine, but none of them fits"
                 )
         return batch
 

@@ -41,7 +41,7 @@ class Policy:
     def __len__(self) -> int:
         return len(self.queue)
 
-    def candidates(self) -> Iterator[Request]:
+    def candidates(self) -> Generator[Request, bool, None]:
         """Waiting requests in the order to try them. The answer to each `yield` says whether it was admitted; it has
         then been removed from the queue. Ending here ends admission. Any other iterator will do, too, where the
         order does not depend on who was admitted."""

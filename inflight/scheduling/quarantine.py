@@ -12,7 +12,7 @@ of them are suspects, and until the last is tried this policy stands in for the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 
 from inflight.request import Request, Status
 from inflight.scheduling.batch import Batch
@@ -75,7 +75,7 @@ class Quarantine(Policy):
             self._lift()
         return [request for request in running if request is not suspect]
 
-    def candidates(self) -> Iterator[Request]:
+    def candidates(self) -> Generator[Request, bool, None]:
         suspect = self._on_trial()
         if suspect is not None and suspect.status is Status.WAITING:
             yield suspect

@@ -12,6 +12,7 @@ from inflight.events import Delta
 from inflight.kv import BlockManager
 from inflight.request import Request, Status
 from inflight.scheduling.batch import Admission, Batch, Sampled, TableUpdate
+from inflight.scheduling.checked_policy import CheckedPolicy
 from inflight.scheduling.policy import Policy, answer
 from inflight.scheduling.quarantine import Quarantine
 from inflight.scheduling.roster import Limits, Roster
@@ -24,14 +25,31 @@ class Scheduler(Roster):
     def __init__(
         self, limits: Limits, policy: Policy, blocks: BlockManager, token_budget: TokenBudget | None = None
     ) -> None:
-        super().__init__(limits, policy, blocks)
+        self._checked = CheckedPolicy(policy)
+        super().__init__(limits, self._checked, blocks)
         self.token_budget = token_budget or TokenBudget(limits.max_num_batched_tokens)
-        self._quarantine = Quarantine(policy, self._lift_quarantine)
+        self._quarantine = Quarantine(self._checked, self._lift_quarantine)
 
     # ---- one step ----
 
     def schedule(self, now: float) -> Batch | None:
         """The next batch, or None when nothing can be computed before a batch in flight comes back."""
+        batch = self._form(now)
+        if not batch.requests and not batch.preempted and self._nothing_to_wait_for():
+            with self._checked.overruled():
+                batch = self._form(now)
+        if not batch.requests:
+            return None
+        self._num_steps += 1
+        batch.kv = self.usage()
+        self.policy.on_batch(batch)
+        return batch
+
+    def _nothing_to_wait_for(self) -> bool:
+        """There are requests, and no result to come that could change what the policy answers."""
+        return self.has_work and not any(request.num_in_flight for request in self.requests.values())
+
+    def _form(self, now: float) -> Batch:
         batch = Batch(self._num_steps)
         someone_waits = len(self.policy) > 0
         if someone_waits:
@@ -46,11 +64,6 @@ class Scheduler(Roster):
             self._publish(request)
         if someone_waits and not batch.preempted:
             self._admit(batch, now, max_tokens)
-        if not batch.requests:
-            return None
-        self._num_steps += 1
-        batch.kv = self.usage()
-        self.policy.on_batch(batch)
         return batch
 
     def _schedule_decodes(self, batch: Batch) -> list[Request]:

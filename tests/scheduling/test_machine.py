@@ -1,16 +1,18 @@
 """A state machine over the whole engine with the fake runner.
 
-Whatever arrives, is aborted or fails, under every policy, depth, chunk size and memory: limits hold at every step,
-everyone finishes, and the tokens are those that the request would get alone. A step that fails once and leaves its
-memory in ruins ends a request only if that was alone in it, or has seen too many.
+Whatever arrives, is aborted or fails, under every policy (sane or not), depth, chunk size and memory: limits hold at
+every step, everyone finishes, and the tokens are those that the request would get alone. A step that fails once and
+leaves its memory in ruins ends a request only if that was alone in it, or has seen too many.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -20,25 +22,14 @@ from inflight.scheduling import Batch, Policy
 from inflight.scheduling.quarantine import MAX_FAILURES
 from tests.e2e.breaking import PoisonedRunner
 from tests.helpers import FakeEngine, make_request
+from tests.scheduling.hostile import HOSTILE
 from tests.scheduling.policies import POLICIES
 from tests.scheduling.trouble import ruin_memory
 
 
-class Contrary(Policy):
-    """The worst that a user's policy may do: latest first, small bites, and always the first victim."""
-
-    def __init__(self) -> None:
-        super().__init__(headroom=0)
-
-    def push(self, request: Request, step: int) -> None:  # noqa: ARG002
-        request.order = -request.arrival
-        self.queue.push(request)
-
-    def tokens(self, request: Request, wanted: int, budget: int) -> int:  # noqa: ARG002
-        return min(wanted, max(1, budget // 2))
-
-    def victim(self, candidates: Sequence[Request]) -> Request:
-        return candidates[0]
+@pytest.fixture(autouse=True)
+def quiet(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL)
 
 
 MAX_LEN = 24  # prompt and outputs of one request
@@ -57,7 +48,7 @@ REQUESTS = st.fixed_dictionaries(
 
 class EngineMachine(RuleBasedStateMachine):
     @initialize(
-        policy=st.sampled_from((*POLICIES, Contrary)),
+        policy=st.sampled_from((*POLICIES, *HOSTILE)),
         depth=st.sampled_from([1, 2]),
         block_size=st.sampled_from([1, 3, 4, 16]),
         max_num_seqs=st.sampled_from([1, 3, 6]),

@@ -5,7 +5,7 @@ memory is not left idle; each time, it ages, and at `ageing` no one passes it an
 first come first served.
 """
 
-from collections.abc import Iterator
+from collections.abc import Generator
 
 from inflight.request import Request
 from inflight.scheduling.policy import HEADROOM, Policy
@@ -18,7 +18,7 @@ class Continuous(Policy):
         super().__init__(headroom)
         self.ageing = ageing
 
-    def candidates(self) -> Iterator[Request]:
+    def candidates(self) -> Generator[Request, bool, None]:
         yield from super().candidates()
         passed: list[Request] = []
         for request in self.queue.head(LOOKAHEAD):

@@ -7,7 +7,7 @@ come first served. A tenant that becomes active is lifted to the least active on
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from heapq import heappop, heappush, heapreplace
 
 from inflight.request import Request
@@ -87,7 +87,7 @@ class Fair(Policy):
                 return tenant
         return None
 
-    def candidates(self) -> Iterator[Request]:
+    def candidates(self) -> Generator[Request, bool, None]:
         while (tenant := self._least()) is not None:
             request = self._queues[tenant].first()
             assert request is not None

@@ -4,7 +4,7 @@ Membership is settled when a batch opens: the requests waiting at that moment, a
 reach. Memory for the full length is taken at once. A finished request keeps its slot until all have finished.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 
 from inflight.request import Request
 from inflight.scheduling.policy import Policy
@@ -20,7 +20,7 @@ class Static(Policy):
         super().push(request, step)
         self._newest = max(self._newest, request.arrival)
 
-    def candidates(self) -> Iterator[Request]:
+    def candidates(self) -> Generator[Request, bool, None]:
         yield from super().candidates()
         if len(self):  # the next in line did not fit: the batch is complete
             self._last = -1

@@ -1,0 +1,176 @@
+"""Answers that make no sense: each is told once, and the base policy's stands in."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from inflight.engine.fake import expected_tokens
+from inflight.request import Request
+from inflight.scheduling import Policy
+from inflight.scheduling.checked_policy import CheckedPolicy
+from tests.helpers import FakeEngine, make_request
+from tests.scheduling.hostile import HOSTILE, Refusing
+
+RUNNING = [make_request([1] * 4, request_id=f"running{index}") for index in range(3)]
+WAITING = [make_request([2] * 4, request_id=f"waiting{index}") for index in range(3)]
+for number, one in enumerate((*RUNNING, *WAITING)):
+    one.arrival = number
+
+
+def checked(question: str, answer: Any) -> CheckedPolicy:
+    """A policy of which one answer is this; an exception is raised."""
+
+    def respond(*_: object) -> Any:
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    policy = CheckedPolicy(type("Odd", (Policy,), {question: respond})())
+    for request in WAITING:
+        policy.push(request, 0)
+    return policy
+
+
+NONSENSE: dict[str, tuple[Any, ...]] = {
+    "tokens": (-1, 9, 1 << 80, 2.0, "3", None, [], RuntimeError("no")),
+    "reserve": (-1, None, 4.5, "x", RuntimeError("no")),
+    "admits": (None, "yes", 1, RuntimeError("no")),
+    "reserves_ahead": (None, 0, RuntimeError("no")),
+    "leaves": (None, "no", RuntimeError("no")),
+    "victim": (None, 1, WAITING[0], RUNNING[0], RuntimeError("no")),
+    "yields": (None, 7, [[]], [RUNNING[0]], [WAITING[0]], np.zeros(2), RuntimeError("no")),
+}
+
+
+def ask(policy: Policy, question: str) -> Any:
+    given: dict[str, tuple[Any, ...]] = {
+        "tokens": (RUNNING[0], 8, 5),
+        "victim": (RUNNING[1:],),
+        "yields": (RUNNING,),
+        "reserves_ahead": (),
+    }
+    return getattr(policy, question)(*given.get(question, (WAITING[0], RUNNING)))
+
+
+CASES = [(question, answer) for question, answers in NONSENSE.items() for answer in answers]
+
+
+@pytest.mark.parametrize(("question", "answer"), CASES)
+def test_nonsense_is_replaced_and_told_once(
+    question: str, answer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = checked(question, answer)
+    base = Policy()
+    expected = RUNNING[2] if question == "victim" else ask(base, question)
+    for _ in range(3):
+        assert (
+            list(ask(policy, question)) == [] if question == "yields" else ask(policy, question) == expected
+        )
+    told = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(told) == 1
+    assert f"policy Odd, {question}" in told[0].getMessage()
+
+
+@pytest.mark.parametrize(
+    ("question", "answer"),
+    [
+        ("tokens", 0),
+        ("tokens", 5),
+        ("tokens", np.int64(3)),
+        ("reserve", 0),
+        ("reserve", 1 << 50),
+        ("admits", False),
+        ("reserves_ahead", True),
+        ("leaves", False),
+        ("victim", RUNNING[1]),
+        ("yields", [RUNNING[2], RUNNING[1]]),
+    ],
+)
+def test_what_makes_sense_stands(question: str, answer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    found = ask(checked(question, answer), question)
+    assert sorted(found, key=id) == sorted(answer, key=id) if question == "yields" else found == answer
+    assert not caplog.records
+
+
+def test_who_finished_leaves_when_nobody_runs() -> None:
+    assert checked("leaves", False).leaves(RUNNING[0], []) is True
+
+
+def offered(candidates: Callable[[], Any], refused: Sequence[Request] = ()) -> list[Request]:
+    policy = checked("candidates", None)
+    policy.policy.candidates = lambda: candidates()  # type: ignore[method-assign]
+    found = []
+    generator = policy.candidates()
+    request = next(generator, None)
+    while request is not None:
+        found.append(request)
+        if request not in refused:
+            policy.remove(request)
+        try:
+            request = generator.send(request not in refused)
+        except StopIteration:
+            break
+    return found
+
+
+def test_candidates_that_make_no_sense_are_replaced() -> None:
+    first, second, third = WAITING
+
+    def breaks_down() -> Generator[Request, bool, None]:
+        yield third
+        raise RuntimeError("no")
+
+    assert offered(lambda: [third, first]) == [third, first], "any iterable will do"
+    assert offered(lambda: iter(())) == [], "nobody is an answer"
+    assert offered(lambda: 7) == WAITING
+    assert offered(breaks_down) == [third, first, second]
+    assert offered(lambda: [second, RUNNING[0], third]) == [second, first, third], "it is not waiting"
+    assert offered(lambda: [second, second]) == [second, first, third], "it is not waiting any more"
+    assert offered(lambda: [second, second], refused=[second]) == [second, first, third], "it had its turn"
+    assert offered(lambda: [[]]) == WAITING
+
+
+def test_who_was_not_taken_into_the_queue_waits_all_the_same() -> None:
+    class Picky(Policy):
+        def push(self, request: Request, step: int) -> None:
+            if request.arrival == 1:
+                raise RuntimeError("not you")
+            super().push(request, step)
+
+    engine = FakeEngine(Picky, max_num_seqs=1)
+    requests = [engine.add(make_request([index], 2)) for index in range(3)]
+    engine.core.abort(engine.add(make_request([7], 2)).request_id)
+    engine.run()
+    for index, request in enumerate(requests):
+        assert engine.outputs[request.request_id] == expected_tokens([index], 2)
+
+
+def test_a_policy_that_lets_nobody_run_is_overruled(caplog: pytest.LogCaptureFixture) -> None:
+    engine = FakeEngine(Refusing, max_num_batched_tokens=8)
+    for index in range(3):
+        engine.add(make_request([index] * 20, 3))
+    engine.run()
+    assert len(engine.finished) == 3
+    assert "lets nobody run" in caplog.text
+
+
+@pytest.mark.parametrize("policy", HOSTILE)
+def test_everyone_finishes_all_the_same(policy: Callable[[], Policy]) -> None:
+    engine = FakeEngine(policy, num_blocks=8, max_num_batched_tokens=12)
+    for index in range(8):
+        engine.add(make_request([index] * (1 + 3 * index), 5, request_id=f"r{index}"))
+    engine.run()
+    for index in range(8):
+        assert engine.outputs[f"r{index}"] == expected_tokens([index] * (1 + 3 * index), 5)
+    assert all(sum(slot.num_tokens for slot in record.slots) <= 12 for record in engine.records)
+
+
+def test_every_question_is_checked() -> None:
+    """One that is new in Policy must be guarded here, too."""
+    questions = {name for name, value in vars(Policy).items() if callable(value)}
+    assert questions <= vars(CheckedPolicy).keys()
