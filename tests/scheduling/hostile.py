@@ -66,19 +66,18 @@ class Refusing(Policy):
         return False
 
 
+QUESTIONS = {name for name, value in vars(Policy).items() if callable(value)} - {"__init__", "__len__"}
+
+
 def _answers(found: Any) -> type[Policy]:
     """A policy that answers every question with the same thing, or raises."""
 
-    class Monotonous(Policy):
-        def _answer(self, *_: object) -> Any:
-            if found is RuntimeError:
-                raise RuntimeError("on purpose")
-            return found
+    def respond(*_: object) -> Any:
+        if found is RuntimeError:
+            raise RuntimeError("on purpose")
+        return found
 
-        admits = tokens = reserve = reserves_ahead = victim = yields = leaves = _answer
-        on_admit = on_batch = candidates = push = remove = _answer
-
-    return Monotonous
+    return type("Monotonous", (Policy,), dict.fromkeys(QUESTIONS, respond))
 
 
 class Erratic(Policy):
@@ -94,7 +93,8 @@ class Erratic(Policy):
             return right
         if self._random.random() < 0.3:
             raise RuntimeError("on purpose")
-        wrong = (None, -1, 2.5, "x", True, 1 << 70, [], [7], self._seen, self._random.choice(self._seen))
+        stranger = self._random.choice(self._seen)
+        wrong: tuple[Any, ...] = (None, -1, 2.5, "x", True, 1 << 70, [], [7], self._seen, stranger)
         return self._random.choice(wrong)
 
     def push(self, request: Request, step: int) -> None:
