@@ -15,7 +15,6 @@ from inflight.engine import EngineClient, EngineStats, Health, InprocClient, Mod
 from inflight.errors import ConfigError, EngineError, ParameterError, RequestError
 from inflight.events import Delta
 from inflight.frontend import Frontend, OutputProcessor, Prompt
-from inflight.options import engine_config
 from inflight.outputs import CompletionOutput, RequestOutput
 from inflight.request import MAX_N, Request, SamplingParams
 from inflight.text import Tokenizer
@@ -63,7 +62,7 @@ class AsyncEngine:
         With `in_process=False` the engine gets a process of its own, so that nothing done here slows its steps;
         `process` says how it is watched. That needs the packages of inflight-llm[server].
         """
-        config = engine_config(model, options)
+        config = EngineConfig.create(model, **options)
         if in_process:
             return cls.of(await asyncio.to_thread(_load, config, progress))
         try:

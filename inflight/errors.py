@@ -19,6 +19,16 @@
 Messages say what was wrong, what was given and what is allowed.
 """
 
+from __future__ import annotations
+
+
+def shown(value: object) -> str:
+    """What was given, short enough for a message."""
+    try:
+        return f"{value!r:.100}"
+    except ValueError:  # Python spells out no integer of thousands of digits
+        return f"a huge {type(value).__name__}"
+
 
 class InflightError(Exception):
     """The root of the tree."""

@@ -8,7 +8,7 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -266,7 +266,7 @@ def _travelling(config: EngineConfig) -> dict[str, Any]:
         raise ConfigError(
             f"policy is {policy!r}: an engine in a process of its own takes one by name, or as module:Class"
         )
-    options = asdict(config.model) | asdict(config.cache) | asdict(config.scheduler)
+    options = config.options()
     try:
         msgspec.msgpack.encode(options)
     except (TypeError, ValueError, OverflowError) as error:
