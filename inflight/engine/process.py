@@ -169,7 +169,11 @@ class ProcessClient:
         if self._supervisor.closing:
             raise EngineDeadError(self._supervisor.trouble() or "the engine is closing")
         if request.request_id in self._entries:
-            raise RequestError(f"request id {request.request_id!r} is already in use")
+            raise RequestError(
+                f"request id {request.request_id!r} is already in use",
+                param="request_id",
+                code="request_id_in_use",
+            )
         handle = next(self._numbers)
         request.record.arrived_at = self._clock()
         entry = _Entry(handle, request.record)
