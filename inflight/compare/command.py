@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from inflight.config import ENGINE_OPTIONS, EngineConfig
+from inflight.console import check_writable, progress_bar
 from inflight.errors import ConfigError, ParameterError
 from inflight.option_sources import argument
 
@@ -98,8 +98,8 @@ def _check(strategies: str, *files: Path | None) -> list[str]:
     for name in names:
         make_policy(name)
     for path in files:
-        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            raise ConfigError(f"{str(path)!r} cannot be written: it must be a file in a folder that exists")
+        if path is not None:
+            check_writable(path)
     if files[-1] is not None:
         require_pillow()
     return names
@@ -110,10 +110,8 @@ def _progress(total: int, show: bool) -> Iterator[Callable[[str, int], None] | N
     if not show:
         yield None
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     tasks: dict[str, Any] = {}
-    # Drawn seldom: what draws takes time from what is measured.
-    with Progress(*columns, console=Console(stderr=True), transient=True, refresh_per_second=2) as bar:
+    with progress_bar() as bar:
 
         def advance(strategy: str, num_done: int) -> None:
             if strategy not in tasks:
