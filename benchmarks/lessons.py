@@ -21,8 +21,9 @@ from inflight.compare.axis import ticks
 from inflight.compare.figures import figures
 from inflight.compare.measure import measure
 from inflight.compare.workload import Workload, build_jobs
+from inflight.config import EngineConfig
 from inflight.events import StepRecord
-from inflight.loading import LoadedEngine, engine_config, load_engine
+from inflight.loading import LoadedEngine, load_engine
 from inflight.request import Request, SamplingParams
 
 SLOTS = (1, 2, 4, 8, 16, 32, 64)
@@ -89,9 +90,7 @@ def prefix(_: LoadedEngine) -> list[dict[str, Any]]:
     rows = []
     text = _prompt(5, LONG_PROMPT)
     for caching in (False, True):
-        engine = load_engine(
-            engine_config(None, {"enable_prefix_caching": caching, "max_num_batched_tokens": 2048})
-        )
+        engine = load_engine(EngineConfig.create(enable_prefix_caching=caching, max_num_batched_tokens=2048))
         waits = []
         for index in range(16):
             request = _request(engine, str(index), [*text, *_prompt(index, 16)], 4)
@@ -166,9 +165,7 @@ def main() -> None:
     unknown = set(chosen) - set(LESSONS)
     if unknown:
         parser.error(f"unknown lesson {', '.join(sorted(unknown))}: choose from {', '.join(LESSONS)}")
-    engine = load_engine(
-        engine_config(None, {"enable_prefix_caching": False, "max_num_batched_tokens": 2048})
-    )
+    engine = load_engine(EngineConfig.create(enable_prefix_caching=False, max_num_batched_tokens=2048))
     data = {name: LESSONS[name](engine) for name in chosen}
     if options.svg is not None and "curve" in data:
         options.svg.write_text(draw_curve(data["curve"]))

@@ -43,8 +43,9 @@ from inflight.bench.serve import Plan
 from inflight.bench.server import ServerAddress
 from inflight.bench.terminal import print_runs
 from inflight.bench.workload import Range, Workload, parse_rate
-from inflight.server.command import command
-from inflight.server.options import ENGINE_OPTIONS
+from inflight.config import ENGINE_OPTIONS
+from inflight.option_sources import with_flags
+from inflight.server.config import SERVE_OPTIONS
 
 MAX_ID = 10_000
 STOP_SECONDS = 30
@@ -144,16 +145,14 @@ def engine_options(flags: list[str]) -> dict[str, Any]:
 
     seen: dict[str, Any] = {}
     app = typer.Typer(add_completion=False)
-    serve = command()
 
-    def note(**values: Any) -> None:
+    @app.command()
+    @with_flags(SERVE_OPTIONS.values())
+    def note(config: str | None = None, **values: Any) -> None:  # noqa: ARG001
         seen.update(values)
 
-    note.__signature__ = serve.__signature__  # type: ignore[attr-defined]
-    note.__annotations__ = serve.__annotations__
-    app.command()(note)
     app(flags, standalone_mode=False)
-    return {name: seen[name] for name in ENGINE_OPTIONS if seen.get(name) is not None and name != "max_queue"}
+    return {name: seen[name] for name in ENGINE_OPTIONS if name in seen and name != "max_queue"}
 
 
 def parse() -> tuple[argparse.Namespace, list[str]]:

@@ -21,8 +21,9 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.report import show
 from benchmarks.shapes import SHAPES
 from benchmarks.workloads import steady
+from inflight.config import EngineConfig
 from inflight.engine import EngineCore
-from inflight.loading import LoadedEngine, engine_config, load_engine
+from inflight.loading import LoadedEngine, load_engine
 from inflight.request import SamplingParams
 
 WARM_UP = 16  # decode steps before those that are measured
@@ -150,7 +151,7 @@ def main() -> None:
         "max_num_seqs": max(options.batch),
         "max_model_len": options.context + 3 * options.steps + 4 * WARM_UP,
     }
-    engine = load_engine(engine_config(options.shape, config))
+    engine = load_engine(EngineConfig.create(options.shape, **config))
     results = [measure(engine, batch, options.context, options.steps) for batch in options.batch]
     engine.close()
     if options.json:

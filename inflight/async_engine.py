@@ -15,7 +15,6 @@ from inflight.engine import EngineClient, EngineStats, Health, InprocClient, Mod
 from inflight.errors import ConfigError, EngineError, ParameterError, RequestError
 from inflight.events import Delta
 from inflight.frontend import Frontend, OutputProcessor, Prompt
-from inflight.options import engine_config
 from inflight.outputs import CompletionOutput, RequestOutput
 from inflight.request import MAX_N, Request, SamplingParams
 from inflight.text import Tokenizer
@@ -63,7 +62,7 @@ class AsyncEngine:
         With `in_process=False` the engine gets a process of its own, so that nothing done here slows its steps;
         `process` says how it is watched. That needs the packages of inflight-llm[server].
         """
-        config = engine_config(model, options)
+        config = EngineConfig.create(model, **options)
         if in_process:
             return cls.of(await asyncio.to_thread(_load, config, progress))
         try:
@@ -99,12 +98,15 @@ class AsyncEngine:
         """
         if output_kind not in get_args(OutputKind):
             raise ParameterError(
-                f"output_kind is {output_kind!r}: allowed are {', '.join(get_args(OutputKind))}"
+                f"output_kind is {output_kind!r}: allowed are {', '.join(get_args(OutputKind))}",
+                param="output_kind",
             )
         params = self._frontend.default_sampling_params() if sampling_params is None else sampling_params
         name = request_id if request_id is not None else f"request-{next(self._ids)}"
         if name in self._children:
-            raise RequestError(f"request id {name!r} is already in use")
+            raise RequestError(
+                f"request id {name!r} is already in use", param="request_id", code="request_id_in_use"
+            )
         text, requests = self._frontend.input_processor.requests(
             name, prompt, params, priority, tenant, cache_salt
         )
@@ -117,7 +119,7 @@ class AsyncEngine:
                     if output_processor.push(delta):
                         await self._client.abort(delta.request_id, "stop")
                     if delta.error is not None:
-                        raise EngineError(delta.error)
+                        raise EngineError(delta.error, code=delta.error_code)
                     finished = output_processor.finished
                     if finished or output_kind != "final":
                         yield (

@@ -14,9 +14,11 @@ import typer
 from inflight import __version__
 from inflight.bench.command import app as bench_app
 from inflight.compare.command import compare
+from inflight.config import ENGINE_OPTIONS
 from inflight.errors import EngineError, InflightError, PromptError
+from inflight.option_sources import argument, with_flags
 from inflight.outputs import RequestOutput
-from inflight.server.command import command as serve_command
+from inflight.server.command import serve
 
 app = typer.Typer(
     help="An LLM serving engine whose unit of scheduling is one token, not one request.",
@@ -45,11 +47,11 @@ def _sampling(text: str, *names: str) -> Any:
     return typer.Option(*names, rich_help_panel="Sampling", help=text)
 
 
-def _engine(text: str) -> Any:
-    return typer.Option(rich_help_panel="Engine", help=text)
-
-
-_MODEL = typer.Argument(help="A folder with a checkpoint, or a hub id.", show_default="the built-in model")
+# The engine's options that `generate` has flags for.
+GENERATE_OPTIONS = (
+    *("device", "dtype", "load_format", "policy", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
+    *("max_kv_tokens", "kv_cache_memory", "gpu_memory_utilization", "enable_prefix_caching", "enforce_eager"),
+)
 _PROMPTS_FILE = typer.Option(help="A file with one prompt a line; - is standard input.")
 _MAX_TOKENS = _sampling("Longest answer. Without it: the checkpoint's own limit, or the end of the context.")
 _TEMPERATURE = _sampling("0 is greedy. Without it, as for those below: what the checkpoint recommends.")
@@ -58,16 +60,12 @@ _MIN_P = _sampling("Keep tokens at least this likely, relative to the most likel
 _PENALTY = _sampling("Above 1: tokens seen before become less likely.")
 _STOP = _sampling("End the answer before this text; may be repeated.")
 _LOGPROBS = _sampling("Report this many of the most likely tokens at each place (with --json).")
-_DEVICE = _engine("auto, cpu, cuda or cuda:<index>. auto: a GPU where there is one.")
-_GPU_SHARE = _engine("Share of the GPU's memory to use in all.")
-_EAGER = _engine("On a GPU: no captured graphs.")
-_DTYPE = _engine("How weights are held: auto, float32, bfloat16 or float16.")
-_POLICY = _engine("continuous, static, sequential, priority, fair, or module:Class.")
 
 
 @app.command()
+@with_flags((ENGINE_OPTIONS[name] for name in GENERATE_OPTIONS), panel="Engine")
 def generate(
-    model: Annotated[str | None, _MODEL] = None,
+    model: Annotated[str | None, argument(ENGINE_OPTIONS["model"])] = None,
     prompt: Annotated[
         list[str] | None, typer.Option("--prompt", "-p", help="A prompt; may be repeated.")
     ] = None,
@@ -85,18 +83,7 @@ def generate(
     stop: Annotated[list[str] | None, _STOP] = None,
     logprobs: Annotated[int | None, _LOGPROBS] = None,
     ignore_eos: Annotated[bool, _sampling("Go on after the end token.", "--ignore-eos")] = False,
-    device: Annotated[str, _DEVICE] = "auto",
-    dtype: Annotated[str, _DTYPE] = "auto",
-    load_format: Annotated[str, _engine("auto, safetensors, or dummy for random weights.")] = "auto",
-    policy: Annotated[str, _POLICY] = "continuous",
-    max_model_len: Annotated[int | None, _engine("Longest prompt and answer together.")] = None,
-    max_num_seqs: Annotated[int | None, _engine("Requests in the running batch.")] = None,
-    max_num_batched_tokens: Annotated[int | None, _engine("Tokens computed in one step.")] = None,
-    max_kv_tokens: Annotated[int | None, _engine("Tokens resident across all running requests.")] = None,
-    kv_cache_memory: Annotated[int | None, _engine("Memory for keys and values, in bytes.")] = None,
-    gpu_memory_utilization: Annotated[float, _GPU_SHARE] = 0.9,
-    enable_prefix_caching: Annotated[bool, _engine("Compute shared beginnings once.")] = True,
-    enforce_eager: Annotated[bool, _EAGER] = False,
+    **engine: Any,
 ) -> None:
     """Answer prompts with a model and print the answers."""
     prompts = _read_prompts(prompt, prompts_file)
@@ -112,20 +99,6 @@ def generate(
         "stop": stop or None,
         "logprobs": logprobs,
         "ignore_eos": ignore_eos or None,
-    }
-    engine = {
-        "device": device,
-        "dtype": dtype,
-        "load_format": load_format,
-        "policy": policy,
-        "max_model_len": max_model_len,
-        "max_num_seqs": max_num_seqs,
-        "max_num_batched_tokens": max_num_batched_tokens,
-        "max_kv_tokens": max_kv_tokens,
-        "kv_cache_memory": kv_cache_memory,
-        "gpu_memory_utilization": gpu_memory_utilization,
-        "enable_prefix_caching": enable_prefix_caching,
-        "enforce_eager": enforce_eager,
     }
     outputs = _answer(model, engine, prompts, chat, {k: v for k, v in asked.items() if v is not None})
     for text, output in zip(prompts, outputs, strict=True):
@@ -149,7 +122,7 @@ def _answer(
 
 
 app.command()(compare)
-app.command("serve")(serve_command())
+app.command()(serve)
 app.add_typer(bench_app, name="bench")
 
 

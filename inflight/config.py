@@ -1,151 +1,195 @@
-"""What the engine is told at start: frozen, composed, checked once."""
+"""What the engine is told at start: frozen, composed, checked once.
+
+Here every option of an engine is declared (see `option.py`); those of a server beside them are in `server/config.py`.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field
+from os import PathLike, fspath
 from typing import Any
 
 from inflight.errors import ConfigError
-
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-LOAD_FORMATS = ("auto", "safetensors", "dummy")
-
-
-def _require(ok: bool, name: str, given: object, allowed: str) -> None:
-    if not ok:
-        raise ConfigError(f"{name} is {given!r}: allowed is {allowed}")
-
-
-def _require_integer(name: str, given: object, low: int, allowed: str, *, optional: bool = False) -> None:
-    counts = isinstance(given, int) and not isinstance(given, bool) and given >= low
-    _require(counts or (optional and given is None), name, given, allowed)
+from inflight.option import LIMITS, MEMORY, MODEL, PYTHON, SCHEDULING, WATCHING, check, option, options_of
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Which checkpoint, and how it is held."""
 
-    model: str
-    tokenizer: str | None = None  # another folder or hub id; None means the model's own
-    revision: str | None = None
-    dtype: str = "auto"
-    load_format: str = "auto"
-    device: str = "auto"
-    max_model_len: int | None = None  # None: what the checkpoint says, cut to what the KV budget holds
-    enforce_eager: bool = False  # on a GPU: launch kernels one by one instead of replaying captured graphs
-    seed: int = 0
-    skip_tokenizer_init: bool = False
-    # Replaces the checkpoint's config.json: with load_format="dummy", a model from a config alone.
-    hf_config: dict[str, Any] | None = None
+    model: str | None = option(
+        None, MODEL, "A folder with a checkpoint, or a hub id.", unset="the built-in model"
+    )
+    tokenizer: str | None = option(None, MODEL, "A folder or hub id to take the tokenizer from.")
+    revision: str | None = option(None, MODEL, "Of the hub's repository.")
+    dtype: str = option(
+        "auto",
+        MODEL,
+        "How weights are held: auto, float32, bfloat16 or float16.",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    load_format: str = option(
+        "auto",
+        MODEL,
+        "auto, safetensors, or dummy for random weights.",
+        choices=("auto", "safetensors", "dummy"),
+    )
+    device: str = option("auto", MODEL, "auto, cpu, cuda or cuda:<index>. auto: a GPU where there is one.")
+    enforce_eager: bool = option(False, MODEL, "On a GPU: no captured graphs.")
+    max_model_len: int | None = option(
+        None,
+        MODEL,
+        "Longest prompt and answer together.",
+        at_least=2,
+        unset="what the checkpoint and the memory allow",
+    )
+    seed: int = option(0, MODEL, "Of requests that give none.", at_least=0)
+    skip_tokenizer_init: bool = option(False, PYTHON, "Token ids in, token ids out: no text.")
+    hf_config: dict[str, Any] | None = option(
+        None,
+        PYTHON,
+        "Replaces the checkpoint's config.json: with load_format dummy, a model from a config alone.",
+    )
 
     def __post_init__(self) -> None:
-        _require(bool(self.model), "model", self.model, "a folder or a hub id")
-        _require(self.dtype in DTYPES, "dtype", self.dtype, ", ".join(DTYPES))
-        _require(self.load_format in LOAD_FORMATS, "load_format", self.load_format, ", ".join(LOAD_FORMATS))
-        _require_integer(
-            "max_model_len", self.max_model_len, 2, "None or an integer of at least 2", optional=True
-        )
-        _require_integer("seed", self.seed, 0, "an integer of at least 0")
+        if self.model == "":
+            raise ConfigError("model is '': allowed is a folder or a hub id")
+        check(self)
 
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
     """KV memory."""
 
-    block_size: int = 16
-    enable_prefix_caching: bool = True
-    kv_cache_memory: int | None = None  # bytes; None: a share of what is free
-    num_blocks: int | None = None  # overrides the memory figures
-    gpu_memory_utilization: float = 0.9
+    block_size: int = option(16, MEMORY, "Tokens in a KV block.", at_least=1, at_most=1024)
+    enable_prefix_caching: bool = option(True, MEMORY, "Compute shared beginnings once.")
+    kv_cache_memory: int | None = option(None, MEMORY, "Memory for keys and values, in bytes.", at_least=1)
+    num_blocks: int | None = option(None, MEMORY, "KV blocks, in place of the memory figures.", at_least=1)
+    gpu_memory_utilization: float = option(
+        0.9, MEMORY, "Share of the GPU's memory to use in all.", above=0, at_most=1
+    )
 
     def __post_init__(self) -> None:
-        _require_integer("block_size", self.block_size, 1, "1 to 1024")
-        _require(self.block_size <= 1024, "block_size", self.block_size, "1 to 1024")
-        allowed = "None or a positive number of bytes"
-        _require_integer("kv_cache_memory", self.kv_cache_memory, 1, allowed, optional=True)
-        _require_integer("num_blocks", self.num_blocks, 1, "None or positive", optional=True)
-        share = self.gpu_memory_utilization
-        _require(
-            isinstance(share, int | float) and 0 < share <= 1,
-            "gpu_memory_utilization",
-            share,
-            "above 0, at most 1",
-        )
+        check(self)
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """The limits of a step. A policy is a name, `module:Class`, or anything that makes a Policy when called."""
 
-    policy: str | Callable[[], Any] = "continuous"
-    max_num_seqs: int | None = None  # requests in the running batch; None: the device's default
-    max_num_batched_tokens: int | None = None  # tokens computed per step; None: the device's default
-    # Prompts are cut so that decodes wait about so long; 0: not for that; None: the device's default.
-    target_step_ms: float | None = 0.0
-    max_kv_tokens: int | None = None  # tokens resident across all running requests
-    max_queue: int | None = None  # waiting requests; None: no limit of its own
-    pipeline_depth: int | None = None  # 1 or 2; None: the device's default
-    tenant_weights: dict[str, float] | None = (
-        None  # shares, for policies that share by tenant; 1 unless named
+    policy: str | Callable[[], Any] = option(
+        "continuous", SCHEDULING, "continuous, static, sequential, priority, fair, or module:Class."
+    )
+    max_num_seqs: int | None = option(
+        None, SCHEDULING, "Requests in the running batch.", at_least=1, unset="512 on a GPU, 256 on a CPU"
+    )
+    max_num_batched_tokens: int | None = option(None, SCHEDULING, "Tokens computed in one step.", at_least=1)
+    max_kv_tokens: int | None = option(
+        None, SCHEDULING, "Tokens resident across all running requests.", at_least=1
+    )
+    max_queue: int | None = option(
+        None, LIMITS, "Waiting requests; one more is refused at once with 429.", at_least=1
+    )
+    pipeline_depth: int | None = option(None, SCHEDULING, "Steps in flight, 1 or 2.", choices=(1, 2))
+    target_step_ms: float | None = option(
+        0.0,
+        SCHEDULING,
+        "Cut prompts so that streams wait about so long for a token; 0: never for that.",
+        at_least=0,
+        unit="milliseconds",
+        unset="14 on a GPU, 100 on a CPU",
+    )
+    tenant_weights: dict[str, float] | None = option(
+        None, PYTHON, "Shares, for policies that share by tenant; 1 unless named."
     )
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_kv_tokens", "max_queue"):
-            _require_integer(name, getattr(self, name), 1, "None or at least 1", optional=True)
-        _require(self.pipeline_depth in (None, 1, 2), "pipeline_depth", self.pipeline_depth, "1 or 2")
-        target = self.target_step_ms
-        is_number = isinstance(target, int | float) and not isinstance(target, bool)
-        ok = target is None or (is_number and 0 <= target < math.inf)
-        _require(ok, "target_step_ms", target, "None, 0 or a positive number of milliseconds")
+        check(self)
         weights = (self.tenant_weights or {}).values()
-        ok = all(isinstance(weight, int | float) and 0 < weight < math.inf for weight in weights)
-        _require(ok, "tenant_weights", self.tenant_weights, "None, or positive numbers by tenant")
+        if not all(isinstance(weight, int | float) and 0 < weight < math.inf for weight in weights):
+            raise ConfigError(
+                f"tenant_weights is {self.tenant_weights!r}: allowed is None, or positive numbers by tenant"
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessConfig:
-    """How an engine in a process of its own is watched. All times are in seconds."""
+    """How an engine in a process of its own is watched."""
 
-    max_restarts: int = 3  # within `restart_window`; one more death and it stays dead
-    restart_window: float = 600.0
-    heartbeat: float = 1.0  # between two signs of life
-    silent_after: float = 15.0  # without a sign of life before it counts as unhealthy
-    stalled_after: float = 60.0  # without a step, with work to do, before it counts as unhealthy
-    kill_stalled_after: float | None = None  # without a step before it is killed and restarted; None: never
-    log_format: str = "text"  # of what it writes to standard error; or "json", one object a line
+    max_restarts: int = option(
+        3, SCHEDULING, "Restarts of an engine that died, within ten minutes.", at_least=0
+    )
+    restart_window: float = option(
+        600.0, PYTHON, "Seconds in which max_restarts are allowed.", unit="seconds", above=0, at_most=math.inf
+    )
+    heartbeat: float = option(
+        1.0, PYTHON, "Seconds between two signs of life.", unit="seconds", above=0, at_most=math.inf
+    )
+    silent_after: float = option(
+        15.0,
+        PYTHON,
+        "Seconds without a sign of life before it is unhealthy.",
+        unit="seconds",
+        above=0,
+        at_most=math.inf,
+    )
+    stalled_after: float = option(
+        60.0,
+        PYTHON,
+        "Seconds without a step, with work to do, before it is unhealthy.",
+        unit="seconds",
+        above=0,
+        at_most=math.inf,
+    )
+    kill_stalled_after: float | None = option(
+        None,
+        PYTHON,
+        "Seconds without a step before it is killed and restarted.",
+        above=0,
+        at_most=math.inf,
+        unset="never",
+    )
+    log_format: str = option("text", WATCHING, "text, or json: one object a line.", choices=("text", "json"))
 
     def __post_init__(self) -> None:
-        _require_integer("max_restarts", self.max_restarts, 0, "at least 0")
-        for name in ("restart_window", "heartbeat", "silent_after", "stalled_after", "kill_stalled_after"):
-            given = getattr(self, name)
-            ok = given is None and name == "kill_stalled_after"
-            _require(ok or (isinstance(given, int | float) and given > 0), name, given, "a positive number")
-        _require(self.log_format in ("text", "json"), "log_format", self.log_format, "text or json")
+        check(self)
+
+
+_PARTS = {"model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig}
+# The engine's options by name; each belongs to exactly one part.
+ENGINE_OPTIONS = {name: found for part in _PARTS.values() for name, found in options_of(part).items()}
+
+# Options of other engines that change nothing here: statistics cost nothing, code in a model folder is never run.
+_NEEDLESS = ("disable_log_stats", "trust_remote_code")
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """All of it."""
 
-    model: ModelConfig
+    model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 
     @classmethod
-    def create(cls, **options: Any) -> EngineConfig:
-        """From flat names, as users give them; each belongs to exactly one part."""
-        parts: dict[str, dict[str, Any]] = {}
-        for name, part in (("model", ModelConfig), ("cache", CacheConfig), ("scheduler", SchedulerConfig)):
-            parts[name] = {item.name: options.pop(item.name) for item in fields(part) if item.name in options}
-        if options:
-            known = [
-                item.name for part in (ModelConfig, CacheConfig, SchedulerConfig) for item in fields(part)
-            ]
-            raise ConfigError(f"unknown option {', '.join(sorted(options))}: allowed are {', '.join(known)}")
-        return cls(
-            ModelConfig(**parts["model"]),
-            CacheConfig(**parts["cache"]),
-            SchedulerConfig(**parts["scheduler"]),
-        )
+    def create(cls, model: str | PathLike[str] | None = None, **options: Any) -> EngineConfig:
+        """From flat names, as users give them: ours, or those of other engines. Without a model, the built-in one."""
+        for name in _NEEDLESS:
+            options.pop(name, None)
+        if options.pop("tensor_parallel_size", 1) != 1:
+            raise ConfigError("tensor_parallel_size must be 1: a model runs on one device")
+        unknown = sorted(options.keys() - ENGINE_OPTIONS)
+        if unknown:
+            raise ConfigError(f"unknown option {', '.join(unknown)}: allowed are {', '.join(ENGINE_OPTIONS)}")
+        options["model"] = None if model is None else fspath(model)
+        parts: dict[str, Any] = {
+            part: kind(**{name: options[name] for name in options_of(kind) if name in options})
+            for part, kind in _PARTS.items()
+        }
+        return cls(**parts)
+
+    def options(self) -> dict[str, Any]:
+        """What `create` makes it from."""
+        return asdict(self.model) | asdict(self.cache) | asdict(self.scheduler)

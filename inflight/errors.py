@@ -16,12 +16,33 @@
         └── EngineDeadError    the engine is not there: it died, is being restarted, hangs or was closed
 
 `RequestError` and its children are also `ValueError`, so code written for other engines catches them.
-Messages say what was wrong, what was given and what is allowed.
+Messages say what was wrong, what was given and what is allowed. They are for people: what a program needs to know is
+the class, `param` and `code`.
 """
+
+from __future__ import annotations
+
+
+def shown(value: object) -> str:
+    """What was given, short enough for a message."""
+    try:
+        return f"{value!r:.100}"
+    except ValueError:  # Python spells out no integer of thousands of digits
+        return f"a huge {type(value).__name__}"
 
 
 class InflightError(Exception):
     """The root of the tree."""
+
+    param: str | None = None  # the parameter that is to blame, by the name under which it was given
+    code: str | None = None  # what happened, for programs
+
+    def __init__(self, *args: object, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(*args)
+        if param is not None:
+            self.param = param
+        if code is not None:
+            self.code = code
 
 
 class ConfigError(InflightError, ValueError):
@@ -63,9 +84,13 @@ class TemplateError(RequestError):
 class QueueFullError(InflightError):
     """The waiting queue is at its limit; try again later."""
 
+    code = "queue_full"
+
 
 class EngineError(InflightError, RuntimeError):
     """A step failed, or the engine has stopped."""
+
+    code = "engine_error"
 
 
 class DeviceLostError(EngineError):
@@ -74,3 +99,5 @@ class DeviceLostError(EngineError):
 
 class EngineDeadError(EngineError):
     """The engine is not there: it died, is being restarted, hangs or was closed."""
+
+    code = "engine_unavailable"

@@ -22,6 +22,17 @@ class TokenLogprob(NamedTuple):
 PositionLogprobs = tuple[TokenLogprob, ...]
 
 
+class RequestFailure(NamedTuple):
+    """Why a request ended with an error while others went on.
+
+    Codes: `step_failed` (a step raised, and the request was to blame), `logits_not_finite` (so was the model),
+    `no_token_allowed` (the request's own parameters leave none).
+    """
+
+    code: str
+    message: str
+
+
 @dataclass(slots=True)
 class Delta:
     """News of one request: the tokens since the last delta and, at the end, why it ended."""
@@ -33,6 +44,7 @@ class Delta:
     finish_reason: str | None = None  # "stop", "length", "abort" or "error"
     stop_token_id: int | None = None  # the token id that ended it, when one did
     error: str | None = None  # the message, when finish_reason is "error"
+    error_code: str | None = None  # beside it, for programs: one of those of RequestFailure
     record: RequestRecord | None = None  # set on the last delta
 
 

@@ -12,11 +12,12 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from inflight.config import EngineConfig
 from inflight.engine import EngineStats, StepObserver
 from inflight.errors import ConfigError, EngineError, ParameterError, RequestError
 from inflight.frontend import OutputProcessor, Prompt, split_prompts
 from inflight.interrupts import held_interrupts
-from inflight.loading import LoadedEngine, engine_config, load_engine
+from inflight.loading import LoadedEngine, load_engine
 from inflight.outputs import RequestOutput
 from inflight.request import Request, SamplingParams
 from inflight.text import Tokenizer
@@ -42,8 +43,8 @@ class LLM:
     def __init__(
         self, model: str | PathLike[str] | None = None, *, show_progress: bool = True, **options: Any
     ) -> None:
-        config = engine_config(model, options)
-        with _loading_bar(config.model.model, show_progress) as progress:
+        config = EngineConfig.create(model, **options)
+        with _loading_bar(config.model.model or "the built-in model", show_progress) as progress:
             self._engine: LoadedEngine = load_engine(config, progress)
         if progress is not None:
             Console(stderr=True).print(self._engine.platform.describe(), style="dim", highlight=False)

@@ -16,12 +16,12 @@ from inflight.execution.platforms import Platform, platform
 from inflight.frontend import Frontend, InputProcessor
 from inflight.kv import BlockManager, ChainHashCache, NoPrefixCache
 from inflight.kv.budget import fit_context
+from inflight.models.builtin import checkpoint_folder
 from inflight.models.checkpoint import Checkpoint, open_checkpoint
 from inflight.models.decoder import Decoder
 from inflight.models.defaults import default_sampling, eos_token_ids, resolve_context, resolve_dtype
 from inflight.models.families import decoder_spec
 from inflight.models.weights import load_decoder
-from inflight.options import engine_config as engine_config
 from inflight.scheduling import Limits, Policy, Scheduler, TimedTokenBudget, make_policy
 from inflight.text import Tokenizer
 
@@ -44,7 +44,7 @@ class LoadedEngine(Frontend):
         folder = None if self.tokenizer is None else self.tokenizer.folder
         limits, pool = self.core.scheduler.limits, self.core.scheduler.blocks.pool
         return ModelFacts(
-            model=self.config.model.model,
+            model=_model(self.config),
             vocab_size=self.input_processor.vocab_size,
             max_model_len=self.max_model_len,
             eos_token_ids=self.input_processor.eos_token_ids,
@@ -82,7 +82,7 @@ def load_engine(config: EngineConfig, progress: LoadProgress | None = None) -> L
     model = config.model
     policy = _policy(config.scheduler)  # first of all: a wrong name should not take minutes to show
     place = platform(model.device)
-    checkpoint = open_checkpoint(model.model, model.revision, model.load_format, model.hf_config)
+    checkpoint = open_checkpoint(_model(config), model.revision, model.load_format, model.hf_config)
     tokenizer = _load_tokenizer(config, checkpoint)
     spec = decoder_spec(checkpoint.config)
     context = resolve_context(spec, model.max_model_len)
@@ -118,6 +118,10 @@ def load_core(config: EngineConfig, progress: LoadProgress) -> tuple[EngineCore,
     """The half of an engine that runs in a process of its own: see `engine/worker.py`."""
     loaded = load_engine(config, progress)
     return loaded.core, loaded.facts
+
+
+def _model(config: EngineConfig) -> str:
+    return str(checkpoint_folder()) if config.model.model is None else config.model.model
 
 
 def _load_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | None:

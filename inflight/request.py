@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from inflight.errors import ParameterError
+from inflight.errors import ParameterError, shown
 from inflight.events import PositionLogprobs, RequestRecord
 
 MAX_N = 128
@@ -21,15 +21,10 @@ MAX_SALT_LENGTH = 256
 SEED_RANGE = (-(2**63), 2**64 - 1)
 
 
-def _shown(value: object) -> str:
-    """What was given, short enough for a message."""
-    try:
-        return f"{value!r:.100}"
-    except ValueError:  # Python spells out no integer of thousands of digits
-        return f"a huge {type(value).__name__}"
+# The checks below take the parameter's name, and `what` of it is wrong where that is not all of it.
 
 
-def _number(name: str, value: object) -> float:
+def _number(name: str, value: object, what: str = "") -> float:
     if isinstance(value, int | float) and not isinstance(value, bool):
         try:
             number = float(value)
@@ -37,7 +32,7 @@ def _number(name: str, value: object) -> float:
             number = math.inf
         if math.isfinite(number):
             return number
-    raise ParameterError(f"{name} is {_shown(value)}: it must be a finite number")
+    raise ParameterError(f"{what or name} is {shown(value)}: it must be a finite number", param=name)
 
 
 def _items(name: str, value: Any, kind: str) -> tuple[Any, ...]:
@@ -45,11 +40,11 @@ def _items(name: str, value: Any, kind: str) -> tuple[Any, ...]:
     if value is None:
         return ()
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
-        raise ParameterError(f"{name} is {_shown(value)}: it must be a list of {kind}")
+        raise ParameterError(f"{name} is {shown(value)}: it must be a list of {kind}", param=name)
     return tuple(value)
 
 
-def _integer(name: str, value: object, low: int, high: int | None = None) -> None:
+def _integer(name: str, value: object, low: int, high: int | None = None, what: str = "") -> None:
     allowed = f"an integer of at least {low}" if high is None else f"an integer from {low} to {high}"
     if (
         isinstance(value, bool)
@@ -57,15 +52,16 @@ def _integer(name: str, value: object, low: int, high: int | None = None) -> Non
         or value < low
         or (high is not None and value > high)
     ):
-        raise ParameterError(f"{name} is {_shown(value)}: it must be {allowed}")
+        raise ParameterError(f"{what or name} is {shown(value)}: it must be {allowed}", param=name)
 
 
-def _within(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
-    number = _number(name, value)
+def _within(
+    name: str, value: object, low: float, high: float, *, open_low: bool = False, what: str = ""
+) -> None:
+    number = _number(name, value, what)
     if number > high or number < low or (open_low and number == low):
-        raise ParameterError(
-            f"{name} is {value!r}: it must be in {'(' if open_low else '['}{low:g}, {high:g}]"
-        )
+        allowed = f"{'(' if open_low else '['}{low:g}, {high:g}]"
+        raise ParameterError(f"{what or name} is {value!r}: it must be in {allowed}", param=name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +98,9 @@ class SamplingParams:
     def __post_init__(self) -> None:
         _integer("n", self.n, 1, MAX_N)
         if _number("temperature", self.temperature) < 0:
-            raise ParameterError(f"temperature is {self.temperature!r}: it must be at least 0")
+            raise ParameterError(
+                f"temperature is {self.temperature!r}: it must be at least 0", param="temperature"
+            )
         _within("top_p", self.top_p, 0, 1, open_low=True)
         _integer("top_k", self.top_k, -1)
         _within("min_p", self.min_p, 0, 1)
@@ -116,7 +114,8 @@ class SamplingParams:
         _integer("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ParameterError(
-                f"min_tokens is {self.min_tokens}: it must not exceed max_tokens, {self.max_tokens}"
+                f"min_tokens is {self.min_tokens}: it must not exceed max_tokens, {self.max_tokens}",
+                param="min_tokens",
             )
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
@@ -128,19 +127,23 @@ class SamplingParams:
     def _normalise_stops(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else _items("stop", self.stop, "strings")
         if len(stop) > MAX_STOP_STRINGS:
-            raise ParameterError(f"stop has {len(stop)} strings: at most {MAX_STOP_STRINGS} are allowed")
+            raise ParameterError(
+                f"stop has {len(stop)} strings: at most {MAX_STOP_STRINGS} are allowed", param="stop"
+            )
         for text in stop:
             if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_LENGTH:
-                shown = f"of {len(text)} characters" if isinstance(text, str) else _shown(text)
+                given = f"of {len(text)} characters" if isinstance(text, str) else shown(text)
                 raise ParameterError(
-                    f"a stop string is {shown}: it must have 1 to {MAX_STOP_LENGTH} characters"
+                    f"a stop string is {given}: it must have 1 to {MAX_STOP_LENGTH} characters", param="stop"
                 )
         if stop and not self.detokenize:
-            raise ParameterError("stop strings need detokenize=True")
+            raise ParameterError("stop strings need detokenize=True", param="stop")
         object.__setattr__(self, "stop", stop)
         words = _items("bad_words", self.bad_words, "strings")
         if len(words) > MAX_BAD_WORDS or not all(isinstance(word, str) and word for word in words):
-            raise ParameterError(f"bad_words must be at most {MAX_BAD_WORDS} non-empty strings")
+            raise ParameterError(
+                f"bad_words must be at most {MAX_BAD_WORDS} non-empty strings", param="bad_words"
+            )
         object.__setattr__(self, "bad_words", words)
 
     def _normalise_ids(self) -> None:
@@ -151,21 +154,25 @@ class SamplingParams:
             object.__setattr__(self, "allowed_token_ids", allowed)
             if not self.allowed_token_ids:
                 raise ParameterError(
-                    "allowed_token_ids is empty: it must name at least one token, or be None"
+                    "allowed_token_ids is empty: it must name at least one token, or be None",
+                    param="allowed_token_ids",
                 )
         bias: dict[int, float] = {}
         if not isinstance(self.logit_bias, Mapping | None):
-            raise ParameterError(f"logit_bias is {_shown(self.logit_bias)}: it must map token ids to numbers")
+            raise ParameterError(
+                f"logit_bias is {shown(self.logit_bias)}: it must map token ids to numbers",
+                param="logit_bias",
+            )
         for key, value in (self.logit_bias or {}).items():
             # JSON has only string keys.
             token_id = int(key) if isinstance(key, str) and key.isdecimal() and len(key) < 20 else key
-            _integer("a token id in logit_bias", token_id, 0)
-            _within(f"logit_bias[{token_id}]", value, -100, 100)
+            _integer("logit_bias", token_id, 0, what="a token id in logit_bias")
+            _within("logit_bias", value, -100, 100, what=f"logit_bias[{token_id}]")
             bias[token_id] = float(value)
         object.__setattr__(self, "logit_bias", bias or None)
         for name in ("stop_token_ids", "allowed_token_ids"):
             for token_id in getattr(self, name) or ():
-                _integer(f"an id in {name}", token_id, 0)
+                _integer(name, token_id, 0, what=f"an id in {name}")
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

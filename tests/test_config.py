@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -104,3 +105,21 @@ def test_how_a_process_is_watched_is_checked(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=name):
         ProcessConfig(**wrong)
     assert ProcessConfig(max_restarts=0, kill_stalled_after=None).max_restarts == 0
+
+
+def test_a_configuration_is_made_again_from_its_options() -> None:
+    config = EngineConfig.create("m", max_queue=3, block_size=8, tenant_weights={"a": 2.0}, seed=1)
+    assert EngineConfig.create(**config.options()) == config
+    assert EngineConfig.create(**EngineConfig.create().options()) == EngineConfig.create() == EngineConfig()
+
+
+def test_options_of_other_engines() -> None:
+    config = EngineConfig.create("m", disable_log_stats=True, trust_remote_code=True, tensor_parallel_size=1)
+    assert config == EngineConfig.create("m")
+    with pytest.raises(ConfigError, match="tensor_parallel_size must be 1"):
+        EngineConfig.create("m", tensor_parallel_size=2)
+
+
+def test_a_model_may_be_a_path(tmp_path: Path) -> None:
+    assert EngineConfig.create(tmp_path).model.model == str(tmp_path)
+    assert EngineConfig.create().model.model is None

@@ -17,9 +17,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from inflight.cli import main
 from inflight.engine import EngineStats
 from inflight.events import KVUsage
+from inflight.server.config import SERVE_OPTIONS, ServerConfig
 from inflight.server.keys import Caller
 from inflight.server.metrics import Metrics
-from inflight.server.options import FIELDS, ServeOptions
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
@@ -135,7 +135,7 @@ def test_the_guide_names_metrics_that_exist() -> None:
 def test_prometheus_reads_the_right_path() -> None:
     (job,) = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())["scrape_configs"]
     assert job["metrics_path"] == "/metrics"
-    assert job["static_configs"] == [{"targets": [f"127.0.0.1:{FIELDS['port'].default}"]}]
+    assert job["static_configs"] == [{"targets": [f"127.0.0.1:{SERVE_OPTIONS['port'].default}"]}]
 
 
 # ---- commands ----
@@ -164,16 +164,16 @@ def unit_commands() -> list[list[str]]:
 
 
 @pytest.fixture
-def options(monkeypatch: pytest.MonkeyPatch) -> list[ServeOptions]:
+def options(monkeypatch: pytest.MonkeyPatch) -> list[ServerConfig]:
     """What servers were started with, none of which really was."""
-    started: list[ServeOptions] = []
+    started: list[ServerConfig] = []
     monkeypatch.setattr("inflight.server.run.run", started.append)
     return started
 
 
 @pytest.mark.parametrize("command", [*docker_commands(), *unit_commands()], ids=" ".join)
 def test_commands_are_understood(
-    command: list[str], options: list[ServeOptions], monkeypatch: pytest.MonkeyPatch
+    command: list[str], options: list[ServerConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in re.findall(r"(INFLIGHT_[A-Z_]+)=(\S+)", DOCKERFILE):
         monkeypatch.setenv(name, value)
@@ -182,7 +182,7 @@ def test_commands_are_understood(
         main()
     assert not exit_.value.code
     (found,) = options
-    assert (found.log_format, found.port) == ("json", 8000)
+    assert (found.process.log_format, found.port) == ("json", 8000)
 
 
 def help_flags(
@@ -208,13 +208,13 @@ def test_the_guide_names_flags_that_exist(
 
 def test_variables_are_options() -> None:
     names = set(re.findall(r"INFLIGHT_[A-Z_]+", DOCKERFILE + UNIT.read_text() + GUIDE)) - {"INFLIGHT_"}
-    assert names - OTHER_VARIABLES <= {f"INFLIGHT_{name.upper()}" for name in FIELDS}
+    assert names - OTHER_VARIABLES <= {f"INFLIGHT_{name.upper()}" for name in SERVE_OPTIONS}
 
 
 # ---- the unit and the image ----
 
 
-def test_the_unit_lets_streams_finish(options: list[ServeOptions], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_unit_lets_streams_finish(options: list[ServerConfig], monkeypatch: pytest.MonkeyPatch) -> None:
     (command,) = unit_commands()
     monkeypatch.setattr(sys, "argv", command)
     with pytest.raises(SystemExit):
@@ -234,7 +234,7 @@ def test_the_unit_is_hardened() -> None:
         ("CapabilityBoundingSet", ""),
     ):
         assert found[name] == [value]
-    assert int(found["LimitNOFILE"][0]) > ServeOptions().max_connections
+    assert int(found["LimitNOFILE"][0]) > ServerConfig().max_connections
 
 
 def test_the_unit_has_sections() -> None:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from typer.core import TyperCommand
 
+from inflight.console import check_writable, progress_bar
 from inflight.errors import ConfigError, EngineError, ParameterError
 
 if TYPE_CHECKING:
@@ -190,8 +190,8 @@ def _parse_parameters(text: str | None) -> dict[str, Any]:
 def _check_files(as_json: str | None, plot: Path | None) -> None:
     """What can be known to be wrong before anything is measured."""
     for path in (None if as_json in (None, "-") else Path(str(as_json)), plot):
-        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            raise ConfigError(f"{str(path)!r} cannot be written: it must be a file in a folder that exists")
+        if path is not None:
+            check_writable(path)
     if plot is not None and plot.suffix not in (".svg", ".png"):
         raise ConfigError(f"plot is {str(plot)!r}: its name must end in .svg or .png")
     if plot is not None and plot.suffix == ".png":
@@ -205,9 +205,7 @@ def _progress(name: str, total: int, show: bool) -> Iterator[Advance | None]:
     if not show:
         yield None
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    # Drawn seldom: what draws takes time from what measures.
-    with Progress(*columns, console=Console(stderr=True), transient=True, refresh_per_second=2) as bar:
+    with progress_bar() as bar:
         task = bar.add_task(name, total=total)
         yield lambda: bar.advance(task)
 

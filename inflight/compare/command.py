@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from inflight.config import ENGINE_OPTIONS, EngineConfig
+from inflight.console import check_writable, progress_bar
 from inflight.errors import ConfigError, ParameterError
+from inflight.option_sources import argument
 
 if TYPE_CHECKING:
     from inflight.compare.report import Comparison
@@ -24,10 +26,7 @@ OUTPUT = "Output"
 
 
 def compare(
-    model: Annotated[
-        str | None,
-        typer.Argument(help="A folder with a checkpoint, or a hub id.", show_default="the built-in model"),
-    ] = None,
+    model: Annotated[str | None, argument(ENGINE_OPTIONS["model"])] = None,
     requests: Annotated[int, typer.Option(min=1, rich_help_panel=WORKLOAD)] = 64,
     arrival: Annotated[
         str,
@@ -71,10 +70,10 @@ def compare(
     names = _check(strategies, html, svg, png)
     from inflight.compare.report import compare as run_comparison  # torch is loaded only now
     from inflight.compare.workload import Arrival, Workload
-    from inflight.loading import engine_config, load_engine
+    from inflight.loading import load_engine
 
     workload = Workload(requests, Arrival.parse(arrival), lengths, max_tokens, temperature, seed)
-    engine = load_engine(engine_config(model, {"max_num_seqs": batch_size, "policy": names[0]}))
+    engine = load_engine(EngineConfig.create(model, max_num_seqs=batch_size, policy=names[0]))
     try:
         with _progress(requests, show=not quiet and sys.stderr.isatty()) as progress:
             shown = "the built-in model" if model is None else model
@@ -99,8 +98,8 @@ def _check(strategies: str, *files: Path | None) -> list[str]:
     for name in names:
         make_policy(name)
     for path in files:
-        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            raise ConfigError(f"{str(path)!r} cannot be written: it must be a file in a folder that exists")
+        if path is not None:
+            check_writable(path)
     if files[-1] is not None:
         require_pillow()
     return names
@@ -111,10 +110,8 @@ def _progress(total: int, show: bool) -> Iterator[Callable[[str, int], None] | N
     if not show:
         yield None
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     tasks: dict[str, Any] = {}
-    # Drawn seldom: what draws takes time from what is measured.
-    with Progress(*columns, console=Console(stderr=True), transient=True, refresh_per_second=2) as bar:
+    with progress_bar() as bar:
 
         def advance(strategy: str, num_done: int) -> None:
             if strategy not in tasks:

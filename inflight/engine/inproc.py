@@ -147,7 +147,11 @@ class InprocClient:
         if self._closing:
             raise EngineDeadError(self._error or "the engine is closing")
         if request.request_id in self._queues:
-            raise RequestError(f"request id {request.request_id!r} is already in use")
+            raise RequestError(
+                f"request id {request.request_id!r} is already in use",
+                param="request_id",
+                code="request_id_in_use",
+            )
         self._queues[request.request_id] = DeltaQueue()
         try:
             await self._ask(lambda: self._core.add(request))

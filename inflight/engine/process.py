@@ -8,7 +8,7 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -169,7 +169,11 @@ class ProcessClient:
         if self._supervisor.closing:
             raise EngineDeadError(self._supervisor.trouble() or "the engine is closing")
         if request.request_id in self._entries:
-            raise RequestError(f"request id {request.request_id!r} is already in use")
+            raise RequestError(
+                f"request id {request.request_id!r} is already in use",
+                param="request_id",
+                code="request_id_in_use",
+            )
         handle = next(self._numbers)
         request.record.arrived_at = self._clock()
         entry = _Entry(handle, request.record)
@@ -266,7 +270,7 @@ def _travelling(config: EngineConfig) -> dict[str, Any]:
         raise ConfigError(
             f"policy is {policy!r}: an engine in a process of its own takes one by name, or as module:Class"
         )
-    options = asdict(config.model) | asdict(config.cache) | asdict(config.scheduler)
+    options = config.options()
     try:
         msgspec.msgpack.encode(options)
     except (TypeError, ValueError, OverflowError) as error:

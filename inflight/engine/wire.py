@@ -131,16 +131,20 @@ class RemoteError(msgspec.Struct, array_like=True, frozen=True):
     kind: str
     text: str
     notes: list[str]
+    param: str | None = None
+    code: str | None = None
 
     @classmethod
     def of(cls, error: BaseException) -> RemoteError:
-        return cls(type(error).__name__, _printable(error), [*getattr(error, "__notes__", ())])
+        param, code = (error.param, error.code) if isinstance(error, InflightError) else (None, None)
+        notes = [*getattr(error, "__notes__", ())]
+        return cls(type(error).__name__, _printable(error), notes, param, code)
 
     def error(self) -> InflightError:
-        """The same class and message where the class is one of ours."""
+        """The same error where its class is one of ours."""
         kind = getattr(errors, self.kind, None)
         if isinstance(kind, type) and issubclass(kind, InflightError):
-            error = kind(self.text)
+            error = kind(self.text, param=self.param, code=self.code)
         else:
             error = EngineError(f"{self.kind}: {self.text}")
         for note in self.notes:

@@ -6,14 +6,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from inflight.execution.sampling import LogprobTensors, SampledTensors, prompt_logprobs
+from inflight.events import RequestFailure
+from inflight.execution.sampling import IS_NOT_FINITE, LogprobTensors, SampledTensors, prompt_logprobs
 from inflight.models.decoder import Decoder
 from inflight.scheduling import Batch, Sampled
 
 # Prompt positions whose logits are held at once when their logprobs are asked for.
 PROMPT_LOGITS_AT_ONCE = 64
 
-NO_TOKEN = "the model's logits are not finite, or no token is allowed"
+NOT_FINITE = RequestFailure("logits_not_finite", "the model's logits are not finite")
+NO_TOKEN = RequestFailure("no_token_allowed", "no token is allowed by the parameters")
 
 
 @dataclass(slots=True)
@@ -33,7 +35,7 @@ class Ticket:
             for index, entry in enumerate(self.sampling_entries):
                 result.token_ids[entry] = sample.token_ids[index]
                 if sample.bad[index]:
-                    result.errors[entry] = NO_TOKEN
+                    result.errors[entry] = NOT_FINITE if sample.bad[index] == IS_NOT_FINITE else NO_TOKEN
             result.logprobs = {
                 self.sampling_entries[index]: found for index, found in sample.logprobs.items()
             }

@@ -1,7 +1,7 @@
 """Between users and token ids: prompts become requests, deltas become outputs."""
 
 from inflight.frontend.frontend import Frontend
-from inflight.frontend.input_processor import InputProcessor, Prompt, split_prompts
+from inflight.frontend.input_processor import InputProcessor, Prompt, context_length_error, split_prompts
 from inflight.frontend.output_processor import OutputProcessor
 
-__all__ = ["Frontend", "InputProcessor", "OutputProcessor", "Prompt", "split_prompts"]
+__all__ = ["Frontend", "InputProcessor", "OutputProcessor", "Prompt", "context_length_error", "split_prompts"]

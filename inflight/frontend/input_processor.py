@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from inflight.errors import ParameterError, PromptError
+from inflight.errors import ParameterError, PromptError, shown
 from inflight.request import MAX_SALT_LENGTH, Request, SamplingParams
 from inflight.text import Tokenizer, bad_word_ids
 
@@ -25,13 +25,23 @@ MAX_TENANT_LENGTH = 256
 PRIORITY_RANGE = (-(2**31), 2**31 - 1)
 
 
+def context_length_error(detail: str) -> PromptError:
+    """The prompt does not fit. Routers know such a refusal by these words, and try a model with more room."""
+    return PromptError(
+        f"the prompt is longer than the model's context length: {detail}",
+        param="prompt",
+        code="context_length_exceeded",
+    )
+
+
 def split_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """What `generate` was given, as a list: one prompt (a list of ids is one) or several."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if not isinstance(prompts, Iterable) or isinstance(prompts, bytes | bytearray):
         raise PromptError(
-            f"prompts is of type {type(prompts).__name__}: it must be {_PROMPT_KINDS}, or a list of these"
+            f"prompts is of type {type(prompts).__name__}: it must be {_PROMPT_KINDS}, or a list of these",
+            param="prompts",
         )
     items: list[Any] = list(prompts)
     return [items] if items and all(isinstance(item, int) for item in items) else items
@@ -78,9 +88,9 @@ class InputProcessor:
             stop_ids |= frozenset(self.eos_token_ids)
         bad_words: tuple[tuple[int, ...], ...] = ()
         if params.bad_words:
-            bad_words = bad_word_ids(self._need_tokenizer("bad_words"), params.bad_words)
+            bad_words = bad_word_ids(self._need_tokenizer("bad_words", "bad_words"), params.bad_words)
         if params.stop_strings:
-            self._need_tokenizer("stop strings")
+            self._need_tokenizer("stop strings", "stop")
         number = next(self._counter)
         seed = _derive(self.seed, number) if params.seed is None else params.seed
         return text, [
@@ -100,9 +110,11 @@ class InputProcessor:
             for index in range(params.n)
         ]
 
-    def _need_tokenizer(self, what: str) -> Tokenizer:
+    def _need_tokenizer(self, what: str, param: str | None = None) -> Tokenizer:
         if self.tokenizer is None:
-            raise PromptError(f"{what} need a tokenizer, and this engine runs without one: give token ids")
+            raise PromptError(
+                f"{what} need a tokenizer, and this engine runs without one: give token ids", param=param
+            )
         return self.tokenizer
 
     def _read_prompt(self, prompt: Prompt) -> tuple[str | None, array[int], str]:
@@ -112,10 +124,10 @@ class InputProcessor:
         text = prompt if isinstance(prompt, str) else None
         ids = _as_ids(prompt if text is None else self._need_tokenizer("text prompts").encode(text))
         if not ids:
-            raise PromptError("the prompt is empty: it must have at least one token")
+            raise PromptError("the prompt is empty: it must have at least one token", param="prompt")
         if len(ids) >= self.max_model_len:
-            raise PromptError(
-                f"the prompt has {len(ids)} tokens: at most {self.max_model_len - 1} are allowed "
+            raise context_length_error(
+                f"it has {len(ids)} tokens: at most {self.max_model_len - 1} are allowed "
                 f"(max_model_len is {self.max_model_len}, and one place is kept for an output)"
             )
         # A tokenizer may know more tokens than the model: text is checked as ids are.
@@ -123,20 +135,24 @@ class InputProcessor:
         if numbers.min() < 0 or numbers.max() >= self.vocab_size:
             wrong = next(i for i in ids if not 0 <= i < self.vocab_size)
             raise PromptError(
-                f"the prompt has the token id {wrong}: ids must be from 0 to {self.vocab_size - 1}"
+                f"the prompt has the token id {wrong}: ids must be from 0 to {self.vocab_size - 1}",
+                param="prompt",
             )
         return text, ids, salt
 
     def _check_params(self, params: SamplingParams) -> None:
         """What only the model can tell: that every token id is one of its own."""
         if not isinstance(params, SamplingParams):
-            raise ParameterError(f"sampling params are {_shown(params)}: they must be SamplingParams")
+            raise ParameterError(
+                f"sampling params are {shown(params)}: they must be SamplingParams", param="sampling_params"
+            )
         named = (("stop_token_ids", params.stop_token_ids), ("allowed_token_ids", params.allowed_token_ids))
         for name, ids in (*named, ("logit_bias", params.logit_bias)):
             for token_id in ids or ():
                 if not 0 <= token_id < self.vocab_size:
                     raise ParameterError(
-                        f"{name} has the token id {token_id}: ids must be from 0 to {self.vocab_size - 1}"
+                        f"{name} has the token id {token_id}: ids must be from 0 to {self.vocab_size - 1}",
+                        param=name,
                     )
 
 
@@ -146,30 +162,39 @@ def _read_mapping(prompt: Mapping[str, Any]) -> tuple[str | Sequence[int], Any]:
     if unknown or ("prompt" in prompt) == ("prompt_token_ids" in prompt):
         raise PromptError(
             f"a prompt has the keys {sorted(map(str, prompt))}: give either 'prompt' or "
-            "'prompt_token_ids', and 'cache_salt' if wanted"
+            "'prompt_token_ids', and 'cache_salt' if wanted",
+            param="prompt",
         )
     salt = prompt.get("cache_salt") or ""
     if "prompt" not in prompt:
         ids = prompt["prompt_token_ids"]
         if isinstance(ids, str | Mapping):
-            raise PromptError(f"prompt_token_ids is of type {type(ids).__name__}: it must be a list of ids")
+            raise PromptError(
+                f"prompt_token_ids is of type {type(ids).__name__}: it must be a list of ids",
+                param="prompt_token_ids",
+            )
         return ids, salt
     if not isinstance(prompt["prompt"], str):
-        raise PromptError(f"prompt is of type {type(prompt['prompt']).__name__}: it must be text")
+        raise PromptError(
+            f"prompt is of type {type(prompt['prompt']).__name__}: it must be text", param="prompt"
+        )
     return prompt["prompt"], salt
 
 
 def _as_ids(ids: Any) -> array[int]:
     """From any sequence of integers."""
     if isinstance(ids, bytes | bytearray | memoryview) or not isinstance(ids, Iterable):
-        raise PromptError(f"a prompt is of type {type(ids).__name__}: it must be {_PROMPT_KINDS}")
+        raise PromptError(
+            f"a prompt is of type {type(ids).__name__}: it must be {_PROMPT_KINDS}", param="prompt"
+        )
     items = ids if isinstance(ids, list) else list(ids)
     try:
         return array("q", items)
     except (TypeError, OverflowError):
         wrong = next(item for item in items if not _is_id(item))
         raise PromptError(
-            f"the prompt has the token id {_shown(wrong)}: ids must be integers of at most 64 bits"
+            f"the prompt has the token id {shown(wrong)}: ids must be integers of at most 64 bits",
+            param="prompt",
         ) from None
 
 
@@ -185,17 +210,21 @@ def _check_place(priority: Any, tenant: Any) -> None:
     """What orders the queue must be comparable, or one request would break the queue for all."""
     low, high = PRIORITY_RANGE
     if isinstance(priority, bool) or not isinstance(priority, int) or not low <= priority <= high:
-        raise ParameterError(f"priority is {_shown(priority)}: it must be an integer from {low} to {high}")
+        raise ParameterError(
+            f"priority is {shown(priority)}: it must be an integer from {low} to {high}", param="priority"
+        )
     if not isinstance(tenant, str) or len(tenant) > MAX_TENANT_LENGTH:
         raise ParameterError(
-            f"tenant is {_shown(tenant)}: it must be a string of at most {MAX_TENANT_LENGTH} characters"
+            f"tenant is {shown(tenant)}: it must be a string of at most {MAX_TENANT_LENGTH} characters",
+            param="tenant",
         )
 
 
 def _check_salt(salt: Any) -> str:
     if not isinstance(salt, str) or len(salt) > MAX_SALT_LENGTH or not _is_unicode(salt):
         raise ParameterError(
-            f"cache_salt is {_shown(salt)}: it must be valid Unicode of at most {MAX_SALT_LENGTH} characters"
+            f"cache_salt is {shown(salt)}: it must be valid Unicode of at most {MAX_SALT_LENGTH} characters",
+            param="cache_salt",
         )
     return salt
 
@@ -206,14 +235,6 @@ def _is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _shown(value: object) -> str:
-    """What was given, short enough for a message."""
-    try:
-        return f"{value!r:.100}"
-    except ValueError:  # Python spells out no integer of thousands of digits
-        return f"a huge {type(value).__name__}"
 
 
 def _derive(seed: int, index: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from inflight.events import KVUsage, PositionLogprobs
+from inflight.events import KVUsage, PositionLogprobs, RequestFailure
 from inflight.request import Request
 
 
@@ -59,4 +59,4 @@ class Sampled:
     logprobs: dict[int, PositionLogprobs] = field(default_factory=dict)
     # For tokens starts[i] + 1 ... of entry i's prompt, as far as this chunk predicts them.
     prompt_logprobs: dict[int, list[PositionLogprobs]] = field(default_factory=dict)
-    errors: dict[int, str] = field(default_factory=dict)  # entries whose request failed, alone
+    errors: dict[int, RequestFailure] = field(default_factory=dict)  # entries whose request failed, alone

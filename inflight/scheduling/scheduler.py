@@ -8,7 +8,7 @@ first, those further behind (prompts, resumed requests) share what is left of th
 from __future__ import annotations
 
 from inflight.errors import EngineError
-from inflight.events import Delta
+from inflight.events import Delta, RequestFailure
 from inflight.kv import BlockManager
 from inflight.request import Request, Status
 from inflight.scheduling.batch import Admission, Batch, Sampled, TableUpdate
@@ -272,14 +272,14 @@ class Scheduler(Roster):
                 kept[first : first + len(positions)] = positions
                 request.prompt_logprobs = kept
 
-    def _end_with_errors(self, batch: Batch, errors: dict[int, str], now: float) -> list[Delta]:
+    def _end_with_errors(self, batch: Batch, errors: dict[int, RequestFailure], now: float) -> list[Delta]:
         deltas: list[Delta] = []
-        for index, message in errors.items():
+        for index, failure in errors.items():
             request = batch.requests[index]
             if request.status not in (Status.FINISHED, Status.LINGERING):  # else it has all its tokens
                 request.record.finish_reason = "error"
                 deltas += self.abort(request, now)[1]
-                deltas[-1].error = message
+                deltas[-1].error, deltas[-1].error_code = failure.message, failure.code
         return deltas
 
     def fail(self, batch: Batch, message: str, now: float) -> list[Delta]:
@@ -289,7 +289,9 @@ class Scheduler(Roster):
         so nothing of it is kept. No step may be in flight.
         """
         guilty = self._quarantine.judge(batch)
-        deltas = self._end_with_errors(batch, dict.fromkeys(guilty, message), now)
+        deltas = self._end_with_errors(
+            batch, dict.fromkeys(guilty, RequestFailure("step_failed", message)), now
+        )
         for request in self.requests.values():
             request.num_in_flight = 0
             request.num_tokens = len(request.token_ids)

@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from inflight.errors import EngineDeadError, EngineError, QueueFullError, RequestError
-from inflight.request import SamplingParams
+from inflight.errors import EngineDeadError, EngineError, QueueFullError, RequestError, shown
+from inflight.events import Delta
 
 logger = logging.getLogger(__name__)
 
@@ -77,24 +77,16 @@ def of_exception(error: BaseException, retry_after: int = 1) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):
-        if "max_model_len" in str(error):
-            return too_long(str(error).replace("the prompt has", "it has"))
-        return ApiError(400, str(error), param=_param(str(error)))
+        return ApiError(400, str(error), code=error.code, param=error.param)
     if isinstance(error, QueueFullError):
-        return ApiError(429, str(error), code="queue_full", retry_after=retry_after)
+        return ApiError(429, str(error), code=error.code, retry_after=retry_after)
     if isinstance(error, EngineError):
-        return of_engine(str(error), dead=isinstance(error, EngineDeadError))
+        return _of_engine(str(error), dead=isinstance(error, EngineDeadError))
     logger.error("a request failed inside the server", exc_info=error)
     return ApiError(500, "the server made a mistake and has logged it", code="internal_error")
 
 
-def too_long(detail: str) -> ApiError:
-    """The prompt does not fit. Routers know such a refusal by these words, and try a model with more room."""
-    message = f"the prompt is longer than the model's context length: {detail}"
-    return ApiError(400, message, code="context_length_exceeded", param="prompt")
-
-
-def of_engine(reason: str, dead: bool) -> ApiError:
+def _of_engine(reason: str, dead: bool) -> ApiError:
     """The engine failed under a request: its batch's step, or as a whole."""
     logger.error("the engine ended a request: %s", reason)
     if dead:
@@ -104,31 +96,15 @@ def of_engine(reason: str, dead: bool) -> ApiError:
     return ApiError(500, message, code="engine_error")
 
 
-def of_answer(reason: str, params: SamplingParams) -> ApiError:
+def of_answer(delta: Delta) -> ApiError:
     """An answer ended with an error: its step failed, or its own parameters forbid every token."""
-    constrained = (
-        params.min_tokens or params.allowed_token_ids or params.bad_words or params.repetition_penalty != 1
-    )
-    if constrained and "no token is allowed" in reason:
+    if delta.error_code == "no_token_allowed":
         message = (
             "the parameters leave no token that may come next: look at allowed_token_ids, bad_words, "
             "min_tokens and repetition_penalty"
         )
-        return ApiError(400, message, code="no_token_allowed")
-    return of_engine(reason, dead=False)
-
-
-_NAMES = (
-    *("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "stop", "seed"),
-    *("repetition_penalty", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "stop_token_ids"),
-    *("logit_bias", "allowed_token_ids", "bad_words", "priority", "cache_salt", "prompt", "messages"),
-)
-
-
-def _param(message: str) -> str | None:
-    """The parameter that a refusal is about: the one named first."""
-    words = message.replace("[", " ").replace("a stop string", "stop").replace("the prompt", "prompt").split()
-    return next((word for word in words[:8] if word in _NAMES), None)
+        return ApiError(400, message, code=delta.error_code)
+    return _of_engine(str(delta.error), dead=False)
 
 
 def of_validation(errors: list[Any], unsupported: Mapping[str, str]) -> ApiError:
@@ -151,10 +127,10 @@ def of_validation(errors: list[Any], unsupported: Mapping[str, str]) -> ApiError
         return ApiError(400, f"unknown parameter: {name:.200}", code="unknown_parameter", param=name[:200])
     if error["type"] == "missing":
         return ApiError(400, f"missing parameter: {name}", code="missing_parameter", param=param)
-    shown = _shown(error.get("input"))
+    given = shown(error.get("input"))
     messages = dict.fromkeys(e["msg"].removeprefix("Value error, ") for e in errors if _place(e) == place)
     message = " or ".join(text[0].lower() + text[1:] for text in messages)
-    where = f"{name} is {shown}" if name else f"the body is {shown}"
+    where = f"{name} is {given}" if name else f"the body is {given}"
     return ApiError(400, f"{where}: {message}", code="invalid_value", param=param)
 
 
@@ -175,10 +151,3 @@ def _spell(place: list[Any]) -> str:
     for part in place:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
     return text
-
-
-def _shown(value: object) -> str:
-    try:
-        return f"{value!r:.100}"
-    except ValueError:  # Python spells out no integer of thousands of digits
-        return f"a huge {type(value).__name__}"

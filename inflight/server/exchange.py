@@ -167,7 +167,7 @@ class Exchange(Response):
                 self._first_token(now)
             child.last_at = now
         if delta.error is not None:
-            raise of_answer(delta.error, child.request.params)
+            raise of_answer(delta)
         await job.take(child, delta)
         if delta.record is not None:
             child.answer.record = delta.record

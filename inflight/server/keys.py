@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from inflight.errors import ConfigError
+from inflight.option_sources import read_yaml
 from inflight.server.errors import ApiError
-from inflight.server.settings import read_yaml
 from inflight.server.usage import Usage
 
 _FIELDS = {"name", "key", "key_env", "weight", "requests_per_minute", "max_concurrent", "cache"}

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from inflight.frontend import context_length_error
 from inflight.request import SamplingParams
-from inflight.server.errors import ApiError, too_long
+from inflight.server.errors import ApiError
 from inflight.server.job import Prepared
 from inflight.server.keys import Caller
 from inflight.server.schemas.chat import ChatBody
@@ -172,7 +173,7 @@ def _check_characters(state: ServerState, num_characters: int) -> None:
     assert front.tokenizer is not None
     longest = front.tokenizer.max_characters_per_token
     if longest is not None and num_characters > longest * front.max_model_len:
-        raise too_long(
+        raise context_length_error(
             f"it has {num_characters} characters: no more than {longest * front.max_model_len} can fit "
             f"(max_model_len is {front.max_model_len})"
         )
@@ -211,7 +212,7 @@ def _prepared(
 ) -> Prepared:
     limit = state.options.max_prompt_tokens
     if limit is not None and isinstance(prompt, list) and len(prompt) > limit:
-        raise too_long(f"it has {len(prompt)} tokens: at most {limit} are allowed here")
+        raise context_length_error(f"it has {len(prompt)} tokens: at most {limit} are allowed here")
     _, requests = state.frontend.input_processor.requests(
         f"g{next(state.serials)}",
         prompt,

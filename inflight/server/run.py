@@ -17,15 +17,14 @@ import uvicorn
 import uvloop
 
 from inflight.async_engine import AsyncEngine
-from inflight.config import ProcessConfig
 from inflight.engine.supervisor import LoadProgress
 from inflight.errors import ConfigError
 from inflight.logs import configure_logging
 from inflight.server.app import create_app
+from inflight.server.config import ServerConfig
 from inflight.server.hosts import Hosts
 from inflight.server.keys import Keys, load_keys
 from inflight.server.loading_app import LoadingApp
-from inflight.server.options import ServeOptions
 from inflight.server.protocol import bounded_protocol
 from inflight.server.state import ServerState
 from inflight.server.summary import summary
@@ -40,9 +39,9 @@ POLL = 0.05
 T = TypeVar("T")
 
 
-def run(options: ServeOptions) -> None:
+def run(options: ServerConfig) -> None:
     """Serve until told to stop."""
-    configure_logging(options.log_level, options.log_format)
+    configure_logging(options.log_level, options.process.log_format)
     keys = load_keys(options.api_key, options.keys)
     if len(set(keys.weights().values())) > 1 and options.policy != "fair":
         logger.warning("keys have weights, but the policy is %s: only fair looks at them", options.policy)
@@ -58,7 +57,7 @@ def run(options: ServeOptions) -> None:
         listener.close()
 
 
-def listen(options: ServeOptions) -> socket.socket:
+def listen(options: ServerConfig) -> socket.socket:
     """A socket that holds the address and takes connections, which wait there until they are served."""
     try:
         family, _, _, _, address = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0]
@@ -75,28 +74,26 @@ def listen(options: ServeOptions) -> socket.socket:
     return listener
 
 
-def hosts_of(options: ServeOptions, keys: Keys, listener: socket.socket) -> Hosts:
+def hosts_of(options: ServerConfig, keys: Keys, listener: socket.socket) -> Hosts:
     """The hosts that a server on this socket answers as."""
     bound: str = listener.getsockname()[0]
     return Hosts.for_server(options.allowed_hosts, options.host, bound, keys.required)
 
 
 async def start_state(
-    options: ServeOptions, keys: Keys, hosts: Hosts, tracer: Tracer, progress: LoadProgress
+    options: ServerConfig, keys: Keys, hosts: Hosts, tracer: Tracer, progress: LoadProgress
 ) -> tuple[AsyncEngine, ServerState]:
     """Load the model and put what the routes need around it."""
     engine = await AsyncEngine.start(
-        options.model,
         in_process=options.in_process,
-        process=ProcessConfig(max_restarts=options.max_restarts, log_format=options.log_format),
+        process=options.process,
         progress=progress,
-        tenant_weights=keys.weights() or None,
-        **options.engine(),
+        **options.engine.options() | {"tenant_weights": keys.weights() or None},
     )
     return engine, ServerState(engine.client, engine.frontend, engine.facts, options, keys, hosts, tracer)
 
 
-async def _serve(options: ServeOptions, keys: Keys, hosts: Hosts, listener: socket.socket) -> bool:
+async def _serve(options: ServerConfig, keys: Keys, hosts: Hosts, listener: socket.socket) -> bool:
     """Serve from the first moment on. False if it was told to stop before the model was there."""
     endpoint = options.otlp_traces_endpoint
     tracer: Tracer = NoTracer() if endpoint is None else OtelTracer(endpoint)
@@ -113,7 +110,7 @@ async def _serve(options: ServeOptions, keys: Keys, hosts: Hosts, listener: sock
             gc.collect()
             gc.freeze()  # what start-up made lives as long as the process: later collections need not look at it
             server.open(state)
-            _announce(summary(state, listener.getsockname()), options.log_format)
+            _announce(summary(state, listener.getsockname()), options.process.log_format)
             await serving
         finally:
             state.close()
@@ -135,7 +132,7 @@ def _announce(text: str, log_format: str) -> None:
 class Server(uvicorn.Server):
     """Stops in two steps: first it refuses new work and lets streams finish, then it closes."""
 
-    def __init__(self, options: ServeOptions) -> None:
+    def __init__(self, options: ServerConfig) -> None:
         self.loading_app = LoadingApp()
         super().__init__(
             uvicorn.Config(

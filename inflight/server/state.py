@@ -15,12 +15,12 @@ from starlette.requests import Request
 
 from inflight.engine import EngineClient, ModelFacts
 from inflight.frontend import Frontend
+from inflight.server.config import ServerConfig
 from inflight.server.errors import ApiError
 from inflight.server.hosts import Hosts
 from inflight.server.keys import Caller, Keys
 from inflight.server.ledger import Ledger
 from inflight.server.metrics import Metrics
-from inflight.server.options import ServeOptions
 from inflight.server.tracing import NoTracer, Tracer
 
 T = TypeVar("T")
@@ -33,7 +33,7 @@ class ServerState:
     client: EngineClient
     frontend: Frontend
     facts: ModelFacts
-    options: ServeOptions
+    options: ServerConfig
     keys: Keys
     hosts: Hosts = field(default_factory=Hosts)
     tracer: Tracer = field(default_factory=NoTracer)

@@ -21,7 +21,9 @@ def bad_word_ids(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[IdSequence
     )
     for word, ids in zip(words, encoded, strict=False):  # those without a space
         if not ids:
-            raise ParameterError(f"bad_words has {word!r}: this tokenizer has no tokens for it")
+            raise ParameterError(
+                f"bad_words has {word!r}: this tokenizer has no tokens for it", param="bad_words"
+            )
     found = dict.fromkeys(tuple(ids) for ids in encoded if ids)
     lengths = {len(ids) for ids in found}
     # A sequence that ends in another forbidden one adds nothing: the shorter one is always met first.

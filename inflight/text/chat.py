@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from inflight.errors import PromptError, TemplateError
+from inflight.errors import PromptError, TemplateError, shown
 from inflight.text.files import ChatTemplateSource
 from inflight.text.render import Renderer, RenderLimits
 
@@ -120,35 +120,44 @@ class ChatTemplate:
 def check_messages(messages: object) -> None:
     """Raise PromptError unless these are messages that a text model can read."""
     if not isinstance(messages, Sequence) or isinstance(messages, str):
-        raise PromptError(f"messages is a {type(messages).__name__}: it must be a list of messages")
+        raise PromptError(
+            f"messages is a {type(messages).__name__}: it must be a list of messages", param="messages"
+        )
     if not 1 <= len(messages) <= MAX_MESSAGES:
-        raise PromptError(f"there are {len(messages)} messages: there must be 1 to {MAX_MESSAGES}")
+        raise PromptError(
+            f"there are {len(messages)} messages: there must be 1 to {MAX_MESSAGES}", param="messages"
+        )
     for index, message in enumerate(messages):
         _check_message(f"messages[{index}]", message)
 
 
 def _check_message(name: str, message: object) -> None:
     if not isinstance(message, Mapping):
-        raise PromptError(f"{name} is a {type(message).__name__}: it must be an object with role and content")
+        raise PromptError(
+            f"{name} is a {type(message).__name__}: it must be an object with role and content",
+            param="messages",
+        )
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not role:
-        raise PromptError(f"{name}.role is {role!r:.100}: it must be a non-empty string")
+        raise PromptError(f"{name}.role is {shown(role)}: it must be a non-empty string", param="messages")
     if content is None and role == "assistant":  # only calls tools, or only thinks
         return
     if isinstance(content, str):
         return
     if not isinstance(content, list):
         raise PromptError(
-            f"{name}.content is of type {type(content).__name__}: it must be a string or a list of text parts"
+            f"{name}.content is of type {type(content).__name__}: it must be a string or a list of text parts",
+            param="messages",
         )
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
         if kind != "text":
             raise PromptError(
-                f'{name}.content[{index}] is of type {kind!r:.100}: only "text" parts are allowed'
+                f'{name}.content[{index}] is of type {shown(kind)}: only "text" parts are allowed',
+                param="messages",
             )
         if not isinstance(part.get("text"), str):
-            raise PromptError(f"{name}.content[{index}].text must be a string")
+            raise PromptError(f"{name}.content[{index}].text must be a string", param="messages")
 
 
 def _marked(message: Message, marker: str) -> Message:

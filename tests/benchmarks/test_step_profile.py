@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.step_profile import NOTHING, WARM_UP, Interval, shares, short_name, start_decoding
-from inflight.loading import engine_config, load_engine
+from inflight.config import EngineConfig
+from inflight.loading import load_engine
 
 
 def test_shares_add_up_to_the_time_from_begin_to_end() -> None:
@@ -45,7 +46,7 @@ def test_names_fit_a_line(name: str, short: str) -> None:
 
 
 def test_decoding_has_begun_and_goes_on() -> None:
-    engine = load_engine(engine_config(None, {"max_num_seqs": 4}))
+    engine = load_engine(EngineConfig.create(max_num_seqs=4))
     core = start_decoding(engine, 3, 40, WARM_UP + 8)
     assert len(core.step()) == 3
     assert [request.num_output_tokens for request in core.scheduler.running] == [WARM_UP + 1] * 3

@@ -6,7 +6,8 @@ import pytest
 
 from inflight.compare.report import Comparison, compare
 from inflight.compare.workload import Workload
-from inflight.loading import LoadedEngine, engine_config, load_engine
+from inflight.config import EngineConfig
+from inflight.loading import LoadedEngine, load_engine
 
 NUM_REQUESTS = 12
 NUM_SLOTS = 4
@@ -15,7 +16,7 @@ NUM_SLOTS = 4
 @pytest.fixture(scope="session")
 def engine() -> Iterator[LoadedEngine]:
     """The built-in model."""
-    loaded = load_engine(engine_config(None, {"max_num_seqs": NUM_SLOTS}))
+    loaded = load_engine(EngineConfig.create(max_num_seqs=NUM_SLOTS))
     yield loaded
     loaded.close()
 

@@ -115,7 +115,7 @@ def test_unknown_option(folder: Folder) -> None:
         ({"max_model_len": 1}, ("max_model_len is 1", "at least 2")),
         ({"block_size": 0}, ("block_size is 0", "1 to 1024")),
         ({"max_num_seqs": 0}, ("max_num_seqs is 0",)),
-        ({"pipeline_depth": 3}, ("pipeline_depth is 3", "1 or 2")),
+        ({"pipeline_depth": 3}, ("pipeline_depth is 3", "None, 1, 2")),
         ({"gpu_memory_utilization": 1.5}, ("1.5",)),
     ],
 )

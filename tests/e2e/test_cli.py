@@ -171,13 +171,14 @@ def test_answers_that_failed_are_an_error(
     folder: Folder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The others are printed all the same."""
+    from inflight.execution.results import NOT_FINITE
     from inflight.execution.runner import ModelRunner
 
     real = ModelRunner.collect
 
     def collect(runner: ModelRunner, ticket: Any) -> Any:
         sampled = real(runner, ticket)
-        sampled.errors[0] = "the model's logits are not finite"
+        sampled.errors[0] = NOT_FINITE
         monkeypatch.setattr(ModelRunner, "collect", real)
         return sampled
 

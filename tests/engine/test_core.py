@@ -6,7 +6,7 @@ import pytest
 
 from inflight.engine.fake import expected_tokens
 from inflight.errors import DeviceLostError, QueueFullError
-from inflight.events import PositionLogprobs, TokenLogprob
+from inflight.events import PositionLogprobs, RequestFailure, TokenLogprob
 from inflight.request import SamplingParams
 from inflight.scheduling import Batch, Sampled
 from tests.helpers import FakeEngine, make_request
@@ -96,10 +96,14 @@ def test_others_survive_a_failed_step_with_their_tokens() -> None:
     batch = Batch(99)
     batch.requests = [late]
     engine.take(engine.scheduler.fail(batch, "boom", 0.0))
-    assert engine.finished[late.request_id].error == "boom"
+    last = engine.finished[late.request_id]
+    assert (last.error, last.error_code) == ("boom", "step_failed")
     engine.run()
     assert engine.outputs[early.request_id] == expected_tokens([1] * 3, 12)
     assert early.record.num_preemptions == 1
+
+
+NOT_FINITE = RequestFailure("logits_not_finite", "logits are not finite")
 
 
 def test_an_entry_that_fails_ends_alone() -> None:
@@ -109,14 +113,13 @@ def test_an_entry_that_fails_ends_alone() -> None:
 
     def poisoned(ticket: Sampled) -> Sampled:
         result = collect(ticket)
-        return Sampled(
-            result.token_ids, errors={0: "logits are not finite"} if len(result.token_ids) == 2 else {}
-        )
+        return Sampled(result.token_ids, errors={0: NOT_FINITE} if len(result.token_ids) == 2 else {})
 
     engine.runner.collect = poisoned  # type: ignore[method-assign]
     engine.run()
-    assert engine.finished[bad.request_id].finish_reason == "error"
-    assert engine.finished[bad.request_id].error == "logits are not finite"
+    last = engine.finished[bad.request_id]
+    assert last.finish_reason == "error"
+    assert (last.error, last.error_code) == ("logits are not finite", "logits_not_finite")
     assert engine.outputs[good.request_id] == expected_tokens([2], 4)
 
 

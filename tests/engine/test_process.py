@@ -197,8 +197,9 @@ async def test_a_full_queue_refuses() -> None:
         streams = await open_streams(client, 1)
         for name in ("q0", "q1"):
             await client.add(make_request([1], 3, name))
-        with pytest.raises(QueueFullError, match="max_queue"):
+        with pytest.raises(QueueFullError, match="max_queue") as full:
             await client.add(make_request([1], 3, "q2"))
+        assert full.value.code == "queue_full"
         assert client._calls == {}
         await client.abort("open0")
         assert (await rest(streams[0]))[-1].finish_reason == "abort"
@@ -351,6 +352,7 @@ async def test_a_step_that_raises_ends_its_requests_only(client: ProcessClient) 
     await client.add(make_request([RAISE], 3, "bad"))
     _, last = await read(client, "bad")
     assert (last.finish_reason, last.error) == ("error", "RuntimeError in step 0")
+    assert last.error_code == "step_failed"
     assert await answer(client, [1], 3, "good") == expected_tokens([1], 3)
     assert (await client.health()).num_restarts == 0
 

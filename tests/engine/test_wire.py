@@ -55,7 +55,7 @@ usages = st.builds(KVUsage, *[counts] * 6)
 stats = st.builds(EngineStats, *[counts] * 8, usages)
 deltas = st.builds(
     Delta, texts, id_lists, st.none() | st.lists(positions, max_size=3),
-    st.none() | st.lists(st.none() | positions, max_size=3), reasons, st.none() | ids, st.none() | texts,
+    st.none() | st.lists(st.none() | positions, max_size=3), reasons, st.none() | ids, *[st.none() | texts] * 2,
     st.none() | records,
 )  # fmt: skip
 slots = st.builds(SlotRecord, ids, texts, ids, ids, st.booleans(), st.booleans())
@@ -254,19 +254,30 @@ def test_frames_of_one_codec_follow_each_other() -> None:
 CLASSES = [value for value in vars(errors).values() if isinstance(value, type)]
 
 
+def remote(error: BaseException) -> InflightError:
+    """The error as it arrives."""
+    frame = bytes(TO_FRONT.encode(StepOutputs(replies=[Reply(1, remote_error=RemoteError.of(error))])))
+    message: Any = TO_FRONT.decode(frame)
+    found: InflightError = message.replies[0].remote_error.error()
+    return found
+
+
 @pytest.mark.parametrize("kind", CLASSES)
-def test_errors_keep_their_class_message_and_notes(kind: type[InflightError]) -> None:
-    error = kind("it is 3: allowed is 4")
+@pytest.mark.parametrize("more", [{}, {"param": "top_p", "code": "odd"}])
+def test_errors_stay_what_they_are(kind: type[InflightError], more: dict[str, str]) -> None:
+    error = kind("it is 3: allowed is 4", **more)
     error.add_note("in prompt 2")
-    found = RemoteError.of(error).error()
+    found = remote(error)
     assert type(found) is kind
     assert str(found) == "it is 3: allowed is 4"
     assert found.__notes__ == ["in prompt 2"]
+    assert (found.param, found.code) == (error.param, error.code)
+    assert (error.param, error.code) == (more.get("param"), more.get("code", kind.code))
 
 
 def test_errors_of_others_become_ours() -> None:
-    found = RemoteError.of(KeyError("x\ud800")).error()
+    found = remote(KeyError("x\ud800"))
     assert type(found) is EngineError
+    assert (found.param, found.code) == (None, "engine_error")
     assert str(found).startswith("KeyError: 'x")
     assert type(RemoteError("annotations", "x", []).error()) is EngineError
-    TO_FRONT.encode(StepOutputs(replies=[Reply(1, remote_error=RemoteError.of(KeyError("\ud800")))]))

@@ -15,13 +15,12 @@ import httpx
 import uvloop
 
 from inflight import AsyncEngine
-from inflight.config import ProcessConfig
+from inflight.config import EngineConfig, ProcessConfig
 from inflight.engine import EngineCore, InprocClient
 from inflight.engine.process import ProcessClient
 from inflight.frontend import Frontend
-from inflight.options import engine_config
+from inflight.server.config import ServerConfig
 from inflight.server.keys import load_keys
-from inflight.server.options import ServeOptions
 from inflight.server.run import Server, hosts_of, listen
 from inflight.server.state import ServerState
 from inflight.server.tracing import NoTracer, Tracer
@@ -71,7 +70,7 @@ class ProcessBackend(Backend):
         super().__init__(**options)
 
     async def _start(self, options: dict[str, Any]) -> AsyncEngine:
-        config = engine_config(None, options)
+        config = EngineConfig.create(**options)
         client = await ProcessClient.start(config, self._process, build=BUILD)
         return AsyncEngine(Frontend.of(config, client.facts), client, client.facts)
 
@@ -135,7 +134,7 @@ async def _asked(condition: Any) -> bool:
 @contextlib.contextmanager
 def live_server(backend: Backend, tracer: Tracer | None = None, **options: Any) -> Iterator[Live]:
     """A server with these options over the backend's engine."""
-    given = ServeOptions(port=0, in_process=True, **{"shutdown_timeout": 0.0, **options})
+    given = ServerConfig.create(port=0, in_process=True, **{"shutdown_timeout": 0.0, **options})
     listener = listen(given)
     engine = backend.engine
     keys = load_keys(given.api_key, given.keys)

@@ -17,7 +17,7 @@ from inflight.execution.gpu.graphs import EagerSteps, StepGraphs
 from inflight.execution.gpu.host_step import HostStep, host_step
 from inflight.execution.gpu.rows import DeviceRows
 from inflight.execution.gpu.shapes import Buckets, StepShape
-from inflight.execution.results import NO_TOKEN, Ticket, score_prompts, wants_prompt_logprobs
+from inflight.execution.results import NOT_FINITE, Ticket, score_prompts, wants_prompt_logprobs
 from inflight.execution.sampling import Sampler, SamplingRows
 from inflight.execution.sampling.triton import Workspace as DrawWorkspace
 from inflight.execution.sampling.triton import draw
@@ -51,7 +51,8 @@ class GpuTicket:
                     result.token_ids[entry] = token_ids[index]
             if any(bad):
                 found = zip(self.sampling_entries, bad, strict=False)
-                result.errors = {entry: NO_TOKEN for entry, is_bad in found if is_bad}
+                # What is drawn here has no parameters that forbid tokens.
+                result.errors = {entry: NOT_FINITE for entry, is_bad in found if is_bad}
         return result
 
 

@@ -2,6 +2,21 @@
 
 from inflight.execution.sampling.logprobs import LogprobTensors, prompt_logprobs
 from inflight.execution.sampling.rows import SamplingRows
-from inflight.execution.sampling.sampler import HostSample, SampledTensors, Sampler
+from inflight.execution.sampling.sampler import (
+    HAS_NO_TOKEN,
+    IS_NOT_FINITE,
+    HostSample,
+    SampledTensors,
+    Sampler,
+)
 
-__all__ = ["HostSample", "LogprobTensors", "SampledTensors", "Sampler", "SamplingRows", "prompt_logprobs"]
+__all__ = [
+    "HAS_NO_TOKEN",
+    "IS_NOT_FINITE",
+    "HostSample",
+    "LogprobTensors",
+    "SampledTensors",
+    "Sampler",
+    "SamplingRows",
+    "prompt_logprobs",
+]

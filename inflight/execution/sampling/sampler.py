@@ -17,13 +17,16 @@ from inflight.execution.sampling.plan import Plan, make_plan
 from inflight.execution.sampling.randomness import race_key
 from inflight.execution.sampling.rows import SamplingRows
 
+# How an entry can be bad: NaN or inf in the model's logits, or no token left to choose by the row's parameters.
+IS_NOT_FINITE, HAS_NO_TOKEN = 1, 2
+
 
 @dataclass(frozen=True, slots=True)
 class HostSample:
     """What S entries sampled, as plain Python."""
 
     token_ids: list[int]
-    bad: list[bool]
+    bad: list[int]
     logprobs: dict[int, PositionLogprobs]  # by entry, for those that asked
 
 
@@ -32,8 +35,8 @@ class SampledTensors:
     """What S entries sampled, still on the device."""
 
     token_ids: Tensor  # [S] int64
-    # [S] bool: NaN or inf in the logits, or no token left to choose. Such an entry still has some token
-    # of the vocabulary, always the same one, so that the step can go on and the request fails alone.
+    # [S] uint8: 0, or how it is bad. A bad entry still has some token of the vocabulary, always the same one, so
+    # that the step can go on and the request fails alone.
     bad: Tensor
     logprobs: LogprobTensors | None
     logprob_entries: tuple[int, ...]  # the entry of each position in `logprobs`
@@ -70,11 +73,11 @@ class Sampler:
         each row before the new one. tokens [max_rows, max_len] int32 hold them.
         """
         plan = self._plan_for(rows)
-        bad = ~logits.amax(-1).isfinite()
+        bad = _not_finite(logits)  # which is IS_NOT_FINITE where it is so
         raw = None if plan.logprobs is None else logits[plan.logprobs]
         if plan.adjusts:
             adjust(logits, plan, self.state, lengths, tokens)
-            bad |= ~logits.amax(-1).isfinite()
+            bad = torch.where(bad == 0, _not_finite(logits) * HAS_NO_TOKEN, bad)
         token_ids = self._choose(logits, plan, lengths)
         logprobs = None
         if raw is not None and plan.logprobs is not None:
@@ -124,6 +127,11 @@ class Sampler:
             top_p=state.top_p[rows, None],
             key=race_key(state.seed_low[rows], state.seed_high[rows], lengths[entries].int()),
         )
+
+
+def _not_finite(logits: Tensor) -> Tensor:
+    """[S] uint8: 1 where the largest is not."""
+    return (~logits.amax(-1).isfinite()).view(torch.uint8)
 
 
 def _select(logits: Tensor, entries: Tensor) -> Tensor:

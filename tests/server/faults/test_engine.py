@@ -91,6 +91,13 @@ def test_a_step_that_raises(server: Live, threads: ThreadPoolExecutor, slow: lis
     assert quick.right(Told(server, quick.body))
 
 
+def test_parameters_that_leave_no_token(server: Live, quick: Case) -> None:
+    """Found in the engine's process, told as what it is."""
+    told = Told(server, {"prompt": [5], "allowed_token_ids": [0, 2], "min_tokens": 2})
+    assert (told.status, told.errors[0]["code"]) == (400, "no_token_allowed")
+    assert quick.right(Told(server, quick.body))
+
+
 def test_kv_memory_that_runs_out(llm: LLM, threads: ThreadPoolExecutor) -> None:
     cases = [Case(llm, [20 + number] * 8, 160 + number) for number in range(8)]
     small = Backend(num_blocks=26, max_model_len=256, max_num_seqs=8, max_queue=64)

@@ -1,0 +1,120 @@
+"""How an option is declared: once, as a field of a configuration.
+
+    block_size: int = option(16, MEMORY, "Tokens in a KV block.", at_least=1, at_most=1024)
+
+Flags, variables, files, checks and documents are all made from that. Light on purpose: the command line reads it
+before anything heavy is loaded.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+from dataclasses import dataclass, field, fields
+from functools import cache
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from inflight.errors import ConfigError, shown
+
+# Groups of options, in the order in which they are shown.
+MODEL, MEMORY, SCHEDULING, NETWORK = "Model", "Memory", "Scheduling", "Network"
+ACCESS, LIMITS, WATCHING, LIFE = "Access", "Limits", "Watching", "Life"
+PANELS = (MODEL, MEMORY, SCHEDULING, NETWORK, ACCESS, LIMITS, WATCHING, LIFE)
+PYTHON = "Python"  # no flag: only for those who write code
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One option. Of the limits, which are for numbers, those that are None are none."""
+
+    name: str
+    kind: type  # int, float, bool, str, tuple (of strings) or dict
+    optional: bool  # None is allowed
+    default: Any
+    panel: str
+    help: str
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    choices: tuple[Any, ...] = ()
+    unit: str = ""
+    unset: str = ""  # what a default that is None or empty means
+
+    def allows(self, value: Any) -> bool:
+        """Whether a value is in range. Only numbers and choices have a range."""
+        if value is None and self.optional:
+            return True
+        if self.choices:
+            return value in self.choices
+        if self.kind not in (int, float):
+            return True
+        kinds = int if self.kind is int else int | float
+        return (
+            isinstance(value, kinds)
+            and not isinstance(value, bool)
+            and (self.at_least is None or value >= self.at_least)
+            and (self.above is None or value > self.above)
+            and (value < math.inf if self.at_most is None else value <= self.at_most)
+        )
+
+    @property
+    def allowed(self) -> str:
+        """The range, in words; empty where there is none."""
+        if self.choices:
+            return ", ".join(map(str, (None, *self.choices) if self.optional else self.choices))
+        if self.kind not in (int, float):
+            return ""
+        return f"{'None or ' if self.optional else ''}{self._numbers()}"
+
+    def _numbers(self) -> str:
+        if self.above == 0 and self.at_most in (None, math.inf):
+            return f"a positive number of {self.unit}" if self.unit else "a positive number"
+        noun = "an integer" if self.kind is int else "a number"
+        if self.at_least is not None:
+            if self.at_most is not None:
+                return f"{noun} from {self.at_least:g} to {self.at_most:g}"
+            return f"{noun} of at least {self.at_least:g} {self.unit}".rstrip()
+        return f"{noun} above {self.above:g}, at most {self.at_most:g}"
+
+    @property
+    def default_text(self) -> str:
+        """The default as help and documents have it; empty where there is none."""
+        if self.default is None or self.default == ():
+            return self.unset
+        return " ".join(self.default) if self.kind is tuple else str(self.default).lower()
+
+    @property
+    def flag(self) -> str:
+        return f"--{self.name.replace('_', '-')}"
+
+
+def option(default: Any, panel: str, help: str, **more: Any) -> Any:
+    """The field of a configuration that is an option; `more` is what `Option` takes beside these."""
+    return field(default=default, metadata={"panel": panel, "help": help, **more})
+
+
+@cache
+def options_of(config: Any) -> dict[str, Option]:
+    """The options among the fields of a configuration (its class), by name."""
+    hints = get_type_hints(config)
+    return {
+        item.name: Option(item.name, *_kind(hints[item.name]), item.default, **item.metadata)
+        for item in fields(config)
+        if item.metadata
+    }
+
+
+def _kind(hint: Any) -> tuple[type, bool]:
+    """int of `int | None`, tuple of `tuple[str, ...]`; and whether None is among them."""
+    members = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    first = next(member for member in members if member is not type(None))
+    return get_origin(first) or first, type(None) in members
+
+
+def check(config: Any) -> None:
+    """Raise ConfigError for the first field whose value is out of its option's range."""
+    kind: Any = type(config)
+    for declared in options_of(kind).values():
+        value = getattr(config, declared.name)
+        if not declared.allows(value):
+            raise ConfigError(f"{declared.name} is {shown(value)}: allowed is {declared.allowed}")

@@ -1,0 +1,156 @@
+"""Options as users give them: flags before `INFLIGHT_*` variables before a file."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from inflight.errors import ConfigError
+from inflight.option import Option
+
+PREFIX = "INFLIGHT_"
+
+_TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off", ""}
+_NAMES = {int: "an integer", float: "a number", bool: "true or false", tuple: "a list of strings"}
+
+
+def gather(
+    options: Mapping[str, Option],
+    flags: Mapping[str, Any],
+    environment: Mapping[str, str],
+    file: str | None = None,
+) -> dict[str, Any]:
+    """The values given for these options, by name. `flags` holds only what was given; the file may also be named by
+    a variable."""
+    file = file or environment.get(f"{PREFIX}CONFIG")
+    from_file = read_file(options, Path(file)) if file else {}
+    return {**from_file, **read_environment(options, environment), **flags}
+
+
+# ---- flags ----
+
+
+def argument(option: Option) -> Any:
+    """An option that is given by its place on the command line."""
+    return typer.Argument(help=option.help, show_default=option.default_text)
+
+
+def with_flags(
+    options: Iterable[Option], panel: str | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a command a flag for each of these options; those that were used reach it as keyword arguments.
+
+    `panel` is where the help shows them, if not where each belongs.
+    """
+    flags = {option.name: _flag(option, panel or option.panel) for option in options}
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(command, eval_str=True)
+        own = [item for item in signature.parameters.values() if item.kind is not item.VAR_KEYWORD]
+        parameters = [*own, *flags.values()]
+
+        @functools.wraps(command)
+        def run(**values: Any) -> None:
+            given = {name: values.pop(name) for name in flags}
+            used = {name: value for name, value in given.items() if value is not None and value != []}
+            command(**values, **{n: tuple(v) if isinstance(v, list) else v for n, v in used.items()})
+
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {item.name: item.annotation for item in parameters}
+        return run
+
+    return decorate
+
+
+def _flag(option: Option, panel: str) -> inspect.Parameter:
+    """It is None when not given, so that variables and the file can speak."""
+    names = f"{option.flag}/--no-{option.flag[2:]}" if option.kind is bool else option.flag
+    text = option.help.replace("[", r"\[")  # brackets are markup to typer
+    shown = typer.Option(names, help=text, rich_help_panel=panel, show_default=option.default_text or False)
+    kind: Any = list[str] if option.kind is tuple else option.kind
+    return inspect.Parameter(
+        option.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, shown]
+    )
+
+
+# ---- variables ----
+
+
+def read_environment(options: Mapping[str, Option], environment: Mapping[str, str]) -> dict[str, Any]:
+    """Variables of these options. Others of our prefix may be meant for someone else."""
+    values = {}
+    for name, option in options.items():
+        variable = f"{PREFIX}{name.upper()}"
+        text = environment.get(variable)
+        if text is not None:
+            values[name] = _parse(variable, text, option.kind)
+    return values
+
+
+def _parse(name: str, text: str, kind: type) -> Any:
+    """The value that a variable spells."""
+    if kind is bool:
+        if text.lower() in _TRUE | _FALSE:
+            return text.lower() in _TRUE
+        raise ConfigError(f"{name} is {text!r}: it must be true or false")
+    if kind is tuple:
+        return tuple(item.strip() for item in text.split(",") if item.strip())
+    if kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            raise ConfigError(f"{name} is {text!r}: it must be {_NAMES[kind]}") from None
+    return text
+
+
+# ---- files ----
+
+
+def read_file(options: Mapping[str, Option], path: Path) -> dict[str, Any]:
+    """Options from a YAML file (JSON is YAML too), by the names of the flags."""
+    found = read_yaml(path, "the configuration file")
+    if found is None:
+        return {}
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} holds a {type(found).__name__}: it must map options to values")
+    values = {}
+    for key, value in found.items():
+        name = str(key).replace("-", "_")
+        if name not in options:
+            raise ConfigError(f"{path}: unknown option {key!r}: allowed are {', '.join(options)}")
+        values[name] = _typed(f"{key} in {path}", value, options[name])
+    return values
+
+
+def read_yaml(path: Path, what: str) -> Any:
+    import yaml  # only those who have such a file need it
+
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{what} {str(path)!r} cannot be read: {error}") from error
+    except yaml.YAMLError as error:
+        place = getattr(error, "problem_mark", None)
+        where = f" (line {place.line + 1})" if place is not None else ""
+        raise ConfigError(f"{what} {str(path)!r} is not YAML{where}") from None
+
+
+def _typed(name: str, value: Any, option: Option) -> Any:
+    """A value out of a file, if it is of the option's type."""
+    kind = option.kind
+    if value is None and option.optional:
+        return None
+    if kind is tuple:
+        items = [value] if isinstance(value, str) else value
+        if isinstance(items, list) and all(isinstance(item, str) for item in items):
+            return tuple(items)
+    elif kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    elif isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
+        return value
+    raise ConfigError(f"{name} is {value!r}: it must be {_NAMES.get(kind, 'a string')}")

@@ -1,0 +1,178 @@
+"""What `inflight serve` is told at start: the options of the server, declared here, and those of its engine.
+
+Light on purpose: the command line reads it before anything heavy is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from inflight.config import ENGINE_OPTIONS, EngineConfig, ProcessConfig
+from inflight.errors import ConfigError
+from inflight.option import (
+    ACCESS,
+    LIFE,
+    LIMITS,
+    MODEL,
+    NETWORK,
+    PANELS,
+    PYTHON,
+    SCHEDULING,
+    WATCHING,
+    Option,
+    check,
+    option,
+    options_of,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerConfig:
+    """All that a server was told, whatever way. `create` makes it from flat names."""
+
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    process: ProcessConfig = field(default_factory=ProcessConfig)
+
+    served_model_name: tuple[str, ...] = option(
+        (), MODEL, "The name that clients use; may be repeated.", unset="the model's"
+    )
+    in_process: bool = option(False, SCHEDULING, "Run the engine in a thread of the server.")
+
+    host: str = option("127.0.0.1", NETWORK, "Address to listen on.")
+    port: int = option(8000, NETWORK, "0 takes a free one.", at_least=0, at_most=65535)
+    allowed_hosts: tuple[str, ...] = option(
+        (),
+        NETWORK,
+        "Names, without port, that clients may call it by (the Host header); may be repeated, * is all.",
+        unset="all; on a loopback address without keys only that, localhost, 127.0.0.1 and [::1]",
+    )
+    ssl_keyfile: str | None = option(None, NETWORK, "Private key for TLS.")
+    ssl_certfile: str | None = option(None, NETWORK, "Certificate for TLS.")
+    ssl_ca_certs: str | None = option(None, NETWORK, "Authorities that clients' certificates must come from.")
+    ssl_cert_reqs: int = option(
+        0, NETWORK, "Clients' certificates: 0 not asked for, 1 optional, 2 required.", choices=(0, 1, 2)
+    )
+    allowed_origins: tuple[str, ...] = option(
+        (), NETWORK, "Origins of pages that may call (CORS); may be repeated."
+    )
+    allowed_methods: tuple[str, ...] = option(("GET", "POST", "DELETE"), NETWORK, "Methods for such pages.")
+    allowed_headers: tuple[str, ...] = option(("*",), NETWORK, "Headers for such pages.")
+    allow_credentials: bool = option(False, NETWORK, "Cookies from such pages.")
+
+    api_key: tuple[str, ...] = option(
+        (), ACCESS, "A key that clients must send; may be repeated. Better in INFLIGHT_API_KEY."
+    )
+    keys: str | None = option(None, ACCESS, "A file with keys, each with weight, rate and concurrency.")
+
+    max_body_size: int = option(8 << 20, LIMITS, "Bytes of a request's body.", at_least=1024)
+    max_header_size: int = option(32 << 10, LIMITS, "Bytes of a request's line and headers.", at_least=1024)
+    max_prompt_tokens: int | None = option(
+        None, LIMITS, "Tokens of a prompt.", at_least=1, unset="what --max-model-len allows"
+    )
+    max_answers: int = option(128, LIMITS, "Answers of one request: prompts times n.", at_least=1)
+    max_output_tokens: int | None = option(
+        None,
+        LIMITS,
+        "Longest answer; a request that asks for more is refused.",
+        at_least=1,
+        unset="what the context allows",
+    )
+    max_logprobs: int = option(20, LIMITS, "Most likely tokens reported for a position.", at_least=0)
+    max_stop_strings: int = option(16, LIMITS, "Stop strings of a request.", at_least=0)
+    max_stop_length: int = option(256, LIMITS, "Characters of a stop string or bad word.", at_least=1)
+    max_connections: int = option(4096, LIMITS, "Open connections.", at_least=1)
+    read_timeout: float = option(
+        30.0, LIMITS, "Seconds for a client to send headers, and again its body.", above=0, unit="seconds"
+    )
+    first_token_timeout: float = option(300.0, LIMITS, "Seconds to the first token.", above=0, unit="seconds")
+    request_timeout: float = option(3600.0, LIMITS, "Seconds for a whole request.", above=0, unit="seconds")
+
+    metrics_compat: str = option(
+        "none",
+        WATCHING,
+        "vllm: also under the metric names that vLLM's dashboards read.",
+        choices=("none", "vllm"),
+    )
+    log_level: str = option(
+        "info", WATCHING, "debug, info, warning or error.", choices=("debug", "info", "warning", "error")
+    )
+    log_requests: bool = option(True, WATCHING, "A line for every request.")
+    otlp_traces_endpoint: str | None = option(
+        None, WATCHING, "Send OpenTelemetry spans there; needs the extra inflight-llm[otel]."
+    )
+    request_history: int = option(
+        1024, WATCHING, "Finished requests that /v1/requests remembers.", at_least=0
+    )
+
+    shutdown_timeout: float = option(
+        30.0, LIFE, "Seconds that streams may go on after SIGTERM.", at_least=0, unit="seconds"
+    )
+
+    def __post_init__(self) -> None:
+        check(self)
+        if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
+            raise ConfigError("ssl_keyfile and ssl_certfile go together: one of them is missing")
+        _check_tls(self)
+        if "*" in self.allowed_origins and self.allow_credentials:
+            raise ConfigError("allowed_origins has '*': with allow_credentials each origin must be named")
+        if not all(key.strip() for key in self.api_key):
+            raise ConfigError("an api_key is empty")
+
+    @classmethod
+    def create(cls, **values: Any) -> ServerConfig:
+        """From flat names: each is the engine's, its process's or the server's own."""
+        values = _DEFAULTS | values
+        engine = {name: values.pop(name) for name in ENGINE_OPTIONS if name in values}
+        process = {name: values.pop(name) for name in options_of(ProcessConfig) if name in values}
+        return cls(engine=EngineConfig.create(**engine), process=ProcessConfig(**process), **values)
+
+    @property
+    def model(self) -> str | None:
+        return self.engine.model.model
+
+    @property
+    def policy(self) -> str | Callable[[], Any]:
+        return self.engine.scheduler.policy
+
+    @property
+    def max_queue(self) -> int:
+        limit = self.engine.scheduler.max_queue
+        assert limit is not None  # a server always has one
+        return limit
+
+
+# What a server has otherwise than an engine without one: time for others' tokens, and an end to its queue.
+_DEFAULTS: dict[str, Any] = {"target_step_ms": None, "max_queue": 1024}
+
+
+def _serve_options() -> dict[str, Option]:
+    found = {**ENGINE_OPTIONS, **options_of(ServerConfig), **options_of(ProcessConfig)}
+    for name, default in _DEFAULTS.items():
+        found[name] = replace(found[name], default=default, optional=default is None)
+    flags = [item for item in found.values() if item.panel != PYTHON]
+    return {item.name: item for item in sorted(flags, key=lambda item: PANELS.index(item.panel))}
+
+
+# Every option of `inflight serve` by name, in the order of the panels.
+SERVE_OPTIONS = _serve_options()
+
+
+def _check_tls(config: ServerConfig) -> None:
+    """Whether the files can be read and belong together."""
+    files = [file for file in (config.ssl_certfile, config.ssl_keyfile, config.ssl_ca_certs) if file]
+    if not files:
+        return
+    import ssl  # takes a while, which most do not need
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        if config.ssl_certfile is not None:
+            # A key with a password is nothing that a server could ask for.
+            context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, password=lambda: "")
+        if config.ssl_ca_certs is not None:
+            context.load_verify_locations(config.ssl_ca_certs)
+    except OSError as error:  # ssl's own too
+        why = error.strerror if isinstance(error, FileNotFoundError | PermissionError) else str(error)
+        raise ConfigError(f"the files for TLS ({', '.join(files)}) cannot be used: {why}") from error

@@ -1,0 +1,160 @@
+"""Every refusal of a request says which parameter is to blame, and what happened where a program could act on it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+import inflight
+from inflight.engine.wire import RemoteError
+from inflight.errors import InflightError, ParameterError, PromptError, TemplateError
+from inflight.frontend import InputProcessor, split_prompts
+from inflight.request import SamplingParams
+from inflight.text import ChatTemplate, Tokenizer
+from tests.checkpoints import write_tokenizer
+
+HUGE = 10**5000
+CHAT = ChatTemplate("{{ messages[0].content }}")
+Kind = type[InflightError]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer.load(write_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+
+
+def check(call: Callable[[], Any], kind: Kind, param: str | None, code: str | None = None) -> None:
+    """The call is refused so, and a process that hears of it elsewhere is told the same."""
+    with pytest.raises(kind) as caught:
+        call()
+    error = caught.value
+    assert (type(error), error.param, error.code) == (kind, param, code)
+    frame = msgspec.msgpack.encode(RemoteError.of(error))
+    found = msgspec.msgpack.decode(frame, type=RemoteError).error()
+    assert (type(found), str(found), found.param, found.code) == (kind, str(error), param, code)
+
+
+PARAMETERS: list[tuple[str, list[Any]]] = [
+    ("n", [0, 129, 1.0, True, HUGE]),
+    ("temperature", [-0.1, float("nan"), "1", HUGE]),
+    ("top_p", [0, 1.1, float("inf")]),
+    ("top_k", [-2, 1.5]),
+    ("min_p", [-1, 2]),
+    ("presence_penalty", [3, None]),
+    ("frequency_penalty", [-3]),
+    ("repetition_penalty", [0, "x"]),
+    ("seed", [2**70, 1.5]),
+    ("max_tokens", [0, "5"]),
+    ("min_tokens", [-1, 17]),  # beyond max_tokens
+    ("logprobs", [-1, 101]),
+    ("prompt_logprobs", [-1, 101]),
+    ("stop", [5, [""], [3], ["x"] * 65, ["x" * 1025]]),
+    ("bad_words", ["text", [""], [3]]),
+    ("stop_token_ids", ["text", 5, [-1], ["x"]]),
+    ("allowed_token_ids", ["text", [], [-1]]),
+    ("logit_bias", [[5], {"x": 1}, {-1: 1}, {5: 1000}, {5: "a"}]),
+]
+
+
+@pytest.mark.parametrize(("name", "values"), PARAMETERS, ids=[name for name, _ in PARAMETERS])
+def test_parameters(name: str, values: list[Any]) -> None:
+    for value in values:
+        check(lambda value=value: SamplingParams(**{name: value}), ParameterError, name)  # type: ignore[misc]
+
+
+def test_every_parameter_with_a_range_is_in_the_table() -> None:
+    plain = {"include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens"}
+    assert {name for name, _ in PARAMETERS} == set(SamplingParams.__dataclass_fields__) - plain
+
+
+def test_parameters_that_do_not_go_together() -> None:
+    check(lambda: SamplingParams(stop="x", detokenize=False), ParameterError, "stop")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "param", "code"),
+    [
+        ([], "prompt", None),
+        ([320], "prompt", None),
+        ([-1], "prompt", None),
+        ([2**70], "prompt", None),
+        (["x", 5], "prompt", None),
+        (b"bytes", "prompt", None),
+        (5, "prompt", None),
+        ({"prompt": 5}, "prompt", None),
+        ({"text": "x"}, "prompt", None),
+        ({"prompt_token_ids": "x"}, "prompt_token_ids", None),
+        ([5] * 64, "prompt", "context_length_exceeded"),
+        ("word " * 1000, "prompt", "context_length_exceeded"),
+        ("\ud800", None, None),
+    ],
+)
+def test_prompts(prompt: Any, param: str | None, code: str | None, tokenizer: Tokenizer) -> None:
+    given = InputProcessor.create(tokenizer, 320, 64, (), 0)
+    check(lambda: given.requests("r", prompt, SamplingParams()), PromptError, param, code)
+
+
+@pytest.mark.parametrize(
+    ("params", "more", "param"),
+    [
+        (5, {}, "sampling_params"),
+        (SamplingParams(stop_token_ids=[320]), {}, "stop_token_ids"),
+        (SamplingParams(allowed_token_ids=[320]), {}, "allowed_token_ids"),
+        (SamplingParams(logit_bias={320: 1}), {}, "logit_bias"),
+        (SamplingParams(), {"priority": 2**40}, "priority"),
+        (SamplingParams(), {"priority": True}, "priority"),
+        (SamplingParams(), {"tenant": "x" * 300}, "tenant"),
+        (SamplingParams(), {"cache_salt": "x" * 300}, "cache_salt"),
+        (SamplingParams(), {"cache_salt": "\ud800"}, "cache_salt"),
+    ],
+)
+def test_what_only_the_model_can_tell(params: Any, more: dict[str, Any], param: str) -> None:
+    given = InputProcessor.create(None, 320, 64, (), 0)
+    check(lambda: given.requests("r", [5], params, **more), ParameterError, param)
+
+
+def test_text_without_a_tokenizer() -> None:
+    given = InputProcessor.create(None, 320, 64, (), 0)
+    check(lambda: given.requests("r", "text", SamplingParams()), PromptError, None)
+    check(lambda: given.requests("r", [5], SamplingParams(stop="x")), PromptError, "stop")
+    check(lambda: given.requests("r", [5], SamplingParams(bad_words=["x"])), PromptError, "bad_words")
+    check(lambda: split_prompts(5), PromptError, "prompts")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        "Hello",
+        [],
+        ["Hello"],
+        [{"role": HUGE, "content": "x"}],
+        [{"role": "user"}],
+        [{"role": "user", "content": [{"type": "image_url"}]}],
+        [{"role": "user", "content": [{"type": "text", "text": 5}]}],
+    ],
+)
+def test_messages(messages: Any) -> None:
+    check(lambda: CHAT.render(messages), PromptError, "messages")
+
+
+def test_templates() -> None:
+    message = {"role": "user", "content": "x"}
+    check(lambda: CHAT.render([message], kwargs={"messages": "x"}), TemplateError, None)
+    check(lambda: ChatTemplate(None).render([message]), TemplateError, None)
+    check(lambda: CHAT.render([message], continue_final_message=True), PromptError, None)
+
+
+@pytest.mark.parametrize("file", ["request.py", "frontend/input_processor.py", "text/bad_words.py"])
+def test_no_refusal_of_a_parameter_goes_without_its_name(file: str) -> None:
+    tree = ast.parse((Path(inflight.__file__).parent / file).read_text())
+    raised = [node.exc for node in ast.walk(tree) if isinstance(node, ast.Raise)]
+    refusals = [node for node in raised if isinstance(node, ast.Call)]
+    assert refusals
+    for call in refusals:
+        own_name = isinstance(call.func, ast.Name) and call.func.id == "context_length_error"
+        assert own_name or "param" in {item.arg for item in call.keywords}, f"line {call.lineno}"
