@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from inflight.config import EngineConfig, ProcessConfig
 from inflight.engine import EngineClient, EngineStats, Health, InprocClient, ModelFacts, RequestState
 from inflight.errors import ConfigError, EngineError, ParameterError, RequestError
-from inflight.events import Delta
-from inflight.frontend import Frontend, OutputProcessor, Prompt
+from inflight.frontend import Frontend, Generation, Prompt
 from inflight.outputs import CompletionOutput, RequestOutput
-from inflight.request import MAX_N, Request, SamplingParams
+from inflight.request import MAX_N, SamplingParams
 from inflight.text import Tokenizer
 
 if TYPE_CHECKING:
@@ -35,17 +34,16 @@ class AsyncEngine:
     Leaving the loop, or cancelling the task, ends the request and frees its blocks.
     """
 
-    def __init__(self, frontend: Frontend, client: EngineClient, facts: ModelFacts) -> None:
+    def __init__(self, frontend: Frontend, client: EngineClient) -> None:
         self._frontend = frontend
         self._client = client
-        self.facts = facts
         self._ids = itertools.count()
-        self._children: dict[str, set[str]] = {}  # by the user's request id: its answers, unless aborted
+        self._generations: dict[str, Generation] = {}  # by the user's request id
 
     @classmethod
     def of(cls, loaded: LoadedEngine) -> AsyncEngine:
         """Over an engine that is in this process."""
-        return cls(loaded, InprocClient(loaded.core), loaded.facts)
+        return cls(loaded, InprocClient(loaded.core, loaded.facts))
 
     @classmethod
     async def start(
@@ -77,7 +75,7 @@ class AsyncEngine:
         except BaseException:
             await client.close()
             raise
-        return cls(front, client, client.facts)
+        return cls(front, client)
 
     # ---- requests ----
 
@@ -101,36 +99,30 @@ class AsyncEngine:
                 f"output_kind is {output_kind!r}: allowed are {', '.join(get_args(OutputKind))}",
                 param="output_kind",
             )
-        params = self._frontend.default_sampling_params() if sampling_params is None else sampling_params
         name = request_id if request_id is not None else f"request-{next(self._ids)}"
-        if name in self._children:
+        if name in self._generations:
             raise RequestError(
                 f"request id {name!r} is already in use", param="request_id", code="request_id_in_use"
             )
-        text, requests = self._frontend.input_processor.requests(
-            name, prompt, params, priority, tenant, cache_salt
-        )
-        output_processor = OutputProcessor(name, text, requests, self._frontend.tokenizer)
-        self._children[name] = {request.request_id for request in requests}
+        params = self._frontend.default_sampling_params() if sampling_params is None else sampling_params
+        prepared = self._frontend.prepare(name, prompt, params, priority, tenant, cache_salt)
+        generation = self._generations[name] = Generation(self._client, [prepared])
         sent = _Sent()
         try:
-            async with contextlib.aclosing(self._deltas(name, requests)) as deltas:
-                async for delta in deltas:
-                    if output_processor.push(delta):
-                        await self._client.abort(delta.request_id, "stop")
+            await generation.start()
+            async with contextlib.aclosing(generation.deltas()) as deltas:
+                async for _, delta in deltas:
                     if delta.error is not None:
                         raise EngineError(delta.error, code=delta.error_code)
-                    finished = output_processor.finished
+                    finished = prepared.finished
                     if finished or output_kind != "final":
-                        yield (
-                            sent.trim(output_processor.output())
-                            if output_kind == "delta"
-                            else _snapshot(output_processor.output())
-                        )
+                        output = prepared.output()
+                        yield sent.trim(output) if output_kind == "delta" else _snapshot(output)
                     if finished:
                         return
         finally:
-            del self._children[name]
+            del self._generations[name]
+            await generation.close()
 
     async def chat(
         self,
@@ -161,40 +153,10 @@ class AsyncEngine:
                 output.prompt = text
                 yield output
 
-    async def _deltas(self, name: str, requests: list[Request]) -> AsyncGenerator[Delta]:
-        """The news of all answers as they come."""
-        async with contextlib.AsyncExitStack() as stack:
-            streams = []
-            for request in requests:
-                await self._client.add(request)
-                stream = self._client.stream(request.request_id)
-                streams.append(await stack.enter_async_context(contextlib.aclosing(stream)))
-                if request.request_id not in self._children[name]:  # aborted before it was there
-                    await self._client.abort(request.request_id)
-            if len(streams) == 1:
-                async for delta in streams[0]:
-                    yield delta
-                return
-            reads = {asyncio.ensure_future(anext(stream)): stream for stream in streams}
-            try:
-                while reads:
-                    done, _ = await asyncio.wait(reads, return_when=asyncio.FIRST_COMPLETED)
-                    for read in done:
-                        stream, delta = reads.pop(read), read.result()
-                        if delta.finish_reason is None:
-                            reads[asyncio.ensure_future(anext(stream))] = stream
-                        yield delta
-            finally:
-                for read in reads:
-                    read.cancel()
-                await asyncio.gather(*reads, return_exceptions=True)
-
     async def abort(self, request_id: str) -> int:
         """End a request; its stream ends with finish reason "abort". The number of KV blocks freed."""
-        children = self._children.get(request_id, set())
-        ending = children.copy()
-        children.clear()
-        return sum([await self._client.abort(child) for child in ending])
+        generation = self._generations.get(request_id)
+        return 0 if generation is None else await generation.abort()
 
     async def describe(self, request_id: str) -> list[RequestState]:
         """What happened to a request that is there or was until recently: the states of its answers."""
@@ -220,6 +182,10 @@ class AsyncEngine:
     def client(self) -> EngineClient:
         """The handle below, for those who read deltas themselves."""
         return self._client
+
+    @property
+    def facts(self) -> ModelFacts:
+        return self._client.facts
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -19,13 +19,12 @@ from inflight.frontend import OutputProcessor, Prompt, split_prompts
 from inflight.interrupts import held_interrupts
 from inflight.loading import LoadedEngine, load_engine
 from inflight.outputs import RequestOutput
-from inflight.request import Request, SamplingParams
+from inflight.request import SamplingParams
 from inflight.text import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 Messages = Sequence[Mapping[str, Any]]
-Job = tuple[OutputProcessor, list[Request]]
 T = TypeVar("T")
 
 
@@ -73,15 +72,15 @@ class LLM:
         params = _for_each(items, sampling_params, SamplingParams, "sampling params")
         priorities = _for_each(items, priority, int, "priorities")
         tenants = _for_each(items, tenant, str, "tenants")
-        jobs = []
+        prepared = []
         for index, parts in enumerate(zip(items, params, priorities, tenants, strict=True)):
             try:
-                jobs.append(self._prepare(*parts))
+                prepared.append(self._prepare(*parts))
             except RequestError as error:
                 if len(items) > 1:
                     error.add_note(f"in prompt {index} of {len(items)}")
                 raise
-        return self._run(jobs, use_tqdm)
+        return self._run(prepared, use_tqdm)
 
     def chat(
         self,
@@ -113,43 +112,38 @@ class LLM:
             output.prompt = text
         return outputs
 
-    def _prepare(self, prompt: Prompt, params: SamplingParams, priority: int, tenant: str) -> Job:
+    def _prepare(self, prompt: Prompt, params: SamplingParams, priority: int, tenant: str) -> OutputProcessor:
         request_id = str(self._num_requests)
         self._num_requests += 1
-        text, requests = self._engine.input_processor.requests(request_id, prompt, params, priority, tenant)
-        return OutputProcessor(request_id, text, requests, self._engine.tokenizer), requests
+        return self._engine.prepare(request_id, prompt, params, priority, tenant)
 
-    def _run(self, jobs: list[Job], show: bool) -> list[RequestOutput]:
+    def _run(self, prompts: list[OutputProcessor], show: bool) -> list[RequestOutput]:
         if self._closed:
             raise EngineError("this LLM was closed")
         core = self._engine.core
-        output_processors = {
-            request.request_id: output_processor
-            for output_processor, requests in jobs
-            for request in requests
-        }
+        by_id = {answer.request.request_id: prompt for prompt in prompts for answer in prompt.answers}
         with held_interrupts() as let_go:
             try:
-                for _, requests in jobs:
-                    for request in requests:
-                        core.add(request)
-                with _generation_bar(len(output_processors), show) as advance:
+                for prompt in prompts:
+                    for answer in prompt.answers:
+                        core.add(answer.request)
+                with _generation_bar(len(by_id), show) as advance:
                     while core.has_work:
                         let_go()  # between two steps, where all books are in order
                         deltas = core.step()
                         for delta in deltas:
-                            if output_processors[delta.request_id].push(delta):
+                            if by_id[delta.request_id].push(delta):
                                 deltas += core.abort(delta.request_id, "stop")[1]
                         advance(deltas)
             except BaseException:  # Ctrl-C above all
-                self._clear(output_processors)
+                self._clear(by_id)
                 raise
-        outputs = [output_processor.output() for output_processor, _ in jobs]
+        outputs = [prompt.output() for prompt in prompts]
         failed = [answer.error for output in outputs for answer in output.outputs if answer.error]
-        if failed and len(failed) == len(output_processors):
+        if failed and len(failed) == len(by_id):
             raise EngineError(f"all {len(failed)} requests failed; the first with: {failed[0]}")
         if failed:
-            logger.warning("%d of %d requests failed", len(failed), len(output_processors))
+            logger.warning("%d of %d requests failed", len(failed), len(by_id))
         return outputs
 
     def _clear(self, request_ids: Iterable[str]) -> None:

@@ -6,10 +6,10 @@ import enum
 import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from inflight.errors import ParameterError, shown
+from inflight.errors import ParameterError, RequestError, shown
 from inflight.events import PositionLogprobs, RequestRecord
 
 MAX_N = 128
@@ -247,6 +247,32 @@ class Request:
         self.num_tokens = len(self.token_ids)
         self.max_total = self.num_prompt_tokens + self.max_tokens
         self.record = RequestRecord(self.request_id, self.tenant, self.priority, self.num_prompt_tokens)
+
+    def resumed(self, output_ids: Sequence[int]) -> Request:
+        """A request for the rest of this one, which gave these outputs and then lost its engine: any engine with the
+        same model goes on with the token that would have come next. Raises RequestError if it had ended."""
+        num_outputs = len(output_ids)
+        is_stopped = num_outputs > self.params.min_tokens and output_ids[-1] in self.stop_ids
+        if num_outputs >= self.max_tokens or is_stopped:
+            raise RequestError(
+                f"request {self.request_id!r} has all its {num_outputs} tokens: nothing is left"
+            )
+        params = self.params
+        if num_outputs and params.prompt_logprobs is not None:  # told with the first output
+            params = replace(params, prompt_logprobs=None)
+        return Request(
+            request_id=self.request_id,
+            token_ids=[*self.token_ids[: self.num_prompt_tokens], *output_ids],
+            params=params,
+            max_tokens=self.max_tokens,
+            seed=self.seed,
+            stop_ids=self.stop_ids,
+            bad_word_ids=self.bad_word_ids,
+            priority=self.priority,
+            tenant=self.tenant,
+            cache_salt=self.cache_salt,
+            num_prompt_tokens=self.num_prompt_tokens,
+        )
 
     def known_ids(self) -> array[int]:
         """token_ids, side by side in memory."""

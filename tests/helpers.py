@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from inflight.engine.client import ModelFacts
 from inflight.engine.core import EngineCore
 from inflight.engine.fake import FakeRunner
 from inflight.events import Delta, StepRecord
@@ -52,6 +53,13 @@ class FakeEngine:
             self.scheduler, self.runner, self.pipeline_depth, clock=lambda: next(ticks) * 1e-6
         )
         self.core.observers.append(self.records.append)
+
+    @property
+    def facts(self) -> ModelFacts:
+        limits = (self.max_num_seqs, self.max_num_batched_tokens)
+        return ModelFacts(
+            "fake", 50, 4096, (), {}, None, "cpu", "none", self.num_blocks, self.block_size, *limits
+        )
 
     def add(self, request: Request) -> Request:
         self.core.add(request)

@@ -68,6 +68,10 @@ class EngineClient(Protocol):
     has given all that had come, and so does everything that is asked of it.
     """
 
+    @property
+    def facts(self) -> ModelFacts:
+        """Of the engine's model."""
+
     async def add(self, request: Request) -> None:
         """Queue a request. Raises QueueFullError at once when the queue is at its limit."""
 

@@ -23,7 +23,7 @@ from inflight.engine.wire import SECRET_LENGTH, Codec, ConnectionInfo, Message, 
 
 logger = logging.getLogger(__name__)
 
-COMMAND = (sys.executable, "-P", "-m", "inflight.engine.worker")
+COMMAND: tuple[str, ...] = (sys.executable, "-P", "-m", "inflight.engine.worker")
 MAX_FRAMES = 64  # taken at a time, so that others get their turn
 MAX_IPC_PATH = 100  # the system's limit is a little above
 END_TIMEOUT = 5.0  # seconds that a process gets to end by itself

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from inflight.engine.client import Health, RequestState
+from inflight.engine.client import Health, ModelFacts, RequestState
 from inflight.engine.core import EngineCore, EngineStats, StepObserver
 from inflight.engine.delta_queue import DeltaQueue, DeltaStream
 from inflight.engine.history import History, state_of
@@ -30,10 +30,12 @@ class InprocClient:
     One event loop uses one client. What a step tells crosses to it in a single call.
     """
 
-    def __init__(self, core: EngineCore) -> None:
+    def __init__(self, core: EngineCore, facts: ModelFacts) -> None:
+        self.facts = facts
         self._core = core
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._queues: dict[str, DeltaQueue] = {}
+        self._queues: dict[str, DeltaQueue] = {}  # by request id, until their stream has ended
+        self._adding: set[str] = set()  # request ids that the engine's thread has not taken yet
         self._history = History()
         self._closing = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -146,19 +148,26 @@ class InprocClient:
     async def add(self, request: Request) -> None:
         if self._closing:
             raise EngineDeadError(self._error or "the engine is closing")
-        if request.request_id in self._queues:
+        request_id = request.request_id
+        if request_id in self._queues or request_id in self._adding:
             raise RequestError(
-                f"request id {request.request_id!r} is already in use",
-                param="request_id",
-                code="request_id_in_use",
+                f"request id {request_id!r} is already in use", param="request_id", code="request_id_in_use"
             )
-        self._queues[request.request_id] = DeltaQueue()
+        queue = DeltaQueue()
+
+        def add() -> None:
+            self._core.add(request)
+            # Not before: what is told of an earlier request of that id is still on its way.
+            self._post(lambda: self._queues.__setitem__(request_id, queue))
+
+        self._adding.add(request_id)
         try:
-            await self._ask(lambda: self._core.add(request))
-        except BaseException:
-            self._queues.pop(request.request_id, None)  # whoever gave up on it may have left already
-            self._abandon(request.request_id)  # it may have been cancelled while it was added
+            await self._ask(add)
+        except asyncio.CancelledError:
+            self._abandon(request_id)  # it may be there already, or be about to
             raise
+        finally:
+            self._adding.discard(request_id)
 
     def _abort(self, request_id: str, reason: str = "abort") -> int:
         num_freed, deltas = self._core.abort(request_id, reason)
@@ -171,6 +180,10 @@ class InprocClient:
         def call() -> None:
             if self._error is None:
                 self._abort(request_id)
+            self._post(forget)
+
+        def forget() -> None:
+            self._queues.pop(request_id, None)
 
         self._calls.put(call)
 

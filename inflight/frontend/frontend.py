@@ -10,7 +10,8 @@ from typing import Any
 from inflight.config import EngineConfig
 from inflight.engine import ModelFacts
 from inflight.errors import ConfigError
-from inflight.frontend.input_processor import InputProcessor
+from inflight.frontend.input_processor import InputProcessor, Prompt
+from inflight.frontend.output_processor import OutputProcessor
 from inflight.request import SamplingParams
 from inflight.text import ChatTemplate, Tokenizer
 
@@ -43,6 +44,23 @@ class Frontend:
         if self.tokenizer is None:
             raise ConfigError("chat needs a tokenizer, and this engine runs without one")
         return ChatTemplate(self.tokenizer.chat_template, self.tokenizer.special_tokens)
+
+    def prepare(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        priority: int = 0,
+        tenant: str = "",
+        cache_salt: str = "",
+        text: str | None = None,
+    ) -> OutputProcessor:
+        """A prompt that passed all checks, with a request for each answer to it. `text` is that of a prompt that is
+        given as token ids, where it is known."""
+        found, requests = self.input_processor.requests(
+            request_id, prompt, params, priority, tenant, cache_salt
+        )
+        return OutputProcessor(request_id, found if text is None else text, requests, self.tokenizer)
 
     def default_sampling_params(self) -> SamplingParams:
         return SamplingParams(**self.default_params)

@@ -12,6 +12,7 @@ class Answer:
     """One answer as it grows. Text is made when someone looks, or when stop strings have to be found in it."""
 
     def __init__(self, index: int, request: Request, tokenizer: Tokenizer | None) -> None:
+        self.request = request
         self.output = CompletionOutput(index)
         self.record: RequestRecord = request.record
         self._params = params = request.params
@@ -132,22 +133,25 @@ def named(position: PositionLogprobs, tokenizer: Tokenizer | None) -> Logprobs:
 
 
 class OutputProcessor:
-    """Collects the answers to one prompt."""
+    """Collects the answers to one prompt: there is one request for each."""
 
     def __init__(
         self, request_id: str, prompt: str | None, requests: list[Request], tokenizer: Tokenizer | None
     ) -> None:
         self.request_id = request_id
-        self.params: SamplingParams = requests[0].params
-        self._prompt = prompt
-        self._prompt_token_ids = requests[0].token_ids[: requests[0].num_prompt_tokens]
+        self.prompt = prompt
+        self.prompt_token_ids = requests[0].token_ids[: requests[0].num_prompt_tokens]
+        self.prompt_logprobs: list[Logprobs | None] | None = None  # once they are computed
+        if requests[0].params.prompt_logprobs is not None and len(self.prompt_token_ids) == 1:
+            self.prompt_logprobs = [None]  # nothing predicts the first token, so no delta will tell
         self._tokenizer = tokenizer
-        self._prompt_logprobs: list[Logprobs | None] | None = None
-        if self.params.prompt_logprobs is not None and len(self._prompt_token_ids) == 1:
-            self._prompt_logprobs = [None]  # nothing predicts the first token, so no delta will tell
         self._answers = {
             request.request_id: Answer(index, request, tokenizer) for index, request in enumerate(requests)
         }
+
+    @property
+    def answers(self) -> list[Answer]:
+        return list(self._answers.values())
 
     @property
     def finished(self) -> bool:
@@ -155,8 +159,8 @@ class OutputProcessor:
 
     def push(self, delta: Delta) -> bool:
         """Take in news of one answer. True when its request must be aborted: a stop string ended it."""
-        if delta.prompt_logprobs is not None and self._prompt_logprobs is None:
-            self._prompt_logprobs = [
+        if delta.prompt_logprobs is not None and self.prompt_logprobs is None:
+            self.prompt_logprobs = [
                 None if position is None else named(position, self._tokenizer)
                 for position in delta.prompt_logprobs
             ]
@@ -167,16 +171,16 @@ class OutputProcessor:
 
     def output(self) -> RequestOutput:
         """All answers as far as they are. Later deltas change it: take what you keep."""
-        answers = list(self._answers.values())
+        answers = self.answers
         for answer in answers:
             answer.complete_text()
         records = [answer.record for answer in answers]
         return RequestOutput(
             request_id=self.request_id,
-            prompt=self._prompt,
-            prompt_token_ids=self._prompt_token_ids,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
             outputs=[answer.output for answer in answers],
-            prompt_logprobs=self._prompt_logprobs,
+            prompt_logprobs=self.prompt_logprobs,
             finished=self.finished,
             num_cached_tokens=records[0].num_cached_tokens,
             metrics=RequestMetrics.of(records),

@@ -216,7 +216,7 @@ class Scheduler(Roster):
         self._publish(request)
         if request.record.admitted_at is None:
             request.record.admitted_at = now
-            request.record.num_cached_tokens = request.num_cached
+            request.record.num_cached_tokens = min(request.num_cached, request.num_prompt_tokens)
         self.policy.on_admit(request)
         return True
 

@@ -65,7 +65,7 @@ def _with_cors(app: ASGIApp, state: ServerState) -> ASGIApp:
 
 async def _failed(request: Request, error: Exception) -> Response:
     state = state_of(request)
-    told = of_exception(error, state.ledger.retry_after())
+    told = of_exception(error, state.request_log.retry_after())
     state.metrics.refused[told.code or str(told.status)] += 1
     return told.response()
 

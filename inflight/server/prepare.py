@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from inflight.frontend import context_length_error
+from inflight.frontend import OutputProcessor, context_length_error
 from inflight.request import SamplingParams
 from inflight.server.errors import ApiError
-from inflight.server.job import Prepared
 from inflight.server.keys import Caller
 from inflight.server.schemas.chat import ChatBody
 from inflight.server.schemas.common import GenerationBody
@@ -20,10 +19,10 @@ DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's API has it
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class GenerationParams:
     """What a body asks for, checked as far as that needs no tokens."""
 
-    params: SamplingParams
+    sampling: SamplingParams
     num_logprobs: int | None = None
     echo: bool = False
     scores_only: bool = False
@@ -32,7 +31,7 @@ class Plan:
 # ---- parameters ----
 
 
-def plan_completion(state: ServerState, body: CompletionBody) -> Plan:
+def completion_params(state: ServerState, body: CompletionBody) -> GenerationParams:
     scores_only = body.max_tokens == 0
     if scores_only and not body.echo:
         raise ApiError(400, "max_tokens is 0: only with echo is there anything to tell", param="max_tokens")
@@ -43,10 +42,10 @@ def plan_completion(state: ServerState, body: CompletionBody) -> Plan:
         if body.echo:
             asked["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
     params = _params(state, body, asked)
-    return Plan(params, body.logprobs, bool(body.echo), scores_only)
+    return GenerationParams(params, body.logprobs, bool(body.echo), scores_only)
 
 
-def plan_chat(state: ServerState, body: ChatBody) -> Plan:
+def chat_params(state: ServerState, body: ChatBody) -> GenerationParams:
     if body.max_tokens is not None and body.max_completion_tokens is not None:
         raise ApiError(
             400, "max_tokens and max_completion_tokens are both given: they mean the same", param="max_tokens"
@@ -59,7 +58,7 @@ def plan_chat(state: ServerState, body: ChatBody) -> Plan:
     num_logprobs = _num_logprobs(state, "top_logprobs", body.top_logprobs or 0) if body.logprobs else None
     if num_logprobs is not None:
         asked["logprobs"] = num_logprobs
-    return Plan(_params(state, body, asked), num_logprobs)
+    return GenerationParams(_params(state, body, asked), num_logprobs)
 
 
 def _max_tokens(state: ServerState, given: int | None, default: int | None) -> int | None:
@@ -154,8 +153,12 @@ def _bad_prompt(what: str) -> ApiError:
 
 
 def prepare_completion(
-    state: ServerState, caller: Caller, body: CompletionBody, plan: Plan, prompts: list[str | list[int]]
-) -> list[Prepared]:
+    state: ServerState,
+    caller: Caller,
+    body: CompletionBody,
+    params: GenerationParams,
+    prompts: list[str | list[int]],
+) -> list[OutputProcessor]:
     tokenizer = state.frontend.tokenizer
     found = []
     for prompt in prompts:
@@ -163,7 +166,7 @@ def prepare_completion(
         if text is not None and tokenizer is not None:
             _check_characters(state, len(text))
             prompt = tokenizer.encode(text)
-        found.append(_prepared(state, caller, body, plan, prompt, text))
+        found.append(_prepared(state, caller, body, params, prompt, text))
     return found
 
 
@@ -179,13 +182,15 @@ def _check_characters(state: ServerState, num_characters: int) -> None:
         )
 
 
-def prepare_chat(state: ServerState, caller: Caller, body: ChatBody, plan: Plan) -> list[Prepared]:
+def prepare_chat(
+    state: ServerState, caller: Caller, body: ChatBody, params: GenerationParams
+) -> list[OutputProcessor]:
     contents = (message.content or "" for message in body.messages)
     _check_characters(
         state, sum(len(c) if isinstance(c, str) else sum(len(part.text) for part in c) for c in contents)
     )
     text, token_ids = chat_tokens(state, body)
-    return [_prepared(state, caller, body, plan, token_ids, text)]
+    return [_prepared(state, caller, body, params, token_ids, text)]
 
 
 def chat_tokens(state: ServerState, body: Any) -> tuple[str, list[int]]:
@@ -208,17 +213,22 @@ def chat_tokens(state: ServerState, body: Any) -> tuple[str, list[int]]:
 
 
 def _prepared(
-    state: ServerState, caller: Caller, body: GenerationBody, plan: Plan, prompt: Any, text: str | None
-) -> Prepared:
+    state: ServerState,
+    caller: Caller,
+    body: GenerationBody,
+    params: GenerationParams,
+    prompt: Any,
+    text: str | None,
+) -> OutputProcessor:
     limit = state.options.max_prompt_tokens
     if limit is not None and isinstance(prompt, list) and len(prompt) > limit:
         raise context_length_error(f"it has {len(prompt)} tokens: at most {limit} are allowed here")
-    _, requests = state.frontend.input_processor.requests(
+    return state.frontend.prepare(
         f"g{next(state.serials)}",
         prompt,
-        plan.params,
+        params.sampling,
         priority=body.priority or 0,
         tenant=caller.tenant(body.user),
         cache_salt=caller.salt(body.cache_salt or ""),
+        text=text,
     )
-    return Prepared(text, requests[0].token_ids[: requests[0].num_prompt_tokens], requests)

@@ -7,51 +7,51 @@ import time
 from inflight.engine import RequestState
 from inflight.errors import EngineError
 from inflight.events import RequestRecord
-from inflight.server.ledger import Entry
+from inflight.server.request_log import LoggedRequest
 from inflight.server.schemas.service import AnswerReport, RequestReport, Status, Waited
 from inflight.server.state import ServerState
 
 
-async def report_of(state: ServerState, entry: Entry) -> RequestReport:
-    found = [await _describe(state, entry, engine_id) for engine_id in entry.engine_ids]
+async def report_of(state: ServerState, logged: LoggedRequest) -> RequestReport:
+    found = [await _describe(state, logged, engine_id) for engine_id in logged.engine_ids]
     answers = [_answer(index, item) for index, item in enumerate(found) if item is not None]
     engine_ids = tuple(name for item in found if item is not None for name in item.waited_for)
-    own = set(entry.engine_ids)
+    own = set(logged.engine_ids)
     waited = Waited(
         num_requests=max((item.num_waited_for for item in found if item is not None), default=0),
-        ids=state.ledger.ids_of(entry.caller, tuple(name for name in engine_ids if name not in own)),
+        ids=state.request_log.ids_of(logged.caller, tuple(name for name in engine_ids if name not in own)),
     )
-    ended_at = entry.ended_at or time.perf_counter()
-    first = entry.first_token_at
+    ended_at = logged.ended_at or time.perf_counter()
+    first = logged.first_token_at
     return RequestReport(
-        id=entry.request_id,
-        route=entry.route,
-        status=_status(entry, answers),
-        created=entry.created,
-        stream=entry.stream,
-        priority=entry.priority,
-        tenant=entry.tenant,
-        total_seconds=ended_at - entry.started_at,
-        first_token_seconds=None if first is None else first - entry.started_at,
+        id=logged.request_id,
+        route=logged.route,
+        status=_status(logged, answers),
+        created=logged.created,
+        stream=logged.stream,
+        priority=logged.priority,
+        tenant=logged.tenant,
+        total_seconds=ended_at - logged.started_at,
+        first_token_seconds=None if first is None else first - logged.started_at,
         answers=answers,
         waited_for=waited,
         why=_why(answers, waited),
     )
 
 
-async def _describe(state: ServerState, entry: Entry, engine_id: str) -> RequestState | None:
+async def _describe(state: ServerState, logged: LoggedRequest, engine_id: str) -> RequestState | None:
     try:
         found = await state.client.describe(engine_id)
     except EngineError:  # the engine is not there; what was heard of the answer still is
         found = None
-    if found is None and engine_id in entry.records:
-        return RequestState(entry.records[engine_id], "finished")
+    if found is None and engine_id in logged.records:
+        return RequestState(logged.records[engine_id], "finished")
     return found
 
 
-def _status(entry: Entry, answers: list[AnswerReport]) -> Status:
-    if entry.outcome is not None:
-        return entry.outcome
+def _status(logged: LoggedRequest, answers: list[AnswerReport]) -> Status:
+    if logged.outcome is not None:
+        return logged.outcome
     running = any(answer.status != "queued" for answer in answers)
     return "running" if running else "queued"
 

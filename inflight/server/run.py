@@ -90,7 +90,7 @@ async def start_state(
         progress=progress,
         **options.engine.options() | {"tenant_weights": keys.weights() or None},
     )
-    return engine, ServerState(engine.client, engine.frontend, engine.facts, options, keys, hosts, tracer)
+    return engine, ServerState(engine.client, engine.frontend, options, keys, hosts, tracer)
 
 
 async def _serve(options: ServerConfig, keys: Keys, hosts: Hosts, listener: socket.socket) -> bool:
@@ -196,16 +196,16 @@ class Server(uvicorn.Server):
     async def _drain_and_exit(self, state: ServerState) -> None:
         state.draining = True
         seconds = state.options.shutdown_timeout
-        logger.info("shutting down: %d requests may finish within %g s", len(state.ledger), seconds)
+        logger.info("shutting down: %d requests may finish within %g s", len(state.request_log), seconds)
         try:
             async with asyncio.timeout(seconds):
-                while len(state.ledger) and not self.should_exit:
+                while len(state.request_log) and not self.should_exit:
                     await asyncio.sleep(POLL)
         except TimeoutError:
-            logger.warning("%d requests did not finish in time and are ended", len(state.ledger))
+            logger.warning("%d requests did not finish in time and are ended", len(state.request_log))
         self._end_streams(state)
         self.should_exit = True
 
     def _end_streams(self, state: ServerState) -> None:
-        for entry in state.ledger:
-            entry.cancel_scope.end("shutdown")
+        for logged in state.request_log:
+            logged.cancel_scope.end("shutdown")

@@ -13,14 +13,14 @@ from typing import TypeVar
 
 from starlette.requests import Request
 
-from inflight.engine import EngineClient, ModelFacts
+from inflight.engine import EngineClient
 from inflight.frontend import Frontend
 from inflight.server.config import ServerConfig
 from inflight.server.errors import ApiError
 from inflight.server.hosts import Hosts
 from inflight.server.keys import Caller, Keys
-from inflight.server.ledger import Ledger
 from inflight.server.metrics import Metrics
+from inflight.server.request_log import RequestLog
 from inflight.server.tracing import NoTracer, Tracer
 
 T = TypeVar("T")
@@ -32,7 +32,6 @@ TEXT_THREADS = 4  # that tokenize and render beside the event loop
 class ServerState:
     client: EngineClient
     frontend: Frontend
-    facts: ModelFacts
     options: ServerConfig
     keys: Keys
     hosts: Hosts = field(default_factory=Hosts)
@@ -44,7 +43,7 @@ class ServerState:
     def __post_init__(self) -> None:
         self.names = self.options.served_model_name or (default_name(self.options.model),)
         self.metrics = Metrics(self.names[0], self.options.metrics_compat == "vllm")
-        self.ledger = Ledger(self.options.request_history)
+        self.request_log = RequestLog(self.options.request_history)
         self.threads = ThreadPoolExecutor(TEXT_THREADS, "inflight-text")
 
     def check_model(self, name: str | None) -> str:
@@ -58,8 +57,8 @@ class ServerState:
             param="model",
         )
 
-    async def off_loop(self, is_long: bool, work: Callable[[], T]) -> T:
-        """What the work gives. What is long is done in a thread, so that the streams go on meanwhile."""
+    async def in_thread_if(self, is_long: bool, work: Callable[[], T]) -> T:
+        """What the work gives. What is long is done in a thread, so that other requests go on meanwhile."""
         if not is_long:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self.threads, work)

@@ -16,7 +16,7 @@ def address_of(state: ServerState, sockname: Any) -> str:
 
 
 def summary(state: ServerState, sockname: Any) -> str:
-    facts, options = state.facts, state.options
+    facts, options = state.client.facts, state.options
     url = address_of(state, sockname)
     num_tokens = facts.num_blocks * facts.block_size
     fits = facts.num_full_requests

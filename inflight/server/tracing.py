@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from inflight.errors import ConfigError
-from inflight.server.ledger import Entry
+from inflight.server.request_log import LoggedRequest
 
 
 class Tracer(Protocol):
-    def ended(self, entry: Entry, model: str, headers: Mapping[str, str], error: str | None) -> None:
+    def ended(self, logged: LoggedRequest, model: str, headers: Mapping[str, str], error: str | None) -> None:
         """A generation is over: its records tell what happened."""
 
     def close(self) -> None: ...
@@ -20,7 +20,7 @@ class Tracer(Protocol):
 class NoTracer:
     """Nobody asked."""
 
-    def ended(self, entry: Entry, model: str, headers: Mapping[str, str], error: str | None) -> None:
+    def ended(self, logged: LoggedRequest, model: str, headers: Mapping[str, str], error: str | None) -> None:
         pass
 
     def close(self) -> None:
@@ -51,7 +51,7 @@ class OtelTracer:
         self._tracer = self._provider.get_tracer("inflight.server")
         self._propagator = TraceContextTextMapPropagator()
 
-    def ended(self, entry: Entry, model: str, headers: Mapping[str, str], error: str | None) -> None:
+    def ended(self, logged: LoggedRequest, model: str, headers: Mapping[str, str], error: str | None) -> None:
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
         now, ended = time.time_ns(), time.perf_counter()
@@ -63,11 +63,11 @@ class OtelTracer:
             "generate",
             context=self._propagator.extract(dict(headers)),
             kind=SpanKind.SERVER,
-            start_time=at(entry.started_at),
-            attributes=_attributes(entry, model),
+            start_time=at(logged.started_at),
+            attributes=_attributes(logged, model),
         )
-        if entry.first_token_at is not None:
-            span.add_event("first token", timestamp=at(entry.first_token_at))
+        if logged.first_token_at is not None:
+            span.add_event("first token", timestamp=at(logged.first_token_at))
         if error is not None:
             span.set_status(Status(StatusCode.ERROR, error))
         span.end(end_time=now)
@@ -76,14 +76,14 @@ class OtelTracer:
         self._provider.shutdown()
 
 
-def _attributes(entry: Entry, model: str) -> dict[str, Any]:
-    records = list(entry.records.values())
+def _attributes(logged: LoggedRequest, model: str) -> dict[str, Any]:
+    records = list(logged.records.values())
     found: dict[str, Any] = {
         "gen_ai.request.model": model,
-        "gen_ai.request.id": entry.request_id,
-        "gen_ai.operation.name": "chat" if "chat" in entry.route else "text_completion",
-        "inflight.tenant": entry.tenant,
-        "inflight.num_answers": len(entry.engine_ids),
+        "gen_ai.request.id": logged.request_id,
+        "gen_ai.operation.name": "chat" if "chat" in logged.route else "text_completion",
+        "inflight.tenant": logged.tenant,
+        "inflight.num_answers": len(logged.engine_ids),
         "gen_ai.usage.output_tokens": sum(record.num_output_tokens for record in records),
         "gen_ai.usage.cached_tokens": sum(record.num_cached_tokens for record in records),
         "inflight.num_preemptions": sum(record.num_preemptions for record in records),
@@ -92,6 +92,6 @@ def _attributes(entry: Entry, model: str) -> dict[str, Any]:
         found["gen_ai.usage.input_tokens"] = records[0].num_prompt_tokens
         if records[0].admitted_at is not None:
             found["gen_ai.latency.time_in_queue"] = records[0].admitted_at - records[0].arrived_at
-    if entry.first_token_at is not None:
-        found["gen_ai.latency.time_to_first_token"] = entry.first_token_at - entry.started_at
+    if logged.first_token_at is not None:
+        found["gen_ai.latency.time_to_first_token"] = logged.first_token_at - logged.started_at
     return found

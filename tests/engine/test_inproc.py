@@ -31,7 +31,7 @@ async def client(engine: FakeEngine) -> AsyncIterator[InprocClient]:
     """Closed after the test, which must leave nothing behind."""
     complaints: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
-    client = InprocClient(engine.core)
+    client = InprocClient(engine.core, engine.facts)
     yield client
     await client.close()
     await asyncio.sleep(0)
@@ -87,7 +87,7 @@ async def until_idle(client: InprocClient) -> None:
 @pytest.mark.parametrize("depth", [1, 2])
 async def test_two_thousand_requests_at_once(depth: int) -> None:
     engine = FakeEngine(num_blocks=600, max_num_seqs=64, max_num_batched_tokens=256, pipeline_depth=depth)
-    client = InprocClient(engine.core)
+    client = InprocClient(engine.core, engine.facts)
     prompts = [[i % 40, i // 40, *range(i % 7)] for i in range(2000)]
 
     async def one(index: int) -> list[int]:
@@ -173,6 +173,18 @@ async def test_leaving_the_loop_aborts(client: InprocClient) -> None:
     async for _ in client.stream("left"):
         break
     await until_idle(client)
+
+
+async def test_an_id_left_early_may_be_used_again_at_once(client: InprocClient) -> None:
+    """What the engine still says of the first one, its end above all, must not reach the second."""
+    for number in range(20):
+        await client.add(make_request([1, 2], LONG, "again"))
+        stream = client.stream("again")
+        await anext(stream)
+        await stream.aclose()
+        await client.add(make_request([number, 7], 5, "again"))
+        tokens, last = await read(client, "again")
+        assert (tokens, last.finish_reason) == (expected_tokens([number, 7], 5), "length")
 
 
 async def test_a_cancelled_reader_aborts(client: InprocClient) -> None:
@@ -360,7 +372,7 @@ async def test_steps_can_be_watched(client: InprocClient) -> None:
 
 def test_a_second_event_loop_can_go_on_after_the_first() -> None:
     engine = FakeEngine(num_blocks=8192)
-    client = InprocClient(engine.core)
+    client = InprocClient(engine.core, engine.facts)
 
     async def leave_running() -> None:
         await client.add(make_request([1, 2], LONG, "left"))

@@ -121,7 +121,7 @@ async def test_an_engine_in_a_thread_answers_while_it_waits(monkeypatch: pytest.
     engine = FakeEngine(num_blocks=8192)
     holding = True
     monkeypatch.setattr(engine.core, "schedule_delay", lambda: 60.0 if holding else 0.0)
-    client = InprocClient(engine.core)
+    client = InprocClient(engine.core, engine.facts)
     await client.add(make_request([1, 2, 3], 4))
     for _ in range(3):
         stats = await asyncio.wait_for(client.stats(), 30)

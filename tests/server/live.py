@@ -72,7 +72,7 @@ class ProcessBackend(Backend):
     async def _start(self, options: dict[str, Any]) -> AsyncEngine:
         config = EngineConfig.create(**options)
         client = await ProcessClient.start(config, self._process, build=BUILD)
-        return AsyncEngine(Frontend.of(config, client.facts), client, client.facts)
+        return AsyncEngine(Frontend.of(config, client.facts), client)
 
     @property
     def client(self) -> ProcessClient:
@@ -117,7 +117,7 @@ class Live:
         """No request anywhere, every block back."""
 
         async def idle() -> bool:
-            return not len(self.state.ledger) and await self.backend.idle()
+            return not len(self.state.request_log) and await self.backend.idle()
 
         self.wait_until("an idle engine", idle)
 
@@ -141,9 +141,7 @@ def live_server(backend: Backend, tracer: Tracer | None = None, **options: Any) 
     hosts = hosts_of(given, keys, listener)
 
     async def start() -> tuple[ServerState, Server]:
-        state = ServerState(
-            engine.client, engine.frontend, engine.facts, given, keys, hosts, tracer or NoTracer()
-        )
+        state = ServerState(engine.client, engine.frontend, given, keys, hosts, tracer or NoTracer())
         server = Server(given)
         server.open(state)
         return state, server

@@ -89,7 +89,7 @@ def test_concurrency(keyed: Live) -> None:
         assert response.status_code == 429
         assert response.json()["error"]["code"] == "concurrency_limit_exceeded"
         assert keyed.post(PATH, GOOD, headers=bearer("alice-secret")).status_code == 200
-    keyed.wait_until("the end of it", lambda: not len(keyed.state.ledger))
+    keyed.wait_until("the end of it", lambda: not len(keyed.state.request_log))
     for _ in range(3):  # a refusal leaves nothing behind
         assert keyed.post(PATH, {"prompt": []}, headers=headers).status_code == 400
     assert keyed.post(PATH, GOOD, headers=headers).status_code == 200

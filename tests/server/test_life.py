@@ -70,7 +70,7 @@ def test_a_reader_that_does_not_read_stalls_no_one(backend: Backend, text: str) 
             connection.connect((host, int(port)))
             head = f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
             connection.sendall(head.encode() + body)
-            live.wait_until("a start", lambda: len(live.state.ledger) == 1)
+            live.wait_until("a start", lambda: len(live.state.request_log) == 1)
             assert live.complete(**GOOD)["choices"][0]["text"] == text
         live.wait_until_idle()
 
@@ -205,7 +205,7 @@ def test_the_history_is_bounded(backend: Backend) -> None:
             live.complete([5], max_tokens=1, request_id=f"h{number}")
         statuses = [live.http.get(f"/v1/requests/h{number}").status_code for number in range(4)]
         assert statuses == [404, 404, 200, 200]
-        assert len(live.state.ledger._by_engine_id) == 2
+        assert len(live.state.request_log._by_engine_id) == 2
 
 
 def test_the_same_id_can_be_used_again(live: Live) -> None:

@@ -10,12 +10,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from inflight.server.body import read_json
-from inflight.server.exchange import Exchange, Order
+from inflight.server.formatters import ChatFormatter, CompletionFormatter
+from inflight.server.generation_response import GenerationResponse, GenerationSpec
 from inflight.server.openapi import documented
 from inflight.server.prepare import (
+    chat_params,
     check_answers,
-    plan_chat,
-    plan_completion,
+    completion_params,
     prepare_chat,
     prepare_completion,
     split_prompts,
@@ -23,7 +24,6 @@ from inflight.server.prepare import (
 from inflight.server.schemas.chat import ChatBody, ChatChunk, ChatCompletion
 from inflight.server.schemas.common import GenerationBody
 from inflight.server.schemas.completions import Completion, CompletionBody
-from inflight.server.shapes import ChatShape, CompletionShape
 from inflight.server.state import caller_of, state_of
 
 router = APIRouter()
@@ -37,32 +37,32 @@ async def completions(request: Request) -> Response:
     state, options = state_of(request), state_of(request).options
     body = await read_json(request, CompletionBody, options.max_body_size, options.read_timeout)
     model = state.check_model(body.model)
-    plan = await state.off_loop(body.is_large, lambda: plan_completion(state, body))
-    prompts = split_prompts(state, body, plan.params.n)
+    params = await state.in_thread_if(body.is_large, lambda: completion_params(state, body))
+    prompts = split_prompts(state, body, params.sampling.n)
     caller = caller_of(request)
     request_id = body.request_id or f"cmpl-{secrets.token_hex(16)}"
 
-    def shape(created: int) -> CompletionShape:
-        return CompletionShape(
+    def formatter(created: int) -> CompletionFormatter:
+        return CompletionFormatter(
             *(request_id, created, model, state.frontend.tokenizer),
-            num_logprobs=plan.num_logprobs,
-            scores_only=plan.scores_only,
+            num_logprobs=params.num_logprobs,
+            scores_only=params.scores_only,
             **_common(body),
         )
 
-    order = Order(
+    spec = GenerationSpec(
         "/v1/completions",
         request_id,
         body,
         model,
-        num_answers=len(prompts) * plan.params.n,
-        echo=plan.echo,
-        prepare=lambda: prepare_completion(state, caller, body, plan, prompts),
+        num_answers=len(prompts) * params.sampling.n,
+        echo=params.echo,
+        prepare=lambda: prepare_completion(state, caller, body, params, prompts),
         is_long=body.is_large or sum(map(len, prompts)) > LONG_TEXT,
-        has_long_answer=plan.num_logprobs is not None or body.prompt_logprobs is not None,
-        shape=shape,
+        has_long_answer=params.num_logprobs is not None or body.prompt_logprobs is not None,
+        formatter=formatter,
     )
-    return Exchange(state, caller, order)
+    return GenerationResponse(state, caller, spec)
 
 
 @router.post("/v1/chat/completions", **documented(ChatBody, ChatCompletion, events=ChatChunk))
@@ -71,31 +71,31 @@ async def chat_completions(request: Request) -> Response:
     state, options = state_of(request), state_of(request).options
     body = await read_json(request, ChatBody, options.max_body_size, options.read_timeout)
     model = state.check_model(body.model)
-    plan = await state.off_loop(body.is_large, lambda: plan_chat(state, body))
-    check_answers(state, 1, plan.params.n)
+    params = await state.in_thread_if(body.is_large, lambda: chat_params(state, body))
+    check_answers(state, 1, params.sampling.n)
     caller = caller_of(request)
     request_id = body.request_id or f"chatcmpl-{secrets.token_hex(16)}"
 
-    def shape(created: int) -> ChatShape:
-        return ChatShape(
+    def formatter(created: int) -> ChatFormatter:
+        return ChatFormatter(
             *(request_id, created, model, state.frontend.tokenizer),
-            num_logprobs=plan.num_logprobs,
+            num_logprobs=params.num_logprobs,
             **_common(body),
         )
 
-    order = Order(
+    spec = GenerationSpec(
         "/v1/chat/completions",
         request_id,
         body,
         model,
-        num_answers=plan.params.n,
+        num_answers=params.sampling.n,
         echo=False,
-        prepare=lambda: prepare_chat(state, caller, body, plan),
+        prepare=lambda: prepare_chat(state, caller, body, params),
         is_long=True,  # a template is rendered by another process
-        has_long_answer=plan.num_logprobs is not None or body.prompt_logprobs is not None,
-        shape=shape,
+        has_long_answer=params.num_logprobs is not None or body.prompt_logprobs is not None,
+        formatter=formatter,
     )
-    return Exchange(state, caller, order)
+    return GenerationResponse(state, caller, spec)
 
 
 def _common(body: GenerationBody) -> dict[str, Any]:

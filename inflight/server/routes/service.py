@@ -67,7 +67,7 @@ async def tokenize(request: Request) -> Response:
             Tokens(count=len(token_ids), max_model_len=length, tokens=token_ids, token_strs=spelled)
         )
 
-    return await state.off_loop(True, answer)
+    return await state.in_thread_if(True, answer)
 
 
 @router.post("/detokenize", **documented(DetokenizeBody, Text))
@@ -84,7 +84,7 @@ async def detokenize(request: Request) -> Response:
             raise PromptError(f"tokens has the token id {wrong!r:.100}: ids must be from 0 to {size - 1}")
         return respond(Text(prompt=tokenizer.decode(body.tokens, skip_special_tokens=False)))
 
-    return await state.off_loop(True, answer)
+    return await state.in_thread_if(True, answer)
 
 
 def _tokenizer(state: ServerState) -> Tokenizer:
@@ -100,18 +100,18 @@ def _tokenizer(state: ServerState) -> Tokenizer:
 async def request_report(request: Request) -> Response:
     """What happened to a request of yours, and why it took so long."""
     state = state_of(request)
-    entry = state.ledger.find(caller_of(request), request.path_params["request_id"])
-    return respond(await report_of(state, entry))
+    logged = state.request_log.find(caller_of(request), request.path_params["request_id"])
+    return respond(await report_of(state, logged))
 
 
 @router.delete("/v1/requests/{request_id}", **documented(None, Cancelled, 404, 503))
 async def cancel_request(request: Request) -> Response:
     """End a request of yours; its answers end with finish reason "abort"."""
     state = state_of(request)
-    entry = state.ledger.find(caller_of(request), request.path_params["request_id"])
-    running = entry.outcome is None
+    logged = state.request_log.find(caller_of(request), request.path_params["request_id"])
+    running = logged.outcome is None
     freed = 0
     if running:
-        entry.outcome = "cancelled"
-        freed = sum([await state.client.abort(engine_id) for engine_id in entry.engine_ids])
-    return respond(Cancelled(id=entry.request_id, cancelled=running, freed_blocks=freed))
+        logged.outcome = "cancelled"
+        freed = 0 if logged.generation is None else await logged.generation.abort()
+    return respond(Cancelled(id=logged.request_id, cancelled=running, freed_blocks=freed))

@@ -78,7 +78,7 @@ def test_a_client_that_does_not_read(server: Live, llm: LLM, quick: Case) -> Non
     case = Case(llm, [11, 12], 600)
     with connect(server) as connection:
         send(connection, {**case.body, "stream": True, "logprobs": 20})
-        server.wait_until("its start", lambda: len(server.state.ledger) == 1)
+        server.wait_until("its start", lambda: len(server.state.request_log) == 1)
         assert quick.right(Told(server, quick.body))
         server.wait_until("its end in the engine", server.backend.idle)
         with connection.makefile("rb") as file:

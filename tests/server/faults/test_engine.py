@@ -19,7 +19,7 @@ def test_an_engine_that_is_killed(
     streams = [case.send(threads, server) for case in slow[:3]]
     whole = slow[3].send(threads, server, stream=False)
     wait_for_running(server, 4)
-    server.wait_until("first tokens", lambda: all(entry.first_token_at for entry in server.state.ledger))
+    server.wait_until("first tokens", lambda: all(entry.first_token_at for entry in server.state.request_log))
     first = process_id(server)
     with no_engine_starts():
         os.kill(first, signal.SIGKILL)
@@ -109,6 +109,6 @@ def test_kv_memory_that_runs_out(llm: LLM, threads: ThreadPoolExecutor) -> None:
             assert all(case.right(future.result()) for case, future in zip(cases, futures, strict=True))
             live.wait_until_idle()
             assert small.core.stats().num_preemptions > 0
-            assert next(iter(live.state.ledger._finished.values())).request_id == "oldest"
+            assert next(iter(live.state.request_log._finished.values())).request_id == "oldest"
     finally:
         small.close()

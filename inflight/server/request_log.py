@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from inflight.events import RequestRecord
+from inflight.frontend import Generation
 from inflight.server.cancel_scope import CancelScope
 from inflight.server.errors import ApiError
 from inflight.server.keys import Caller
@@ -17,7 +18,7 @@ Outcome = Literal["finished", "failed", "cancelled"]
 
 
 @dataclass(eq=False)
-class Entry:
+class LoggedRequest:
     """One generation: what was asked, and what became of it."""
 
     request_id: str  # as the client knows it
@@ -32,7 +33,8 @@ class Entry:
     first_token_at: float | None = None
     ended_at: float | None = None
     outcome: Outcome | None = None
-    engine_ids: list[str] = field(default_factory=list)  # one an answer
+    generation: Generation | None = None  # while it runs
+    engine_ids: list[str] = field(default_factory=list)  # one per answer
     records: dict[str, RequestRecord] = field(default_factory=dict)  # of answers that have ended
 
     @property
@@ -40,14 +42,14 @@ class Entry:
         return self.caller.name, self.request_id
 
 
-class Ledger:
+class RequestLog:
     """Ids are a caller's own: the same id of two callers names two requests."""
 
     def __init__(self, max_finished: int) -> None:
         self._max_finished = max_finished
-        self._running: dict[tuple[str, str], Entry] = {}
-        self._finished: OrderedDict[tuple[str, str], Entry] = OrderedDict()
-        self._by_engine_id: dict[str, Entry] = {}
+        self._running: dict[tuple[str, str], LoggedRequest] = {}
+        self._finished: OrderedDict[tuple[str, str], LoggedRequest] = OrderedDict()
+        self._by_engine_id: dict[str, LoggedRequest] = {}
         self._seconds_between_ends = 0.0  # a moving average
         self._last_end = time.perf_counter()
 
@@ -55,47 +57,48 @@ class Ledger:
         """How many run."""
         return len(self._running)
 
-    def __iter__(self) -> Iterator[Entry]:
+    def __iter__(self) -> Iterator[LoggedRequest]:
         return iter(list(self._running.values()))
 
-    def open(self, entry: Entry) -> None:
+    def open(self, logged: LoggedRequest) -> None:
         """Enter a generation. Raises ApiError when its caller has one of that id running."""
-        if entry.key in self._running:
-            message = f"request_id is {entry.request_id!r}: a request of that id is running"
+        if logged.key in self._running:
+            message = f"request_id is {logged.request_id!r}: a request of that id is running"
             raise ApiError(400, message, code="request_id_in_use", param="request_id")
-        self._running[entry.key] = entry
+        self._running[logged.key] = logged
 
-    def name(self, entry: Entry, engine_ids: list[str]) -> None:
-        """Tell under which ids the engine knows its answers."""
-        entry.engine_ids = engine_ids
-        for engine_id in engine_ids:
-            self._by_engine_id[engine_id] = entry
+    def set_generation(self, logged: LoggedRequest, generation: Generation) -> None:
+        """It is about to reach the engine, which knows its answers by ids of its own."""
+        logged.generation, logged.engine_ids = generation, generation.request_ids
+        for engine_id in logged.engine_ids:
+            self._by_engine_id[engine_id] = logged
 
-    def close(self, entry: Entry, outcome: Outcome) -> None:
-        entry.outcome = entry.outcome or outcome
-        entry.ended_at = now = time.perf_counter()
+    def close(self, logged: LoggedRequest, outcome: Outcome) -> None:
+        logged.outcome = logged.outcome or outcome
+        logged.generation = None
+        logged.ended_at = now = time.perf_counter()
         self._seconds_between_ends += 0.2 * (now - self._last_end - self._seconds_between_ends)
         self._last_end = now
-        del self._running[entry.key]
-        old = self._finished.pop(entry.key, None)
-        self._finished[entry.key] = entry
+        del self._running[logged.key]
+        old = self._finished.pop(logged.key, None)
+        self._finished[logged.key] = logged
         if old is None and len(self._finished) > self._max_finished:
             _, old = self._finished.popitem(last=False)
         for engine_id in old.engine_ids if old is not None else ():
             self._by_engine_id.pop(engine_id, None)
 
-    def find(self, caller: Caller, request_id: str) -> Entry:
+    def find(self, caller: Caller, request_id: str) -> LoggedRequest:
         """A caller's generation. Raises ApiError 404 for any other, there or not."""
         key = (caller.name, request_id)
-        entry = self._running.get(key) or self._finished.get(key)
-        if entry is None:
+        logged = self._running.get(key) or self._finished.get(key)
+        if logged is None:
             raise ApiError(404, f"there is no request {request_id!r:.200}", code="request_not_found")
-        return entry
+        return logged
 
     def ids_of(self, caller: Caller, engine_ids: tuple[str, ...]) -> list[str]:
         """The caller's own among these, as it knows them, each once."""
-        entries = (self._by_engine_id.get(engine_id) for engine_id in engine_ids)
-        names = [entry.request_id for entry in entries if entry is not None and entry.caller is caller]
+        all_logged = (self._by_engine_id.get(engine_id) for engine_id in engine_ids)
+        names = [logged.request_id for logged in all_logged if logged is not None and logged.caller is caller]
         return list(dict.fromkeys(names))
 
     def retry_after(self) -> int:

@@ -1,0 +1,198 @@
+"""Which files of inflight one request passes through: those in which a function ran between its start and its end.
+
+    python -m tools.request_files              all three ways, as counts and lists
+    python -m tools.request_files offline      `LLM.generate`
+    python -m tools.request_files in_process   a streaming chat over HTTP, the engine in a thread of the server
+    python -m tools.request_files process      the same with the engine in a process of its own
+
+Loading and importing do not count. Files are listed in the order in which the request first reaches them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import inspect
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = f"{ROOT / 'inflight'}{os.sep}"
+TEMPLATE_WORKER = (
+    "inflight/text/render_worker.py"  # its process starts without site packages, and so untraced
+)
+WAIT = 30.0  # seconds for an engine process to answer a signal
+
+BODY = {
+    "messages": [{"role": "user", "content": "Who are you?"}],
+    "stream": True,
+    "stream_options": {"include_usage": True},
+    "max_tokens": 12,
+    "seed": 1,
+    "temperature": 0.8,
+    "stop": ["\n\n"],
+}
+
+
+class FileTrace:
+    """The files whose functions are called, in all threads that are started after it."""
+
+    def __init__(self) -> None:
+        self._files: dict[str, None] = {}
+        threading.setprofile(self._on_event)
+        sys.setprofile(self._on_event)
+
+    def _on_event(self, frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        # Bodies of modules and classes are not optimized code: they run when a file is imported.
+        if event == "call" and code.co_flags & inspect.CO_OPTIMIZED and code.co_filename.startswith(PACKAGE):
+            self._files[code.co_filename] = None
+
+    def clear(self) -> None:
+        self._files.clear()
+
+    def files(self) -> list[str]:
+        return [str(Path(name).relative_to(ROOT)) for name in list(self._files)]
+
+
+def offline(trace: FileTrace, device: str) -> list[str]:
+    from inflight import LLM, SamplingParams
+
+    with LLM(device=device, show_progress=False) as llm:
+        trace.clear()
+        llm.generate(
+            "Once upon a time", SamplingParams(max_tokens=12, seed=1, temperature=0.8), use_tqdm=False
+        )
+        return trace.files()
+
+
+# ---- over HTTP ----
+
+
+def over_http(trace: FileTrace, device: str, in_process: bool) -> list[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        written = Path(folder) / "engine.json"
+        if not in_process:
+            from inflight.engine import engine_process
+
+            command = (sys.executable, "-P", __file__, "engine", "--written", str(written))
+            engine_process.COMMAND = command
+        return asyncio.run(_serve_one(trace, device, in_process, written))
+
+
+async def _serve_one(trace: FileTrace, device: str, in_process: bool, written: Path) -> list[str]:
+    from inflight.server.config import ServerConfig
+    from inflight.server.keys import load_keys
+    from inflight.server.run import Server, hosts_of, listen, start_state
+    from inflight.server.tracing import NoTracer
+
+    options = ServerConfig.create(port=0, in_process=in_process, device=device, shutdown_timeout=0.0)
+    keys, listener = load_keys((), None), listen(options)
+    server = Server(options)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    hosts = hosts_of(options, keys, listener)
+    engine, state = await start_state(options, keys, hosts, NoTracer(), server.loading_app.progress)
+    server.open(state)
+    process_id: int | None = getattr(engine.client, "process_id", None)
+    try:
+        if process_id is not None:
+            os.kill(process_id, signal.SIGUSR1)
+            await _until(written.exists)
+            written.unlink()
+        trace.clear()
+        await _chat(listener.getsockname()[1])
+        await _until(lambda: not len(state.request_log))
+        files = [*trace.files(), TEMPLATE_WORKER]
+        if process_id is not None:
+            os.kill(process_id, signal.SIGUSR1)
+            await _until(written.exists)
+            files += json.loads(written.read_text())
+    finally:
+        server.stop()
+        await serving
+        state.close()
+        await engine.close()
+        listener.close()
+    return list(dict.fromkeys(files))
+
+
+async def _chat(port: int) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    body = json.dumps(BODY).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
+    writer.write(head.encode() + body)
+    answer = await reader.readuntil(b"data: [DONE]\n\n")
+    assert answer.startswith(b"HTTP/1.1 200"), answer
+    writer.close()
+    await writer.wait_closed()
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WAIT):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def engine(trace: FileTrace, written: Path) -> None:
+    """The engine process, which writes down its files since the last time at every signal."""
+
+    def write(*_: Any) -> None:
+        part = written.with_suffix(".part")
+        part.write_text(json.dumps(trace.files()))
+        part.rename(written)
+        trace.clear()
+
+    signal.signal(signal.SIGUSR1, write)
+    runpy.run_module("inflight.engine.worker", run_name="__main__")
+
+
+# ---- the command ----
+
+WAYS: dict[str, Callable[[FileTrace, str], list[str]]] = {
+    "offline": offline,
+    "in_process": lambda trace, device: over_http(trace, device, in_process=True),
+    "process": lambda trace, device: over_http(trace, device, in_process=False),
+}
+
+
+def files_of(way: str, device: str = "auto") -> list[str]:
+    """The files of one way, found by a process of its own."""
+    command = [sys.executable, "-m", "tools.request_files", way, "--device", device, "--json"]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True)
+    found: list[str] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("way", nargs="?", choices=[*WAYS, "engine"])
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--json", action="store_true", help="one list, for programs")
+    parser.add_argument("--written", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.way == "engine":
+        engine(FileTrace(), given.written)
+    elif given.json:
+        print(json.dumps(WAYS[given.way](FileTrace(), given.device)))
+    else:
+        for way in [given.way] if given.way else WAYS:
+            files = files_of(way, given.device)
+            print(f"{way}: {len(files)} files", *(f"  {name}" for name in files), "", sep="\n")
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(BrokenPipeError):
+        main()
