@@ -137,16 +137,14 @@ class AsyncEngine:
         **options: Any,
     ) -> AsyncGenerator[RequestOutput]:
         """`generate`, with its options, for a conversation: through the checkpoint's chat template."""
-        template, tokenizer = self._frontend.chat_template, self.tokenizer
-        text = await asyncio.to_thread(
-            template.render,
+        text, token_ids = await asyncio.to_thread(
+            self._frontend.encode_chat,
             messages,
             tools=tools,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             kwargs=chat_template_kwargs,
         )
-        token_ids = tokenizer.encode(text, add_special_tokens=False)
         generation = self.generate(token_ids, sampling_params, request_id, **options)
         async with contextlib.aclosing(generation) as outputs:
             async for output in outputs:

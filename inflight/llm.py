@@ -95,9 +95,8 @@ class LLM:
         """Answer one conversation, or a list of them, through the checkpoint's chat template."""
         one = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if one else list(messages)
-        template, tokenizer = self._engine.chat_template, self.get_tokenizer()
-        texts = [
-            template.render(
+        prompts = [
+            self._engine.encode_chat(
                 conversation,
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
@@ -106,9 +105,8 @@ class LLM:
             )
             for conversation in conversations
         ]
-        prompts = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-        outputs = self.generate(prompts, sampling_params, use_tqdm)
-        for output, text in zip(outputs, texts, strict=True):
+        outputs = self.generate([token_ids for _, token_ids in prompts], sampling_params, use_tqdm)
+        for output, (text, _) in zip(outputs, prompts, strict=True):
             output.prompt = text
         return outputs
 

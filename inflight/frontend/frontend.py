@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +14,7 @@ from inflight.errors import ConfigError
 from inflight.frontend.input_processor import InputProcessor, Prompt
 from inflight.frontend.output_processor import OutputProcessor
 from inflight.request import SamplingParams
-from inflight.text import ChatTemplate, Tokenizer
+from inflight.text import ChatTemplate, Tokenizer, encode_chat
 
 
 @dataclass
@@ -44,6 +45,29 @@ class Frontend:
         if self.tokenizer is None:
             raise ConfigError("chat needs a tokenizer, and this engine runs without one")
         return ChatTemplate(self.tokenizer.chat_template, self.tokenizer.special_tokens)
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> tuple[str, list[int]]:
+        """A conversation's prompt, as text and token ids. What messages and tools spell is text, never a special
+        token: those come from the template alone."""
+        template = self.chat_template
+        assert self.tokenizer is not None
+        return encode_chat(
+            template,
+            self.tokenizer,
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            kwargs=kwargs,
+        )
 
     def prepare(
         self,

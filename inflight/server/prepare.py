@@ -13,7 +13,6 @@ from inflight.server.schemas.chat import ChatBody
 from inflight.server.schemas.common import GenerationBody
 from inflight.server.schemas.completions import CompletionBody
 from inflight.server.state import ServerState
-from inflight.text.conversation import encode_chat
 
 DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's API has it
 
@@ -202,9 +201,7 @@ def chat_tokens(state: ServerState, body: Any) -> tuple[str, list[int]]:
         )
     continues = bool(body.continue_final_message)
     begins = not continues if body.add_generation_prompt is None else body.add_generation_prompt
-    return encode_chat(
-        front.chat_template,
-        front.tokenizer,
+    return front.encode_chat(
         [message.given() for message in body.messages],
         add_generation_prompt=begins,
         continue_final_message=continues,

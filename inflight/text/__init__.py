@@ -1,7 +1,7 @@
 """Everything between strings and token ids. No tensors here."""
 
 from inflight.text.bad_words import bad_word_ids
-from inflight.text.chat import ChatTemplate, check_messages
+from inflight.text.chat import ChatTemplate, check_messages, encode_chat
 from inflight.text.detokenizer import IncrementalDetokenizer
 from inflight.text.render import RenderLimits
 from inflight.text.stops import StopStrings
@@ -15,4 +15,5 @@ __all__ = [
     "Tokenizer",
     "bad_word_ids",
     "check_messages",
+    "encode_chat",
 ]

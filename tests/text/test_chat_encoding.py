@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from inflight.models.builtin import checkpoint_folder
-from inflight.text import ChatTemplate, Tokenizer
-from inflight.text.conversation import encode_chat
+from inflight.text import ChatTemplate, Tokenizer, encode_chat
 
 
 @pytest.fixture(scope="module")

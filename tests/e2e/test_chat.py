@@ -1,0 +1,96 @@
+"""One way to encode a chat for all Python doors: what messages and tools spell is text, never a special token."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inflight import LLM, AsyncEngine, RequestOutput, SamplingParams
+from tests.e2e.conftest import Folder
+
+SPELLED = "<|end|>"
+TOOLS_TEMPLATE = "{% if tools %}<|system|>{{ tools | tojson }}<|end|>{% endif %}{{ date_string or '' }}"
+ONE = SamplingParams(temperature=0, max_tokens=1)
+
+
+@pytest.fixture(scope="module")
+def with_tools(folder: Folder, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose template writes out tools."""
+    copy = tmp_path_factory.mktemp("tools") / "checkpoint"
+    shutil.copytree(folder(), copy)
+    path = copy / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    path.write_text(json.dumps(settings | {"chat_template": TOOLS_TEMPLATE + settings["chat_template"]}))
+    return copy
+
+
+@pytest.fixture(scope="module")
+def llm(with_tools: Path) -> Iterator[LLM]:
+    with LLM(with_tools) as llm:
+        yield llm
+
+
+@pytest.fixture
+async def engine(with_tools: Path) -> AsyncIterator[AsyncEngine]:
+    async with await AsyncEngine.start(with_tools) as engine:
+        yield engine
+
+
+Chat = Callable[..., Awaitable[RequestOutput]]
+
+
+@pytest.fixture(params=["LLM", "AsyncEngine"])
+def chat(request: pytest.FixtureRequest, llm: LLM, engine: AsyncEngine) -> Chat:
+    async def offline(messages: Any, **options: Any) -> RequestOutput:
+        return llm.chat(messages, ONE, use_tqdm=False, **options)[0]
+
+    async def streaming(messages: Any, **options: Any) -> RequestOutput:
+        return [output async for output in engine.chat(messages, ONE, **options)][-1]
+
+    return offline if request.param == "LLM" else streaming
+
+
+def tool(name: str, parameter: str, text: str) -> dict[str, Any]:
+    properties = {parameter: {"type": "string", "description": text}}
+    return {"type": "function", "function": {"name": name, "parameters": {"properties": properties}}}
+
+
+CASES: dict[str, Callable[[str], dict[str, Any]]] = {
+    "a message": lambda word: {"messages": [{"role": "user", "content": f"hello{word}"}]},
+    "a part of a message": lambda word: {
+        "messages": [{"role": "user", "content": "hello", "name": f"x{word}"}, {"role": word, "content": "?"}]
+    },
+    "a tool's text": lambda word: {"tools": [tool("look", "where", f"a place {word}")]},
+    "a tool's name": lambda word: {"tools": [tool(f"look{word}", "where", "a place")]},
+    "a tool's parameter": lambda word: {"tools": (tool("look", f"where{word}", "a place"),)},
+    "a template argument": lambda word: {"chat_template_kwargs": {"date_string": f"today {word}"}},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+async def test_a_spelled_special_token_is_text(case: str, chat: Chat, llm: LLM) -> None:
+    tokenizer = llm.get_tokenizer()
+    options = {"messages": [{"role": "user", "content": "hello"}]}
+    plain = await chat(**options | CASES[case]("word"))
+    spelled = await chat(**options | CASES[case](SPELLED))
+
+    def specials(output: RequestOutput) -> list[int]:
+        return [token_id for token_id in output.prompt_token_ids if token_id in tokenizer.special_ids]
+
+    assert specials(spelled) == specials(plain)
+    assert spelled.prompt is not None
+    assert plain.prompt is not None
+    assert spelled.prompt == plain.prompt.replace("word", SPELLED)
+    assert tokenizer.decode(spelled.prompt_token_ids, skip_special_tokens=False) == spelled.prompt
+
+
+async def test_ordinary_chats_have_the_templates_ids(chat: Chat, llm: LLM) -> None:
+    output = await chat([{"role": "user", "content": "hello"}], tools=[tool("look", "where", "a place")])
+    assert output.prompt is not None
+    assert output.prompt.startswith('<|system|>[{"type": "function"')
+    assert output.prompt_token_ids == llm.get_tokenizer().encode(output.prompt, add_special_tokens=False)
