@@ -86,7 +86,8 @@ class EngineClient(Protocol):
         """What happened to a request that is there, or was until recently."""
 
     def watch(self, observer: StepObserver) -> Callable[[], None]:
-        """Call `observer` in the event loop with the record of every step. Returns what ends that."""
+        """Call `observer` in the event loop with the record of every step; one that raises is called no more.
+        Returns what ends it."""
 
     async def stats(self) -> EngineStats: ...
 

@@ -190,12 +190,7 @@ class EngineCore:
             num_waiting=self.scheduler.num_waiting,
             kv=batch.kv,
         )
-        for observer in self.observers[:]:
-            try:
-                observer(record)
-            except Exception:  # whoever watches must not hurt who is watched
-                logger.exception("an observer of steps failed and is called no more")
-                self.observers.remove(observer)
+        notify(self.observers, record)
 
     def stats(self) -> EngineStats:
         cache = self.scheduler.blocks.cache
@@ -216,3 +211,13 @@ class EngineCore:
         while self._in_flight:
             self.runner.collect(self._in_flight.popleft()[1])
         self.runner.close()
+
+
+def notify(observers: list[StepObserver], record: StepRecord) -> None:
+    """Call all of them with the record. Whoever watches must not hurt who is watched: one that fails is dropped."""
+    for observer in observers[:]:
+        try:
+            observer(record)
+        except Exception:
+            logger.exception("an observer of steps failed and is called no more")
+            observers.remove(observer)

@@ -11,7 +11,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from inflight.engine.client import Health, ModelFacts, RequestState
-from inflight.engine.core import EngineCore, EngineStats, StepObserver
+from inflight.engine.core import EngineCore, EngineStats, StepObserver, notify
 from inflight.engine.delta_queue import DeltaQueue, DeltaStream
 from inflight.engine.history import History, state_of
 from inflight.errors import EngineDeadError, RequestError
@@ -36,6 +36,7 @@ class InprocClient:
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._queues: dict[str, DeltaQueue] = {}  # by request id, until their stream has ended
         self._adding: set[str] = set()  # request ids that the engine's thread has not taken yet
+        self._observers: list[StepObserver] = []
         self._history = History()
         self._closing = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -224,15 +225,37 @@ class InprocClient:
     def watch(self, observer: StepObserver) -> Callable[[], None]:
         self._loop = asyncio.get_running_loop()
 
-        def pass_on(record: StepRecord) -> None:
-            self._post(lambda: observer(record))
+        self._observers.append(observer)
+        self._ask_for_records()
 
         def stop() -> None:
-            with contextlib.suppress(ValueError):  # the core has let go of it already
-                self._core.observers.remove(pass_on)
+            with contextlib.suppress(ValueError):  # it failed, and was dropped
+                self._observers.remove(observer)
+            self._ask_for_records()
 
-        self._core.observers.append(pass_on)
         return stop
+
+    def _ask_for_records(self) -> None:
+        """Tell the core whether someone watches: in its thread, which may be going through its observers now."""
+        wanted, observers = bool(self._observers), self._core.observers
+
+        def call() -> None:
+            with contextlib.suppress(ValueError):
+                observers.remove(self._pass_on)
+            if wanted:
+                observers.append(self._pass_on)
+
+        self._calls.put(call)
+
+    def _pass_on(self, record: StepRecord) -> None:
+        """An observer of the core, in its thread."""
+        self._post(lambda: self._observe(record))
+
+    def _observe(self, record: StepRecord) -> None:
+        if self._observers:
+            notify(self._observers, record)
+            if not self._observers:
+                self._ask_for_records()
 
     async def close(self, drain: float = 0.0) -> None:
         self._closing = True

@@ -15,7 +15,7 @@ import msgspec
 
 from inflight.config import EngineConfig, ProcessConfig
 from inflight.engine.client import Health, ModelFacts, RequestState
-from inflight.engine.core import EngineStats, StepObserver
+from inflight.engine.core import EngineStats, StepObserver, notify
 from inflight.engine.delta_queue import DeltaQueue, DeltaStream
 from inflight.engine.history import History
 from inflight.engine.supervisor import LoadProgress, Supervisor
@@ -136,12 +136,10 @@ class ProcessClient:
             self._send(Ack(self._num_received))
 
     def _observe(self, record: StepRecord) -> None:
-        for observer in self._observers[:]:
-            try:
-                observer(record)
-            except Exception:  # whoever watches must not hurt who is watched
-                logger.exception("an observer of steps failed and is called no more")
-                self._observers.remove(observer)
+        if self._observers:
+            notify(self._observers, record)
+            if not self._observers:
+                self._send(Watch(False))
 
     # ---- what it is asked ----
 

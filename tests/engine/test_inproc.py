@@ -370,6 +370,62 @@ async def test_steps_can_be_watched(client: InprocClient) -> None:
     assert not any(slot.request_id == "unwatched" for record in records for slot in record.slots)
 
 
+async def test_observers_come_and_go_between_steps(engine: FakeEngine, client: InprocClient) -> None:
+    """The list is the engine's thread's: no one else may change it while that goes through it."""
+    gate = Gate(engine)
+    before = engine.core.observers[:]
+    await client.add(make_request([1], 3, "running"))
+    await until(gate.reached.is_set)
+    records: list[StepRecord] = []
+    stop = client.watch(records.append)
+    assert engine.core.observers == before, "a step is being made"
+    gate.open.set()
+    await read(client, "running")
+    await until(lambda: records)
+    stop()
+    await until_idle(client)
+    assert engine.core.observers == before
+
+
+async def test_an_observer_that_fails_is_dropped(
+    engine: FakeEngine, client: InprocClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    records: list[StepRecord] = []
+    calls = []
+
+    def fail(record: StepRecord) -> None:
+        calls.append(record)
+        raise ValueError("cannot look")
+
+    before = engine.core.observers[:]
+    stop_failed = client.watch(fail)
+    stop = client.watch(records.append)
+    await client.add(make_request([1, 2, 3], 5, "watched"))
+    await read(client, "watched")
+    await until(lambda: len(records) >= 5)
+    assert len(calls) == 1
+    assert caplog.text.count("an observer of steps failed") == 1
+    stop_failed()
+    stop()
+    await until_idle(client)
+    assert engine.core.observers == before
+
+
+async def test_no_records_are_made_for_an_observer_that_has_failed(
+    engine: FakeEngine, client: InprocClient
+) -> None:
+    before = engine.core.observers[:]
+
+    def fail(_: StepRecord) -> None:
+        raise ValueError("cannot look")
+
+    client.watch(fail)
+    await client.add(make_request([1, 2, 3], 5, "watched"))
+    await read(client, "watched")
+    await until_idle(client)
+    assert engine.core.observers == before
+
+
 def test_a_second_event_loop_can_go_on_after_the_first() -> None:
     engine = FakeEngine(num_blocks=8192)
     client = InprocClient(engine.core, engine.facts)

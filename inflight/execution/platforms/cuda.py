@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
 from collections.abc import Sequence
@@ -102,9 +101,6 @@ class CudaPlatform:
             shapes = runner.buckets.usual()
             runner.prepare(shapes)
             logger.info("captured %d shapes of step in %.1f s", len(shapes), time.perf_counter() - start)
-        # What is here now stays: the collector need not look at it again, in the middle of some step.
-        gc.collect()
-        gc.freeze()
         return runner
 
     def describe(self) -> str:

@@ -1,0 +1,44 @@
+"""The user's process is the user's: loading an engine into it freezes none of its objects."""
+
+from __future__ import annotations
+
+import gc
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import inflight
+from inflight import LLM
+from inflight.config import EngineConfig
+from inflight.execution.platforms import cuda
+
+# They own their process: the engine's, the server's, and the one that sends the load of a benchmark.
+OWNERS = {"engine/worker.py", "server/run.py", "bench/serve.py"}
+
+
+def test_a_gpus_runner_freezes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "GpuRunner", lambda *_, **__: SimpleNamespace(steps=None))
+    platform = object.__new__(cuda.CudaPlatform)  # made without looking for a GPU
+    before = gc.get_freeze_count()
+    config = EngineConfig.create(model="none")
+    platform.runner(config, None, 8, 64)  # type: ignore[arg-type]  # the decoder is only passed on
+    assert gc.get_freeze_count() == before
+
+
+def test_loading_a_model_freezes_nothing() -> None:
+    before = gc.get_freeze_count()
+    with LLM():
+        assert gc.get_freeze_count() == before
+        assert gc.isenabled()
+
+
+def test_only_processes_of_our_own_are_frozen() -> None:
+    root = Path(inflight.__file__).parent
+    found = {
+        str(path.relative_to(root))
+        for path in root.rglob("*.py")
+        if re.search(r"gc\.(freeze|disable)\(", path.read_text())
+    }
+    assert found == OWNERS
