@@ -39,10 +39,10 @@ from benchmarks.shapes import SHAPES
 from inflight.bench.crew import measure_with
 from inflight.bench.plot import write_plot
 from inflight.bench.report import Run, summarise
-from inflight.bench.serve import Plan
+from inflight.bench.serve import LoadPlan
 from inflight.bench.server import ServerAddress
 from inflight.bench.terminal import print_runs
-from inflight.bench.workload import Range, Workload, parse_rate
+from inflight.bench.workload import Range, ServingWorkload, parse_rate
 from inflight.config import ENGINE_OPTIONS
 from inflight.option_sources import with_flags
 from inflight.server.config import SERVE_OPTIONS
@@ -86,8 +86,10 @@ def _when_ready(server: subprocess.Popen[bytes], log: Any) -> ServerAddress:
     raise SystemExit(f"the server did not start:\n{log.read()}")
 
 
-def measure(address: ServerAddress, workload: Workload, rate: float, label: str, processes: int) -> Run:
-    plan = Plan(address.target(workload.endpoint), workload.jobs(rate, label))
+def measure(
+    address: ServerAddress, workload: ServingWorkload, rate: float, label: str, processes: int
+) -> Run:
+    plan = LoadPlan(address.target(workload.endpoint), workload.jobs(rate, label))
     run = summarise(rate, measure_with(processes, plan))
     if run.num_failed:
         raise SystemExit(f"{run.num_failed} requests failed: {run.problems}")
@@ -102,7 +104,7 @@ class Offline:
 
         self._llm = LLM(model, show_progress=False, **options)
 
-    def run(self, workload: Workload, label: str) -> float:
+    def run(self, workload: ServingWorkload, label: str) -> float:
         """Output tokens/s of all requests at once, their texts included, as the server sends them."""
         from inflight import SamplingParams
 
@@ -118,7 +120,7 @@ class Offline:
 
 
 def compare(
-    address: ServerAddress, workload: Workload, offline: Offline, repeat: int, processes: int
+    address: ServerAddress, workload: ServingWorkload, offline: Offline, repeat: int, processes: int
 ) -> dict[str, Any]:
     """In turn, so that what else the machine does meets both."""
     online_speeds, offline_speeds = [], []
@@ -195,7 +197,7 @@ def run_all(
     options: argparse.Namespace, address: ServerAddress, seconds: float, offline: Offline | None
 ) -> None:
     name = address.model()
-    workload = Workload(
+    workload = ServingWorkload(
         model=name,
         num_requests=options.num_requests,
         prompt_len=Range.parse("prompt_len", options.prompt_len),
@@ -205,7 +207,7 @@ def run_all(
         parameters={"temperature": options.temperature},
     )
     if options.warmup:
-        few = Workload(**{**vars(workload), "num_requests": options.warmup})
+        few = ServingWorkload(**{**vars(workload), "num_requests": options.warmup})
         measure(address, few, math.inf, "warmup", 1)
     data: dict[str, Any] = {"benchmark": "serving", "model": name, "ready_s": seconds, "runs": []}
     if offline is not None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from inflight.bench.report import Run
     from inflight.bench.serve import Progress as Advance
     from inflight.bench.server import ServerAddress
-    from inflight.bench.workload import Workload
+    from inflight.bench.workload import ServingWorkload
 
 DEFAULT_REQUESTS = 400
 MAX_ID = 10_000  # ids below it are in nearly every vocabulary
@@ -107,7 +107,7 @@ def serve(
     _check_files(as_json, plot)
     _check_packages()
     from inflight.bench.server import ServerAddress
-    from inflight.bench.workload import Range, Workload, parse_rate, read_dataset
+    from inflight.bench.workload import Range, ServingWorkload, parse_rate, read_dataset
 
     rates = [parse_rate(text) for given in rate or ["inf"] for text in given.split(",")]
     prompts, outputs = Range.parse("prompt_len", prompt_len), Range.parse("output_len", output_len)
@@ -117,7 +117,7 @@ def serve(
     server.wait_until_loaded()
     name = model or server.model()
     drawn = endpoint == "completions" and not lines
-    workload = Workload(
+    workload = ServingWorkload(
         model=name,
         endpoint=endpoint,
         num_requests=num_requests or len(lines) or DEFAULT_REQUESTS,
@@ -145,7 +145,7 @@ def _check_packages() -> None:
 
 def _measure(
     server: ServerAddress,
-    workload: Workload,
+    workload: ServingWorkload,
     rates: list[float],
     warmup: int,
     processes: int,
@@ -154,17 +154,19 @@ def _measure(
 ) -> list[Run]:
     from inflight.bench.crew import measure_with
     from inflight.bench.report import summarise
-    from inflight.bench.serve import Plan, measure
+    from inflight.bench.serve import LoadPlan, measure
     from inflight.bench.terminal import rate_name
-    from inflight.bench.workload import Job
+    from inflight.bench.workload import PlannedRequest
 
     target = server.target(workload.endpoint)
     if warmup:
-        jobs = [Job(index, 0.0, body) for index, body in enumerate(workload.bodies(warmup, "warmup"))]
-        _check_any(summarise(0.0, measure(Plan(target, jobs, **how))))
+        jobs = [
+            PlannedRequest(index, 0.0, body) for index, body in enumerate(workload.bodies(warmup, "warmup"))
+        ]
+        _check_any(summarise(0.0, measure(LoadPlan(target, jobs, **how))))
     runs = []
     for index, rate in enumerate(rates):
-        plan = Plan(target, workload.jobs(rate, str(index)), **how)
+        plan = LoadPlan(target, workload.jobs(rate, str(index)), **how)
         with _progress(rate_name(rate), len(plan.jobs), show and processes == 1) as advance:
             runs.append(summarise(rate, measure_with(processes, plan, advance)))
         _check_any(runs[-1])
@@ -211,7 +213,7 @@ def _progress(name: str, total: int, show: bool) -> Iterator[Advance | None]:
 
 
 def _tell(
-    runs: list[Run], workload: Workload, url: str, as_json: str | None, plot: Path | None, quiet: bool
+    runs: list[Run], workload: ServingWorkload, url: str, as_json: str | None, plot: Path | None, quiet: bool
 ) -> None:
     from inflight.bench.terminal import print_runs
 

@@ -18,14 +18,14 @@ from typing import IO
 
 import msgspec
 
-from inflight.bench.serve import Measured, Plan, Progress, measure
+from inflight.bench.serve import LoadPlan, Measured, Progress, measure
 from inflight.errors import EngineError
 
 START_DELAY = 0.05  # seconds for all to hear when it starts
 READY = b"ready\n"
 
 
-def measure_with(num_processes: int, plan: Plan, progress: Progress | None = None) -> Measured:
+def measure_with(num_processes: int, plan: LoadPlan, progress: Progress | None = None) -> Measured:
     """Run a plan in this process, or in several of its own."""
     if num_processes == 1:
         return measure(plan, progress=progress)
@@ -42,12 +42,12 @@ def measure_with(num_processes: int, plan: Plan, progress: Progress | None = Non
         raise EngineError("a process of the benchmark ended early") from None
 
 
-def split(plan: Plan, num_processes: int) -> list[Plan]:
+def split(plan: LoadPlan, num_processes: int) -> list[LoadPlan]:
     """Every n-th request each, so that all are busy at all times; the limit of requests at once is shared out."""
     limit = plan.concurrency
     count = min(num_processes, len(plan.jobs), limit or num_processes)
     return [
-        Plan(
+        LoadPlan(
             plan.target,
             plan.jobs[index::count],
             None if limit is None else (limit + count - 1 - index) // count,
@@ -62,7 +62,7 @@ def _start() -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
-def _conduct(children: list[subprocess.Popen[bytes]], plans: list[Plan]) -> Measured:
+def _conduct(children: list[subprocess.Popen[bytes]], plans: list[LoadPlan]) -> Measured:
     for child, plan in zip(children, plans, strict=True):
         _write(child.stdin, msgspec.msgpack.encode(plan))
     for child in children:
@@ -100,7 +100,7 @@ def _read(pipe: IO[bytes] | None) -> bytes:
 
 def main() -> None:
     """The child's side."""
-    plan = msgspec.msgpack.decode(_read(sys.stdin.buffer), type=Plan)
+    plan = msgspec.msgpack.decode(_read(sys.stdin.buffer), type=LoadPlan)
     sys.stdout.buffer.write(READY)
     sys.stdout.buffer.flush()
     start = msgspec.msgpack.decode(_read(sys.stdin.buffer), type=float)

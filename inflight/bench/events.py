@@ -9,14 +9,14 @@ import msgspec
 MAX_EVENT = 16 << 20  # bytes without an end of line
 
 
-class _Delta(msgspec.Struct, gc=False):
+class _EventDelta(msgspec.Struct, gc=False):
     content: str | None = None
     reasoning_content: str | None = None
 
 
-class _Choice(msgspec.Struct, gc=False):
+class _EventChoice(msgspec.Struct, gc=False):
     text: str | None = None
-    delta: _Delta | None = None
+    delta: _EventDelta | None = None
     token_ids: list[int] | None = None
     finish_reason: str | None = None
 
@@ -25,15 +25,15 @@ class _Details(msgspec.Struct, gc=False):
     cached_tokens: int | None = None
 
 
-class _Usage(msgspec.Struct, gc=False):
+class _EventUsage(msgspec.Struct, gc=False):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     prompt_tokens_details: _Details | None = None
 
 
 class _Event(msgspec.Struct, gc=False):
-    choices: list[_Choice] = []
-    usage: _Usage | None = None
+    choices: list[_EventChoice] = []
+    usage: _EventUsage | None = None
     error: Any = None
 
 
@@ -55,7 +55,7 @@ class EventReader:
     def __init__(self) -> None:
         self.times: list[float] = []  # of events that brought tokens
         self.num_seen = 0  # tokens, as far as events tell: one each, unless they list ids
-        self.usage: _Usage | None = None
+        self.usage: _EventUsage | None = None
         self.finished = False  # a finish reason was told
         self.done = False  # the end mark came
         self.ended = 0.0  # when the whole answer had been read; set by whoever reads

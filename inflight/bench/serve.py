@@ -14,18 +14,18 @@ import msgspec
 
 from inflight.bench.connection import Pool, Target
 from inflight.bench.events import EventReader, StreamError
-from inflight.bench.workload import Job
+from inflight.bench.workload import PlannedRequest
 
 HEARTBEAT = 0.02  # seconds between two looks at how late the event loop is
 
 Progress = Callable[[], None]  # called when a request has ended
 
 
-class Plan(msgspec.Struct):
+class LoadPlan(msgspec.Struct):
     """What one process sends."""
 
     target: Target
-    jobs: list[Job]
+    jobs: list[PlannedRequest]
     concurrency: int | None = None  # requests at once; None: as many as come
     timeout: float = 600.0  # seconds for one request
 
@@ -62,7 +62,7 @@ class Measured(msgspec.Struct):
     cpu_share: float  # of one core, used by the client itself; the busiest process's
 
 
-def measure(plan: Plan, start: float | None = None, progress: Progress | None = None) -> Measured:
+def measure(plan: LoadPlan, start: float | None = None, progress: Progress | None = None) -> Measured:
     """Run a plan in this process, from the moment `start`."""
     gc.collect()
     gc.freeze()
@@ -84,7 +84,7 @@ def _event_loop() -> Callable[[], asyncio.AbstractEventLoop]:
     return found
 
 
-async def drive(plan: Plan, start: float | None = None, progress: Progress | None = None) -> Measured:
+async def drive(plan: LoadPlan, start: float | None = None, progress: Progress | None = None) -> Measured:
     """Run a plan in this event loop."""
     start = time.perf_counter() if start is None else start
     await asyncio.sleep(start - time.perf_counter())
@@ -107,7 +107,7 @@ async def _beat(lags: list[float]) -> None:
 
 
 class _Driver:
-    def __init__(self, plan: Plan, start: float, progress: Progress | None) -> None:
+    def __init__(self, plan: LoadPlan, start: float, progress: Progress | None) -> None:
         self._plan = plan
         self._start = start
         self._progress = progress
@@ -124,7 +124,7 @@ class _Driver:
             self._pool.close()
         return [task.result() for task in tasks]
 
-    async def _due(self) -> AsyncGenerator[tuple[Job, bool]]:
+    async def _due(self) -> AsyncGenerator[tuple[PlannedRequest, bool]]:
         """Jobs at their moments, and whether each had to wait for others to end."""
         waited_until = 0.0
         for job in self._plan.jobs:
@@ -140,7 +140,7 @@ class _Driver:
             had_to_wait = moment < waited_until  # also behind one that had to
             yield job, had_to_wait
 
-    async def _one(self, job: Job, had_to_wait: bool) -> Record:
+    async def _one(self, job: PlannedRequest, had_to_wait: bool) -> Record:
         plan, reader = self._plan, EventReader()
         request = plan.target.request(job.body)
         sent = time.perf_counter()

@@ -44,7 +44,7 @@ class Range:
         return str(self.low) if self.low == self.high else f"{self.low}:{self.high}"
 
 
-class Job(msgspec.Struct, frozen=True, gc=False):
+class PlannedRequest(msgspec.Struct, frozen=True, gc=False):
     """One request before it is sent."""
 
     index: int
@@ -53,7 +53,7 @@ class Job(msgspec.Struct, frozen=True, gc=False):
 
 
 @dataclass(frozen=True)
-class Workload:
+class ServingWorkload:
     """The requests of every run."""
 
     model: str
@@ -68,12 +68,15 @@ class Workload:
     parameters: dict[str, Any] = field(default_factory=dict)  # of every body, besides the usual ones
     dataset: tuple[dict[str, Any], ...] = ()
 
-    def jobs(self, rate: float, label: str) -> list[Job]:
+    def jobs(self, rate: float, label: str) -> list[PlannedRequest]:
         """Requests at `rate` a second. Lengths are the same for every label; prompts are not, so that no run finds
         the prefixes of the one before in a cache."""
         times = arrival_times(self.num_requests, rate, self.seed, self.ramp)
         bodies = self.bodies(self.num_requests, label)
-        return [Job(index, at, body) for index, (at, body) in enumerate(zip(times, bodies, strict=True))]
+        return [
+            PlannedRequest(index, at, body)
+            for index, (at, body) in enumerate(zip(times, bodies, strict=True))
+        ]
 
     def bodies(self, count: int, label: str) -> list[bytes]:
         lengths, ids = Random(f"{self.seed}/lengths"), Random(f"{self.seed}/{label}")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from inflight.compare.axis import Axis, StepAxis, TimeAxis, ticks
-from inflight.compare.layout import Kind, Span, Timeline
+from inflight.compare.layout import Span, SpanKind, Timeline
 from inflight.compare.palette import decode_colour, prefill_colour
 
 if TYPE_CHECKING:
@@ -168,9 +168,9 @@ class _Pen:
             x, y = LEFT + low * scale, top + span.slot * self.row
             width, height = (min(high, axis.limit) - low) * scale, self.row - gap
             title = self._title(span)
-            if span.kind is Kind.HELD:
+            if span.kind is SpanKind.HELD:
                 self.drawing.items += _held(x, y, width, height, span.request, title)
-            elif span.kind is Kind.DECODE:
+            elif span.kind is SpanKind.DECODE:
                 self.drawing.items.append(Rect(x, y, width, height, decode_colour(span.request), title))
             else:
                 paint = prefill_colour(span.request)
@@ -184,7 +184,7 @@ class _Pen:
         if self.row < 9 or index + 1 == len(spans):
             return []
         span, following = spans[index], spans[index + 1]
-        if following.kind is not Kind.DECODE or following.request != span.request:
+        if following.kind is not SpanKind.DECODE or following.request != span.request:
             return []
         text = self.comparison.requests[span.request].label
         low, high = axis.interval(timeline, following.first, following.last)
@@ -198,9 +198,9 @@ class _Pen:
             f"step {span.first}" if span.last == span.first + 1 else f"steps {span.first} to {span.last - 1}"
         )
         did = {
-            Kind.PREFILL: "prompt",
-            Kind.DECODE: f"{span.num_tokens} tokens",
-            Kind.HELD: "finished, slot held",
+            SpanKind.PREFILL: "prompt",
+            SpanKind.DECODE: f"{span.num_tokens} tokens",
+            SpanKind.HELD: "finished, slot held",
         }
         return (
             f"{request.label}: {request.title}\n"

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from inflight.compare.measure import StrategyRun
 
 
-class Kind(enum.StrEnum):
+class SpanKind(enum.StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
     HELD = "held"  # the request has all its tokens, and the slot is not given on
@@ -32,7 +32,7 @@ class Span:
 
     slot: int
     request: int  # its index in the workload
-    kind: Kind
+    kind: SpanKind
     first: int
     last: int
     num_tokens: int  # kept ones, produced here
@@ -83,19 +83,19 @@ def lay_out(run: StrategyRun) -> Timeline:
             kind, kept = _cell(slot, totals[slot.request_id])
             _extend(spans, open_spans, Span(slot.row, owners[slot.row], kind, number, number + 1, kept))
         for row in sorted(held - {slot.row for slot in step.slots}):
-            _extend(spans, open_spans, Span(row, owners[row], Kind.HELD, number, number + 1, 0))
+            _extend(spans, open_spans, Span(row, owners[row], SpanKind.HELD, number, number + 1, 0))
         held = frozenset(step.idle_rows)
     spans.sort(key=lambda span: (span.slot, span.first))
     return Timeline(run.strategy, run.num_slots, run.begins, run.ends, spans)
 
 
-def _cell(slot: SlotRecord, total: int) -> tuple[Kind, int]:
+def _cell(slot: SlotRecord, total: int) -> tuple[SpanKind, int]:
     """What a slot did in a step, and how many tokens that gave which the answer keeps."""
     produced = slot.start + slot.num_tokens  # the place of the token sampled, if one was
     if slot.samples and produced >= total:  # in flight when the end was found: dropped
-        return Kind.HELD, 0
+        return SpanKind.HELD, 0
     decodes = slot.decodes and slot.num_tokens == 1
-    return (Kind.DECODE if decodes else Kind.PREFILL), int(slot.samples)
+    return (SpanKind.DECODE if decodes else SpanKind.PREFILL), int(slot.samples)
 
 
 def _extend(spans: list[Span], open_spans: dict[int, Span], cell: Span) -> None:

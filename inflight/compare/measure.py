@@ -47,7 +47,7 @@ class StrategyRun:
 
 
 @dataclass(slots=True)
-class _Watch:
+class _StepRecorder:
     """Keeps the steps and when they began: at the end of the one before, or when work came after a pause."""
 
     origin: float = 0.0
@@ -71,7 +71,7 @@ def measure(
     requests = [
         engine.input_processor.requests(job.request_id, job.prompt_ids, job.params)[1][0] for job in jobs
     ]
-    watch = _Watch()
+    watch = _StepRecorder()
     core.observers.append(watch)
     device = engine.decoder.device
     with GpuMonitor(device.index or 0 if device.type == "cuda" else None) as monitor:
@@ -88,7 +88,7 @@ def measure(
 
 
 def _serve(
-    core: EngineCore, jobs: list[Job], requests: list[Request], watch: _Watch, progress: Progress
+    core: EngineCore, jobs: list[Job], requests: list[Request], watch: _StepRecorder, progress: Progress
 ) -> None:
     """Add requests when they are due and step while there is work. An open loop: arrivals wait for no answer."""
     due = deque(zip(jobs, requests, strict=True))

@@ -12,7 +12,7 @@ from random import Random
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class PromptKind:
     """Questions whose answers have about the same length."""
 
     name: str
@@ -21,7 +21,7 @@ class Kind:
 
 
 KINDS = (
-    Kind(
+    PromptKind(
         "some words",
         4,
         (
@@ -52,7 +52,7 @@ KINDS = (
             "Name three animals.",
         ),
     ),
-    Kind(
+    PromptKind(
         "a sentence or two",
         3,
         (
@@ -80,7 +80,7 @@ KINDS = (
             "What is the weather like today?",
         ),
     ),
-    Kind(
+    PromptKind(
         "a paragraph",
         2,
         (
@@ -101,7 +101,7 @@ KINDS = (
             "Write a conversation between a fox and a hen about the weather.",
         ),
     ),
-    Kind(
+    PromptKind(
         "a story",
         1,
         (

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from inflight.compare.axis import TimeAxis, ticks
-from inflight.compare.layout import Kind, Timeline
+from inflight.compare.layout import SpanKind, Timeline
 from inflight.compare.palette import decode_colour, prefill_colour
 from inflight.compare.table import rows, verdict
 
@@ -25,8 +25,8 @@ MIN_COLUMNS = 10
 FOLD = 2  # more never used slots than this are told in one line
 
 # Prefill, decode, held and empty, where there is no colour to tell them apart.
-_MARKS = {Kind.PREFILL: "▓", Kind.DECODE: "━", Kind.HELD: "·", None: " "}
-_ASCII_MARKS = {Kind.PREFILL: "#", Kind.DECODE: "-", Kind.HELD: ".", None: " "}
+_MARKS = {SpanKind.PREFILL: "▓", SpanKind.DECODE: "━", SpanKind.HELD: "·", None: " "}
+_ASCII_MARKS = {SpanKind.PREFILL: "#", SpanKind.DECODE: "-", SpanKind.HELD: ".", None: " "}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class _Cell:
     """One column of one slot: what took most of it."""
 
     request: int = -1
-    kind: Kind | None = None
+    kind: SpanKind | None = None
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
@@ -107,13 +107,13 @@ def _columns(timeline: Timeline, axis: TimeAxis, num_columns: int) -> list[list[
                 line[column], most[column] = _Cell(span.request, span.kind), share
     for line in cells:
         for column, (before, cell) in enumerate(zip([_Cell(), *line], line, strict=False)):
-            if cell.kind is Kind.DECODE and before.request != cell.request:
-                line[column] = _Cell(cell.request, Kind.PREFILL)
+            if cell.kind is SpanKind.DECODE and before.request != cell.request:
+                line[column] = _Cell(cell.request, SpanKind.PREFILL)
     return cells
 
 
 def _slot_line(
-    comparison: Comparison, line: list[_Cell], coloured: bool, marks: dict[Kind | None, str]
+    comparison: Comparison, line: list[_Cell], coloured: bool, marks: dict[SpanKind | None, str]
 ) -> Text:
     text = Text()
     column = 0
@@ -122,7 +122,7 @@ def _slot_line(
         while end < len(line) and line[end].request == line[column].request:
             end += 1
         run = line[column:end]
-        working = sum(cell.kind is not Kind.HELD for cell in run)
+        working = sum(cell.kind is not SpanKind.HELD for cell in run)
         label = comparison.requests[run[0].request].label if run[0].kind else ""
         label = label if len(label) <= working else ""
         for offset, cell in enumerate(run):
@@ -132,26 +132,26 @@ def _slot_line(
     return text
 
 
-def _mark(cell: _Cell, coloured: bool, marks: dict[Kind | None, str]) -> str:
-    return " " if coloured and cell.kind in (Kind.PREFILL, Kind.DECODE) else marks[cell.kind]
+def _mark(cell: _Cell, coloured: bool, marks: dict[SpanKind | None, str]) -> str:
+    return " " if coloured and cell.kind in (SpanKind.PREFILL, SpanKind.DECODE) else marks[cell.kind]
 
 
 def _style(cell: _Cell, coloured: bool) -> Style:
     if not coloured or cell.kind is None:
         return Style()
-    if cell.kind is Kind.HELD:
+    if cell.kind is SpanKind.HELD:
         return Style(color="bright_black")
-    if cell.kind is Kind.PREFILL:
+    if cell.kind is SpanKind.PREFILL:
         return Style(color="#ffffff", bgcolor=prefill_colour(cell.request), bold=True)
     return Style(color="#101214", bgcolor=decode_colour(cell.request))
 
 
-def _legend(coloured: bool, marks: dict[Kind | None, str]) -> Text:
+def _legend(coloured: bool, marks: dict[SpanKind | None, str]) -> Text:
     text = Text()
     for kind, told in (
-        (Kind.PREFILL, "begins"),
-        (Kind.DECODE, "decodes"),
-        (Kind.HELD, "done, slot held"),
+        (SpanKind.PREFILL, "begins"),
+        (SpanKind.DECODE, "decodes"),
+        (SpanKind.HELD, "done, slot held"),
     ):
         cell = _Cell(0, kind)
         text.append(_mark(cell, coloured, marks) * 2, _style(cell, coloured))

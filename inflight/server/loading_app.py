@@ -7,7 +7,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from inflight.server.errors import ApiError
 from inflight.server.openapi import respond
-from inflight.server.schemas.service import Life
+from inflight.server.schemas.service import HealthStatus
 
 RETRY_AFTER = 5  # seconds; how long a model still takes is not known
 
@@ -39,9 +39,9 @@ class LoadingApp:
         )
         if scope["path"] not in ("/health", "/ready") or scope["method"] not in ("GET", "HEAD"):
             return error.response()
-        life = Life(
+        found = HealthStatus(
             status="loading", seconds_since_step=0.0, num_running=0, num_waiting=0, progress=self._progress
         )
-        response = respond(life, error.status)
+        response = respond(found, error.status)
         response.headers.update(error.headers)
         return response

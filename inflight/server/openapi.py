@@ -56,7 +56,7 @@ def documented(
     error = {"application/json": {"schema": _ref(ErrorBody, "serialization")}}
     responses: dict[int, Any] = {200: {"description": answer.__doc__ or answer.__name__, "content": content}}
     for status in sorted(errors):
-        same = answer.__name__ == "Life" and status == 503
+        same = answer.__name__ == "HealthStatus" and status == 503
         responses[status] = {"description": _ERRORS[status], "content": content if same else error}
     found: dict[str, Any] = {"responses": responses, "response_model": None}
     if body is not None:

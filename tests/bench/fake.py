@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from inflight.bench.connection import Target
-from inflight.bench.workload import Job
+from inflight.bench.workload import PlannedRequest
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 DONE = b"data: [DONE]\n\n"
@@ -124,5 +124,7 @@ async def serving(handler: Handler) -> AsyncIterator[Fake]:
         await server.wait_closed()
 
 
-def jobs(count: int, at: float = 0.0) -> list[Job]:
-    return [Job(index, at * index, json.dumps({"prompt": [index]}).encode()) for index in range(count)]
+def jobs(count: int, at: float = 0.0) -> list[PlannedRequest]:
+    return [
+        PlannedRequest(index, at * index, json.dumps({"prompt": [index]}).encode()) for index in range(count)
+    ]

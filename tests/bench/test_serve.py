@@ -11,7 +11,7 @@ import pytest
 
 from inflight.bench.connection import Target
 from inflight.bench.report import summarise
-from inflight.bench.serve import Plan, Record, drive
+from inflight.bench.serve import LoadPlan, Record, drive
 from tests.bench.fake import DONE, END, HEAD, Exchange, chunk, jobs, refusal, serving, token, usage
 
 PAUSE = 0.02  # seconds; what is asserted is that no less is measured
@@ -28,7 +28,7 @@ def only(records: list[Record]) -> Record:
 
 async def test_tokens_are_counted() -> None:
     async with serving(three_tokens) as fake:
-        measured = await drive(Plan(fake.target, jobs(20)))
+        measured = await drive(LoadPlan(fake.target, jobs(20)))
     assert [record.index for record in measured.records] == list(range(20))
     assert sorted(exchange.body["prompt"][0] for exchange in fake.seen) == list(range(20))
     for record in measured.records:
@@ -45,7 +45,7 @@ async def test_pauses_are_measured() -> None:
         await exchange.stream(token("a"), token("b"), token("c", "length"), seconds=PAUSE)
 
     async with serving(slow) as fake:
-        record = only((await drive(Plan(fake.target, jobs(1)))).records)
+        record = only((await drive(LoadPlan(fake.target, jobs(1)))).records)
     assert record.first - record.sent >= PAUSE
     assert sum(later - earlier for earlier, later in pairwise(record.times)) >= 1.5 * PAUSE
     assert record.ended - record.sent >= 4 * PAUSE
@@ -63,7 +63,7 @@ async def test_requests_do_not_wait_for_each_other() -> None:
         await three_tokens(exchange)
 
     async with serving(together) as fake:
-        measured = await drive(Plan(fake.target, jobs(10, at=0.002), timeout=20))
+        measured = await drive(LoadPlan(fake.target, jobs(10, at=0.002), timeout=20))
     assert {record.error for record in measured.records} == {None}
     for earlier, later in pairwise(measured.records):
         assert later.sent - earlier.sent > 0
@@ -73,7 +73,7 @@ async def test_requests_do_not_wait_for_each_other() -> None:
 async def test_requests_wait_for_their_moment() -> None:
     async with serving(three_tokens) as fake:
         start = time.perf_counter() + PAUSE
-        measured = await drive(Plan(fake.target, jobs(3, at=PAUSE)), start)
+        measured = await drive(LoadPlan(fake.target, jobs(3, at=PAUSE)), start)
     for index, record in enumerate(measured.records):
         assert record.sent - start >= PAUSE * index - 0.002  # the loop's clock is a millisecond coarse
         assert record.lag is not None
@@ -85,7 +85,7 @@ async def test_at_most_so_many_at_once() -> None:
         await exchange.stream(token("a", "length"), seconds=0.002)
 
     async with serving(slow) as fake:
-        measured = await drive(Plan(fake.target, jobs(12), concurrency=3))
+        measured = await drive(LoadPlan(fake.target, jobs(12), concurrency=3))
     assert fake.most_at_once == 3
     assert fake.num_connections == 3  # kept open and used again
     assert sum(record.lag is None for record in measured.records) >= 9  # waiting is not the client's lateness
@@ -97,7 +97,7 @@ async def test_a_slow_client_is_noticed() -> None:
 
     async with serving(three_tokens) as fake:
         asyncio.get_running_loop().call_later(0.03, block)
-        measured = await drive(Plan(fake.target, jobs(20, at=0.01)))
+        measured = await drive(LoadPlan(fake.target, jobs(20, at=0.01)))
     run = summarise(100.0, measured)
     assert run.lag is not None
     assert run.lag.max >= 0.1
@@ -117,7 +117,7 @@ async def fails_every_second(exchange: Exchange) -> None:
 
 async def test_refusals_are_counted_and_the_rest_goes_on() -> None:
     async with serving(fails_every_second) as fake:
-        run = summarise(1.0, await drive(Plan(fake.target, jobs(10))))
+        run = summarise(1.0, await drive(LoadPlan(fake.target, jobs(10))))
     assert (run.num_complete, run.num_failed, run.num_output_tokens) == (5, 5, 15)
     assert (run.problems["http_429"].count, run.problems["http_429"].example) == (5, "come back later")
 
@@ -174,7 +174,7 @@ async def test_faults_have_kinds(handler: object, kind: str, num_tokens: int) ->
         await (handler if exchange.body["prompt"] == [1] else three_tokens)(exchange)  # type: ignore[operator]
 
     async with serving(sometimes) as fake:
-        measured = await drive(Plan(fake.target, jobs(3), timeout=0.5, concurrency=1))
+        measured = await drive(LoadPlan(fake.target, jobs(3), timeout=0.5, concurrency=1))
     assert [record.error for record in measured.records] == [None, kind, None]
     failed = measured.records[1]
     assert (failed.num_tokens, bool(failed.detail)) == (num_tokens, True)
@@ -186,7 +186,7 @@ async def test_a_server_that_is_not_there() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and does not listen
         target = Target("127.0.0.1", taken.getsockname()[1], "/")
-        run = summarise(1.0, await drive(Plan(target, jobs(3))))
+        run = summarise(1.0, await drive(LoadPlan(target, jobs(3))))
     assert (run.num_complete, run.problems["connect"].count, run.ttft) == (0, 3, None)
 
 
@@ -198,7 +198,7 @@ async def test_a_connection_that_was_closed_while_idle_is_no_fault() -> None:
             exchange.hang_up()
 
     async with serving(closes) as fake:
-        measured = await drive(Plan(fake.target, jobs(8), concurrency=1))
+        measured = await drive(LoadPlan(fake.target, jobs(8), concurrency=1))
     assert [record.error for record in measured.records] == [None] * 8
 
 
@@ -209,7 +209,7 @@ async def test_an_answer_that_ends_with_its_connection() -> None:
         exchange.hang_up()
 
     async with serving(until_the_end) as fake:
-        measured = await drive(Plan(fake.target, jobs(2), concurrency=1))
+        measured = await drive(LoadPlan(fake.target, jobs(2), concurrency=1))
     assert [(record.error, record.num_tokens) for record in measured.records] == [(None, 1)] * 2
 
 
@@ -226,14 +226,14 @@ async def test_chunks_cut_anywhere() -> None:
                 await asyncio.sleep(0)
 
     async with serving(in_pieces) as fake:
-        measured = await drive(Plan(fake.target, jobs(24), concurrency=4))
+        measured = await drive(LoadPlan(fake.target, jobs(24), concurrency=4))
     assert {(record.error, record.num_tokens) for record in measured.records} == {(None, 2)}
 
 
 async def test_headers_are_sent() -> None:
     async with serving(three_tokens) as fake:
         target = Target("127.0.0.1", fake.target.port, "/v1/x", headers=("Authorization: Bearer secret",))
-        await drive(Plan(target, jobs(1)))
+        await drive(LoadPlan(target, jobs(1)))
     (exchange,) = fake.seen
     assert exchange.path == "/v1/x"
     assert exchange.headers["authorization"] == "bearer secret"

@@ -11,11 +11,18 @@ from typing import Any
 
 import pytest
 
-from inflight.bench.workload import Job, Range, Workload, arrival_times, parse_rate, read_dataset
+from inflight.bench.workload import (
+    PlannedRequest,
+    Range,
+    ServingWorkload,
+    arrival_times,
+    parse_rate,
+    read_dataset,
+)
 from inflight.errors import ConfigError, ParameterError
 
 
-def bodies(jobs: list[Job]) -> list[dict[str, Any]]:
+def bodies(jobs: list[PlannedRequest]) -> list[dict[str, Any]]:
     return [json.loads(job.body) for job in jobs]
 
 
@@ -48,7 +55,9 @@ def test_a_ramp_begins_slowly_and_ends_at_the_rate() -> None:
 
 
 def test_requests_are_those_of_the_seed() -> None:
-    workload = Workload("m", num_requests=30, prompt_len=Range(3, 9), output_len=Range(2, 5), vocab_size=50)
+    workload = ServingWorkload(
+        "m", num_requests=30, prompt_len=Range(3, 9), output_len=Range(2, 5), vocab_size=50
+    )
     jobs = workload.jobs(8.0, "0")
     assert jobs == workload.jobs(8.0, "0")
     assert [job.at for job in jobs] == arrival_times(30, 8.0, 0)
@@ -67,7 +76,7 @@ def test_requests_are_those_of_the_seed() -> None:
 
 
 def test_another_run_has_the_same_lengths_and_other_prompts() -> None:
-    workload = Workload("m", num_requests=20)
+    workload = ServingWorkload("m", num_requests=20)
     first, second = bodies(workload.jobs(8.0, "0")), bodies(workload.jobs(16.0, "1"))
     for one, other in zip(first, second, strict=True):
         assert one["max_tokens"] == other["max_tokens"]
@@ -76,7 +85,7 @@ def test_another_run_has_the_same_lengths_and_other_prompts() -> None:
 
 
 def test_a_chat_sends_words() -> None:
-    workload = Workload("m", "chat", num_requests=3, prompt_len=Range(4, 4), ignore_eos=False)
+    workload = ServingWorkload("m", "chat", num_requests=3, prompt_len=Range(4, 4), ignore_eos=False)
     for body in bodies(workload.jobs(math.inf, "0")):
         (message,) = body["messages"]
         assert (message["role"], len(message["content"].split())) == ("user", 4)
@@ -84,7 +93,7 @@ def test_a_chat_sends_words() -> None:
 
 
 def test_parameters_go_into_every_body() -> None:
-    workload = Workload("m", num_requests=2, parameters={"top_p": 0.5, "ignore_eos": False})
+    workload = ServingWorkload("m", num_requests=2, parameters={"top_p": 0.5, "ignore_eos": False})
     assert all(
         body["top_p"] == 0.5 and body["ignore_eos"] is False for body in bodies(workload.jobs(1.0, ""))
     )
@@ -94,7 +103,9 @@ def test_a_dataset_goes_round(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text('{"prompt": "a", "max_tokens": 3}\n\n{"prompt": [1, 2]}\n')
     lines = read_dataset(path, "completions")
-    found = bodies(Workload("m", num_requests=3, output_len=Range(9, 9), dataset=lines).jobs(math.inf, "0"))
+    found = bodies(
+        ServingWorkload("m", num_requests=3, output_len=Range(9, 9), dataset=lines).jobs(math.inf, "0")
+    )
     assert [(body["prompt"], body["max_tokens"]) for body in found] == [("a", 3), ([1, 2], 9), ("a", 3)]
 
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from inflight.compare.axis import TimeAxis, ticks
-from inflight.compare.layout import Kind, Timeline, lay_out
+from inflight.compare.layout import SpanKind, Timeline, lay_out
 from inflight.compare.report import Comparison
 from tests.compare import hand_made
 from tests.compare.conftest import NUM_SLOTS
@@ -20,14 +20,14 @@ def test_a_run_made_by_hand_is_laid_out_cell_by_cell() -> None:
         for span in lay_out(hand_made.run()).spans
     ]
     assert spans == [
-        (0, 0, Kind.PREFILL, 0, 1, 1),
-        (0, 0, Kind.DECODE, 1, 3, 2),
-        (0, 2, Kind.PREFILL, 3, 4, 1),
-        (0, 2, Kind.DECODE, 4, 5, 1),
-        (1, 1, Kind.PREFILL, 0, 1, 1),
-        (1, 1, Kind.DECODE, 1, 2, 1),
-        (1, 1, Kind.HELD, 2, 4, 0),
-        (1, 3, Kind.PREFILL, 4, 6, 1),  # a prompt in two chunks: only the last one samples
+        (0, 0, SpanKind.PREFILL, 0, 1, 1),
+        (0, 0, SpanKind.DECODE, 1, 3, 2),
+        (0, 2, SpanKind.PREFILL, 3, 4, 1),
+        (0, 2, SpanKind.DECODE, 4, 5, 1),
+        (1, 1, SpanKind.PREFILL, 0, 1, 1),
+        (1, 1, SpanKind.DECODE, 1, 2, 1),
+        (1, 1, SpanKind.HELD, 2, 4, 0),
+        (1, 3, SpanKind.PREFILL, 4, 6, 1),  # a prompt in two chunks: only the last one samples
     ]
 
 
@@ -36,9 +36,9 @@ def test_a_token_dropped_at_the_end_is_not_counted() -> None:
     run.steps[2] = hand_made.step(2, [hand_made.token(0, "a", 1), hand_made.token(1, "b", 1)], idle=(1,))
     b = [span for span in lay_out(run).spans if span.request == 1]
     assert [(span.kind, span.first, span.last, span.num_tokens) for span in b] == [
-        (Kind.PREFILL, 0, 1, 1),
-        (Kind.DECODE, 1, 2, 1),
-        (Kind.HELD, 2, 4, 0),
+        (SpanKind.PREFILL, 0, 1, 1),
+        (SpanKind.DECODE, 1, 2, 1),
+        (SpanKind.HELD, 2, 4, 0),
     ]
 
 
@@ -57,9 +57,9 @@ def test_every_token_is_drawn_once(comparison: Comparison, strategy: str) -> Non
     for span in comparison.results[strategy].timeline.spans:
         drawn[span.request] += span.num_tokens
         # A decoding slot gives a token in every step; one that is held gives none.
-        if span.kind is Kind.DECODE:
+        if span.kind is SpanKind.DECODE:
             assert span.num_tokens == span.last - span.first
-        if span.kind is Kind.HELD:
+        if span.kind is SpanKind.HELD:
             assert span.num_tokens == 0
     assert [drawn[index] for index in range(len(comparison.requests))] == [
         request.num_output_tokens for request in comparison.requests
@@ -79,16 +79,16 @@ def test_the_pictures_show_what_the_strategies_are(comparison: Comparison) -> No
     assert sequential.num_slots_used == 1
     assert static.num_slots_used == continuous.num_slots_used == NUM_SLOTS
     # Static: nobody joins before the longest of a batch is done, and finished ones hold their slots until then.
-    starts = sorted({span.first for span in static.spans if span.kind is Kind.PREFILL})
+    starts = sorted({span.first for span in static.spans if span.kind is SpanKind.PREFILL})
     assert len(starts) == 3
     assert not any(span.first < start < span.last for span in static.spans for start in starts)
-    assert any(span.kind is Kind.HELD for span in static.spans)
+    assert any(span.kind is SpanKind.HELD for span in static.spans)
     for start, end in pairwise(starts):
         slots = {span.slot for span in static.spans if span.last == end}
         assert slots == {span.slot for span in static.spans if start <= span.first < end}
     # Continuous: a slot that is given up is taken over in the very next step, as long as anyone waits.
-    assert not any(span.kind is Kind.HELD for span in continuous.spans)
-    last_joins = max(span.first for span in continuous.spans if span.kind is Kind.PREFILL)
+    assert not any(span.kind is SpanKind.HELD for span in continuous.spans)
+    last_joins = max(span.first for span in continuous.spans if span.kind is SpanKind.PREFILL)
     busy = Counter(
         step for span in continuous.spans for step in range(span.first, min(span.last, last_joins))
     )

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from inflight.compare.drawing import DARK, LIGHT, MIN_PREFILL, Rect, Text, draw
 from inflight.compare.html import to_html
-from inflight.compare.layout import Kind, Timeline
+from inflight.compare.layout import SpanKind, Timeline
 from inflight.compare.palette import decode_colour, label, prefill_colour
 from inflight.compare.png import SCALE, write_png
 from inflight.compare.report import Comparison
@@ -110,7 +110,7 @@ def test_svg_draws_the_spans_at_their_places(comparison: Comparison) -> None:
     root = ElementTree.fromstring(text)
     for result in comparison.results.values():
         first = result.timeline.spans[0]
-        assert first.kind is Kind.PREFILL
+        assert first.kind is SpanKind.PREFILL
         paint = prefill_colour(first.request)
         found = [rect for rect in root.iter(f"{SVG}rect") if rect.get("fill") == paint]
         assert found

@@ -14,7 +14,7 @@ from inflight.server.openapi import documented, respond
 from inflight.server.prepare import chat_tokens
 from inflight.server.request_report import report_of
 from inflight.server.schemas.service import Cancelled, Model, Models, RequestReport, Version
-from inflight.server.schemas.tokens import DetokenizeBody, Text, TokenizeBody, Tokens
+from inflight.server.schemas.tokens import DetokenizeBody, DetokenizedText, TokenizeBody, Tokens
 from inflight.server.state import ServerState, caller_of, state_of
 from inflight.text import Tokenizer
 
@@ -70,7 +70,7 @@ async def tokenize(request: Request) -> Response:
     return await state.in_thread_if(True, answer)
 
 
-@router.post("/detokenize", **documented(DetokenizeBody, Text))
+@router.post("/detokenize", **documented(DetokenizeBody, DetokenizedText))
 async def detokenize(request: Request) -> Response:
     """The text of token ids."""
     state, options = state_of(request), state_of(request).options
@@ -82,7 +82,7 @@ async def detokenize(request: Request) -> Response:
         wrong = next((token_id for token_id in body.tokens if not 0 <= token_id < size), None)
         if wrong is not None:
             raise PromptError(f"tokens has the token id {wrong!r:.100}: ids must be from 0 to {size - 1}")
-        return respond(Text(prompt=tokenizer.decode(body.tokens, skip_special_tokens=False)))
+        return respond(DetokenizedText(prompt=tokenizer.decode(body.tokens, skip_special_tokens=False)))
 
     return await state.in_thread_if(True, answer)
 

@@ -18,7 +18,7 @@ class TextPart(Body):
     text: str
 
 
-class Message(Body):
+class ChatMessage(Body):
     """One message. Fields that answers have may be sent back with the next question."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
@@ -40,7 +40,7 @@ class Message(Body):
         return found
 
 
-Messages = Annotated[Items[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+Messages = Annotated[Items[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
 
 
 class TextFormat(Body):
@@ -106,12 +106,12 @@ class TopLogprob(BaseModel):
     bytes: list[int] | None = None
 
 
-class TokenLogprob(TopLogprob):
+class ChatTokenLogprob(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 
 class ChatLogprobs(BaseModel):
-    content: list[TokenLogprob] | None = None
+    content: list[ChatTokenLogprob] | None = None
     refusal: None = None
 
 

@@ -20,7 +20,7 @@ class Models(BaseModel):
     data: list[Model]
 
 
-class Life(BaseModel):
+class HealthStatus(BaseModel):
     """`status` is "ok", or says why not; `progress` is the share of the weights that is there, while they load."""
 
     status: str

@@ -43,5 +43,5 @@ class DetokenizeBody(Body):
     tokens: Items[int]
 
 
-class Text(BaseModel):
+class DetokenizedText(BaseModel):
     prompt: str

@@ -13,7 +13,7 @@ from inflight.engine import EngineStats
 from inflight.errors import EngineError
 from inflight.server.metrics import CONTENT_TYPE
 from inflight.server.openapi import documented, respond
-from inflight.server.schemas.service import Life
+from inflight.server.schemas.service import HealthStatus
 from inflight.server.state import ServerState, state_of
 
 router = APIRouter()
@@ -33,7 +33,7 @@ async def _stats(state: ServerState) -> EngineStats | None:
         return None
 
 
-async def _life(state: ServerState, full_queue_counts: bool) -> Response:
+async def _health(state: ServerState, full_queue_counts: bool) -> Response:
     health = await state.client.health()
     stats = await _stats(state) if health.healthy else None
     waiting = stats.num_waiting if stats is not None else 0
@@ -42,27 +42,27 @@ async def _life(state: ServerState, full_queue_counts: bool) -> Response:
         status = "draining"
     elif full_queue_counts and status == "ok" and waiting >= state.options.max_queue:
         status = "queue full"
-    life = Life(
+    found = HealthStatus(
         status=status,
         seconds_since_step=health.seconds_since_step,
         num_running=stats.num_running if stats is not None else 0,
         num_waiting=waiting,
     )
-    return respond(life, 200 if status == "ok" else 503)
+    return respond(found, 200 if status == "ok" else 503)
 
 
 @router.head("/health", include_in_schema=False)
-@router.get("/health", **documented(None, Life, 503))
+@router.get("/health", **documented(None, HealthStatus, 503))
 async def health(request: Request) -> Response:
     """200 while the engine is idle or makes steps; 503 when it hangs, is gone, or the server shuts down."""
-    return await _life(state_of(request), full_queue_counts=False)
+    return await _health(state_of(request), full_queue_counts=False)
 
 
 @router.head("/ready", include_in_schema=False)
-@router.get("/ready", **documented(None, Life, 503))
+@router.get("/ready", **documented(None, HealthStatus, 503))
 async def ready(request: Request) -> Response:
     """200 while a request sent now would be taken."""
-    return await _life(state_of(request), full_queue_counts=True)
+    return await _health(state_of(request), full_queue_counts=True)
 
 
 @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
