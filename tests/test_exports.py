@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -52,6 +54,14 @@ def test_the_version_is_the_distributions() -> None:
 
 def test_the_root_of_the_errors_is_exported() -> None:
     assert inflight.InflightError is errors.InflightError
+
+
+def test_a_class_name_means_one_thing() -> None:
+    places: dict[str, list[str]] = {}
+    for path in sorted(Path(inflight.__file__).parent.rglob("*.py")):
+        for name in re.findall(r"^\s*class _?(\w+)", path.read_text(), re.MULTILINE):
+            places.setdefault(name, []).append(path.name)
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
 
 
 def imported_by(statement: str) -> set[str]:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections import deque
 from collections.abc import Callable
 
 import msgspec
@@ -33,13 +34,14 @@ POLL = 0.01
 
 
 class EngineProcess:
-    """A process with its sockets. What it says goes to `on_message`, in the event loop."""
+    """A process with its sockets: `send` it messages, and `receive` what it says."""
 
-    def __init__(self, on_message: Callable[[ToFront], None], log_format: str) -> None:
-        self.exited = asyncio.Event()  # set once the process is gone and all it said has been passed on
+    def __init__(self, log_format: str) -> None:
+        self.exited = asyncio.Event()  # set once the process is gone and all it said is here
         self.returncode: int | None = None
         self.reason: str | None = None  # why it ended, where that is known
-        self._on_message = on_message
+        self._inbox: deque[ToFront] = deque()  # bounded by what the engine sends before it waits for an Ack
+        self._arrived = asyncio.Event()  # something is in the inbox, or nothing will ever be again
         self._loop = asyncio.get_running_loop()
         self._process: subprocess.Popen[bytes] | None = None
         self._killed = False
@@ -63,7 +65,7 @@ class EngineProcess:
             logging.getLogger("inflight").getEffectiveLevel(),
             log_format,
         )
-        self._loop.add_reader(self._up.fileno(), self._take_frames)
+        self._loop.add_reader(self._up.fileno(), self.take_frames)
         # The thread that starts a process must live as long as it does: for the system, it is the parent.
         threading.Thread(
             target=self._live, args=(connection,), name="inflight-engine-process", daemon=True
@@ -124,12 +126,13 @@ class EngineProcess:
             await self._wait(CONNECTION_TIMEOUT, lambda: self._connected)
         if self._connected:
             await self._wait(LAST_WORDS_TIMEOUT, lambda: self._disconnected)
-        while self._take_frames():
+        while self.take_frames():
             pass
         self.returncode = code
         self.reason = self.reason or reason or f"the engine process ended {_how(code)}"
         self._close_sockets()
         self.exited.set()
+        self._arrived.set()
 
     async def _wait(self, seconds: float, happened: Callable[[], bool]) -> None:
         """For what becomes of the connection."""
@@ -160,8 +163,22 @@ class EngineProcess:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
 
-    def _take_frames(self) -> bool:
-        """Pass on what has come. Whether there may be more."""
+    @property
+    def has_messages(self) -> bool:
+        """Whether something has come that no one has received yet."""
+        return bool(self._inbox)
+
+    async def receive(self, seconds: float) -> ToFront | None:
+        """The next message; None if none comes in time, or ever."""
+        if not self._inbox and not self.exited.is_set():
+            self._arrived.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self._arrived.wait()
+        return self._inbox.popleft() if self._inbox else None
+
+    def take_frames(self) -> bool:
+        """Take in what has come. Whether there may be more."""
         for _ in range(MAX_FRAMES):
             try:
                 frame = self._up.recv(zmq.NOBLOCK)
@@ -175,13 +192,10 @@ class EngineProcess:
                 # nothing is left behind however this process ends.
                 self._spoke = True
                 self._remove_folder()
-            self._on_message(message)
-        self._loop.call_soon(self._take_frames)
+            self._inbox.append(message)
+            self._arrived.set()
+        self._loop.call_soon(self.take_frames)
         return True
-
-    def take_frames(self) -> None:
-        """Pass on what has come while the event loop was busy with something else."""
-        self._take_frames()
 
     async def greet(self, message: Message) -> None:
         """Send the first message, once the process is there to take it."""

@@ -18,8 +18,8 @@ from inflight.engine.client import Health, ModelFacts, RequestState
 from inflight.engine.core import EngineStats, StepObserver, notify
 from inflight.engine.delta_queue import DeltaQueue, DeltaStream
 from inflight.engine.history import History
-from inflight.engine.supervisor import LoadProgress, Supervisor
-from inflight.engine.wire import Abort, Ack, Describe, Message, Reply, StepOutputs, Watch, encode_add
+from inflight.engine.supervisor import EngineEnded, EngineStalled, LoadProgress, Supervisor
+from inflight.engine.wire import Abort, Ack, Describe, Message, Ready, Reply, StepOutputs, Watch, encode_add
 from inflight.errors import ConfigError, EngineDeadError, InflightError, QueueFullError, RequestError
 from inflight.events import Delta, RequestRecord, StepRecord
 from inflight.request import Request
@@ -32,7 +32,7 @@ DRAIN_POLL = 0.02
 
 
 @dataclass(eq=False, slots=True)
-class _Entry:
+class _OpenRequest:
     """A request of this client."""
 
     handle: int
@@ -52,13 +52,12 @@ class ProcessClient:
     ) -> None:
         self.facts: ModelFacts  # of the model, once started
         self._stats: EngineStats
-        self._supervisor = Supervisor(
-            build, _travelling(config), process, progress, self._deliver, self._begin, self._lose
-        )
+        self._supervisor = Supervisor(build, _travelling(config), process, progress)
+        self._reading: asyncio.Task[None]
         self._clock = time.monotonic
         self._numbers = itertools.count(1)
-        self._entries: dict[str, _Entry] = {}  # by request id, until their stream has ended
-        self._open: dict[int, _Entry] = {}  # by handle, until the engine has ended them
+        self._requests: dict[str, _OpenRequest] = {}  # by request id, until their stream has ended
+        self._open: dict[int, _OpenRequest] = {}  # by handle, until the engine has ended them
         self._calls: dict[int, asyncio.Future[Reply]] = {}
         self._history = History()
         self._observers: list[StepObserver] = []
@@ -75,7 +74,9 @@ class ProcessClient:
         """Start the process and wait until its engine is ready. What the engine cannot do with its configuration
         is raised as if it had been built here. `build` is "model", or `module:function` for another engine."""
         client = cls(config, process or ProcessConfig(), progress, build)
-        await client._supervisor.start()
+        ready = await client._supervisor.launch()
+        client._begin(ready.facts, ready.stats)
+        client._reading = asyncio.get_running_loop().create_task(client._read())
         return client
 
     @property
@@ -89,6 +90,23 @@ class ProcessClient:
 
     # ---- what comes from the engine ----
 
+    async def _read(self) -> None:
+        try:
+            async for message in self._supervisor.messages():
+                match message:
+                    case StepOutputs():
+                        self._deliver(message)
+                    case EngineStalled(reason):
+                        self._end_calls(reason)
+                    case EngineEnded(reason):
+                        self._end_all(reason)
+                    case Ready(facts, stats):
+                        self._begin(facts, stats)
+        except Exception as error:  # a mistake of ours: whoever waits for the engine must not wait for ever
+            logger.exception("no one reads what the engine says any more")
+            self._supervisor.give_up(f"its messages could not be read: {type(error).__name__}: {error}")
+            self._end_all("the engine's messages could not be read")
+
     def _begin(self, facts: ModelFacts, stats: EngineStats) -> None:
         """A process is ready, the first or a later one."""
         self.facts, self._stats = facts, stats
@@ -96,14 +114,17 @@ class ProcessClient:
         if self._observers:
             self._send(Watch(True))
 
-    def _lose(self, reason: str, all_requests: bool) -> None:
-        """Calls will not be answered; if the process is gone, so are its requests."""
-        if all_requests:
-            for entry in self._open.values():
-                entry.record.finish_reason, entry.record.finished_at = "error", self._clock()
-                self._history.add(entry.record)
-                entry.queue.fail(EngineDeadError(reason))
-            self._open.clear()
+    def _end_all(self, reason: str) -> None:
+        """The process is gone, and its requests with it."""
+        for opened in self._open.values():
+            opened.record.finish_reason, opened.record.finished_at = "error", self._clock()
+            self._history.add(opened.record)
+            opened.queue.fail(EngineDeadError(reason))
+        self._open.clear()
+        self._end_calls(reason)
+
+    def _end_calls(self, reason: str) -> None:
+        """No one will answer them."""
         for reply in self._calls.values():
             if not reply.done():
                 reply.set_exception(EngineDeadError(reason))
@@ -111,17 +132,17 @@ class ProcessClient:
 
     def _deliver(self, outputs: StepOutputs) -> None:
         for handle, token_id in zip(outputs.handles, outputs.token_ids, strict=False):
-            entry = self._open.get(handle)
-            if entry is not None:
-                entry.queue.put(Delta(entry.record.request_id, [token_id]))
+            opened = self._open.get(handle)
+            if opened is not None:
+                opened.queue.put(Delta(opened.record.request_id, [token_id]))
         for handle, delta in outputs.deltas:
-            entry = self._open.get(handle)
-            if entry is None:
+            opened = self._open.get(handle)
+            if opened is None:
                 continue
             if delta.finish_reason is not None:
                 del self._open[handle]
-                self._history.add(delta.record or entry.record)
-            entry.queue.put(delta)
+                self._history.add(delta.record or opened.record)
+            opened.queue.put(delta)
         for reply in outputs.replies:
             call = self._calls.pop(reply.call, None)
             if call is not None and not call.done():
@@ -166,7 +187,7 @@ class ProcessClient:
     async def add(self, request: Request) -> None:
         if self._supervisor.closing:
             raise EngineDeadError(self._supervisor.trouble() or "the engine is closing")
-        if request.request_id in self._entries:
+        if request.request_id in self._requests:
             raise RequestError(
                 f"request id {request.request_id!r} is already in use",
                 param="request_id",
@@ -174,59 +195,59 @@ class ProcessClient:
             )
         handle = next(self._numbers)
         request.record.arrived_at = self._clock()
-        entry = _Entry(handle, request.record)
+        opened = _OpenRequest(handle, request.record)
 
         def send() -> None:
             engine_process = self._supervisor.engine_process
             engine_process.send_frame(encode_add(engine_process.codec, handle, request))
-            self._open[handle] = self._entries[request.request_id] = entry
+            self._open[handle] = self._requests[request.request_id] = opened
 
         try:
             await self._ask(handle, send)
         except BaseException as error:
-            if self._entries.get(request.request_id) is entry:
-                del self._entries[request.request_id]
+            if self._requests.get(request.request_id) is opened:
+                del self._requests[request.request_id]
             if isinstance(error, InflightError) and not isinstance(error, EngineDeadError):
                 self._open.pop(handle, None)  # refused: it never was there
-            self._abandon(entry)
+            self._abandon(opened)
             raise
 
-    def _abandon(self, entry: _Entry) -> None:
+    def _abandon(self, opened: _OpenRequest) -> None:
         """Abort without waiting for it."""
-        if entry.handle in self._open:
-            self._send(Abort(None, entry.handle, "abort"))
+        if opened.handle in self._open:
+            self._send(Abort(None, opened.handle, "abort"))
 
     def stream(self, request_id: str) -> AsyncGenerator[Delta]:
-        entry = self._entries.get(request_id)
-        if entry is None:
+        opened = self._requests.get(request_id)
+        if opened is None:
             raise RequestError(f"there is no request {request_id!r} to stream: add it first")
 
         def leave(running: bool) -> None:
-            if self._entries.get(request_id) is entry:
-                del self._entries[request_id]
+            if self._requests.get(request_id) is opened:
+                del self._requests[request_id]
                 if running:
-                    self._abandon(entry)
+                    self._abandon(opened)
 
-        return DeltaStream(entry.queue, leave)
+        return DeltaStream(opened.queue, leave)
 
     async def abort(self, request_id: str, reason: str = "abort") -> int:
-        entry = self._entries.get(request_id)
-        if entry is None or entry.handle not in self._open:
+        opened = self._requests.get(request_id)
+        if opened is None or opened.handle not in self._open:
             return 0
         call = next(self._numbers)
         try:
-            reply = await self._ask(call, lambda: self._send(Abort(call, entry.handle, reason)))
+            reply = await self._ask(call, lambda: self._send(Abort(call, opened.handle, reason)))
         except EngineDeadError:
-            if entry.handle in self._open:
+            if opened.handle in self._open:
                 raise
             return 0  # it ended with its process
         return reply.num_freed
 
     async def describe(self, request_id: str) -> RequestState | None:
-        entry = self._entries.get(request_id)
-        if entry is not None and entry.handle in self._open:
+        opened = self._requests.get(request_id)
+        if opened is not None and opened.handle in self._open:
             call = next(self._numbers)
-            reply = await self._ask(call, lambda: self._send(Describe(call, entry.handle)))
+            reply = await self._ask(call, lambda: self._send(Describe(call, opened.handle)))
             if reply.state is not None:
                 return self._history.complete(reply.state)
         return self._history.get(request_id)
@@ -258,6 +279,9 @@ class ProcessClient:
             async with asyncio.timeout(drain):
                 while self._open:
                     await asyncio.sleep(DRAIN_POLL)
+        self._reading.cancel()
+        await asyncio.gather(self._reading, return_exceptions=True)
+        self._end_all("the engine was closed")
         await self._supervisor.close()
 
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from inflight.config import ProcessConfig
-from inflight.engine.client import Health, ModelFacts
-from inflight.engine.core import EngineStats
+from inflight.engine.client import Health
 from inflight.engine.engine_process import EngineProcess
-from inflight.engine.wire import Failed, Heartbeat, Progress, Ready, Start, StepOutputs, Stopped, ToFront
+from inflight.engine.wire import Failed, Heartbeat, Progress, Ready, Start, StepOutputs, Stopped
 from inflight.errors import EngineDeadError, InflightError
 
 logger = logging.getLogger(__name__)
@@ -24,22 +23,25 @@ LoadProgress = Callable[[int, int], None]  # bytes done, bytes in all
 FIRST_PAUSE = 0.5  # seconds before a second restart in a row; then twice as long each time
 
 
-class Supervisor:
-    """One engine process after the other.
+@dataclass(frozen=True, slots=True)
+class EngineStalled:
+    """Calls will not be answered soon: the process makes no progress, or says nothing."""
 
-    Tells its owner of news (`on_outputs`), of every new process that is ready (`on_ready`), and why calls will not be
-    answered (`on_trouble`, with whether all requests are lost too).
-    """
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineEnded:
+    """The process is gone, and its requests with it."""
+
+    reason: str
+
+
+class Supervisor:
+    """One engine process after the other. Whoever starts it reads `messages` as long as it lives."""
 
     def __init__(
-        self,
-        build: str,
-        options: dict[str, Any],
-        process: ProcessConfig,
-        progress: LoadProgress | None,
-        on_outputs: Callable[[StepOutputs], None],
-        on_ready: Callable[[ModelFacts, EngineStats], None],
-        on_trouble: Callable[[str, bool], None],
+        self, build: str, options: dict[str, Any], process: ProcessConfig, progress: LoadProgress | None
     ) -> None:
         self.engine_process: EngineProcess
         self.state: Literal["starting", "running", "restarting", "dead", "closed"] = "starting"
@@ -50,83 +52,95 @@ class Supervisor:
         self._options = options
         self._process = process
         self._progress = progress
-        self._on_outputs = on_outputs
-        self._on_ready = on_ready
-        self._on_trouble = on_trouble
         self._clock = time.monotonic
         self._error: str | None = None
-        self._ready: asyncio.Future[Ready]
-        self._task: asyncio.Task[None] | None = None
         self._restarts: deque[float] = deque()  # when, within the window
         self._num_restarts = 0
         self._heard_at = self._progress_at = self._clock()
 
-    async def start(self) -> None:
-        await self._launch()
-        self._task = asyncio.get_running_loop().create_task(self._supervise())
-
-    async def close(self) -> None:
-        self.closing = True
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-        self.state, self._error = "closed", "the engine was closed"
-        self._on_trouble(self._error, True)
-        await self.engine_process.end()
-
-    # ---- the life of a process ----
-
-    async def _launch(self) -> None:
-        self._ready = asyncio.get_running_loop().create_future()
-        engine_process = self.engine_process = EngineProcess(self._receive, self._process.log_format)
-        greeting = asyncio.ensure_future(
-            engine_process.greet(Start(self._build, self._options, self._process.heartbeat))
-        )
-        dying = asyncio.ensure_future(engine_process.exited.wait())
+    async def launch(self) -> Ready:
+        """Start a process and wait until its engine is ready. Raises what the engine could not do."""
+        process = self.engine_process = EngineProcess(self._process.log_format)
+        start = Start(self._build, self._options, self._process.heartbeat)
+        greeting = asyncio.ensure_future(process.greet(start))
         try:
-            await asyncio.wait((self._ready, dying), return_when=asyncio.FIRST_COMPLETED)
-            if not self._ready.done():
-                raise EngineDeadError(f"{engine_process.reason} while it was starting")
-            ready = self._ready.result()
+            ready = await self._wait_until_ready(process)
         except BaseException:
-            engine_process.kill()
-            await engine_process.exited.wait()
+            process.kill()
+            await process.exited.wait()
             raise
         finally:
             greeting.cancel()
-            dying.cancel()
         # A new process must hold what this one held, whatever memory is free by then.
         self._options["num_blocks"] = ready.facts.num_blocks
         self.working = False
         self._heard_at = self._progress_at = self._clock()
         self.state, self._error = "running", None
-        self._on_ready(ready.facts, ready.stats)
+        return ready
 
-    async def _supervise(self) -> None:
+    async def _wait_until_ready(self, process: EngineProcess) -> Ready:
+        while not _is_over(process):
+            match await process.receive(self._process.heartbeat):
+                case Ready() as ready:
+                    return ready
+                case Progress(num_done, num_total) if self._progress is not None:
+                    self._progress(num_done, num_total)
+                case Failed(problem):
+                    raise problem.error()
+        raise EngineDeadError(f"{process.reason} while it was starting")
+
+    async def messages(self) -> AsyncGenerator[Ready | StepOutputs | EngineStalled | EngineEnded]:
+        """What the running process says and how it does; then the same of the one that takes its place."""
         while True:
-            await self._watch_child()
+            async for message in self._follow(self.engine_process):
+                yield message
             reason = self.engine_process.reason or "the engine process ended"
             logger.error("%s", reason)
             self.state, self._error = "restarting", reason
-            self._on_trouble(reason, True)
-            if self.closing or not await self._restart():
+            yield EngineEnded(reason)
+            ready = None if self.closing else await self._restart()
+            if ready is None:
                 return
+            yield ready
 
-    async def _restart(self) -> bool:
+    async def _follow(self, process: EngineProcess) -> AsyncGenerator[StepOutputs | EngineStalled]:
+        """One process to its end, with an eye on its progress."""
+        limit = self._process.kill_stalled_after
+        while not _is_over(process):
+            message = await process.receive(self._process.heartbeat)
+            if message is not None:
+                self._heard_at = self._clock()
+            match message:
+                case StepOutputs():
+                    self._progress_at = self._heard_at
+                    yield message
+                    continue
+                case Heartbeat(since_step, working, num_dropped):
+                    self._progress_at = self._heard_at - since_step
+                    self.working, self.num_dropped = working, num_dropped
+                case Stopped(text):
+                    process.reason = text
+            trouble = self.trouble()
+            if trouble is not None:
+                yield EngineStalled(trouble)
+                if limit is not None and self._clock() - min(self._progress_at, self._heard_at) >= limit:
+                    process.kill(f"the engine was killed: {trouble}")
+
+    async def _restart(self) -> Ready | None:
         pause = 0.0
         while self._may_restart():
             await asyncio.sleep(pause)
             pause = max(FIRST_PAUSE, 2 * pause)
             try:
-                await self._launch()
+                ready = await self.launch()
             except InflightError as error:
                 logger.error("the engine could not be restarted: %s", error)
             else:
                 logger.warning("the engine process was restarted")
-                return True
+                return ready
         self.state = "dead"
         logger.error("the engine is not restarted any more: %d times were enough", len(self._restarts))
-        return False
+        return None
 
     def _may_restart(self) -> bool:
         now = self._clock()
@@ -138,41 +152,15 @@ class Supervisor:
         self._num_restarts += 1
         return True
 
-    async def _watch_child(self) -> None:
-        """Wait for the end of the process, with an eye on its progress."""
-        engine_process, limit = self.engine_process, self._process.kill_stalled_after
-        while not engine_process.exited.is_set():
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._process.heartbeat):
-                    await engine_process.exited.wait()
-            trouble = self.trouble()
-            if trouble is not None:
-                self._on_trouble(trouble, False)
-                if limit is not None and self._clock() - min(self._progress_at, self._heard_at) >= limit:
-                    engine_process.kill(f"the engine was killed: {trouble}")
+    def give_up(self, reason: str) -> None:
+        """Kill the process for good."""
+        self.state, self._error = "dead", reason
+        self.engine_process.kill(reason)
 
-    # ---- what it says ----
-
-    def _receive(self, message: ToFront) -> None:
-        self._heard_at = self._clock()
-        match message:
-            case StepOutputs():
-                self._progress_at = self._heard_at
-                self._on_outputs(message)
-            case Heartbeat(since_step, working, num_dropped):
-                self._progress_at = self._heard_at - since_step
-                self.working, self.num_dropped = working, num_dropped
-            case Progress(num_done, num_total):
-                if self._progress is not None:
-                    self._progress(num_done, num_total)
-            case Ready():
-                if not self._ready.done():
-                    self._ready.set_result(message)
-            case Failed(problem):
-                if not self._ready.done():
-                    self._ready.set_exception(problem.error())
-            case Stopped(text):
-                self.engine_process.reason = text
+    async def close(self) -> None:
+        """End the process. Nothing may read `messages` any more."""
+        self.state, self._error = "closed", "the engine was closed"
+        await self.engine_process.end()
 
     # ---- how it does ----
 
@@ -182,7 +170,9 @@ class Supervisor:
             return f"{self._error}; it is being restarted"
         if self.state != "running":
             return self._error or f"the engine is {self.state}"
-        self.engine_process.take_frames()  # whoever was too busy to listen must not blame the engine
+        self.engine_process.take_frames()
+        if self.engine_process.has_messages:  # whoever was too busy to listen must not blame the engine
+            return None
         now = self._clock()
         if self.working and now - self._progress_at >= self._process.stalled_after:
             return f"the engine has made no step for {now - self._progress_at:.0f} seconds"
@@ -197,3 +187,7 @@ class Supervisor:
             state = "stalled" if trouble else "closing" if self.closing else "running"
         since = self._clock() - self._progress_at
         return Health(state == "running", since, trouble, state, self._num_restarts)
+
+
+def _is_over(process: EngineProcess) -> bool:
+    return process.exited.is_set() and not process.has_messages

@@ -1,4 +1,4 @@
-"""Who may call, how much, and as whom."""
+"""Who may call, how much, and as whom; and what each has used."""
 
 from __future__ import annotations
 
@@ -14,12 +14,34 @@ from pathlib import Path
 from typing import Any
 
 from inflight.errors import ConfigError
+from inflight.events import RequestRecord
 from inflight.option_sources import read_yaml
 from inflight.server.errors import ApiError
-from inflight.server.usage import Usage
 
 _FIELDS = {"name", "key", "key_env", "weight", "requests_per_minute", "max_concurrent", "cache"}
 MAX_NAME = 64
+
+
+@dataclass(eq=False, slots=True)
+class KeyUsage:
+    """Of one key since the start. Tokens count when they come, so those of requests that were cut short do too."""
+
+    num_requests: int = 0  # generations that were not refused
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    queue_seconds: float = 0.0
+
+    def began(self, num_prompt_tokens: int) -> None:
+        """A request is in the queue, with so many tokens in the prompts of all its answers."""
+        self.num_requests += 1
+        self.num_prompt_tokens += num_prompt_tokens
+
+    def waited(self, record: RequestRecord | None, seconds: float) -> None:
+        """An answer is over, after so many seconds. It was in the queue until it was admitted, or to its end."""
+        if record is None:
+            self.queue_seconds += seconds
+        elif (left := record.finished_at if record.admitted_at is None else record.admitted_at) is not None:
+            self.queue_seconds += left - record.arrived_at
 
 
 @dataclass(eq=False)
@@ -33,7 +55,7 @@ class Caller:
     own_cache: bool = False  # its prefixes are its own: no one can tell by timing what it sent
     clock: Callable[[], float] = time.monotonic
     num_running: int = 0
-    usage: Usage = field(default_factory=Usage)
+    usage: KeyUsage = field(default_factory=KeyUsage)
     _allowance: float = field(default=0.0, init=False)
     _counted_at: float = field(default=-math.inf, init=False)
 

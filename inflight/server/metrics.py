@@ -21,7 +21,6 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from inflight import __version__
 from inflight.engine import EngineStats
 from inflight.events import RequestRecord
-from inflight.server import usage
 from inflight.server.keys import Caller
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -120,6 +119,14 @@ class Histogram:
         return found
 
 
+_KEY_COUNTERS = (
+    ("key_requests", "Generations, by the name of the key", "num_requests"),
+    ("key_prompt_tokens", "Prompt tokens of each key", "num_prompt_tokens"),
+    ("key_generation_tokens", "Output tokens of each key", "num_output_tokens"),
+    ("key_queue_seconds", "Time that answers of each key waited for admission", "queue_seconds"),
+)
+
+
 class Metrics:
     """Counts, and tells under one prefix or two."""
 
@@ -170,7 +177,7 @@ class Metrics:
 
     def render(self, stats: EngineStats | None, num_restarts: int, callers: list[Caller]) -> bytes:
         """The page; without what the engine knows while it is not there."""
-        found = [*self._families(stats, num_restarts), *usage.families(self._model, callers)]
+        found = [*self._families(stats, num_restarts), *self._of_keys(callers)]
         registry = CollectorRegistry(auto_describe=False)
         registry.register(_Families(found))
         return generate_latest(registry)
@@ -218,6 +225,15 @@ class Metrics:
             for state in ("free", "cached", "used"):
                 states.add_metric([self._model, state], getattr(kv, f"num_{state}"))
             yield states
+
+    def _of_keys(self, callers: list[Caller]) -> Iterator[Metric]:
+        """Counters of those who have a name: as many as the keys file has, so no request can add one."""
+        named = [caller for caller in callers if caller.name]
+        for name, text, attribute in _KEY_COUNTERS if named else ():
+            found = CounterMetricFamily(f"inflight:{name}", text, labels=["model_name", "key"])
+            for caller in named:
+                found.add_metric([self._model, caller.name], getattr(caller.usage, attribute))
+            yield found
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         found = GaugeMetricFamily(name, text, labels=["model_name"])

@@ -146,7 +146,7 @@ async def test_many_requests_at_once(client: ProcessClient) -> None:
         *(answer(client, prompt, 1 + i % 5, f"r{i}") for i, prompt in enumerate(prompts))
     )
     assert answers == [expected_tokens(prompt, 1 + i % 5) for i, prompt in enumerate(prompts)]
-    assert client._entries == {}
+    assert client._requests == {}
     stats = await client.stats()
     assert (stats.num_running, stats.num_waiting, stats.kv.num_used) == (0, 0, 0)
     assert stats.num_output_tokens == sum(map(len, answers))
@@ -230,7 +230,7 @@ async def test_whoever_leaves_aborts(client: ProcessClient) -> None:
     await asyncio.gather(adding, return_exceptions=True)
     gc.collect()
     await until_idle(client)
-    assert client._entries == {}
+    assert client._requests == {}
 
 
 # ---- what it shows ----
@@ -279,7 +279,7 @@ async def test_a_killed_process_ends_its_streams_and_is_restarted(client: Proces
     streams = await open_streams(client)
     await client.add(make_request([1], 2, "complete"))
     complete = client.stream("complete")
-    await until(lambda: asyncio.sleep(0, client._entries["complete"].queue._ended))
+    await until(lambda: asyncio.sleep(0, client._requests["complete"].queue._ended))
     os.kill(first, signal.SIGKILL)
     for stream in streams:
         with pytest.raises(EngineDeadError, match="ended by SIGKILL"):
@@ -547,3 +547,20 @@ def _runs(number: int) -> bool:
         return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+async def test_a_mistake_while_reading_leaves_no_one_waiting(
+    client: ProcessClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await client.add(make_request([1, 2], LONG, "open"))
+
+    def deliver(_: Any) -> None:
+        raise KeyError("a mistake")
+
+    monkeypatch.setattr(client, "_deliver", deliver)
+    with pytest.raises(EngineDeadError, match="could not be read"):
+        await read(client, "open")
+    health = await client.health()
+    assert (health.healthy, health.state) == (False, "dead")
+    with pytest.raises(EngineDeadError, match="KeyError"):
+        await client.add(make_request([1, 2], 3, "later"))

@@ -178,7 +178,7 @@ def test_nothing_is_left_behind(questions: list[Question]) -> None:
             asyncio.run(soak.run(NUM_REQUESTS))
             live.wait_until_idle()
             client = backend.client
-            assert not client._entries
+            assert not client._requests
             assert not client._open
             assert not client._calls
             assert not any(caller.num_running for caller in live.state.keys.callers)

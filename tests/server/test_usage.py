@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from inflight.events import RequestRecord
-from inflight.server.usage import Usage
+from inflight.server.keys import KeyUsage
 from tests.server.live import Backend, Live, live_server
 
 PATH = "/v1/completions"
@@ -106,13 +106,13 @@ def test_without_a_keys_file_there_are_none(backend: Backend) -> None:
     ],
 )
 def test_the_time_in_the_queue(times: dict[str, Any], expected: float) -> None:
-    usage = Usage()
+    usage = KeyUsage()
     usage.waited(RequestRecord("r", "", 0, 3, arrived_at=10.0, **times), 99.0)
     assert usage.queue_seconds == expected
 
 
 def test_what_no_one_told_of_has_waited_all_the_time() -> None:
-    usage = Usage()
+    usage = KeyUsage()
     usage.waited(None, 1.5)
     usage.waited(None, 0.5)
     assert usage.queue_seconds == 2.0
