@@ -255,7 +255,8 @@ class Request:
         is_stopped = num_outputs > self.params.min_tokens and output_ids[-1] in self.stop_ids
         if num_outputs >= self.max_tokens or is_stopped:
             raise RequestError(
-                f"request {self.request_id!r} has all its {num_outputs} tokens: nothing is left"
+                f"request {self.request_id!r} has all its {num_outputs} tokens: nothing is left",
+                param="output_ids",
             )
         params = self.params
         if num_outputs and params.prompt_logprobs is not None:  # told with the first output

@@ -12,7 +12,7 @@ import operator
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 from inflight.request import Request
 from inflight.scheduling.batch import Batch
@@ -157,9 +157,8 @@ class CheckedPolicy(Policy):
 
     def victim(self, candidates: Sequence[Request]) -> Request:
         found = self._ask("victim", candidates)
-        for request in candidates:
-            if request is found:
-                return request
+        if any(request is found for request in candidates):
+            return cast(Request, found)
         self._nonsense("victim", found)
         return max(candidates, key=lambda request: request.arrival)
 
