@@ -84,49 +84,51 @@ def linear_cases(bench: Bench) -> Iterator[Case]:
         ("down", hidden, inner),
         ("logits", bench.vocab, hidden),
     ):
-        layers = []
+        layers: dict[str, list[TritonLinear]] = {"composed": [], "fused": []}
         for _ in range(num_copies(2 * rows * features)):
-            layer = TritonLinear(fused, features, rows, False, bench.device)
+            layer = TritonLinear(fused, features, rows, bias=False)
             layer.load(bench.randn(rows, features) * features**-0.5)
-            layers.append(layer)
+            same = TritonLinear(composed, features, rows, bias=False)
+            same.weight = layer.weight
+            layers["fused"].append(layer)
+            layers["composed"].append(same)
         for num_tokens in bench.tokens:
             x = bench.randn(num_tokens, features)
-            gain, adds = norm[features], name in ("output", "down")
-            stream = Residual(bench.randn(num_tokens, rows), None) if adds else Residual(x, gain)
-            contenders = [("composed", composed, stream)]
+            weight, adds = norm[features], name in ("output", "down")
+            residual = Residual(bench.randn(num_tokens, rows), None) if adds else Residual(x, weight)
+            contenders = {"composed": residual}
             if num_tokens <= MAX_TOKENS:
-                contenders.append(("fused", fused, stream if adds else _written(fused, stream, bench)))
+                contenders["fused"] = residual if adds else _written(fused, residual, bench)
 
             def call(
-                kernels: TritonKernels,
-                stream: Residual,
+                residual: Residual,
                 layer: TritonLinear,
                 name: str = name,
                 x: Tensor = x,
-                gain: Tensor = gain,
+                weight: Tensor = weight,
             ) -> object:
                 if name in ("output", "down"):
-                    return kernels.linear_add(x, layer, stream, None, EPS, norm[hidden])
+                    return layer.add_to(residual, x, None, EPS, norm[hidden])
                 if name == "gate_up":
-                    return kernels.norm_gate_up(stream, EPS, layer, "silu")
+                    return layer.gated(residual, EPS, "silu")
                 if name == "logits":
-                    return kernels.logits(x, gain, EPS, layer)
-                return kernels.norm_linear(stream, EPS, layer)
+                    return layer.logits(x, weight, EPS)
+                return layer.normed(residual, EPS)
 
             case, num_bytes = f"{name} M={num_tokens}", 2 * rows * features
             work = num_bytes * num_tokens
-            calls: list[Call] = [_bind(F.linear, x, layer.weight) for layer in layers]
+            calls: list[Call] = [_bind(F.linear, x, layer.weight) for layer in layers["fused"]]
             yield Case("linear", case, "cublas", calls, num_bytes, work)
-            for label, kernels, read in contenders:
-                calls = [_bind(call, kernels, read, layer) for layer in layers]
+            for label, read in contenders.items():
+                calls = [_bind(call, read, layer) for layer in layers[label]]
                 yield Case("linear", case, label, calls, num_bytes, work)
 
 
-def _written(kernels: TritonKernels, stream: Residual, bench: Bench) -> Residual:
-    """The stream as the layer before leaves it: with half of its norm, where that is done."""
-    before = TritonLinear(kernels, bench.inner, bench.hidden, False, bench.device)
-    x = torch.zeros(len(stream.x), bench.inner, dtype=bench.dtype, device=bench.device)
-    return kernels.linear_add(x, before, stream, None, EPS, stream.norm)
+def _written(kernels: TritonKernels, residual: Residual, bench: Bench) -> Residual:
+    """The residual as the layer before leaves it: with half of its norm, where that is done."""
+    before = TritonLinear(kernels, bench.inner, bench.hidden, bias=False)
+    x = torch.zeros(len(residual.x), bench.inner, dtype=bench.dtype, device=bench.device)
+    return before.add_to(residual, x, None, EPS, residual.norm)
 
 
 def elementwise_cases(bench: Bench) -> Iterator[Case]:

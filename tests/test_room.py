@@ -45,13 +45,13 @@ def test_what_layers_hand_on_has_room(num_tokens: int) -> None:
         linear.load(torch.zeros(48, 32))
         gain = torch.ones(32, device=DEVICE)
         stream = Residual(torch.zeros(num_tokens, 32, dtype=torch.bfloat16, device=DEVICE), gain)
-        inner = kernels.norm_gate_up(stream, 1e-6, linear, "silu")
+        inner = linear.gated(stream, 1e-6, "silu")
         back = kernels.linear(24, 32, torch.bfloat16, bias=False)
         back.load(torch.zeros(32, 24))
-        added = kernels.linear_add(inner, back, stream, None, 1e-6, gain)
+        added = back.add_to(stream, inner, None, 1e-6, gain)
         handed_on = [inner, kernels.rms_norm(stream.x, gain, 1e-6)]
-        if added.gained is not None:
-            handed_on.append(added.gained)
+        if added.scaled is not None:
+            handed_on.append(added.scaled)
         assert len(handed_on) == (3 if few_tokens else 2)
         for x in handed_on:
             assert readable_rows(x, 64) % 64 == 0

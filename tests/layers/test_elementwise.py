@@ -84,11 +84,11 @@ def test_what_the_decoder_asks_for_is_made_of_these(kernels: CpuKernels, norm: T
         return y.double() if norm is None else norm64(y, norm, 1e-6)
 
     y = normed(x) @ weight.double().T + bias
-    assert_near(kernels.norm_linear(Residual(x, norm), 1e-6, linear), y)
+    assert_near(linear.normed(Residual(x, norm), 1e-6), y)
     gated = torch.nn.functional.silu(y[:, :12]) * y[:, 12:]
-    assert_near(kernels.norm_gate_up(Residual(x, norm), 1e-6, linear, "silu"), gated)
+    assert_near(linear.gated(Residual(x, norm), 1e-6, "silu"), gated)
     added = x.double() + normed(x.double() @ weight.double().T + bias)
-    found = kernels.linear_add(x, linear, Residual(x.clone(), None), norm, 1e-6, next_norm=norm)
+    found = linear.add_to(Residual(x.clone(), None), x, norm, 1e-6, next_norm=norm)
     assert_near(found.x, added)
     assert found.norm is norm
 
@@ -174,7 +174,7 @@ def test_torch_kernels_keep_the_compute_dtype() -> None:
     linear = kernels.linear(8, 6, torch.bfloat16, bias=False)
     linear.load(torch.ones(6, 8))
     x = torch.ones(2, 8, dtype=torch.bfloat16)
-    assert linear(x).dtype == linear.rows(torch.tensor([1])).dtype == torch.bfloat16
+    assert linear(x).dtype == linear.embed(torch.tensor([1])).dtype == torch.bfloat16
     assert kernels.rms_norm(x, torch.ones(8), 1e-6).dtype == torch.bfloat16
 
 
