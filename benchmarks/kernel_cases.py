@@ -13,24 +13,23 @@ from torch import Tensor
 
 from benchmarks.device_timing import Call, num_copies
 from benchmarks.shapes import SHAPES
-from inflight.attention.layer import AttentionLayer
+from inflight.attention.backend import AttentionLayer
 from inflight.attention.triton.chunk import chunk_attention
 from inflight.attention.triton.decode import decode_attention
-from inflight.attention.triton.items import Items
 from inflight.attention.triton.plan import Ints
-from inflight.attention.triton.planner import Planner
+from inflight.attention.triton.planner import AttentionPlanner
 from inflight.attention.triton.rope_write import rope_write
+from inflight.attention.triton.step import Items
 from inflight.attention.triton.tuning import choose as choose_tuning
-from inflight.early import can_start_early
 from inflight.execution.sampling import SamplingRows
-from inflight.execution.sampling.triton import Workspace as DrawWorkspace
-from inflight.execution.sampling.triton import draw
+from inflight.execution.sampling.triton import SamplingWorkspace, draw
 from inflight.layers.kernels import Residual
 from inflight.layers.rotary import Rope
 from inflight.layers.triton.elementwise import gate, rms_norm
 from inflight.layers.triton.tuning import MAX_TOKENS, num_multiprocessors
 from inflight.layers.triton_kernels import TritonKernels, TritonLinear
 from inflight.request import Request, SamplingParams
+from inflight.triton_utils.pdl import supports_pdl
 
 BLOCK_SIZE = 16
 EPS = 1e-6
@@ -132,15 +131,15 @@ def _written(kernels: TritonKernels, residual: Residual, bench: Bench) -> Residu
 
 
 def elementwise_cases(bench: Bench) -> Iterator[Case]:
-    weight, early = torch.ones(bench.hidden, device=bench.device), can_start_early(bench.device)
+    weight, pdl = torch.ones(bench.hidden, device=bench.device), supports_pdl(bench.device)
     for num_tokens in bench.tokens:
         size = 2 * num_tokens * bench.hidden
         xs = [bench.randn(num_tokens, bench.hidden) for _ in range(num_copies(size))]
-        calls: list[Call] = [_bind(rms_norm, x, weight, EPS, early) for x in xs]
+        calls: list[Call] = [_bind(rms_norm, x, weight, EPS, pdl) for x in xs]
         yield Case("elementwise", f"rms_norm T={num_tokens}", "triton", calls, 2 * size)
         size = 2 * num_tokens * bench.inner
         pairs = [bench.randn(num_tokens, 2 * bench.inner) for _ in range(num_copies(2 * size))]
-        calls = [_bind(gate, pair, "silu", early) for pair in pairs]
+        calls = [_bind(gate, pair, "silu", pdl) for pair in pairs]
         yield Case("elementwise", f"silu * up T={num_tokens}", "triton", calls, 3 * size)
 
 
@@ -170,16 +169,16 @@ def rope_cases(bench: Bench) -> Iterator[Case]:
     for num_tokens in bench.tokens:
         num_blocks = -(-num_tokens // BLOCK_SIZE)
         positions = torch.arange(num_tokens, dtype=torch.int32, device=bench.device)
-        slots = torch.randperm(num_blocks * BLOCK_SIZE, device=bench.device)[:num_tokens].int()
+        kv_places = torch.randperm(num_blocks * BLOCK_SIZE, device=bench.device)[:num_tokens].int()
         qkvs = [
             bench.randn(num_tokens, bench.qkv_size)
             for _ in range(num_copies(2 * num_tokens * bench.qkv_size))
         ]
         cache = make_caches(bench, num_blocks)[0]
         heads = (bench.num_heads, bench.num_kv_heads, bench.head_dim)
-        norms, early = (layer.q_norm, layer.k_norm, EPS), can_start_early(bench.device)
+        norms, pdl = (layer.q_norm, layer.k_norm, EPS), supports_pdl(bench.device)
         calls: list[Call] = [
-            _bind(rope_write, qkv, positions, slots, layer.cos_sin, *norms, cache, *heads, early)
+            _bind(rope_write, qkv, positions, kv_places, layer.cos_sin, *norms, cache, *heads, pdl)
             for qkv in qkvs
         ]
         # All is read; queries and keys are written back, keys and values to the cache.
@@ -188,11 +187,13 @@ def rope_cases(bench: Bench) -> Iterator[Case]:
         yield Case("rope_write", f"T={num_tokens}", "triton", calls, num_bytes)
 
 
-def planner_for(bench: Bench, max_entries: int) -> Planner:
+def planner_for(bench: Bench, max_entries: int) -> AttentionPlanner:
     group = bench.num_heads // bench.num_kv_heads
     tuning = choose_tuning(bench.dtype, bench.head_dim, group, bench.device)
     num_processors = num_multiprocessors(bench.device)
-    return Planner(tuning, bench.num_kv_heads, BLOCK_SIZE, max_entries, num_processors, share_prefixes=False)
+    return AttentionPlanner(
+        tuning, bench.num_kv_heads, BLOCK_SIZE, max_entries, num_processors, share_prefixes=False
+    )
 
 
 def decode_cases(bench: Bench) -> Iterator[Case]:
@@ -220,8 +221,8 @@ def decode_cases(bench: Bench) -> Iterator[Case]:
                     items,
                     workspace,
                     layer,
-                    tuning.decode_for(batch, work.near),
-                    tuning.early,
+                    tuning.decode_for(batch, work.short_context),
+                    tuning.pdl,
                     out,
                 ),
             )
@@ -255,7 +256,7 @@ def chunk_cases(bench: Bench) -> Iterator[Case]:
             _bind(
                 chunk_attention,
                 *(qkv, cache, tables, work, workspace, layer),
-                *(tuning.chunk, tuning.descriptors, tuning.early, out),
+                *(tuning.chunk, tuning.descriptors, tuning.pdl, out),
             )
         ]
         flops = 2 * length * (length + 1) * bench.num_heads * bench.head_dim  # half of the square
@@ -278,7 +279,7 @@ def sampling_cases(bench: Bench) -> Iterator[Case]:
             lengths = torch.ones_like(rows)
             tokens = torch.zeros(num_rows, 4, dtype=torch.int32, device=bench.device)
             out_ids, out_bad = torch.zeros_like(rows), torch.zeros_like(rows)
-            workspace = DrawWorkspace.allocate(num_rows, bench.vocab, bench.device)
+            workspace = SamplingWorkspace.allocate(num_rows, bench.vocab, bench.device)
             copies = num_copies(4 * num_rows * bench.vocab, most=8)
             calls: list[Call] = [
                 _bind(draw, logits.float() * 3, rows, lengths, state, tokens, out_ids, out_bad, workspace)

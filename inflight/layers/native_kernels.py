@@ -11,7 +11,8 @@ from torch import Tensor
 from inflight.errors import ConfigError
 from inflight.layers.composed import ComposedLinear
 from inflight.layers.kernels import Kernels, Linear, Reduce, check_activation, check_bias, check_weight
-from inflight.native.library import Library
+from inflight.layers.torch_kernels import TorchKernels
+from inflight.native.library import Library, native_library
 
 LOAD_ROWS = 4096  # rows converted at a time, so that a large weight is never held twice
 
@@ -183,6 +184,12 @@ class NativeKernels:
             gate_up.data_ptr(), out.data_ptr(), num_tokens, width // 2, self._library.threads
         )
         return out
+
+
+def cpu_kernels() -> NativeKernels | TorchKernels:
+    """The compiled kernels, or plain torch where they cannot be had."""
+    library = native_library()
+    return TorchKernels() if library is None else NativeKernels(library)
 
 
 def _dense(x: Tensor) -> Tensor:

@@ -8,14 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inflight.early import can_start_early
 from inflight.layers.kernels import Linear, Reduce, Residual, check_activation, check_bias, check_weight
-from inflight.layers.triton.elementwise import add_normed, gate, rms_norm, rows
+from inflight.layers.triton.elementwise import add_normed, embed, gate, rms_norm
 from inflight.layers.triton.medium_linear import medium_linear
+from inflight.layers.triton.multiply import SplitKWorkspace
 from inflight.layers.triton.next_norm import NextNorm
 from inflight.layers.triton.small_linear import small_linear
 from inflight.layers.triton.tuning import MAX_TOKENS, pays_medium, pays_small
-from inflight.layers.triton.workspace import Workspace
+from inflight.triton_utils.pdl import supports_pdl
 
 
 class TritonKernels:
@@ -31,10 +31,10 @@ class TritonKernels:
         self.compute_dtype = compute_dtype
         self.device = torch.device(device)
         self.few_tokens = few_tokens
-        self.early = can_start_early(self.device)
+        self.pdl = supports_pdl(self.device)
         # Measured with a Hopper's copy engine only: older chips keep the vendor's product.
-        self.medium = self.early or self.device.type != "cuda"
-        self.workspace = Workspace(self.device)
+        self.medium = self.pdl or self.device.type != "cuda"
+        self.workspace = SplitKWorkspace(self.device)
 
     def linear(
         self,
@@ -47,13 +47,13 @@ class TritonKernels:
         return TritonLinear(self, in_features, out_features, bias, reduce)
 
     def embed(self, table: Tensor, ids: Tensor) -> Tensor:
-        return rows(table, ids, self.early)
+        return embed(table, ids, self.pdl)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return rms_norm(x, weight, eps, self.early)
+        return rms_norm(x, weight, eps, self.pdl)
 
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
-        return gate(gate_up, activation, self.early)
+        return gate(gate_up, activation, self.pdl)
 
     def add(self, residual: Tensor, x: Tensor) -> Tensor:
         """In place."""
@@ -127,7 +127,7 @@ class TritonLinear:
         if norm is None:
             self._kernels.add(hidden, y)
         else:
-            add_normed(hidden, y, norm, eps, self._kernels.early)
+            add_normed(hidden, y, norm, eps, self._kernels.pdl)
         return Residual(hidden, next_norm)
 
     def logits(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
@@ -171,7 +171,7 @@ class TritonLinear:
             return Residual(self._fused(read, eps, residual=hidden, out=hidden), next_norm)
         left = NextNorm(next_norm)
         self._fused(read, eps, residual=hidden, next_norm=left, out=hidden)
-        return Residual(hidden, next_norm, left.gained, left.squares)
+        return Residual(hidden, next_norm, left.scaled, left.squares)
 
     def _fused(self, read: Residual, eps: float, **after: Any) -> Tensor:
         """`after`: what the kernels do besides."""
@@ -182,7 +182,7 @@ class TritonLinear:
             x, norm = read.x, read.norm
         else:
             x, norm = self._norm(read, eps), None
-        after |= {"bias": self.bias, "squares": read.squares, "eps": eps, "early": kernels.early}
+        after |= {"bias": self.bias, "squares": read.squares, "eps": eps, "pdl": kernels.pdl}
         if small:
             return small_linear(x, self.weight, kernels.workspace, norm=norm, **after)
         return medium_linear(x, self.weight, kernels.workspace, **after)

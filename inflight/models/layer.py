@@ -9,8 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from inflight.attention.backend import AttentionBackend
-from inflight.attention.layer import AttentionLayer
+from inflight.attention.backend import AttentionBackend, AttentionLayer
 from inflight.layers.kernels import Kernels, Linear, Residual
 from inflight.models.spec import DecoderSpec, QKNorm
 

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from inflight.errors import ConfigError
 from inflight.layers.kernels import Residual
-from inflight.layers.native_kernels import NativeKernels
-from inflight.layers.select import cpu_kernels
+from inflight.layers.native_kernels import NativeKernels, cpu_kernels
 from inflight.layers.torch_kernels import TorchKernels
 from inflight.native.library import native_library
 
@@ -104,11 +103,11 @@ def test_rotate(kernels: CpuKernels, head_dim: int, rotary_dim: int, num_tokens:
     packed = torch.randn(num_tokens, 5, head_dim)
     before = packed.clone()
     found = kernels.rotate(packed[:, 1:4], positions, cos_sin)
-    # A turn is a product of complex numbers.
+    # A rotation is a product of complex numbers.
     x = before[:, 1:4].double()
-    turn = torch.complex(*cos_sin[positions].double().view(num_tokens, 1, 2, half).unbind(2))
-    turned = torch.complex(x[..., :half].contiguous(), x[..., half:rotary_dim].contiguous()) * turn
-    wanted = torch.cat((turned.real, turned.imag, x[..., rotary_dim:]), dim=-1)
+    rotation = torch.complex(*cos_sin[positions].double().view(num_tokens, 1, 2, half).unbind(2))
+    rotated = torch.complex(x[..., :half].contiguous(), x[..., half:rotary_dim].contiguous()) * rotation
+    wanted = torch.cat((rotated.real, rotated.imag, x[..., rotary_dim:]), dim=-1)
     assert_near(found, wanted)
     untouched = torch.tensor([0, 4])
     assert torch.equal(packed[:, untouched], before[:, untouched])
@@ -146,12 +145,12 @@ def test_a_token_has_the_same_bits_in_every_batch() -> None:
     x, weight, positions = torch.randn(90, 1040), torch.randn(1040), torch.randint(0, 100, (90,))
     heads = x.view(90, 26, 40)
     normed, gated = kernels.rms_norm(x, weight, 1e-6), kernels.gate(x, "silu")
-    turned = kernels.rotate(heads.clone(), positions, cos_sin)
+    rotated = kernels.rotate(heads.clone(), positions, cos_sin)
     for i in (0, 41, 89):
         one = slice(i, i + 1)
         assert torch.equal(kernels.rms_norm(x[one], weight, 1e-6), normed[one])
         assert torch.equal(kernels.gate(x[one], "silu"), gated[one])
-        assert torch.equal(kernels.rotate(heads[one].clone(), positions[one], cos_sin), turned[one])
+        assert torch.equal(kernels.rotate(heads[one].clone(), positions[one], cos_sin), rotated[one])
 
 
 def test_an_unknown_activation_is_refused(kernels: CpuKernels) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from inflight.errors import ConfigError
 from inflight.layers.kernels import Kernels, Linear, Residual
-from inflight.layers.triton.elementwise import add_normed, gate, rms_norm, rows
+from inflight.layers.triton.elementwise import add_normed, embed, gate, rms_norm
 from inflight.layers.triton_kernels import TritonKernels
 from tests.layers.test_triton_small_linear import DEVICE, TOLERANCE, assert_near, draw, normed64, reference
 
@@ -111,18 +111,17 @@ def check_the_decoders_operations(kernels: Kernels, num_tokens: int, with_bias: 
     residual = draw(num_tokens, 24, dtype=dtype)
 
     assert_near(linear(x), reference(x, weight, bias=bias), dtype)
-    for gain in (norm, None):
-        read = Residual(x, gain)
-        wanted = reference(x, weight, gain, 1e-5, bias)
+    for in_norm in (norm, None):
+        read = Residual(x, in_norm)
+        wanted = reference(x, weight, in_norm, 1e-5, bias)
         assert_near(linear.normed(read, 1e-5), wanted, dtype)
         for activation in ("silu", "gelu_tanh"):
-            gated = reference(x, weight, gain, 1e-5, bias, activation)
+            gated = reference(x, weight, in_norm, 1e-5, bias, activation)
             assert_near(linear.gated(read, 1e-5, activation), gated, dtype)
     plain = reference(x, weight, bias=bias)
     for out_norm in (None, draw(24)):
         wanted = residual.double() + normed64(plain, out_norm, 1e-5)
-        stream = Residual(residual.clone(), None)
-        added = linear.add_to(stream, x, out_norm, 1e-5, next_norm)
+        added = linear.add_to(Residual(residual.clone(), None), x, out_norm, 1e-5, next_norm)
         assert_near(added.x, wanted, dtype)
         assert added.norm is next_norm
         for read in (added, Residual(added.x, next_norm)):
@@ -146,13 +145,13 @@ def check_the_decoders_operations(kernels: Kernels, num_tokens: int, with_bias: 
 def test_half_of_the_next_norm_is_left_where_that_is_safe(
     num_tokens: int, dtype: torch.dtype, left: bool
 ) -> None:
-    """The vendor's product leaves nothing, and float16 may not hold the stream times a gain."""
+    """The vendor's product leaves nothing, and float16 may not hold the hidden states times a norm weight."""
     kernels = TritonKernels(dtype, DEVICE)
     linear = make(kernels, draw(24, 40, dtype=dtype))
-    stream = Residual(draw(num_tokens, 24, dtype=dtype), None)
+    residual = Residual(draw(num_tokens, 24, dtype=dtype), None)
     x = draw(num_tokens, 40, dtype=dtype)
-    assert (linear.add_to(stream, x, None, 1e-5, draw(24)).scaled is not None) == left
-    assert linear.add_to(stream, x, None, 1e-5, None).scaled is None
+    assert (linear.add_to(residual, x, None, 1e-5, draw(24)).scaled is not None) == left
+    assert linear.add_to(residual, x, None, 1e-5, None).scaled is None
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -169,15 +168,15 @@ def test_logits_are_float32(num_tokens: int, dtype: torch.dtype) -> None:
     )
 
 
-def test_a_stream_too_large_to_scale_in_float16() -> None:
-    """x times the norm's gain is beyond float16, the normed x is not."""
+def test_hidden_states_too_large_to_scale_in_float16() -> None:
+    """x times the norm's weight is beyond float16, the normed x is not."""
     kernels = TritonKernels(torch.float16, DEVICE)
-    x, gain = (
+    x, norm = (
         torch.full((1, 64), 6e4, dtype=torch.float16, device=DEVICE),
         torch.full((64,), 8.0, device=DEVICE),
     )
     linear = make(kernels, torch.full((16, 64), 0.125, dtype=torch.float16, device=DEVICE))
-    assert torch.equal(linear.normed(Residual(x, gain), 1e-6), torch.full((1, 16), 64.0).half().to(DEVICE))
+    assert torch.equal(linear.normed(Residual(x, norm), 1e-6), torch.full((1, 16), 64.0).half().to(DEVICE))
 
 
 def test_weights_are_loaded_in_pieces_and_read_by_row() -> None:
@@ -197,7 +196,7 @@ def test_weights_are_loaded_in_pieces_and_read_by_row() -> None:
 
 def test_long_rows_are_looked_up_whole() -> None:
     table = draw(4, 5000)
-    assert torch.equal(rows(table, torch.tensor([3, 1], device=DEVICE)), table[[3, 1]])
+    assert torch.equal(embed(table, torch.tensor([3, 1], device=DEVICE)), table[[3, 1]])
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -12,8 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from inflight.attention.composed import ComposedAttention
-from inflight.attention.cpu import TorchCpuAttention
+from inflight.attention.cpu import ComposedAttention, TorchCpuAttention
 from inflight.errors import WeightsError
 from inflight.layers.torch_kernels import TorchKernels
 from inflight.models.checkpoint import open_checkpoint
