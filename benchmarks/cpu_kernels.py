@@ -17,8 +17,8 @@ from functools import partial
 
 import torch
 
-from inflight.attention.backend import AttentionInputs, HeadAttention, KVShape
-from inflight.attention.cpu import CpuAttention, TorchCpuAttention
+from inflight.attention.backend import AttentionInputs, KVShape
+from inflight.attention.cpu import CpuAttention, HeadAttention, TorchCpuAttention
 from inflight.layers.kernels import Kernels, Linear
 from inflight.layers.native_kernels import NativeKernels
 from inflight.layers.torch_kernels import TorchKernels
@@ -120,7 +120,7 @@ def measure_attention(name: str, backend: HeadAttention, context: int, repeats: 
         context_lens=torch.full((batch,), context, dtype=torch.int32),
         rows=torch.arange(batch, dtype=torch.int32),
         block_tables=tables,
-        slots=tables[:, last // block_size].long() * block_size + last % block_size,
+        kv_places=tables[:, last // block_size].long() * block_size + last % block_size,
     )
     query = torch.randn(batch, num_heads, head_dim)
     key, value = torch.randn(2, batch, num_kv_heads, head_dim)

@@ -13,24 +13,23 @@ from torch import Tensor
 
 from benchmarks.device_timing import Call, num_copies
 from benchmarks.shapes import SHAPES
-from inflight.attention.layer import AttentionLayer
+from inflight.attention.backend import AttentionLayer
 from inflight.attention.triton.chunk import chunk_attention
 from inflight.attention.triton.decode import decode_attention
-from inflight.attention.triton.items import Items
 from inflight.attention.triton.plan import Ints
-from inflight.attention.triton.planner import Planner
+from inflight.attention.triton.planner import AttentionPlanner
 from inflight.attention.triton.rope_write import rope_write
+from inflight.attention.triton.step import Items
 from inflight.attention.triton.tuning import choose as choose_tuning
-from inflight.early import can_start_early
 from inflight.execution.sampling import SamplingRows
-from inflight.execution.sampling.triton import Workspace as DrawWorkspace
-from inflight.execution.sampling.triton import draw
+from inflight.execution.sampling.triton import SamplingWorkspace, draw
 from inflight.layers.kernels import Residual
 from inflight.layers.rotary import Rope
 from inflight.layers.triton.elementwise import gate, rms_norm
 from inflight.layers.triton.tuning import MAX_TOKENS, num_multiprocessors
 from inflight.layers.triton_kernels import TritonKernels, TritonLinear
 from inflight.request import Request, SamplingParams
+from inflight.triton_utils.pdl import supports_pdl
 
 BLOCK_SIZE = 16
 EPS = 1e-6
@@ -84,61 +83,63 @@ def linear_cases(bench: Bench) -> Iterator[Case]:
         ("down", hidden, inner),
         ("logits", bench.vocab, hidden),
     ):
-        layers = []
+        layers: dict[str, list[TritonLinear]] = {"composed": [], "fused": []}
         for _ in range(num_copies(2 * rows * features)):
-            layer = TritonLinear(fused, features, rows, False, bench.device)
+            layer = TritonLinear(fused, features, rows, bias=False)
             layer.load(bench.randn(rows, features) * features**-0.5)
-            layers.append(layer)
+            same = TritonLinear(composed, features, rows, bias=False)
+            same.weight = layer.weight
+            layers["fused"].append(layer)
+            layers["composed"].append(same)
         for num_tokens in bench.tokens:
             x = bench.randn(num_tokens, features)
-            gain, adds = norm[features], name in ("output", "down")
-            stream = Residual(bench.randn(num_tokens, rows), None) if adds else Residual(x, gain)
-            contenders = [("composed", composed, stream)]
+            weight, adds = norm[features], name in ("output", "down")
+            residual = Residual(bench.randn(num_tokens, rows), None) if adds else Residual(x, weight)
+            contenders = {"composed": residual}
             if num_tokens <= MAX_TOKENS:
-                contenders.append(("fused", fused, stream if adds else _written(fused, stream, bench)))
+                contenders["fused"] = residual if adds else _written(fused, residual, bench)
 
             def call(
-                kernels: TritonKernels,
-                stream: Residual,
+                residual: Residual,
                 layer: TritonLinear,
                 name: str = name,
                 x: Tensor = x,
-                gain: Tensor = gain,
+                weight: Tensor = weight,
             ) -> object:
                 if name in ("output", "down"):
-                    return kernels.linear_add(x, layer, stream, None, EPS, norm[hidden])
+                    return layer.add_to(residual, x, None, EPS, norm[hidden])
                 if name == "gate_up":
-                    return kernels.norm_gate_up(stream, EPS, layer, "silu")
+                    return layer.gated(residual, EPS, "silu")
                 if name == "logits":
-                    return kernels.logits(x, gain, EPS, layer)
-                return kernels.norm_linear(stream, EPS, layer)
+                    return layer.logits(x, weight, EPS)
+                return layer.normed(residual, EPS)
 
             case, num_bytes = f"{name} M={num_tokens}", 2 * rows * features
             work = num_bytes * num_tokens
-            calls: list[Call] = [_bind(F.linear, x, layer.weight) for layer in layers]
+            calls: list[Call] = [_bind(F.linear, x, layer.weight) for layer in layers["fused"]]
             yield Case("linear", case, "cublas", calls, num_bytes, work)
-            for label, kernels, read in contenders:
-                calls = [_bind(call, kernels, read, layer) for layer in layers]
+            for label, read in contenders.items():
+                calls = [_bind(call, read, layer) for layer in layers[label]]
                 yield Case("linear", case, label, calls, num_bytes, work)
 
 
-def _written(kernels: TritonKernels, stream: Residual, bench: Bench) -> Residual:
-    """The stream as the layer before leaves it: with half of its norm, where that is done."""
-    before = TritonLinear(kernels, bench.inner, bench.hidden, False, bench.device)
-    x = torch.zeros(len(stream.x), bench.inner, dtype=bench.dtype, device=bench.device)
-    return kernels.linear_add(x, before, stream, None, EPS, stream.norm)
+def _written(kernels: TritonKernels, residual: Residual, bench: Bench) -> Residual:
+    """The residual as the layer before leaves it: with half of its norm, where that is done."""
+    before = TritonLinear(kernels, bench.inner, bench.hidden, bias=False)
+    x = torch.zeros(len(residual.x), bench.inner, dtype=bench.dtype, device=bench.device)
+    return before.add_to(residual, x, None, EPS, residual.norm)
 
 
 def elementwise_cases(bench: Bench) -> Iterator[Case]:
-    weight, early = torch.ones(bench.hidden, device=bench.device), can_start_early(bench.device)
+    weight, pdl = torch.ones(bench.hidden, device=bench.device), supports_pdl(bench.device)
     for num_tokens in bench.tokens:
         size = 2 * num_tokens * bench.hidden
         xs = [bench.randn(num_tokens, bench.hidden) for _ in range(num_copies(size))]
-        calls: list[Call] = [_bind(rms_norm, x, weight, EPS, early) for x in xs]
+        calls: list[Call] = [_bind(rms_norm, x, weight, EPS, pdl) for x in xs]
         yield Case("elementwise", f"rms_norm T={num_tokens}", "triton", calls, 2 * size)
         size = 2 * num_tokens * bench.inner
         pairs = [bench.randn(num_tokens, 2 * bench.inner) for _ in range(num_copies(2 * size))]
-        calls = [_bind(gate, pair, "silu", early) for pair in pairs]
+        calls = [_bind(gate, pair, "silu", pdl) for pair in pairs]
         yield Case("elementwise", f"silu * up T={num_tokens}", "triton", calls, 3 * size)
 
 
@@ -168,16 +169,16 @@ def rope_cases(bench: Bench) -> Iterator[Case]:
     for num_tokens in bench.tokens:
         num_blocks = -(-num_tokens // BLOCK_SIZE)
         positions = torch.arange(num_tokens, dtype=torch.int32, device=bench.device)
-        slots = torch.randperm(num_blocks * BLOCK_SIZE, device=bench.device)[:num_tokens].int()
+        kv_places = torch.randperm(num_blocks * BLOCK_SIZE, device=bench.device)[:num_tokens].int()
         qkvs = [
             bench.randn(num_tokens, bench.qkv_size)
             for _ in range(num_copies(2 * num_tokens * bench.qkv_size))
         ]
         cache = make_caches(bench, num_blocks)[0]
         heads = (bench.num_heads, bench.num_kv_heads, bench.head_dim)
-        norms, early = (layer.q_norm, layer.k_norm, EPS), can_start_early(bench.device)
+        norms, pdl = (layer.q_norm, layer.k_norm, EPS), supports_pdl(bench.device)
         calls: list[Call] = [
-            _bind(rope_write, qkv, positions, slots, layer.cos_sin, *norms, cache, *heads, early)
+            _bind(rope_write, qkv, positions, kv_places, layer.cos_sin, *norms, cache, *heads, pdl)
             for qkv in qkvs
         ]
         # All is read; queries and keys are written back, keys and values to the cache.
@@ -186,11 +187,13 @@ def rope_cases(bench: Bench) -> Iterator[Case]:
         yield Case("rope_write", f"T={num_tokens}", "triton", calls, num_bytes)
 
 
-def planner_for(bench: Bench, max_entries: int) -> Planner:
+def planner_for(bench: Bench, max_entries: int) -> AttentionPlanner:
     group = bench.num_heads // bench.num_kv_heads
     tuning = choose_tuning(bench.dtype, bench.head_dim, group, bench.device)
     num_processors = num_multiprocessors(bench.device)
-    return Planner(tuning, bench.num_kv_heads, BLOCK_SIZE, max_entries, num_processors, share_prefixes=False)
+    return AttentionPlanner(
+        tuning, bench.num_kv_heads, BLOCK_SIZE, max_entries, num_processors, share_prefixes=False
+    )
 
 
 def decode_cases(bench: Bench) -> Iterator[Case]:
@@ -218,8 +221,8 @@ def decode_cases(bench: Bench) -> Iterator[Case]:
                     items,
                     workspace,
                     layer,
-                    tuning.decode_for(batch, work.near),
-                    tuning.early,
+                    tuning.decode_for(batch, work.short_context),
+                    tuning.pdl,
                     out,
                 ),
             )
@@ -253,7 +256,7 @@ def chunk_cases(bench: Bench) -> Iterator[Case]:
             _bind(
                 chunk_attention,
                 *(qkv, cache, tables, work, workspace, layer),
-                *(tuning.chunk, tuning.descriptors, tuning.early, out),
+                *(tuning.chunk, tuning.descriptors, tuning.pdl, out),
             )
         ]
         flops = 2 * length * (length + 1) * bench.num_heads * bench.head_dim  # half of the square
@@ -276,7 +279,7 @@ def sampling_cases(bench: Bench) -> Iterator[Case]:
             lengths = torch.ones_like(rows)
             tokens = torch.zeros(num_rows, 4, dtype=torch.int32, device=bench.device)
             out_ids, out_bad = torch.zeros_like(rows), torch.zeros_like(rows)
-            workspace = DrawWorkspace.allocate(num_rows, bench.vocab, bench.device)
+            workspace = SamplingWorkspace.allocate(num_rows, bench.vocab, bench.device)
             copies = num_copies(4 * num_rows * bench.vocab, most=8)
             calls: list[Call] = [
                 _bind(draw, logits.float() * 3, rows, lengths, state, tokens, out_ids, out_bad, workspace)

@@ -89,7 +89,7 @@ def load_engine(config: EngineConfig, progress: LoadProgress | None = None) -> L
     dtype = resolve_dtype(model.dtype, checkpoint.config)
     decoder = load_decoder(
         checkpoint,
-        *place.parts(spec, dtype),
+        *place.kernels_and_attention(spec, dtype),
         dtype,
         place.device,
         progress=progress,

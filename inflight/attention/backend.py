@@ -8,8 +8,6 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from inflight.attention.layer import AttentionLayer
-
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
@@ -28,6 +26,21 @@ class KVShape:
         return values * self.dtype.itemsize
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionLayer:
+    """What attention needs to know of one layer, besides its KV cache."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    q_norm: Tensor | None  # [head_dim] float32
+    k_norm: Tensor | None  # [head_dim] float32
+    eps: float
+    cos_sin: Tensor  # [max_position, rotary_dim] float32: cos in the first half, sin in the second
+    scale: float
+    window: int | None  # a query at position p sees keys in (p - window, p]; None: all up to p
+
+
 @dataclass(slots=True)
 class AttentionInputs:
     """Where the tokens of one step sit. B entries, T tokens, entry i owning the next counts[i] tokens.
@@ -41,7 +54,7 @@ class AttentionInputs:
     context_lens: Tensor  # [B] int32, tokens with KV after this step
     rows: Tensor  # [B] int32, index into block_tables
     block_tables: Tensor  # [max_rows, max_blocks] int32, permanent
-    slots: Tensor  # [T] int64, token place of each token: block_id * block_size + offset
+    kv_places: Tensor  # [T] int64, where the KV of each token goes: block_id * block_size + offset
 
 
 InputsT = TypeVar("InputsT", contravariant=True)
@@ -51,7 +64,7 @@ class AttentionBackend(Protocol[InputsT]):
     """Owns the layout of the cache, and says which inputs it reads a step from."""
 
     def allocate(self, shape: KVShape, num_blocks: int, device: torch.device) -> list[Tensor]:
-        """One cache tensor a layer."""
+        """One cache tensor per layer."""
 
     def attend(
         self,
@@ -62,22 +75,3 @@ class AttentionBackend(Protocol[InputsT]):
     ) -> Tensor:  # [T, num_heads * head_dim]
         """Normalise and rotate queries and keys, write this step's keys and values, for all entries, then attend:
         so an entry may read blocks that another entry of the same step fills."""
-
-
-class HeadAttention(Protocol):
-    """The last two of these three for heads that are ready: what `ComposedAttention` makes a backend of."""
-
-    def allocate(self, shape: KVShape, num_blocks: int, device: torch.device) -> list[Tensor]:
-        """One cache tensor a layer."""
-
-    def attend(
-        self,
-        query: Tensor,  # [T, num_heads, head_dim]
-        key: Tensor,  # [T, num_kv_heads, head_dim]
-        value: Tensor,  # [T, num_kv_heads, head_dim]
-        cache: Tensor,
-        inputs: AttentionInputs,
-        scale: float,
-        window: int | None,
-    ) -> Tensor:  # [T, num_heads, head_dim]
-        ...

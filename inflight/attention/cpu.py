@@ -2,13 +2,70 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inflight.attention.backend import AttentionInputs, HeadAttention, KVShape
+from inflight.attention.backend import AttentionInputs, AttentionLayer, KVShape
 from inflight.errors import ConfigError
 from inflight.native.library import Library, native_library
+
+
+class HeadAttention(Protocol):
+    """Cache write and attention of heads that are ready: what `ComposedAttention` makes a backend of."""
+
+    def allocate(self, shape: KVShape, num_blocks: int, device: torch.device) -> list[Tensor]:
+        """One cache tensor per layer."""
+
+    def attend(
+        self,
+        query: Tensor,  # [T, num_heads, head_dim]
+        key: Tensor,  # [T, num_kv_heads, head_dim]
+        value: Tensor,  # [T, num_kv_heads, head_dim]
+        cache: Tensor,
+        inputs: AttentionInputs,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:  # [T, num_heads, head_dim]
+        ...
+
+
+class HeadKernels(Protocol):
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Normalise the last dimension, whatever the leading ones."""
+
+    def rotate(self, x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
+        """Rotary embedding of x [T, heads, head_dim]: the first rotary_dim features of each head, in halves
+        (feature i rotates with feature i + rotary_dim / 2). May work in place."""
+
+
+class ComposedAttention:
+    """Implements `AttentionBackend[AttentionInputs]`: norms and rotation of heads, then a `HeadAttention`."""
+
+    def __init__(self, kernels: HeadKernels, heads: HeadAttention) -> None:
+        self._kernels = kernels
+        self._heads = heads
+
+    def allocate(self, shape: KVShape, num_blocks: int, device: torch.device) -> list[Tensor]:
+        return self._heads.allocate(shape, num_blocks, device)
+
+    def attend(self, qkv: Tensor, layer: AttentionLayer, cache: Tensor, inputs: AttentionInputs) -> Tensor:
+        kernels, positions, cos_sin = self._kernels, inputs.positions, layer.cos_sin
+        num_heads, num_rotated = layer.num_heads, layer.num_heads + layer.num_kv_heads
+        heads = qkv.view(len(qkv), -1, layer.head_dim)
+        if layer.q_norm is None or layer.k_norm is None:
+            rotated = kernels.rotate(heads[:, :num_rotated], positions, cos_sin)
+            query, key = rotated[:, :num_heads], rotated[:, num_heads:]
+        else:
+            query = kernels.rms_norm(heads[:, :num_heads], layer.q_norm, layer.eps)
+            key = kernels.rms_norm(heads[:, num_heads:num_rotated], layer.k_norm, layer.eps)
+            query = kernels.rotate(query, positions, cos_sin)
+            key = kernels.rotate(key, positions, cos_sin)
+        value = heads[:, num_rotated:]
+        out = self._heads.attend(query, key, value, cache, inputs, layer.scale, layer.window)
+        return out.reshape(len(qkv), -1)
 
 
 def cpu_attention() -> HeadAttention:
@@ -65,7 +122,7 @@ class CpuAttention:
             inputs.context_lens.data_ptr(),
             inputs.rows.data_ptr(),
             inputs.block_tables.data_ptr(),
-            inputs.slots.data_ptr(),
+            inputs.kv_places.data_ptr(),
             len(inputs.rows),
             num_tokens,
             num_heads,
@@ -102,8 +159,8 @@ class TorchCpuAttention:
     ) -> Tensor:
         block_size = cache.shape[2]
         places = cache.view(2, -1, *cache.shape[3:])  # a place for each token of each block
-        places[0].index_copy_(0, inputs.slots, key.to(cache.dtype))
-        places[1].index_copy_(0, inputs.slots, value.to(cache.dtype))
+        places[0].index_copy_(0, inputs.kv_places, key.to(cache.dtype))
+        places[1].index_copy_(0, inputs.kv_places, value.to(cache.dtype))
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         starts = inputs.query_starts.tolist()
         for entry, (context_len, row) in enumerate(
@@ -114,8 +171,8 @@ class TorchCpuAttention:
             # Only places that some query of the entry sees: others may hold anything.
             lowest = 0 if window is None else max(0, position - window + 1)
             seen = torch.arange(lowest, context_len, device=query.device)
-            slots = inputs.block_tables[row, seen // block_size].long() * block_size + seen % block_size
-            keys, values = places[:, slots].transpose(1, 2)  # [num_kv_heads, n, head_dim]
+            seen_places = inputs.block_tables[row, seen // block_size].long() * block_size + seen % block_size
+            keys, values = places[:, seen_places].transpose(1, 2)  # [num_kv_heads, n, head_dim]
             asked = torch.arange(position, context_len, device=query.device).unsqueeze(1)
             mask = seen <= asked
             if window is not None:
@@ -160,8 +217,8 @@ def _check(query: Tensor, key: Tensor, value: Tensor, cache: Tensor, inputs: Att
         (inputs.rows, num_entries),
     )
     narrow = all(len(x) == size and x.dtype == torch.int32 and x.is_contiguous() for x, size in sizes)
-    tables, slots = inputs.block_tables, inputs.slots
+    tables, kv_places = inputs.block_tables, inputs.kv_places
     if not narrow or tables.dtype != torch.int32 or tables.stride(1) != 1:
         raise ConfigError("query_starts, context_lens, rows and block_tables must be contiguous int32")
-    if slots.dtype != torch.int64 or len(slots) != num_tokens or not slots.is_contiguous():
-        raise ConfigError("slots must be contiguous int64, one a token")
+    if kv_places.dtype != torch.int64 or len(kv_places) != num_tokens or not kv_places.is_contiguous():
+        raise ConfigError("kv_places must be contiguous int64, one per token")

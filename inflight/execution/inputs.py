@@ -47,7 +47,7 @@ def build_inputs(batch: Batch, rows: Rows, block_size: int) -> StepInputs:
         context_lens=lengths.int(),
         rows=row_ids.int(),
         block_tables=rows.block_tables,
-        slots=blocks * block_size + positions % block_size,
+        kv_places=blocks * block_size + positions % block_size,
     )
     sampling = [index for index, samples in enumerate(batch.samples) if samples]
     chosen = slice(None) if len(sampling) == len(batch) else sampling

@@ -53,11 +53,11 @@ def wants_prompt_logprobs(batch: Batch) -> bool:
 
 
 def score_prompts(
-    batch: Batch, decoder: Decoder, stream: Tensor, tokens: Tensor
+    batch: Batch, decoder: Decoder, hidden: Tensor, tokens: Tensor
 ) -> dict[int, list[LogprobTensors]]:
     """For entries that ask: the logprob of every prompt token that this chunk predicts.
 
-    stream [T, hidden_size] as the decoder returned it, tokens [max_rows, max_len].
+    hidden [T, hidden_size] as the decoder returned it, tokens [max_rows, max_len].
     """
     found: dict[int, list[LogprobTensors]] = {}
     first = 0
@@ -70,7 +70,7 @@ def score_prompts(
             targets = tokens[row, start + 1 : start + 1 + num_targets].long()
             found[entry] = [
                 prompt_logprobs(
-                    decoder.logits(stream[first + at : first + min(at + PROMPT_LOGITS_AT_ONCE, num_targets)]),
+                    decoder.logits(hidden[first + at : first + min(at + PROMPT_LOGITS_AT_ONCE, num_targets)]),
                     targets[at : at + PROMPT_LOGITS_AT_ONCE],
                     wanted,
                 ).fetch()

@@ -1,53 +1,51 @@
-"""The decoder's operations put together from smaller ones, for devices where nothing is gained by fusing them."""
+"""A linear layer whose operations are put together from smaller ones, for devices where nothing is gained by fusing."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-import torch
 from torch import Tensor
 
-from inflight.layers.kernels import Linear, Residual
+from inflight.layers.kernels import Kernels, Reduce, Residual
 
 
-class ComposedKernels(ABC):
-    """All of `Kernels` but what its parts are made of."""
+class ComposedLinear(ABC):
+    """All of `Linear` but storage: loading, lookup and the product itself."""
 
-    compute_dtype: torch.dtype
-
-    @abstractmethod
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Normalise the last dimension, whatever the leading ones; statistics in float32."""
-
-    @abstractmethod
-    def gate(self, gate_up: Tensor, activation: str) -> Tensor:
-        """[T, 2n] -> [T, n]: activation(first half) * second half. "silu" or "gelu_tanh"."""
+    def __init__(self, kernels: Kernels, in_features: int, out_features: int, reduce: Reduce | None) -> None:
+        self.in_features = in_features
+        self.out_features = out_features
+        self._kernels = kernels
+        self._reduce = reduce
 
     @abstractmethod
-    def add(self, residual: Tensor, x: Tensor) -> Tensor:
-        """residual + x. May overwrite the residual."""
+    def load(self, weight: Tensor, first_row: int = 0, first_column: int = 0) -> None: ...
 
-    def rows(self, table: Tensor, ids: Tensor) -> Tensor:
-        return table[ids].to(self.compute_dtype)
+    @abstractmethod
+    def load_bias(self, bias: Tensor, first_row: int = 0) -> None: ...
 
-    def norm_linear(self, residual: Residual, eps: float, linear: Linear) -> Tensor:
+    @abstractmethod
+    def embed(self, ids: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+    def normed(self, residual: Residual, eps: float) -> Tensor:
         x, norm = residual.x, residual.norm
-        return linear(x if norm is None else self.rms_norm(x, norm, eps))
+        return self(x if norm is None else self._kernels.rms_norm(x, norm, eps))
 
-    def norm_gate_up(self, residual: Residual, eps: float, linear: Linear, activation: str) -> Tensor:
-        return self.gate(self.norm_linear(residual, eps, linear), activation)
+    def gated(self, residual: Residual, eps: float, activation: str) -> Tensor:
+        return self._kernels.gate(self.normed(residual, eps), activation)
 
-    def linear_add(
-        self,
-        x: Tensor,
-        linear: Linear,
-        residual: Residual,
-        norm: Tensor | None,
-        eps: float,
-        next_norm: Tensor | None,
+    def add_to(
+        self, residual: Residual, x: Tensor, norm: Tensor | None, eps: float, next_norm: Tensor | None
     ) -> Residual:
-        y = linear(x)
-        return Residual(self.add(residual.x, y if norm is None else self.rms_norm(y, norm, eps)), next_norm)
+        y = self(x)
+        if self._reduce is not None:
+            y = self._reduce(y)
+        if norm is not None:
+            y = self._kernels.rms_norm(y, norm, eps)
+        return Residual(self._kernels.add(residual.x, y), next_norm)
 
-    def logits(self, x: Tensor, norm: Tensor, eps: float, linear: Linear) -> Tensor:
-        return linear(self.rms_norm(x, norm, eps)).float()
+    def logits(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
+        return self(self._kernels.rms_norm(x, norm, eps)).float()

@@ -1,49 +1,75 @@
 """The seam between the decoder and the arithmetic of one device.
 
-The decoder is written once, in terms of these operations, each as large as some device can do in one go.
-`TorchKernels` runs anywhere and is the reference, `NativeKernels` is the compiled CPU path (both put them together
-from smaller ones: `composed.py`), `TritonKernels` the GPU path.
+The decoder is written once, in terms of these operations, each as large as some device can do in one go. What reads a
+weight matrix belongs to a `Linear`, which owns how the matrix is stored, which kernels multiply it and how it is
+loaded: another storage format is another `Linear`. `Kernels` makes them, and does what needs no matrix.
+`TorchKernels` runs anywhere and is the reference, `NativeKernels` is the compiled CPU path (the Linears of both are
+put together from smaller operations: `composed.py`), `TritonKernels` the GPU path.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from inflight.errors import ConfigError
 
-class Linear(Protocol):
-    """y = x @ W.T + b, with W held in the layout that suits the device best."""
+ACTIVATIONS = ("silu", "gelu_tanh")
 
-    in_features: int
-    out_features: int
-
-    def load(self, weight: Tensor, first: int = 0) -> None:
-        """Copy `weight` [n, in_features] into output rows [first, first + n)."""
-
-    def load_bias(self, bias: Tensor, first: int = 0) -> None:
-        """Copy `bias` [n] into output rows [first, first + n)."""
-
-    def rows(self, ids: Tensor) -> Tensor:
-        """Weight rows [len(ids), in_features] in the compute dtype: a tied embedding's lookup."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[M, in_features] -> [M, out_features]."""
+# Adds up the partial products [M, out_features] of layers that hold some columns each of one matrix. May overwrite its
+# argument.
+Reduce = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Residual:
-    """The residual stream, and the norm through which the next layer reads it.
+    """The residual: hidden states between two layers, and the norm through which the next layer reads them.
 
-    Whoever writes the stream may leave part of that norm beside it; who reads it may do without.
+    Whoever writes the hidden states may leave part of that norm beside them; who reads them may do without.
     """
 
     x: Tensor  # [T, hidden]
-    norm: Tensor | None  # [hidden] float32; None: it is read as it is
-    gained: Tensor | None = None  # x * norm
-    squares: Tensor | None = None  # [parts, T]: sums over parts of the features
+    norm: Tensor | None  # [hidden] float32; None: x is read as it is
+    scaled: Tensor | None = None  # x * norm
+    squares: Tensor | None = None  # [n, T]: sums of squares over n parts of the features
+
+
+class Linear(Protocol):
+    """y = x @ W.T + b, with W [out_features, in_features] held in the layout that suits the device best."""
+
+    in_features: int
+    out_features: int
+
+    def load(self, weight: Tensor, first_row: int = 0, first_column: int = 0) -> None:
+        """Copy `weight` [n, m] into rows [first_row, first_row + n) and columns [first_column, first_column + m)."""
+
+    def load_bias(self, bias: Tensor, first_row: int = 0) -> None:
+        """Copy `bias` [n] into outputs [first_row, first_row + n)."""
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Weight rows [len(ids), in_features] in the compute dtype: the lookup of a tied embedding."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[M, in_features] -> [M, out_features]."""
+
+    def normed(self, residual: Residual, eps: float) -> Tensor:
+        """The product of rms_norm(x), or of x without a norm."""
+
+    def gated(self, residual: Residual, eps: float, activation: str) -> Tensor:
+        """[T, hidden] -> [T, inner]: activation(first half) * second half of `normed`. "silu" or "gelu_tanh"."""
+
+    def add_to(
+        self, residual: Residual, x: Tensor, norm: Tensor | None, eps: float, next_norm: Tensor | None
+    ) -> Residual:
+        """The residual plus rms_norm(y), or plus y without a norm, to be read through `next_norm`. Here y is the
+        product of x, reduced first where the layer has a `Reduce`. May overwrite the residual."""
+
+    def logits(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
+        """The product of rms_norm(x), in float32."""
 
 
 class Kernels(Protocol):
@@ -51,34 +77,59 @@ class Kernels(Protocol):
 
     compute_dtype: torch.dtype
 
-    def linear(self, in_features: int, out_features: int, dtype: torch.dtype, bias: bool) -> Linear:
-        """An empty linear layer whose weights are stored as `dtype`, or as something no less exact."""
+    def linear(
+        self,
+        in_features: int,
+        out_features: int,
+        dtype: torch.dtype,
+        bias: bool,
+        reduce: Reduce | None = None,
+    ) -> Linear:
+        """An empty linear layer whose weights are stored as `dtype`, or as something no less exact.
 
-    def rows(self, table: Tensor, ids: Tensor) -> Tensor:
+        `reduce` is for a layer that holds only some columns of its matrix (a sharded output or down projection), and
+        comes between the product and the residual. Of such layers one has the bias.
+        """
+
+    def embed(self, table: Tensor, ids: Tensor) -> Tensor:
         """Rows [len(ids), n] of an embedding table [N, n], in the compute dtype."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Normalise the last dimension, whatever the leading ones; statistics in float32."""
 
-    def norm_linear(self, residual: Residual, eps: float, linear: Linear) -> Tensor:
-        """linear(rms_norm(x)), or linear(x) without a norm."""
+    def gate(self, gate_up: Tensor, activation: str) -> Tensor:
+        """[T, 2n] -> [T, n]: activation(first half) * second half. "silu" or "gelu_tanh"."""
 
-    def norm_gate_up(self, residual: Residual, eps: float, linear: Linear, activation: str) -> Tensor:
-        """[T, hidden] -> [T, inner]: activation(first half) * second half of norm_linear. "silu" or "gelu_tanh"."""
+    def add(self, residual: Tensor, x: Tensor) -> Tensor:
+        """residual + x. May overwrite the residual."""
 
-    def linear_add(
-        self,
-        x: Tensor,
-        linear: Linear,
-        residual: Residual,
-        norm: Tensor | None,
-        eps: float,
-        next_norm: Tensor | None,
-    ) -> Residual:
-        """The stream plus rms_norm(linear(x)), or plus linear(x) without a norm, to be read through `next_norm`.
 
-        May overwrite the stream.
-        """
+def check_weight(linear: Linear, weight: Tensor, first_row: int, first_column: int) -> None:
+    """Refuse a weight that does not fit `linear` there."""
+    fits = weight.dim() == 2 and first_row >= 0 and first_column >= 0
+    if fits:
+        num_rows, num_columns = weight.shape
+        fits = (
+            first_row + num_rows <= linear.out_features and first_column + num_columns <= linear.in_features
+        )
+    if not fits:
+        raise ConfigError(
+            f"a weight of shape {list(weight.shape)} does not fit at row {first_row}, column {first_column}: "
+            f"the layer is [{linear.out_features}, {linear.in_features}]"
+        )
 
-    def logits(self, x: Tensor, norm: Tensor, eps: float, linear: Linear) -> Tensor:
-        """norm_linear in float32."""
+
+def check_bias(linear: Linear, has_bias: bool, bias: Tensor, first_row: int) -> None:
+    """Refuse a bias that does not fit `linear` at output `first_row`."""
+    if not has_bias:
+        raise ConfigError("a bias was given to a linear layer that was made without one")
+    if bias.dim() != 1 or not 0 <= first_row <= first_row + len(bias) <= linear.out_features:
+        raise ConfigError(
+            f"a bias of shape {list(bias.shape)} does not fit at row {first_row}: "
+            f"the layer has {linear.out_features} outputs"
+        )
+
+
+def check_activation(activation: str) -> None:
+    if activation not in ACTIVATIONS:
+        raise ConfigError(f"activation is {activation!r}: allowed is {', '.join(ACTIVATIONS)}")

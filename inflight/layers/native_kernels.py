@@ -9,22 +9,28 @@ import torch
 from torch import Tensor
 
 from inflight.errors import ConfigError
-from inflight.layers.composed import ComposedKernels
-from inflight.layers.kernels import Linear
-from inflight.layers.torch_kernels import check_activation, check_bias, check_weight
-from inflight.native.library import Library
+from inflight.layers.composed import ComposedLinear
+from inflight.layers.kernels import Kernels, Linear, Reduce, check_activation, check_bias, check_weight
+from inflight.layers.torch_kernels import TorchKernels
+from inflight.native.library import Library, native_library
 
 LOAD_ROWS = 4096  # rows converted at a time, so that a large weight is never held twice
 
 
-class NativeLinear:
+class NativeLinear(ComposedLinear):
     """A linear layer over weights packed in panels [out / panel][in][panel], float32 or bfloat16."""
 
     def __init__(
-        self, library: Library, in_features: int, out_features: int, dtype: torch.dtype, bias: bool
+        self,
+        kernels: Kernels,
+        library: Library,
+        in_features: int,
+        out_features: int,
+        dtype: torch.dtype,
+        bias: bool,
+        reduce: Reduce | None,
     ) -> None:
-        self.in_features = in_features
-        self.out_features = out_features
+        super().__init__(kernels, in_features, out_features, reduce)
         self._library = library
         # bfloat16 is widened in registers; float16 would lose that speed, and float32 holds it exactly.
         self._stored = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
@@ -41,25 +47,26 @@ class NativeLinear:
         self._weight_pointer = self._panels.data_ptr()
         self._bias_pointer = None if self._bias is None else self._bias.data_ptr()
 
-    def load(self, weight: Tensor, first: int = 0) -> None:
-        check_weight(self, weight, first)
+    def load(self, weight: Tensor, first_row: int = 0, first_column: int = 0) -> None:
+        check_weight(self, weight, first_row, first_column)
         for start in range(0, len(weight), LOAD_ROWS):
             part = weight[start : start + LOAD_ROWS].to(device="cpu", dtype=self._stored).contiguous()
             self._pack(
                 part.data_ptr(),
                 self._weight_pointer,
-                len(part),
+                *part.shape,
                 self.in_features,
-                first + start,
+                first_row + start,
+                first_column,
                 self._library.threads,
             )
 
-    def load_bias(self, bias: Tensor, first: int = 0) -> None:
-        check_bias(self, self._bias is not None, bias, first)
+    def load_bias(self, bias: Tensor, first_row: int = 0) -> None:
+        check_bias(self, self._bias is not None, bias, first_row)
         assert self._bias is not None
-        self._bias[first : first + len(bias)].copy_(bias)
+        self._bias[first_row : first_row + len(bias)].copy_(bias)
 
-    def rows(self, ids: Tensor) -> Tensor:
+    def embed(self, ids: Tensor) -> Tensor:
         ids = ids.to(torch.int64).contiguous()
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.out_features:
             raise IndexError(f"row ids must lie in [0, {self.out_features}), given {ids.tolist()}")
@@ -94,7 +101,7 @@ class NativeLinear:
         return out
 
 
-class NativeKernels(ComposedKernels):
+class NativeKernels:
     """Implements `Kernels`."""
 
     compute_dtype = torch.float32
@@ -103,8 +110,18 @@ class NativeKernels(ComposedKernels):
         self._library = library
         self._gates = {"silu": library.gate_silu, "gelu_tanh": library.gate_gelu_tanh}
 
-    def linear(self, in_features: int, out_features: int, dtype: torch.dtype, bias: bool) -> Linear:
-        return NativeLinear(self._library, in_features, out_features, dtype, bias)
+    def linear(
+        self,
+        in_features: int,
+        out_features: int,
+        dtype: torch.dtype,
+        bias: bool,
+        reduce: Reduce | None = None,
+    ) -> Linear:
+        return NativeLinear(self, self._library, in_features, out_features, dtype, bias, reduce)
+
+    def embed(self, table: Tensor, ids: Tensor) -> Tensor:
+        return table[ids].to(self.compute_dtype)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         view = _rows(x)
@@ -167,6 +184,12 @@ class NativeKernels(ComposedKernels):
             gate_up.data_ptr(), out.data_ptr(), num_tokens, width // 2, self._library.threads
         )
         return out
+
+
+def cpu_kernels() -> NativeKernels | TorchKernels:
+    """The compiled kernels, or plain torch where they cannot be had."""
+    library = native_library()
+    return TorchKernels() if library is None else NativeKernels(library)
 
 
 def _dense(x: Tensor) -> Tensor:

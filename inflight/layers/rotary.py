@@ -1,4 +1,4 @@
-"""Rotary position tables: which angle each position turns each pair of features by.
+"""Rotary position tables: which angle each position rotates each pair of features by.
 
 The arithmetic is in float32, as models were trained with it: a more exact angle at a far position
 would be a different one.
@@ -27,7 +27,7 @@ class Scaling(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """One rotary embedding: the first `rotary_dim` features of a head, turned in halves."""
+    """One rotary embedding: the first `rotary_dim` features of a head, rotated in halves."""
 
     theta: float
     rotary_dim: int
@@ -68,9 +68,9 @@ class Llama3Scaling:
     magnitude: float = 1.0
 
     def stretch(self, inv_freq: Tensor, rope: Rope, max_position: int) -> Tensor:  # noqa: ARG002
-        # How many full turns a feature makes within the trained context.
-        turns = self.original_max_position * inv_freq / (2 * math.pi)
-        share = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        # How many full rotations a feature makes within the trained context.
+        rotations = self.original_max_position * inv_freq / (2 * math.pi)
+        share = (rotations - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         return torch.lerp(inv_freq / self.factor, inv_freq, share.clamp_(0, 1))
 
 
@@ -96,9 +96,9 @@ class YarnScaling:
         pressed = ((index - low) / (high - low)).clamp_(0, 1)
         return torch.lerp(inv_freq, inv_freq / self.factor, pressed)
 
-    def _bound(self, turns: float, rope: Rope) -> float:
-        """The (fractional) feature index that makes `turns` full turns within the trained context."""
-        span = math.log(self.original_max_position / (turns * 2 * math.pi))
+    def _bound(self, rotations: float, rope: Rope) -> float:
+        """The (fractional) feature index that makes `rotations` full rotations within the trained context."""
+        span = math.log(self.original_max_position / (rotations * 2 * math.pi))
         return rope.rotary_dim * span / (2 * math.log(rope.theta))
 
 

@@ -19,18 +19,22 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 _ATTENTION = {
-    "self_attn.q_proj": "qkv.q",
-    "self_attn.k_proj": "qkv.k",
-    "self_attn.v_proj": "qkv.v",
-    "self_attn.o_proj": "output",
+    "self_attn.q_proj": "attention.qkv.q",
+    "self_attn.k_proj": "attention.qkv.k",
+    "self_attn.v_proj": "attention.qkv.v",
+    "self_attn.o_proj": "attention.output",
 }
-_QK_NORM = {"self_attn.q_norm": "q_norm", "self_attn.k_norm": "k_norm"}
-_MLP = {"mlp.gate_proj": "gate_up.gate", "mlp.up_proj": "gate_up.up", "mlp.down_proj": "down"}
-_PRE_NORMS = {"input_layernorm": "attention_in_norm", "post_attention_layernorm": "mlp_in_norm"}
-_POST_NORMS = {"post_attention_layernorm": "attention_out_norm", "post_feedforward_layernorm": "mlp_out_norm"}
+_QK_NORM = {"self_attn.q_norm": "attention.q_norm", "self_attn.k_norm": "attention.k_norm"}
+_MLP = {
+    "mlp.gate_proj": "mlp.gate_up.gate",
+    "mlp.up_proj": "mlp.gate_up.up",
+    "mlp.down_proj": "mlp.down",
+}
+_PRE_NORMS = {"input_layernorm": "attention.in_norm", "post_attention_layernorm": "mlp.in_norm"}
+_POST_NORMS = {"post_attention_layernorm": "attention.out_norm", "post_feedforward_layernorm": "mlp.out_norm"}
 _BOTH_NORMS = {
-    "input_layernorm": "attention_in_norm",
-    "pre_feedforward_layernorm": "mlp_in_norm",
+    "input_layernorm": "attention.in_norm",
+    "pre_feedforward_layernorm": "mlp.in_norm",
     **_POST_NORMS,
 }
 
@@ -39,10 +43,10 @@ _QWEN3_NAMES = WeightNames(_ATTENTION | _QK_NORM | _MLP | _PRE_NORMS)
 _OLMO2_NAMES = WeightNames(_ATTENTION | _QK_NORM | _MLP | _POST_NORMS)
 _PHI3_NAMES = WeightNames(
     {
-        "self_attn.qkv_proj": "qkv",
-        "self_attn.o_proj": "output",
-        "mlp.gate_up_proj": "gate_up",
-        "mlp.down_proj": "down",
+        "self_attn.qkv_proj": "attention.qkv",
+        "self_attn.o_proj": "attention.output",
+        "mlp.gate_up_proj": "mlp.gate_up",
+        "mlp.down_proj": "mlp.down",
     }
     | _PRE_NORMS
 )

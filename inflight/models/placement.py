@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from inflight.models.decoder import Decoder, Layer
+from inflight.models.decoder import Decoder
+from inflight.models.layer import Target
 from inflight.models.spec import DecoderSpec
 
 # (a tensor, or a run of its rows; the first of these rows)
@@ -36,37 +37,21 @@ def placements(decoder: Decoder, variant: int = 0) -> Iterator[Placement]:
         yield Placement(prefix + names.embedding, table_shape, _into_table(decoder.embedding))
         yield Placement(names.heads[variant], table_shape, decoder.head.load)
     for index, layer in enumerate(decoder.layers):
-        for module, slot in names.layer.items():
-            yield from _module(f"{prefix}layers.{index}.{module}", layer, slot, spec)
+        targets = layer.targets()
+        for module, target in names.layer.items():
+            yield from _module(f"{prefix}layers.{index}.{module}", targets[target], spec)
     yield _norm(prefix + names.final_norm, decoder.final_norm, spec)
 
 
-def _module(name: str, layer: Layer, slot: str, spec: DecoderSpec) -> Iterator[Placement]:
+def _module(name: str, target: Target, spec: DecoderSpec) -> Iterator[Placement]:
     """The weight and the bias, if any, of one module of a layer."""
-    target = getattr(layer, slot.partition(".")[0])
     if isinstance(target, Tensor):
         yield _norm(f"{name}.weight", target, spec)
         return
-    first, num_rows, bias = _rows(slot, spec)
-    yield Placement(f"{name}.weight", (num_rows, target.in_features), _into_rows(target.load, first))
-    if bias:
-        yield Placement(f"{name}.bias", (num_rows,), _into_rows(target.load_bias, first))
-
-
-def _rows(slot: str, spec: DecoderSpec) -> tuple[int, int, bool]:
-    """(first row, number of rows, whether there is a bias) of a slot in its packed linear."""
-    query, kv, inner = spec.query_size, spec.kv_size, spec.intermediate_size
-    return {
-        "qkv": (0, query + 2 * kv, spec.qkv_bias),
-        "qkv.q": (0, query, spec.qkv_bias),
-        "qkv.k": (query, kv, spec.qkv_bias),
-        "qkv.v": (query + kv, kv, spec.qkv_bias),
-        "output": (0, spec.hidden_size, spec.output_bias),
-        "gate_up": (0, 2 * inner, spec.mlp_bias),
-        "gate_up.gate": (0, inner, spec.mlp_bias),
-        "gate_up.up": (inner, inner, spec.mlp_bias),
-        "down": (0, spec.hidden_size, spec.mlp_bias),
-    }[slot]
+    linear, count = target.linear, target.count
+    yield Placement(f"{name}.weight", (count, linear.in_features), _into_rows(linear.load, target.first))
+    if target.bias:
+        yield Placement(f"{name}.bias", (count,), _into_rows(linear.load_bias, target.first))
 
 
 def _into_rows(load: Callable[[Tensor, int], None], base: int) -> Store:

@@ -13,7 +13,7 @@ from inflight.models.fields import Fields
 
 
 def read_rope(config: Fields, layer_type: str, head_dim: int, partial: bool) -> Rope:
-    """The rotary embedding of layers of `layer_type`. `partial`: the family may turn a part of each head."""
+    """The rotary embedding of layers of `layer_type`. `partial`: the family may rotate a part of each head."""
     rope = _parameters(config, layer_type)
     share = rope.number("partial_rotary_factor", 1.0)
     if share > 1 or (share != 1 and not partial):

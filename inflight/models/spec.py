@@ -37,8 +37,8 @@ class QKNorm(Enum):
 class WeightNames:
     """How a checkpoint names its tensors.
 
-    `layer` maps the modules inside a layer to slots of the decoder: a slot "qkv.k" is the part "k" of the
-    packed linear "qkv", "qkv" all of it.
+    `layer` maps the modules inside a layer to targets in the decoder's (`layer.py`): "attention.qkv.k" is the part "k"
+    of the packed linear layer "qkv" of attention, "attention.qkv" all of it.
     """
 
     layer: Mapping[str, str]

@@ -188,20 +188,23 @@ void multiply(const float* x, const Stored* weight, const float* bias, float* y,
     });
 }
 
-// Weight rows [rows][K] into output features [first, first + rows) of the panels.
+// A part [rows][columns] of a weight into output features [first_row, first_row + rows) and input features
+// [first_column, first_column + columns) of the panels.
 template <class Stored>
-void pack(const Stored* weight, Stored* panels, int64_t rows, int64_t k, int64_t first, int threads) {
-    const int64_t from = first / kPanel, to = (first + rows + kPanel - 1) / kPanel;
+void pack(const Stored* weight, Stored* panels, int64_t rows, int64_t columns, int64_t k, int64_t first_row,
+          int64_t first_column, int threads) {
+    const int64_t last_row = first_row + rows;
+    const int64_t from = first_row / kPanel, to = (last_row + kPanel - 1) / kPanel;
     constexpr int64_t block = kLine / sizeof(Stored);  // one line of each row at a time
-    if (rows * k <= kParallelWork) threads = 1;
+    if (rows * columns <= kParallelWork) threads = 1;
     parallel_for(threads, to - from, 1, [&](int64_t unit) {
         const int64_t p = from + unit;
-        Stored* panel = panels + p * k * kPanel;
-        const int64_t low = std::max(first, p * kPanel), high = std::min(first + rows, (p + 1) * kPanel);
-        for (int64_t begin = 0; begin < k; begin += block) {
-            const int64_t end = std::min(begin + block, k);
+        Stored* panel = panels + (p * k + first_column) * kPanel;
+        const int64_t low = std::max(first_row, p * kPanel), high = std::min(last_row, (p + 1) * kPanel);
+        for (int64_t begin = 0; begin < columns; begin += block) {
+            const int64_t end = std::min(begin + block, columns);
             for (int64_t row = low; row < high; ++row) {
-                const Stored* source = weight + (row - first) * k;
+                const Stored* source = weight + (row - first_row) * columns;
                 Stored* lane = panel + place<Stored>(row - p * kPanel);
                 for (int64_t i = begin; i < end; ++i) lane[i * kPanel] = source[i];
             }
@@ -250,13 +253,14 @@ void inflight_multiply_bf16(const float* x, const uint16_t* weight, const float*
     multiply(x, weight, bias, y, m, k, n, threads);
 }
 
-void inflight_pack_f32(const float* weight, float* panels, int64_t rows, int64_t k, int64_t first, int threads) {
-    pack(weight, panels, rows, k, first, threads);
+void inflight_pack_f32(const float* weight, float* panels, int64_t rows, int64_t columns, int64_t k,
+                       int64_t first_row, int64_t first_column, int threads) {
+    pack(weight, panels, rows, columns, k, first_row, first_column, threads);
 }
 
-void inflight_pack_bf16(const uint16_t* weight, uint16_t* panels, int64_t rows, int64_t k, int64_t first,
-                        int threads) {
-    pack(weight, panels, rows, k, first, threads);
+void inflight_pack_bf16(const uint16_t* weight, uint16_t* panels, int64_t rows, int64_t columns, int64_t k,
+                        int64_t first_row, int64_t first_column, int threads) {
+    pack(weight, panels, rows, columns, k, first_row, first_column, threads);
 }
 
 void inflight_gather_f32(const float* panels, const int64_t* ids, float* out, int64_t count, int64_t k,

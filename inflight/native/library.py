@@ -30,7 +30,7 @@ class Library:
         multiply = (_P, _P, _P, _P, _L, _L, _L, _I)
         self.multiply_f32 = self._bind("multiply_f32", *multiply)
         self.multiply_bf16 = self._bind("multiply_bf16", *multiply)
-        pack = (_P, _P, _L, _L, _L, _I)
+        pack = (_P, _P, _L, _L, _L, _L, _L, _I)
         self.pack_f32 = self._bind("pack_f32", *pack)
         self.pack_bf16 = self._bind("pack_bf16", *pack)
         gather = (_P, _P, _P, _L, _L, _I)

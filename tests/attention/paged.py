@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from inflight.attention.backend import AttentionInputs, HeadAttention, KVShape
+from inflight.attention.backend import AttentionInputs, KVShape
+from inflight.attention.cpu import HeadAttention
 
 # One step: (request, first token, number of tokens) for each entry.
 Step = list[tuple[int, int, int]]
@@ -77,12 +78,12 @@ class Scene:
 
     def inputs(self, step: Step) -> AttentionInputs:
         counts = torch.tensor([0] + [n for _, _, n in step])
-        slots, places = [], []
+        kv_places, places = [], []
         for r, first, n in step:
             positions = torch.arange(first, first + n)
             blocks = self.tables[self.rows[r]][positions // self.block_size].long()
             places.append(positions)
-            slots.append(blocks * self.block_size + positions % self.block_size)
+            kv_places.append(blocks * self.block_size + positions % self.block_size)
         ends = [first + n for _, first, n in step]
         return AttentionInputs(
             positions=torch.cat(places),
@@ -90,5 +91,5 @@ class Scene:
             context_lens=torch.tensor(ends, dtype=torch.int32),
             rows=torch.tensor([self.rows[r] for r, _, _ in step], dtype=torch.int32),
             block_tables=self.tables,
-            slots=torch.cat(slots),
+            kv_places=torch.cat(kv_places),
         )

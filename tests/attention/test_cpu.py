@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inflight.attention.backend import HeadAttention, KVShape
-from inflight.attention.cpu import CpuAttention, TorchCpuAttention, cpu_attention
+from inflight.attention.backend import KVShape
+from inflight.attention.cpu import CpuAttention, HeadAttention, TorchCpuAttention, cpu_attention
 from inflight.attention.reference import ReferenceAttention
 from inflight.errors import ConfigError
 from inflight.native.library import native_library
@@ -126,8 +126,8 @@ def test_wrong_shapes_are_refused() -> None:
         native().attend(query, torch.zeros(4, 1, 16), key, cache, inputs, 1.0, None)
     with pytest.raises(ConfigError, match="int32"):
         native().attend(query, key, key, cache, replace(inputs, rows=inputs.rows.long()), 1.0, None)
-    with pytest.raises(ConfigError, match="slots"):
-        native().attend(query, key, key, cache, replace(inputs, slots=inputs.slots[:2]), 1.0, None)
+    with pytest.raises(ConfigError, match="kv_places"):
+        native().attend(query, key, key, cache, replace(inputs, kv_places=inputs.kv_places[:2]), 1.0, None)
 
 
 def test_the_cache_is_float32() -> None:

@@ -5,27 +5,28 @@ import pytest
 import torch
 
 from inflight.attention.backend import KVShape
-from inflight.attention.triton.backend import TritonAttention, TritonStep
+from inflight.attention.triton.backend import TritonAttention
 from inflight.attention.triton.plan import find_groups, plan_chunks, plan_decode, plan_prefix
-from inflight.attention.triton.tuning import ANY, Tile, Tuning, choose
+from inflight.attention.triton.step import TritonStep
+from inflight.attention.triton.tuning import ANY, AttentionTile, Tuning, choose
 from tests.attention.triton_scene import DEVICE, SMALL, TOLERANCE, Scene, Shape, items
 
-TILE = Tile(rows=32, keys=16, num_warps=4, num_stages=2)
+TILE = AttentionTile(rows=32, keys=16, num_warps=4, num_stages=2)
 DEVICES = torch.device(DEVICE)
 
 
-def slots_of(scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions and slots of the scene's tokens, padding last."""
-    positions, slots = [], []
+def kv_places_of(scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions and kv_places of the scene's tokens, padding last."""
+    positions, kv_places = [], []
     for context_len, count, row in zip(scene.context_lens, scene.counts, scene.rows, strict=True):
         at = np.arange(context_len - count, context_len)
         positions.append(at)
         size = scene.shape.block_size
-        slots.append(scene.tables.numpy()[row, at // size] * size + at % size)
+        kv_places.append(scene.tables.numpy()[row, at // size] * size + at % size)
     padding = len(scene.qkv) - int(scene.query_starts[-1])
     positions.append(np.zeros(padding))
-    slots.append(np.full(padding, -1))
-    made = [torch.from_numpy(np.concatenate(x).astype(np.int32)).to(DEVICE) for x in (positions, slots)]
+    kv_places.append(np.full(padding, -1))
+    made = [torch.from_numpy(np.concatenate(x).astype(np.int32)).to(DEVICE) for x in (positions, kv_places)]
     return made[0], made[1]
 
 
@@ -55,18 +56,18 @@ def test_decodes_and_chunks_in_one_step(shares: bool, window: int | None) -> Non
     )
     qkv, cache, tables = scene.on_device
     # This step's keys and values are not in the cache yet.
-    positions, slots = slots_of(scene)
-    real = slots[slots >= 0].long().cpu()
+    positions, kv_places = kv_places_of(scene)
+    real = kv_places[kv_places >= 0].long().cpu()
     content = cache.cpu()
     content[real // 8, :, :, real % 8] = float("nan")
     cache = content.to(DEVICE)
     workspace = scene.workspace()
     step = TritonStep(
         positions=positions,
-        slots=slots,
+        kv_places=kv_places,
         block_tables=tables,
         decodes=items(decodes.items, 12),
-        near=False,
+        short_context=False,
         prefixes=items(prefix.items, 8) if prefix else None,
         members=items(prefix.members(contexts, decodes), 4).table if prefix else None,
         chunks=items(chunks.items, 16),

@@ -10,21 +10,25 @@ from hypothesis import strategies as st
 
 from inflight.attention.triton.chunk import chunk_attention
 from inflight.attention.triton.plan import plan_chunks
-from inflight.attention.triton.tuning import Tile
+from inflight.attention.triton.tuning import AttentionTile
 from tests.attention.triton_scene import DEVICE, DTYPES, Scene, Shape, items
 
-TILE = Tile(rows=32, keys=16, num_warps=4, num_stages=2)
+TILE = AttentionTile(rows=32, keys=16, num_warps=4, num_stages=2)
 WHOLE_TILES = DEVICE == "cpu" or torch.cuda.get_device_capability() >= (9, 0)
 
 
 def attend(
-    scene: Scene, extra_items: int, window: int | None = None, descriptors: bool = False, tile: Tile = TILE
+    scene: Scene,
+    extra_items: int,
+    window: int | None = None,
+    descriptors: bool = False,
+    tile: AttentionTile = TILE,
 ) -> torch.Tensor:
     positions = tile.rows * scene.shape.num_kv_heads // scene.shape.num_heads
     plan = plan_chunks(
         scene.query_starts, scene.context_lens, scene.rows, positions, extra_items, tile.keys, tile.keys
     )
-    workspace, out = scene.workspace(plan.num_slots + 1, plan.num_counters + 1), scene.blank()
+    workspace, out = scene.workspace(plan.num_partials + 1, plan.num_counters + 1), scene.blank()
     work, layer = items(plan.items, len(plan.items) + 3), scene.shape.layer(window)
     chunk_attention(*scene.on_device, work, workspace, layer, tile, descriptors, False, out)
     assert not workspace.counters.any()

@@ -11,13 +11,15 @@ from hypothesis import strategies as st
 from inflight.attention.triton.decode import decode_attention
 from inflight.attention.triton.plan import find_groups, plan_decode, plan_prefix
 from inflight.attention.triton.prefix import prefix_attention
-from inflight.attention.triton.tuning import Tile
+from inflight.attention.triton.tuning import AttentionTile
 from tests.attention.triton_scene import DTYPES, SMALL, Scene, Shape, items
 
-PREFIX = Tile(rows=32, keys=16, num_warps=4, num_stages=2)
+PREFIX = AttentionTile(rows=32, keys=16, num_warps=4, num_stages=2)
 
 
-def decode(scene: Scene, extra_items: int, window: int | None = None, tile: Tile = SMALL) -> torch.Tensor:
+def decode(
+    scene: Scene, extra_items: int, window: int | None = None, tile: AttentionTile = SMALL
+) -> torch.Tensor:
     plan = plan_decode(scene.context_lens, scene.rows, None, extra_items, 3, tile.keys, tile.keys)
     out, workspace, work = scene.blank(), scene.workspace(), items(plan.items, len(plan.items) + 3)
     layer = scene.shape.layer(window)
@@ -65,7 +67,7 @@ def test_any_contexts_under_any_split(
     scene.check(decode(scene, extra_items, window, replace(SMALL, keys=keys)), window)
 
 
-def test_more_parts_than_are_merged_at_once() -> None:
+def test_more_splits_than_are_merged_at_once() -> None:
     # 32 query heads on one KV head: four partials at a time.
     scene = Scene(Shape(32, 1, 64, 8), [150], [1])
     scene.check(decode(scene, 100, tile=replace(SMALL, rows=32)))

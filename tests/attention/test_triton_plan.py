@@ -11,10 +11,10 @@ from inflight.attention.triton.plan import (
     Ints,
     PrefixPlan,
     find_groups,
-    part_size,
     plan_chunks,
     plan_decode,
     plan_prefix,
+    split_size,
 )
 
 lengths = st.lists(st.integers(1, 3000), min_size=1, max_size=40)
@@ -32,27 +32,27 @@ def lines(array: Ints) -> list[list[int]]:
 
 @given(lengths, extras, st.integers(1, 50), tiles, st.sampled_from([1, 64, 256]), st.data())
 def test_decode_items_cover_every_key_once(
-    context_lens: list[int], extra: int, at_once: int, tile: int, min_part: int, data: st.DataObject
+    context_lens: list[int], extra: int, at_once: int, tile: int, min_split: int, data: st.DataObject
 ) -> None:
     contexts, num_entries = ints(*context_lens), len(context_lens)
     rows = np.random.default_rng(0).permutation(num_entries).astype(np.int32)
     lens = ints(*(data.draw(st.integers(0, n - 1)) for n in context_lens))
-    prefix_parts = ints(*(data.draw(st.integers(1, 5)) if n else 0 for n in lens))
-    prefix = PrefixPlan(np.empty((0, 6), dtype=np.int32), ints(), lens, prefix_parts)
-    plan = plan_decode(contexts, rows, prefix, extra, at_once, tile, min_part)
+    prefix_splits = ints(*(data.draw(st.integers(1, 5)) if n else 0 for n in lens))
+    prefix = PrefixPlan(np.empty((0, 6), dtype=np.int32), ints(), lens, prefix_splits)
+    plan = plan_decode(contexts, rows, prefix, extra, at_once, tile, min_split)
     assert plan.items.dtype == np.int32
     assert len(plan.items) <= num_entries + extra
     spans: dict[int, list[tuple[int, int]]] = {}
-    slots: list[int] = []
-    for entry, row, begin, end, context_len, first_slot, part, parts, own in lines(plan.items):
-        assert (row, context_len, parts) == (rows[entry], contexts[entry], own + prefix_parts[entry])
-        assert prefix_parts[entry] <= part < parts
+    partials: list[int] = []
+    for entry, row, begin, end, context_len, first_partial, split, splits, own in lines(plan.items):
+        assert (row, context_len, splits) == (rows[entry], contexts[entry], own + prefix_splits[entry])
+        assert prefix_splits[entry] <= split < splits
         spans.setdefault(entry, []).append((begin, end))
-        if parts > 1:
-            slots.append(first_slot + part)
-            if part == prefix_parts[entry]:
-                slots += range(first_slot, first_slot + part)
-            assert first_slot == plan.first_slots[entry]
+        if splits > 1:
+            partials.append(first_partial + split)
+            if split == prefix_splits[entry]:
+                partials += range(first_partial, first_partial + split)
+            assert first_partial == plan.first_partials[entry]
     for entry, pieces in spans.items():
         pieces.sort()
         assert pieces[0][0] == lens[entry]
@@ -62,34 +62,34 @@ def test_decode_items_cover_every_key_once(
         assert all(size == first for size in others[:-1])
         assert all(size <= first for size in others[-1:])
     assert len(spans) == num_entries
-    assert sorted(slots) == list(range(plan.num_slots))
+    assert sorted(partials) == list(range(plan.num_partials))
     sizes = plan.items[:, 3] - plan.items[:, 2]
     assert (np.diff(sizes) <= 0).all()
 
 
-def test_parts_of_an_entry_are_even() -> None:
+def test_splits_of_an_entry_are_even() -> None:
     plan = plan_decode(ints(8300, 8300), ints(0, 1), None, 4, 66, 64, 512)
     assert [line[2:4] for line in lines(plan.items)] == [[0, 4160], [0, 4160], [4160, 8300], [4160, 8300]]
 
 
 def test_a_few_that_would_come_last_are_split() -> None:
-    def parts(num_entries: int) -> list[int]:
+    def splits(num_entries: int) -> list[int]:
         contexts = np.full(num_entries, 1000, dtype=np.int32)
         plan = plan_decode(contexts, np.arange(num_entries, dtype=np.int32), None, 26, 66, 64, 512)
         return sorted(np.bincount(plan.items[:, 0]).tolist())
 
-    assert parts(66) == [1] * 66
-    assert parts(66 + 10) == [1] * 66 + [3] * 10
-    assert parts(66 + 20) == [1] * 66 + [2] * 20
-    assert parts(66 + 27) == [1] * (66 + 27)  # as many as keep the memory busy
+    assert splits(66) == [1] * 66
+    assert splits(66 + 10) == [1] * 66 + [3] * 10
+    assert splits(66 + 20) == [1] * 66 + [2] * 20
+    assert splits(66 + 27) == [1] * (66 + 27)  # as many as keep the memory busy
 
 
-def test_parts_are_small_only_as_far_as_there_are_items() -> None:
-    assert part_size(8192, 64, 64, 64) == 128
-    assert part_size(8192, 16, 64, 64) == 512
-    assert part_size(100, 64, 64, 64) == 64
-    assert part_size(8192, 64, 64, 256) == 256
-    assert part_size(8192, 0, 64, 64) == 8192
+def test_splits_are_small_only_as_far_as_there_are_items() -> None:
+    assert split_size(8192, 64, 64, 64) == 128
+    assert split_size(8192, 16, 64, 64) == 512
+    assert split_size(100, 64, 64, 64) == 64
+    assert split_size(8192, 64, 64, 256) == 256
+    assert split_size(8192, 0, 64, 64) == 8192
 
 
 def test_no_entries_no_items() -> None:
@@ -107,25 +107,27 @@ def test_chunk_items_cover_every_query_and_key_once(
     plan = plan_chunks(starts, counts + cached, rows, 42, extra, tile, tile)
     num_tiles = int((-(-counts // 42)).sum())
     assert len(plan.items) <= num_tiles + extra
-    assert plan.num_slots <= 2 * extra * 42
-    parts_seen: dict[int, list[tuple[int, int, int]]] = {}
+    assert plan.num_partials <= 2 * extra * 42
+    splits_seen: dict[int, list[tuple[int, int, int]]] = {}
     tokens: set[int] = set()
-    slots: set[int] = set()
-    for token, positions, position, before, row, begin, end, slot, part, parts, counter in lines(plan.items):
+    partials: set[int] = set()
+    for token, positions, position, before, row, begin, end, first_partial, split, splits, counter in lines(
+        plan.items
+    ):
         entry = row - 7
         assert before == cached[entry]
         assert position - before == token - starts[entry]
         assert token + positions <= starts[entry + 1]
         tokens.update(range(token, token + positions))
-        parts_seen.setdefault(token, []).append((begin, end, position + positions))
-        if parts > 1:
-            places = set(range(slot + part * 42, slot + (part + 1) * 42))
-            assert not slots & places
-            slots |= places
+        splits_seen.setdefault(token, []).append((begin, end, position + positions))
+        if splits > 1:
+            places = set(range(first_partial + split * 42, first_partial + (split + 1) * 42))
+            assert not partials & places
+            partials |= places
             assert 0 <= counter < plan.num_counters
     assert tokens == set(range(int(starts[0]), int(starts[-1])))
-    assert slots == set(range(plan.num_slots))
-    for pieces in parts_seen.values():
+    assert partials == set(range(plan.num_partials))
+    for pieces in splits_seen.values():
         pieces.sort()
         assert pieces[0][0] == 0
         assert all(a[1] == b[0] for a, b in pairwise(pieces))
@@ -143,7 +145,7 @@ def test_a_few_tokens_on_a_long_context_are_split() -> None:
 def test_long_chunks_are_not_split() -> None:
     plan = plan_chunks(ints(0, 8192), ints(8192), ints(0), 64, 33, 64, 512)
     assert len(plan.items) == 128
-    assert plan.num_slots == 0
+    assert plan.num_partials == 0
 
 
 def tables_with(*lines: list[int]) -> Ints:
@@ -185,21 +187,21 @@ def test_prefix_items_cover_every_member_and_key_once(sizes: list[tuple[int, int
         groups.append(Group(np.arange(first, first + members, dtype=np.int32), blocks))
         first += members
     rows = np.arange(first + 3, dtype=np.int32) + 11
-    max_items, max_slots = extra + 4, 90
-    plan = plan_prefix(groups, rows, 16, 8, extra, 64, 64, max_items, max_slots)
+    max_items, max_partials = extra + 4, 90
+    plan = plan_prefix(groups, rows, 16, 8, extra, 64, 64, max_items, max_partials)
     if plan is None:
         return
     assert len(plan.items) <= max_items
-    assert plan.parts.sum() <= max_slots
+    assert plan.num_splits.sum() <= max_partials
     seen: dict[int, list[tuple[int, int, int]]] = {}
-    for first_member, members, row, begin, end, part in lines(plan.items):
+    for first_member, members, row, begin, end, split in lines(plan.items):
         assert 1 <= members <= 8
         for entry in plan.entries[first_member : first_member + members]:
             assert any(row - 11 in group.entries and entry in group.entries for group in groups)
-            seen.setdefault(int(entry), []).append((part, begin, end))
+            seen.setdefault(int(entry), []).append((split, begin, end))
     for entry, pieces in seen.items():
         pieces.sort()
-        assert [part for part, _, _ in pieces] == list(range(plan.parts[entry]))
+        assert [split for split, _, _ in pieces] == list(range(plan.num_splits[entry]))
         assert pieces[0][1] == 0
         assert pieces[-1][2] == plan.lens[entry]
         assert all(a[2] == b[1] for a, b in pairwise(pieces))
@@ -213,5 +215,5 @@ def test_members_know_where_their_partials_go() -> None:
     contexts = ints(70, 30, 100)
     decode = plan_decode(contexts, ints(5, 6, 7), prefix, 0, 8, 32, 32)
     members = prefix.members(contexts, decode)
-    assert members.tolist() == [[0, 70, decode.first_slots[0]], [2, 100, decode.first_slots[2]]]
-    assert decode.num_slots == 2 * (prefix.parts[0] + 1)
+    assert members.tolist() == [[0, 70, decode.first_partials[0]], [2, 100, decode.first_partials[2]]]
+    assert decode.num_partials == 2 * (prefix.num_splits[0] + 1)

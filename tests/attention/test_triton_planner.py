@@ -7,21 +7,25 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from inflight.attention.triton.planner import Planner
-from inflight.attention.triton.tuning import ANY, Tile, Tuning
+from inflight.attention.triton.planner import AttentionPlanner
+from inflight.attention.triton.tuning import ANY, AttentionTile, Tuning
 from tests.attention.triton_scene import SMALL
 
 FEW, SOME, MANY = (replace(SMALL, programs=programs) for programs in (3.0, 2.0, 5.0))
-NEAR = replace(SMALL, keys=2 * SMALL.keys, programs=1.0)
+SHORT_CONTEXT_TILE = replace(SMALL, keys=2 * SMALL.keys, programs=1.0)
 PROCESSORS, HEADS = 132, 8
 
 
-def planner(near: Tile | None = None, num_heads: int = HEADS) -> Planner:
-    tuning = Tuning(2, ((8, FEW), (32, SOME), (ANY, MANY)), SMALL, SMALL, descriptors=False, near=near)
-    return Planner(tuning, num_heads, 16, max_entries=256, num_processors=PROCESSORS, share_prefixes=False)
+def planner(short_context: AttentionTile | None = None, num_heads: int = HEADS) -> AttentionPlanner:
+    tuning = Tuning(
+        2, ((8, FEW), (32, SOME), (ANY, MANY)), SMALL, SMALL, descriptors=False, short_context=short_context
+    )
+    return AttentionPlanner(
+        tuning, num_heads, 16, max_entries=256, num_processors=PROCESSORS, share_prefixes=False
+    )
 
 
-def num_items(made: Planner, num_entries: int, context: int) -> int:
+def num_items(made: AttentionPlanner, num_entries: int, context: int) -> int:
     rows = np.arange(num_entries, dtype=np.int32)
     contexts = np.full(num_entries, context, dtype=np.int32)
     work = made.decodes(contexts, rows, np.zeros((num_entries, 1), dtype=np.int32), version=0)
@@ -45,7 +49,7 @@ def test_long_decodes_are_split_into_the_programs_that_run_at_once(num_entries: 
 
 
 @pytest.mark.parametrize(
-    ("num_entries", "context", "alone", "near"),
+    ("num_entries", "context", "alone", "short_context"),
     [
         (1, 300, True, False),
         (2, 1024, True, True),
@@ -56,19 +60,23 @@ def test_long_decodes_are_split_into_the_programs_that_run_at_once(num_entries: 
     ],
 )
 def test_few_requests_of_short_contexts_are_near(
-    num_entries: int, context: int, alone: bool, near: bool
+    num_entries: int, context: int, alone: bool, short_context: bool
 ) -> None:
     contexts = np.full(num_entries, 20, dtype=np.int32)
     contexts[-1] = context
     rows, tables = np.arange(num_entries, dtype=np.int32), np.zeros((num_entries, 1), dtype=np.int32)
-    assert planner(NEAR).decodes(contexts, rows, tables, 0, alone).near == near
-    assert not planner().decodes(contexts, rows, tables, 0, alone).near  # a device without such a tile
+    assert (
+        planner(SHORT_CONTEXT_TILE).decodes(contexts, rows, tables, 0, alone).short_context == short_context
+    )
+    assert (
+        not planner().decodes(contexts, rows, tables, 0, alone).short_context
+    )  # a device without such a tile
 
 
 @pytest.mark.parametrize("num_heads", [1, 8, 30, 40, 200])
 def test_near_decodes_run_all_at_once(num_heads: int) -> None:
-    made = planner(NEAR, num_heads)
-    for num_entries in made.near_sizes:
+    made = planner(SHORT_CONTEXT_TILE, num_heads)
+    for num_entries in made.short_context_sizes:
         for context in (1, 300, 1024):
             assert num_items(made, num_entries, context) * num_heads <= PROCESSORS
 

@@ -21,7 +21,7 @@ def reference(heads: Tensor, norm: Tensor | None, positions: Tensor, cos_sin: Te
     return torch.cat((low * cos - high * sin, high * cos + low * sin, rest), -1)
 
 
-@pytest.mark.parametrize("tile", [HeadTile(4, 2, 4), None])
+@pytest.mark.parametrize("tile", [HeadTile(tokens=4, heads=2, num_warps=4), None])
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim", "rotary_dim", "block_size"),
     [(4, 2, 64, 64, 8), (3, 3, 80, 80, 16), (7, 1, 128, 64, 16), (6, 2, 80, 32, 8)],
@@ -46,15 +46,15 @@ def test_heads_are_normalised_turned_and_cached(
     q_norm = torch.rand(head_dim, generator=generator) + 0.5 if normed == "both" else None
     k_norm = torch.rand(head_dim, generator=generator) + 0.5 if normed != "none" else None
     positions = torch.tensor([3, 0, 11, 29, 7, 1, 2], dtype=torch.int32)
-    slots = torch.tensor([5, 0, 4 * block_size + 3, -1, 17, 9, -1], dtype=torch.int32)
+    kv_places = torch.tensor([5, 0, 4 * block_size + 3, -1, 17, 9, -1], dtype=torch.int32)
     cos_sin = torch.randn(30, rotary_dim, generator=generator)
     cache = torch.full((num_blocks, 2, num_kv_heads, block_size, head_dim), NAN, dtype=dtype)
 
-    turned, written = qkv.clone().to(DEVICE), cache.to(DEVICE)
+    rotated, written = qkv.clone().to(DEVICE), cache.to(DEVICE)
     rope_write(
-        turned,
+        rotated,
         positions.to(DEVICE),
-        slots.to(DEVICE),
+        kv_places.to(DEVICE),
         cos_sin.to(DEVICE),
         None if q_norm is None else q_norm.to(DEVICE),
         None if k_norm is None else k_norm.to(DEVICE),
@@ -71,20 +71,20 @@ def test_heads_are_normalised_turned_and_cached(
         return each[:, :num_heads], each[:, num_heads:first_value], each[:, first_value:]
 
     query, key, value = heads(qkv)
-    real = slots >= 0
+    real = kv_places >= 0
     expected = torch.cat(
         (reference(query, q_norm, positions, cos_sin), reference(key, k_norm, positions, cos_sin)), 1
     )
-    turned, written = turned.cpu(), written.cpu()
-    new_query, new_key, new_value = heads(turned)
+    rotated, written = rotated.cpu(), written.cpu()
+    new_query, new_key, new_value = heads(rotated)
     got = torch.cat((new_query, new_key), 1)
     torch.testing.assert_close(
         got[real].double(), expected[real], rtol=TOLERANCE[dtype] / 2, atol=TOLERANCE[dtype]
     )
     assert torch.equal(new_value, value)
-    assert torch.equal(turned[~real], qkv[~real])
+    assert torch.equal(rotated[~real], qkv[~real])
 
-    blocks, offsets = slots[real].long() // block_size, slots[real].long() % block_size
+    blocks, offsets = kv_places[real].long() // block_size, kv_places[real].long() % block_size
     assert torch.equal(written[blocks, 0, :, offsets], new_key[real])
     assert torch.equal(written[blocks, 1, :, offsets], value[real])
     written[blocks, :, :, offsets] = NAN

@@ -9,17 +9,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inflight.attention.layer import AttentionLayer
-from inflight.attention.triton.items import Items
+from inflight.attention.backend import AttentionLayer
 from inflight.attention.triton.plan import Ints
-from inflight.attention.triton.tuning import Tile
-from inflight.attention.triton.workspace import Workspace
+from inflight.attention.triton.step import AttentionWorkspace, Items
+from inflight.attention.triton.tuning import AttentionTile
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter has no bfloat16 products.
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
-SMALL = Tile(rows=16, keys=16, num_warps=4, num_stages=2)
+SMALL = AttentionTile(rows=16, keys=16, num_warps=4, num_stages=2)
 NAN = float("nan")
 
 
@@ -91,10 +90,15 @@ class Scene:
             self.cache[blocks[own], :, :, places[own]] = kv.view(-1, 2, shape.num_kv_heads, shape.head_dim)
         self.on_device = (self.qkv.to(DEVICE), self.cache.to(DEVICE), self.tables.to(DEVICE))
 
-    def workspace(self, max_slots: int = 400, max_counters: int = 16) -> Workspace:
+    def workspace(self, max_partials: int = 400, max_counters: int = 16) -> AttentionWorkspace:
         shape = self.shape
-        made = Workspace.allocate(
-            max_slots, max_counters, shape.num_heads, shape.num_kv_heads, shape.head_dim, torch.device(DEVICE)
+        made = AttentionWorkspace.allocate(
+            max_partials,
+            max_counters,
+            shape.num_heads,
+            shape.num_kv_heads,
+            shape.head_dim,
+            torch.device(DEVICE),
         )
         made.outs.fill_(NAN)
         made.lses.fill_(NAN)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inflight.errors import EngineError
-from inflight.execution.sampling.triton import Workspace, draw, is_plain
+from inflight.execution.sampling.triton import SamplingWorkspace, draw, is_plain
 from tests.execution.sampler_oracle import GARBAGE, Bench, Job, job
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -59,7 +59,7 @@ def draw_jobs(
         tokens,
         out_ids,
         out_bad,
-        Workspace.allocate(len(entries) + 1, vocab_size, DEVICE, group),
+        SamplingWorkspace.allocate(len(entries) + 1, vocab_size, DEVICE, group),
     )
     return out_ids.tolist(), out_bad.tolist(), tokens.cpu()
 
@@ -167,7 +167,7 @@ def test_tokens_are_written_behind_the_row_and_padding_writes_nothing() -> None:
 def test_a_workspace_that_is_too_small_is_refused(shape: tuple[int, int]) -> None:
     bench = Bench([job(np.zeros(512))], device=DEVICE)
     rows = torch.zeros(shape[0], dtype=torch.int32, device=DEVICE)
-    workspace = Workspace.allocate(2, 512, DEVICE, group=8)
+    workspace = SamplingWorkspace.allocate(2, 512, DEVICE, group=8)
     with pytest.raises(EngineError, match="at most 2 x 512"):
         draw(torch.zeros(shape, device=DEVICE), rows, rows, bench.state, bench.tokens, rows, rows, workspace)
 

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from inflight.errors import ConfigError
 from inflight.layers.kernels import Residual
-from inflight.layers.native_kernels import NativeKernels
-from inflight.layers.select import cpu_kernels
+from inflight.layers.native_kernels import NativeKernels, cpu_kernels
 from inflight.layers.torch_kernels import TorchKernels
 from inflight.native.library import native_library
 
@@ -84,11 +83,11 @@ def test_what_the_decoder_asks_for_is_made_of_these(kernels: CpuKernels, norm: T
         return y.double() if norm is None else norm64(y, norm, 1e-6)
 
     y = normed(x) @ weight.double().T + bias
-    assert_near(kernels.norm_linear(Residual(x, norm), 1e-6, linear), y)
+    assert_near(linear.normed(Residual(x, norm), 1e-6), y)
     gated = torch.nn.functional.silu(y[:, :12]) * y[:, 12:]
-    assert_near(kernels.norm_gate_up(Residual(x, norm), 1e-6, linear, "silu"), gated)
+    assert_near(linear.gated(Residual(x, norm), 1e-6, "silu"), gated)
     added = x.double() + normed(x.double() @ weight.double().T + bias)
-    found = kernels.linear_add(x, linear, Residual(x.clone(), None), norm, 1e-6, next_norm=norm)
+    found = linear.add_to(Residual(x.clone(), None), x, norm, 1e-6, next_norm=norm)
     assert_near(found.x, added)
     assert found.norm is norm
 
@@ -104,11 +103,11 @@ def test_rotate(kernels: CpuKernels, head_dim: int, rotary_dim: int, num_tokens:
     packed = torch.randn(num_tokens, 5, head_dim)
     before = packed.clone()
     found = kernels.rotate(packed[:, 1:4], positions, cos_sin)
-    # A turn is a product of complex numbers.
+    # A rotation is a product of complex numbers.
     x = before[:, 1:4].double()
-    turn = torch.complex(*cos_sin[positions].double().view(num_tokens, 1, 2, half).unbind(2))
-    turned = torch.complex(x[..., :half].contiguous(), x[..., half:rotary_dim].contiguous()) * turn
-    wanted = torch.cat((turned.real, turned.imag, x[..., rotary_dim:]), dim=-1)
+    rotation = torch.complex(*cos_sin[positions].double().view(num_tokens, 1, 2, half).unbind(2))
+    rotated = torch.complex(x[..., :half].contiguous(), x[..., half:rotary_dim].contiguous()) * rotation
+    wanted = torch.cat((rotated.real, rotated.imag, x[..., rotary_dim:]), dim=-1)
     assert_near(found, wanted)
     untouched = torch.tensor([0, 4])
     assert torch.equal(packed[:, untouched], before[:, untouched])
@@ -146,12 +145,12 @@ def test_a_token_has_the_same_bits_in_every_batch() -> None:
     x, weight, positions = torch.randn(90, 1040), torch.randn(1040), torch.randint(0, 100, (90,))
     heads = x.view(90, 26, 40)
     normed, gated = kernels.rms_norm(x, weight, 1e-6), kernels.gate(x, "silu")
-    turned = kernels.rotate(heads.clone(), positions, cos_sin)
+    rotated = kernels.rotate(heads.clone(), positions, cos_sin)
     for i in (0, 41, 89):
         one = slice(i, i + 1)
         assert torch.equal(kernels.rms_norm(x[one], weight, 1e-6), normed[one])
         assert torch.equal(kernels.gate(x[one], "silu"), gated[one])
-        assert torch.equal(kernels.rotate(heads[one].clone(), positions[one], cos_sin), turned[one])
+        assert torch.equal(kernels.rotate(heads[one].clone(), positions[one], cos_sin), rotated[one])
 
 
 def test_an_unknown_activation_is_refused(kernels: CpuKernels) -> None:
@@ -174,7 +173,7 @@ def test_torch_kernels_keep_the_compute_dtype() -> None:
     linear = kernels.linear(8, 6, torch.bfloat16, bias=False)
     linear.load(torch.ones(6, 8))
     x = torch.ones(2, 8, dtype=torch.bfloat16)
-    assert linear(x).dtype == linear.rows(torch.tensor([1])).dtype == torch.bfloat16
+    assert linear(x).dtype == linear.embed(torch.tensor([1])).dtype == torch.bfloat16
     assert kernels.rms_norm(x, torch.ones(8), 1e-6).dtype == torch.bfloat16
 
 

@@ -116,18 +116,18 @@ def test_pieces_are_packed_side_by_side(kernels: Kernels, dtype: torch.dtype) ->
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_are_the_weights(kernels: Kernels, dtype: torch.dtype) -> None:
+def test_embeddings_are_the_weights(kernels: Kernels, dtype: torch.dtype) -> None:
     torch.manual_seed(4)
     weight = torch.randn(75, 41).to(dtype)
     ids = torch.tensor([0, 74, 31, 32, 33, 16, 15, 0])
-    assert torch.equal(make(kernels, weight).rows(ids), weight[ids].float())
-    assert make(kernels, weight).rows(ids[:0]).shape == (0, 41)
+    assert torch.equal(make(kernels, weight).embed(ids), weight[ids].float())
+    assert make(kernels, weight).embed(ids[:0]).shape == (0, 41)
 
 
 def test_a_weight_is_loaded_in_parts() -> None:
     weight = torch.arange(float(LOAD_ROWS + 50)).unsqueeze(1).repeat(1, 2)
     ids = torch.tensor([0, LOAD_ROWS - 1, LOAD_ROWS, LOAD_ROWS + 49])
-    assert torch.equal(make(native(), weight).rows(ids), weight[ids])
+    assert torch.equal(make(native(), weight).embed(ids), weight[ids])
 
 
 def test_a_strided_weight_and_input(kernels: Kernels) -> None:
@@ -159,6 +159,6 @@ def test_what_does_not_fit_is_refused(kernels: Kernels) -> None:
 def test_the_compiled_layer_reads_no_memory_outside() -> None:
     linear = make(native(), torch.ones(6, 4))
     with pytest.raises(IndexError, match=r"\[0, 6\)"):
-        linear.rows(torch.tensor([6]))
+        linear.embed(torch.tensor([6]))
     with pytest.raises(ConfigError, match="takes 4"):
         linear(torch.ones(2, 3))

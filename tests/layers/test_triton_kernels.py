@@ -8,8 +8,7 @@ from torch import Tensor
 
 from inflight.errors import ConfigError
 from inflight.layers.kernels import Kernels, Linear, Residual
-from inflight.layers.torch_kernels import TorchKernels
-from inflight.layers.triton.elementwise import add_normed, gate, rms_norm, rows
+from inflight.layers.triton.elementwise import add_normed, embed, gate, rms_norm
 from inflight.layers.triton_kernels import TritonKernels
 from tests.layers.test_triton_small_linear import DEVICE, TOLERANCE, assert_near, draw, normed64, reference
 
@@ -112,25 +111,24 @@ def check_the_decoders_operations(kernels: Kernels, num_tokens: int, with_bias: 
     residual = draw(num_tokens, 24, dtype=dtype)
 
     assert_near(linear(x), reference(x, weight, bias=bias), dtype)
-    for gain in (norm, None):
-        read = Residual(x, gain)
-        wanted = reference(x, weight, gain, 1e-5, bias)
-        assert_near(kernels.norm_linear(read, 1e-5, linear), wanted, dtype)
+    for in_norm in (norm, None):
+        read = Residual(x, in_norm)
+        wanted = reference(x, weight, in_norm, 1e-5, bias)
+        assert_near(linear.normed(read, 1e-5), wanted, dtype)
         for activation in ("silu", "gelu_tanh"):
-            gated = reference(x, weight, gain, 1e-5, bias, activation)
-            assert_near(kernels.norm_gate_up(read, 1e-5, linear, activation), gated, dtype)
+            gated = reference(x, weight, in_norm, 1e-5, bias, activation)
+            assert_near(linear.gated(read, 1e-5, activation), gated, dtype)
     plain = reference(x, weight, bias=bias)
     for out_norm in (None, draw(24)):
         wanted = residual.double() + normed64(plain, out_norm, 1e-5)
-        stream = Residual(residual.clone(), None)
-        added = kernels.linear_add(x, linear, stream, out_norm, 1e-5, next_norm)
+        added = linear.add_to(Residual(residual.clone(), None), x, out_norm, 1e-5, next_norm)
         assert_near(added.x, wanted, dtype)
         assert added.norm is next_norm
         for read in (added, Residual(added.x, next_norm)):
-            found = kernels.norm_linear(read, 1e-5, back)
+            found = back.normed(read, 1e-5)
             assert_near(found, reference(added.x, back_weight, next_norm, 1e-5), dtype)
             gated = reference(added.x, back_weight, next_norm, 1e-5, activation="silu")
-            assert_near(kernels.norm_gate_up(read, 1e-5, back, "silu"), gated, dtype)
+            assert_near(back.gated(read, 1e-5, "silu"), gated, dtype)
 
 
 @pytest.mark.parametrize(
@@ -147,13 +145,13 @@ def check_the_decoders_operations(kernels: Kernels, num_tokens: int, with_bias: 
 def test_half_of_the_next_norm_is_left_where_that_is_safe(
     num_tokens: int, dtype: torch.dtype, left: bool
 ) -> None:
-    """The vendor's product leaves nothing, and float16 may not hold the stream times a gain."""
+    """The vendor's product leaves nothing, and float16 may not hold the hidden states times a norm weight."""
     kernels = TritonKernels(dtype, DEVICE)
     linear = make(kernels, draw(24, 40, dtype=dtype))
-    stream = Residual(draw(num_tokens, 24, dtype=dtype), None)
+    residual = Residual(draw(num_tokens, 24, dtype=dtype), None)
     x = draw(num_tokens, 40, dtype=dtype)
-    assert (kernels.linear_add(x, linear, stream, None, 1e-5, draw(24)).gained is not None) == left
-    assert kernels.linear_add(x, linear, stream, None, 1e-5, None).gained is None
+    assert (linear.add_to(residual, x, None, 1e-5, draw(24)).scaled is not None) == left
+    assert linear.add_to(residual, x, None, 1e-5, None).scaled is None
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -162,7 +160,7 @@ def test_logits_are_float32(num_tokens: int, dtype: torch.dtype) -> None:
     torch.manual_seed(4)
     kernels = TritonKernels(dtype, DEVICE, few_tokens=FEW)
     x, weight, norm = draw(num_tokens, 32, dtype=dtype), draw(50, 32, dtype=dtype), draw(32)
-    found = kernels.logits(x, norm, 1e-6, make(kernels, weight))
+    found = make(kernels, weight).logits(x, norm, 1e-6)
     assert found.dtype == torch.float32
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(
@@ -170,17 +168,15 @@ def test_logits_are_float32(num_tokens: int, dtype: torch.dtype) -> None:
     )
 
 
-def test_a_stream_too_large_to_scale_in_float16() -> None:
-    """x times the norm's gain is beyond float16, the normed x is not."""
+def test_hidden_states_too_large_to_scale_in_float16() -> None:
+    """x times the norm's weight is beyond float16, the normed x is not."""
     kernels = TritonKernels(torch.float16, DEVICE)
-    x, gain = (
+    x, norm = (
         torch.full((1, 64), 6e4, dtype=torch.float16, device=DEVICE),
         torch.full((64,), 8.0, device=DEVICE),
     )
     linear = make(kernels, torch.full((16, 64), 0.125, dtype=torch.float16, device=DEVICE))
-    assert torch.equal(
-        kernels.norm_linear(Residual(x, gain), 1e-6, linear), torch.full((1, 16), 64.0).half().to(DEVICE)
-    )
+    assert torch.equal(linear.normed(Residual(x, norm), 1e-6), torch.full((1, 16), 64.0).half().to(DEVICE))
 
 
 def test_weights_are_loaded_in_pieces_and_read_by_row() -> None:
@@ -192,15 +188,15 @@ def test_weights_are_loaded_in_pieces_and_read_by_row() -> None:
     linear.load_bias(torch.ones(6))
     for dtype in (torch.int32, torch.int64):
         ids = torch.tensor([5, 0, 5], dtype=dtype, device=DEVICE)
-        assert torch.equal(linear.rows(ids).cpu(), weight[[5, 0, 5]].bfloat16())
-    assert linear.rows(ids[:0]).shape == (0, 8)
+        assert torch.equal(linear.embed(ids).cpu(), weight[[5, 0, 5]].bfloat16())
+    assert linear.embed(ids[:0]).shape == (0, 8)
     x = torch.eye(8, dtype=torch.bfloat16, device=DEVICE)
     assert torch.equal(linear(x).cpu(), weight.T.bfloat16() + 1)
 
 
 def test_long_rows_are_looked_up_whole() -> None:
     table = draw(4, 5000)
-    assert torch.equal(rows(table, torch.tensor([3, 1], device=DEVICE)), table[[3, 1]])
+    assert torch.equal(embed(table, torch.tensor([3, 1], device=DEVICE)), table[[3, 1]])
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -211,7 +207,4 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ConfigError, match="made without one"):
         linear.load_bias(torch.ones(6))
     with pytest.raises(ConfigError, match="allowed is silu, gelu_tanh"):
-        kernels.norm_gate_up(Residual(draw(1, 4), None), 1e-6, linear, "relu")
-    other = TorchKernels(device=DEVICE).linear(4, 6, torch.float32, bias=False)
-    with pytest.raises(ConfigError, match="TorchLinear was given"):
-        kernels.norm_linear(Residual(draw(1, 4), None), 1e-6, other)
+        linear.gated(Residual(draw(1, 4), None), 1e-6, "relu")

@@ -9,10 +9,10 @@ import torch
 
 from inflight.layers.triton import medium_linear as module
 from inflight.layers.triton.medium_linear import medium_linear
+from inflight.layers.triton.multiply import SplitKWorkspace
 from inflight.layers.triton.next_norm import NextNorm
-from inflight.layers.triton.tuning import MAX_TOKENS, Tile, choose_medium
-from inflight.layers.triton.workspace import Workspace
-from inflight.room import empty_tokens, readable_rows
+from inflight.layers.triton.tuning import MAX_TOKENS, LinearTile, choose_medium
+from inflight.triton_utils.padding import padded_empty, readable_rows
 from tests.layers.test_triton_small_linear import (
     DEVICE,
     TOLERANCE,
@@ -23,19 +23,25 @@ from tests.layers.test_triton_small_linear import (
     reference,
 )
 
-TILES = [Tile(16, 32, 32, 1, 4, 3), Tile(16, 16, 16, 2, 4, 2), Tile(32, 32, 16, 3, 4, 2)]
+TILES = [
+    LinearTile(block_m=16, block_n=32, block_k=32, num_warps=4, stages=3),
+    LinearTile(block_m=16, block_n=16, block_k=16, split_k=2, num_warps=4, stages=2),
+    LinearTile(block_m=32, block_n=32, block_k=16, split_k=3, num_warps=4, stages=2),
+]
 
 
 @pytest.fixture
-def workspace() -> Workspace:
-    made = Workspace(torch.device(DEVICE), num_floats=1 << 16, num_tiles=64)
+def workspace() -> SplitKWorkspace:
+    made = SplitKWorkspace(torch.device(DEVICE), num_floats=1 << 16, num_tiles=64)
     made.partials.fill_(torch.nan)
     return made
 
 
 @pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize("activation", [None, "silu", "gelu_tanh"])
-def test_every_fusion_in_every_tile(tile: Tile, activation: str | None, workspace: Workspace) -> None:
+def test_every_fusion_in_every_tile(
+    tile: LinearTile, activation: str | None, workspace: SplitKWorkspace
+) -> None:
     """Neither 37 tokens, 72 features nor 52 rows are a multiple of a tile."""
     torch.manual_seed(0)
     x, weight = draw(37, 72), draw(52, 72, scale=72**-0.5)
@@ -55,7 +61,7 @@ def test_every_fusion_in_every_tile(tile: Tile, activation: str | None, workspac
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("num_tokens", [1, 33, 64, 65, 200])
-def test_any_number_of_tokens(num_tokens: int, dtype: torch.dtype, workspace: Workspace) -> None:
+def test_any_number_of_tokens(num_tokens: int, dtype: torch.dtype, workspace: SplitKWorkspace) -> None:
     torch.manual_seed(num_tokens)
     x, weight = draw(num_tokens, 80, dtype=dtype), draw(36, 80, dtype=dtype, scale=0.1)
     out = poisoned(num_tokens, 36, dtype=dtype)
@@ -64,7 +70,7 @@ def test_any_number_of_tokens(num_tokens: int, dtype: torch.dtype, workspace: Wo
 
 
 @pytest.mark.parametrize("tile", TILES, ids=str)
-def test_the_residual_is_added_in_place(tile: Tile, workspace: Workspace) -> None:
+def test_the_residual_is_added_in_place(tile: LinearTile, workspace: SplitKWorkspace) -> None:
     torch.manual_seed(1)
     x, weight, residual = draw(20, 64), draw(48, 64, scale=0.1), draw(20, 48)
     wanted = reference(x, weight, residual=residual)
@@ -74,13 +80,15 @@ def test_the_residual_is_added_in_place(tile: Tile, workspace: Workspace) -> Non
 
 @pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_half_a_norm_is_left_and_read(tile: Tile, dtype: torch.dtype, workspace: Workspace) -> None:
+def test_half_a_norm_is_left_and_read(
+    tile: LinearTile, dtype: torch.dtype, workspace: SplitKWorkspace
+) -> None:
     check_half_norms(partial(medium_linear, workspace=workspace, tile=tile), 37, dtype)
     assert not workspace.counters.any()
 
 
-@pytest.mark.parametrize("tile", [tile for tile in TILES if tile.split > 1], ids=str)
-def test_a_split_product_is_the_same_each_time(tile: Tile, workspace: Workspace) -> None:
+@pytest.mark.parametrize("tile", [tile for tile in TILES if tile.split_k > 1], ids=str)
+def test_a_split_product_is_the_same_each_time(tile: LinearTile, workspace: SplitKWorkspace) -> None:
     torch.manual_seed(2)
     x, weight = draw(20, 100), draw(40, 100)
     first = medium_linear(x, weight, workspace, tile=tile)
@@ -88,23 +96,28 @@ def test_a_split_product_is_the_same_each_time(tile: Tile, workspace: Workspace)
         assert torch.equal(medium_linear(x, weight, workspace, tile=tile), first)
 
 
-def test_a_split_with_more_parts_than_features(workspace: Workspace) -> None:
+def test_a_split_with_more_parts_than_features(workspace: SplitKWorkspace) -> None:
     torch.manual_seed(3)
     x, weight = draw(20, 40), draw(20, 40)
-    found = medium_linear(x, weight, workspace, tile=Tile(16, 16, 16, 8, 4, 2))
+    found = medium_linear(
+        x,
+        weight,
+        workspace,
+        tile=LinearTile(block_m=16, block_n=16, block_k=16, split_k=8, num_warps=4, stages=2),
+    )
     assert_near(found, reference(x, weight), torch.float32)
 
 
 @pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize("num_tokens", [1, 37, 64])
 def test_what_lies_behind_the_tokens_reaches_no_result(
-    tile: Tile, num_tokens: int, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+    tile: LinearTile, num_tokens: int, workspace: SplitKWorkspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the copy engine, which the interpreter stands in for: it reads whole tiles."""
     if DEVICE == "cpu":
         monkeypatch.setattr(module, "can_describe", lambda x, weight: True)  # noqa: ARG005
     torch.manual_seed(8)
-    x = empty_tokens(num_tokens, 64, torch.bfloat16, torch.device(DEVICE))
+    x = padded_empty(num_tokens, 64, torch.bfloat16, torch.device(DEVICE))
     x.as_strided((readable_rows(x, 128), 64), (64, 1)).fill_(torch.nan)
     x.copy_(draw(num_tokens, 64))
     weight, residual = (
@@ -121,7 +134,7 @@ def test_what_lies_behind_the_tokens_reaches_no_result(
     assert_near(gated, reference(x, weight, activation="silu"), torch.bfloat16)
 
 
-def test_nothing_is_written_past_the_last_token_or_feature(workspace: Workspace) -> None:
+def test_nothing_is_written_past_the_last_token_or_feature(workspace: SplitKWorkspace) -> None:
     torch.manual_seed(5)
     x, weight = draw(3, 64), draw(20, 64)
     memory = poisoned(5 * 20, dtype=torch.float32)
@@ -131,7 +144,7 @@ def test_nothing_is_written_past_the_last_token_or_feature(workspace: Workspace)
     assert_near(memory[20:80].view(3, 20), reference(x, weight), torch.float32)
 
 
-def test_logits_in_float32_from_narrow_weights(workspace: Workspace) -> None:
+def test_logits_in_float32_from_narrow_weights(workspace: SplitKWorkspace) -> None:
     torch.manual_seed(6)
     x, weight = draw(40, 64, dtype=torch.bfloat16), draw(50, 64, dtype=torch.bfloat16)
     out = poisoned(40, 50, dtype=torch.float32)
@@ -140,13 +153,18 @@ def test_logits_in_float32_from_narrow_weights(workspace: Workspace) -> None:
     assert not torch.equal(out, out.bfloat16().float())
 
 
-def test_no_tokens(workspace: Workspace) -> None:
+def test_no_tokens(workspace: SplitKWorkspace) -> None:
     assert medium_linear(draw(0, 8), draw(6, 8), workspace).shape == (0, 6)
 
 
-def test_what_does_not_fit_the_workspace_is_refused(workspace: Workspace) -> None:
+def test_what_does_not_fit_the_workspace_is_refused(workspace: SplitKWorkspace) -> None:
     with pytest.raises(AssertionError, match="too many to split"):
-        medium_linear(draw(64, 16), draw(16 * 64, 16), workspace, tile=Tile(16, 16, 16, 2, 4, 2))
+        medium_linear(
+            draw(64, 16),
+            draw(16 * 64, 16),
+            workspace,
+            tile=LinearTile(block_m=16, block_n=16, block_k=16, split_k=2, num_warps=4, stages=2),
+        )
 
 
 @pytest.mark.parametrize(
@@ -154,10 +172,10 @@ def test_what_does_not_fit_the_workspace_is_refused(workspace: Workspace) -> Non
 )
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_tiles_fit_the_workspace_and_the_chip(rows: int, features: int, itemsize: int) -> None:
-    room = Workspace(torch.device("meta"))
+    workspace = SplitKWorkspace(torch.device("meta"))
     for num_tokens in range(1, MAX_TOKENS + 1):
         tile = choose_medium(num_tokens, rows, features, itemsize, 132)
-        if tile.split > 1:
-            room.check(-(-rows // tile.block_n) * -(-num_tokens // tile.block_m), tile)
+        if tile.split_k > 1:
+            workspace.check(-(-rows // tile.block_n) * -(-num_tokens // tile.block_m), tile)
         held = tile.stages * tile.block_k * (tile.block_m + tile.block_n) * itemsize
         assert held <= 227 << 10, "shared memory of a Hopper"

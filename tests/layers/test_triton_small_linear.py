@@ -9,20 +9,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from inflight.layers.triton.multiply import SplitKWorkspace
 from inflight.layers.triton.next_norm import NextNorm
 from inflight.layers.triton.small_linear import small_linear
-from inflight.layers.triton.tuning import MAX_SMALL, Tile, choose_small, token_bucket
-from inflight.layers.triton.workspace import Workspace
+from inflight.layers.triton.tuning import MAX_SMALL, LinearTile, choose_small, token_bucket
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 # Without tensor cores and with them, each alone and split.
 TILES = [
-    Tile(4, 16, 64, 1, 1, 1),
-    Tile(4, 32, 32, 3, 2, 1),
-    Tile(16, 32, 32, 1, 4, 3),
-    Tile(16, 16, 16, 4, 4, 2),
+    LinearTile(block_m=4, block_n=16, block_k=64, num_warps=1, stages=1),
+    LinearTile(block_m=4, block_n=32, block_k=32, split_k=3, num_warps=2, stages=1),
+    LinearTile(block_m=16, block_n=32, block_k=32, num_warps=4, stages=3),
+    LinearTile(block_m=16, block_n=16, block_k=16, split_k=4, num_warps=4, stages=2),
 ]
 
 
@@ -69,15 +69,17 @@ def assert_near(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
 
 
 @pytest.fixture
-def workspace() -> Workspace:
-    made = Workspace(torch.device(DEVICE), num_floats=1 << 16, num_tiles=64)
+def workspace() -> SplitKWorkspace:
+    made = SplitKWorkspace(torch.device(DEVICE), num_floats=1 << 16, num_tiles=64)
     made.partials.fill_(torch.nan)
     return made
 
 
 @pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize("activation", [None, "gelu_tanh"])
-def test_every_fusion_in_every_tile(tile: Tile, activation: str | None, workspace: Workspace) -> None:
+def test_every_fusion_in_every_tile(
+    tile: LinearTile, activation: str | None, workspace: SplitKWorkspace
+) -> None:
     """Neither 72 features nor 52 rows are a multiple of a tile."""
     torch.manual_seed(0)
     x, weight = draw(3, 72), draw(52, 72, scale=72**-0.5)
@@ -99,7 +101,7 @@ def test_every_fusion_in_every_tile(tile: Tile, activation: str | None, workspac
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 5, 8, 9, 17, 33, 64])
-def test_any_number_of_tokens(num_tokens: int, dtype: torch.dtype, workspace: Workspace) -> None:
+def test_any_number_of_tokens(num_tokens: int, dtype: torch.dtype, workspace: SplitKWorkspace) -> None:
     torch.manual_seed(num_tokens)
     x, weight, norm = draw(num_tokens, 80, dtype=dtype), draw(36, 80, dtype=dtype, scale=0.1), draw(80)
     out = poisoned(num_tokens, 36, dtype=dtype)
@@ -108,7 +110,7 @@ def test_any_number_of_tokens(num_tokens: int, dtype: torch.dtype, workspace: Wo
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-def test_the_residual_is_added_in_place(dtype: torch.dtype, workspace: Workspace) -> None:
+def test_the_residual_is_added_in_place(dtype: torch.dtype, workspace: SplitKWorkspace) -> None:
     torch.manual_seed(1)
     x, weight, residual = (
         draw(5, 64, dtype=dtype),
@@ -116,7 +118,7 @@ def test_the_residual_is_added_in_place(dtype: torch.dtype, workspace: Workspace
         draw(5, 48, dtype=dtype),
     )
     wanted = reference(x, weight, residual=residual)
-    tile = Tile(16, 16, 16, 2, 4, 2)
+    tile = LinearTile(block_m=16, block_n=16, block_k=16, split_k=2, num_warps=4, stages=2)
     found = small_linear(x, weight, workspace, residual=residual, out=residual, tile=tile)
     assert found is residual
     assert_near(residual, wanted, dtype)
@@ -127,30 +129,32 @@ def check_half_norms(linear: Callable[..., Tensor], num_tokens: int, dtype: torc
     torch.manual_seed(7)
     x, weight, back = draw(num_tokens, 72), draw(52, 72, scale=72**-0.5), draw(36, 52, scale=52**-0.5)
     x, weight, back = x.to(dtype), weight.to(dtype), back.to(dtype)
-    residual, gain = draw(num_tokens, 52, dtype=dtype), draw(52)
+    residual, norm = draw(num_tokens, 52, dtype=dtype), draw(52)
     wanted = reference(x, weight, residual=residual)
-    left = NextNorm(gain)
+    left = NextNorm(norm)
     out = linear(x, weight, residual=residual, out=residual, next_norm=left)
     assert_near(out, wanted, dtype)
-    assert left.gained is not None
+    assert left.scaled is not None
     assert left.squares is not None
-    assert_near(left.gained, out.double() * gain.double(), dtype)
+    assert_near(left.scaled, out.double() * norm.double(), dtype)
     torch.testing.assert_close(left.squares.sum(0), out.float().square().sum(1))
-    found = linear(left.gained, back, squares=left.squares, eps=1e-5)
-    assert_near(found, reference(out, back, gain, 1e-5), dtype)
-    gated = linear(left.gained, back, squares=left.squares, eps=1e-5, activation="silu")
-    assert_near(gated, reference(out, back, gain, 1e-5, activation="silu"), dtype)
+    found = linear(left.scaled, back, squares=left.squares, eps=1e-5)
+    assert_near(found, reference(out, back, norm, 1e-5), dtype)
+    gated = linear(left.scaled, back, squares=left.squares, eps=1e-5, activation="silu")
+    assert_near(gated, reference(out, back, norm, 1e-5, activation="silu"), dtype)
 
 
 @pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_half_a_norm_is_left_and_read(tile: Tile, dtype: torch.dtype, workspace: Workspace) -> None:
+def test_half_a_norm_is_left_and_read(
+    tile: LinearTile, dtype: torch.dtype, workspace: SplitKWorkspace
+) -> None:
     check_half_norms(partial(small_linear, workspace=workspace, tile=tile), 3, dtype)
     assert not workspace.counters.any()
 
 
-@pytest.mark.parametrize("tile", [tile for tile in TILES if tile.split > 1], ids=str)
-def test_a_split_product_is_the_same_each_time(tile: Tile, workspace: Workspace) -> None:
+@pytest.mark.parametrize("tile", [tile for tile in TILES if tile.split_k > 1], ids=str)
+def test_a_split_product_is_the_same_each_time(tile: LinearTile, workspace: SplitKWorkspace) -> None:
     torch.manual_seed(2)
     x, weight, norm = draw(4, 100), draw(40, 100), draw(100)
     first = small_linear(x, weight, workspace, norm=norm, eps=1e-6, tile=tile)
@@ -159,15 +163,20 @@ def test_a_split_product_is_the_same_each_time(tile: Tile, workspace: Workspace)
     assert not workspace.counters.any()
 
 
-def test_a_split_with_more_parts_than_features(workspace: Workspace) -> None:
+def test_a_split_with_more_parts_than_features(workspace: SplitKWorkspace) -> None:
     torch.manual_seed(3)
     x, weight = draw(2, 40), draw(20, 40)
-    found = small_linear(x, weight, workspace, tile=Tile(16, 16, 16, 8, 4, 2))
+    found = small_linear(
+        x,
+        weight,
+        workspace,
+        tile=LinearTile(block_m=16, block_n=16, block_k=16, split_k=8, num_warps=4, stages=2),
+    )
     assert_near(found, reference(x, weight), torch.float32)
 
 
 @pytest.mark.parametrize("tile", TILES, ids=str)
-def test_tokens_do_not_see_each_other(tile: Tile, workspace: Workspace) -> None:
+def test_tokens_do_not_see_each_other(tile: LinearTile, workspace: SplitKWorkspace) -> None:
     torch.manual_seed(4)
     x, weight, norm = draw(4, 72), draw(24, 72), draw(72)
     together = small_linear(x, weight, workspace, norm=norm, eps=1e-6, tile=tile)
@@ -176,7 +185,7 @@ def test_tokens_do_not_see_each_other(tile: Tile, workspace: Workspace) -> None:
         assert torch.equal(alone[0], together[token])
 
 
-def test_nothing_is_written_past_the_last_token_or_feature(workspace: Workspace) -> None:
+def test_nothing_is_written_past_the_last_token_or_feature(workspace: SplitKWorkspace) -> None:
     torch.manual_seed(5)
     x, weight = draw(3, 64), draw(20, 64)
     memory = poisoned(5 * 20, dtype=torch.float32)
@@ -186,7 +195,7 @@ def test_nothing_is_written_past_the_last_token_or_feature(workspace: Workspace)
     assert_near(memory[20:80].view(3, 20), reference(x, weight), torch.float32)
 
 
-def test_logits_in_float32_from_narrow_weights(workspace: Workspace) -> None:
+def test_logits_in_float32_from_narrow_weights(workspace: SplitKWorkspace) -> None:
     torch.manual_seed(6)
     x, weight, norm = draw(2, 64, dtype=torch.bfloat16), draw(50, 64, dtype=torch.bfloat16), draw(64)
     out = poisoned(2, 50, dtype=torch.float32)
@@ -195,7 +204,7 @@ def test_logits_in_float32_from_narrow_weights(workspace: Workspace) -> None:
     assert not torch.equal(out, out.bfloat16().float())
 
 
-def test_no_tokens(workspace: Workspace) -> None:
+def test_no_tokens(workspace: SplitKWorkspace) -> None:
     assert small_linear(draw(0, 8), draw(6, 8), workspace).shape == (0, 6)
 
 
@@ -208,15 +217,15 @@ def test_tiles_fit_the_workspace_and_the_chip(
     rows: int, features: int, itemsize: int, kilobytes: int
 ) -> None:
     """An Ada, an A100 and a Hopper; what a program computes with is in registers before Hopper."""
-    room = Workspace(torch.device("meta"))
+    workspace = SplitKWorkspace(torch.device("meta"))
     for num_tokens in range(1, MAX_SMALL + 1):
         bucket = token_bucket(num_tokens)
         tile = choose_small(bucket, rows, features, itemsize, 132, kilobytes << 10)
         assert tile.block_m >= num_tokens
         num_tiles = -(-rows // tile.block_n)
-        if tile.split > 1:
-            assert num_tiles <= len(room.counters)
-            assert num_tiles * tile.split * tile.block_m * (tile.block_n + 1) <= len(room.partials)
+        if tile.split_k > 1:
+            assert num_tiles <= len(workspace.counters)
+            assert num_tiles * tile.split_k * tile.block_m * (tile.block_n + 1) <= len(workspace.partials)
         if tile.block_m > 4:
             stages = tile.stages - (kilobytes < 227)
             assert stages * tile.block_k * (tile.block_m + tile.block_n) * itemsize <= kilobytes << 10

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from inflight.attention.backend import AttentionInputs
-from inflight.attention.composed import ComposedAttention
-from inflight.attention.cpu import TorchCpuAttention, cpu_attention
-from inflight.layers.select import cpu_kernels
+from inflight.attention.cpu import ComposedAttention, TorchCpuAttention, cpu_attention
+from inflight.layers.native_kernels import cpu_kernels
 from inflight.layers.torch_kernels import TorchKernels
 from inflight.models.checkpoint import open_checkpoint
 from inflight.models.decoder import Decoder
@@ -53,7 +52,7 @@ def logprobs(
             context_lens=torch.tensor([start + count], dtype=torch.int32),
             rows=torch.zeros(1, dtype=torch.int32),
             block_tables=table.to(torch.int32)[None],
-            slots=table[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE,
+            kv_places=table[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE,
         )
         indices = None if wanted is None else torch.tensor(wanted[number], dtype=torch.int64)
         hidden = decoder.forward(ids[start : start + count], caches, inputs, indices)

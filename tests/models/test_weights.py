@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from inflight.attention.composed import ComposedAttention
-from inflight.attention.cpu import TorchCpuAttention
+from inflight.attention.cpu import ComposedAttention, TorchCpuAttention
 from inflight.errors import WeightsError
 from inflight.layers.torch_kernels import TorchKernels
 from inflight.models.checkpoint import open_checkpoint
 from inflight.models.decoder import Decoder
 from inflight.models.families import decoder_spec
+from inflight.models.layer import LinearRows
 from inflight.models.placement import placements
 from inflight.models.weights import fill_dummy, load_decoder
 from tests.checkpoints import FAMILIES, write_checkpoint
@@ -151,7 +151,7 @@ def test_dummy_weights_are_reproducible_and_complete(family: str) -> None:
 
 def test_dummy_norms_are_one_whatever_their_offset() -> None:
     decoder = dummy("gemma3", seed=0)
-    norm = decoder.layers[0].attention_in_norm
+    norm = decoder.layers[0].attention.in_norm
     assert norm is not None
     assert torch.equal(norm, torch.ones(64))
     assert torch.equal(decoder.final_norm, torch.ones(64))
@@ -177,11 +177,11 @@ def test_every_row_of_every_weight_is_placed_once(family: str) -> None:
     placed = list(placements(decoder))
     assert len({placement.name for placement in placed}) == len(placed)
     weights = sum(math.prod(placement.shape) for placement in placed if not placement.is_norm)
-    linears = [
-        linear for layer in decoder.layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)
-    ]
-    expected = sum(linear.in_features * linear.out_features for linear in [*linears, decoder.head])
-    expected += sum(layer.qkv.out_features for layer in decoder.layers) * spec.qkv_bias
+    targets = [target for layer in decoder.layers for target in layer.targets().values()]
+    linears = {id(target.linear): target.linear for target in targets if isinstance(target, LinearRows)}
+    assert len(linears) == 4 * spec.num_layers
+    expected = sum(linear.in_features * linear.out_features for linear in [*linears.values(), decoder.head])
+    expected += sum(layer.attention.qkv.out_features for layer in decoder.layers) * spec.qkv_bias
     expected += 0 if decoder.embedding is None else decoder.embedding.numel()
     assert weights == expected
 

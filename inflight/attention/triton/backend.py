@@ -2,36 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from inflight.attention.backend import KVShape
-from inflight.attention.layer import AttentionLayer
+from inflight.attention.backend import AttentionLayer, KVShape
 from inflight.attention.triton.chunk import chunk_attention
 from inflight.attention.triton.decode import decode_attention
-from inflight.attention.triton.items import Items
 from inflight.attention.triton.prefix import prefix_attention
 from inflight.attention.triton.rope_write import rope_write
+from inflight.attention.triton.step import TritonStep
 from inflight.attention.triton.tuning import Tuning
-from inflight.attention.triton.workspace import Workspace
-from inflight.room import empty_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class TritonStep:
-    """One step in device memory. What is None is not launched; the rest may change between replays of a graph."""
-
-    positions: Tensor  # [T] int32; any valid position for padding
-    slots: Tensor  # [T] int32, token place of each token: block_id * block_size + offset; below 0: padding
-    block_tables: Tensor  # [max_rows, max_blocks] int32
-    decodes: Items  # DecodePlan.items
-    near: bool  # DecodeWork.near
-    prefixes: Items | None  # PrefixPlan.items
-    members: Tensor | None  # PrefixPlan.members(), int32, max_members rows; with prefixes only
-    chunks: Items | None  # ChunkPlan.items
-    workspace: Workspace
+from inflight.triton_utils.padding import padded_empty
 
 
 class TritonAttention:
@@ -53,7 +34,7 @@ class TritonAttention:
         rope_write(
             qkv,
             step.positions,
-            step.slots,
+            step.kv_places,
             layer.cos_sin,
             layer.q_norm,
             layer.k_norm,
@@ -62,17 +43,17 @@ class TritonAttention:
             layer.num_heads,
             layer.num_kv_heads,
             layer.head_dim,
-            tuning.early,
+            tuning.pdl,
         )
-        tables, workspace, early = step.block_tables, step.workspace, tuning.early
-        out = empty_tokens(len(qkv), layer.num_heads * layer.head_dim, qkv.dtype, qkv.device)
+        tables, workspace, pdl = step.block_tables, step.workspace, tuning.pdl
+        out = padded_empty(len(qkv), layer.num_heads * layer.head_dim, qkv.dtype, qkv.device)
         if step.prefixes is not None and step.members is not None:
             prefix_attention(
-                qkv, cache, tables, step.prefixes, step.members, workspace, layer, tuning.prefix, early
+                qkv, cache, tables, step.prefixes, step.members, workspace, layer, tuning.prefix, pdl
             )
-        tile = tuning.decode_for(len(qkv), step.near)
-        decode_attention(qkv, cache, tables, step.decodes, workspace, layer, tile, early, out)
+        tile = tuning.decode_for(len(qkv), step.short_context)
+        decode_attention(qkv, cache, tables, step.decodes, workspace, layer, tile, pdl, out)
         if step.chunks is not None:
             tile, tma = tuning.chunk, tuning.descriptors
-            chunk_attention(qkv, cache, tables, step.chunks, workspace, layer, tile, tma, early, out)
+            chunk_attention(qkv, cache, tables, step.chunks, workspace, layer, tile, tma, pdl, out)
         return out

@@ -9,8 +9,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from inflight.attention.layer import AttentionLayer
-from inflight.attention.triton.items import Items
+from inflight.attention.backend import AttentionLayer
 from inflight.attention.triton.plan import CHUNK_FIELDS
 from inflight.attention.triton.softmax import (
     arrive,
@@ -23,9 +22,9 @@ from inflight.attention.triton.softmax import (
     take_pages,
     take_tile,
 )
-from inflight.attention.triton.tuning import Tile
-from inflight.attention.triton.workspace import Workspace
-from inflight.early import begin_early, launch_options
+from inflight.attention.triton.step import AttentionWorkspace, Items
+from inflight.attention.triton.tuning import AttentionTile
+from inflight.triton_utils.pdl import launch_dependents_then_wait, launch_options
 
 
 def chunk_attention(
@@ -33,11 +32,11 @@ def chunk_attention(
     cache: Tensor,  # [num_blocks, 2, num_kv_heads, block_size, head_dim]
     block_tables: Tensor,  # [max_rows, max_blocks] int32
     work: Items,  # of CHUNK_FIELDS fields: see plan.py
-    workspace: Workspace,
+    workspace: AttentionWorkspace,
     layer: AttentionLayer,
-    tile: Tile,
+    tile: AttentionTile,
     descriptors: bool,
-    early: bool,
+    pdl: bool,
     out: Tensor,  # [T, num_heads * head_dim], written where an item says so
 ) -> None:
     """Attend for every tile of positions that has items; other rows of `out` are left as they are."""
@@ -71,10 +70,10 @@ def chunk_attention(
         DIM=dim,
         BLOCK_N=tile.keys,
         PRECISION="ieee" if qkv.element_size() == 4 else None,
-        EARLY=early,
+        PDL=pdl,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        **launch_options(early),
+        **launch_options(pdl),
     )
 
 
@@ -108,7 +107,7 @@ def _chunk(
     DIM: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     head = tl.program_id(0)
     item = items + tl.program_id(1) * FIELDS
@@ -119,16 +118,16 @@ def _chunk(
     table_row = tl.load(item + 4)
     begin = tl.load(item + 5)
     end = tl.load(item + 6)
-    first_slot = tl.load(item + 7)
-    part = tl.load(item + 8)
-    parts = tl.load(item + 9)
+    first_partial = tl.load(item + 7)
+    split = tl.load(item + 8)
+    num_splits = tl.load(item + 9)
     counter = tl.load(item + 10)
     is_item = tl.program_id(1) < tl.load(num_items)
     if WINDOW:
         begin = tl.maximum(begin, position - window + 1)
     table = tables + table_row.to(tl.int64) * table_stride
     blocks = first_blocks(table, begin, tl.minimum(end, num_cached), is_item, BLOCK_SIZE, BLOCK_N)
-    begin_early(EARLY)
+    launch_dependents_then_wait(PDL)
     if not is_item:
         return
 
@@ -142,7 +141,7 @@ def _chunk(
     lowest = at - window + 1
 
     block_stride: tl.constexpr = 2 * NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
-    acc, peak, total = take_pages(
+    acc, row_max, row_sum = take_pages(
         q,
         tl.zeros([ROWS, DIM], tl.float32),
         tl.full([ROWS], float("-inf"), tl.float32),
@@ -165,11 +164,11 @@ def _chunk(
         PRECISION,
     )
     num_heads: tl.constexpr = NUM_KV_HEADS * GROUP
-    acc, peak, total = _take_own(
+    acc, row_max, row_sum = _take_own(
         q,
         acc,
-        peak,
-        total,
+        row_max,
+        row_sum,
         qkv,
         own,
         token - position,
@@ -189,19 +188,21 @@ def _chunk(
         DESCRIPTORS,
         PRECISION,
     )
-    result, lse = finish(acc, peak, total)
+    result, lse = finish(acc, row_max, row_sum)
 
     out_rows = out + ((token + offset).to(tl.int64) * num_heads + query_head) * HEAD_DIM
-    if parts == 1:
+    if num_splits == 1:
         store_rows(out_rows, result, kept, HEAD_DIM, DIM)
     else:
-        # A part has a slot for each position of a whole tile.
+        # A split has a partial for each position of a whole tile.
         positions_per_tile: tl.constexpr = ROWS // GROUP
-        index = (first_slot + offset) * num_heads + query_head
+        index = (first_partial + offset) * num_heads + query_head
         stride: tl.constexpr = positions_per_tile * num_heads
-        store_partial(partial_outs, partial_lses, index + part * stride, result, lse, kept, HEAD_DIM, DIM)
-        if arrive(counters + counter * NUM_KV_HEADS + head, parts):
-            merged = merge(partial_outs, partial_lses, index, stride, parts, kept, ROWS, 1, HEAD_DIM, DIM)
+        store_partial(partial_outs, partial_lses, index + split * stride, result, lse, kept, HEAD_DIM, DIM)
+        if arrive(counters + counter * NUM_KV_HEADS + head, num_splits):
+            merged = merge(
+                partial_outs, partial_lses, index, stride, num_splits, kept, ROWS, 1, HEAD_DIM, DIM
+            )
             store_rows(out_rows, merged, kept, HEAD_DIM, DIM)
 
 
@@ -209,8 +210,8 @@ def _chunk(
 def _take_own(
     q,  # [M, DIM]
     acc,
-    peak,
-    total,
+    row_max,
+    row_sum,
     qkv,
     own,  # descriptor of qkv, read if DESCRIPTORS
     first_token,  # where the request's position 0 would be
@@ -243,7 +244,7 @@ def _take_own(
                 k_at = qkv + (first_token + start + n).to(tl.int64) * qkv_stride + key_column
                 k = load_rows(k_at, HEAD_DIM, DIM)
                 v = load_rows(k_at + value_offset, HEAD_DIM, DIM)
-            acc, peak, total = take_tile(q, k, v, None, acc, peak, total, scale, False, PRECISION)
+            acc, row_max, row_sum = take_tile(q, k, v, None, acc, row_max, row_sum, scale, False, PRECISION)
     for start in tl.range(masked_from, end, BLOCK_N):
         key = start + n
         k_at = qkv + (first_token + tl.minimum(key, end - 1)).to(tl.int64) * qkv_stride + key_column
@@ -252,5 +253,5 @@ def _take_own(
         seen = (key < end)[None, :] & (key[None, :] <= at[:, None])
         if WINDOW:
             seen = seen & (key[None, :] >= lowest[:, None])
-        acc, peak, total = take_tile(q, k, v, seen, acc, peak, total, scale, True, PRECISION)
-    return acc, peak, total
+        acc, row_max, row_sum = take_tile(q, k, v, seen, acc, row_max, row_sum, scale, True, PRECISION)
+    return acc, row_max, row_sum

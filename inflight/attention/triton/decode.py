@@ -8,8 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from inflight.attention.layer import AttentionLayer
-from inflight.attention.triton.items import Items
+from inflight.attention.backend import AttentionLayer
 from inflight.attention.triton.plan import DECODE_FIELDS
 from inflight.attention.triton.softmax import (
     arrive,
@@ -21,9 +20,9 @@ from inflight.attention.triton.softmax import (
     store_rows,
     take_pages,
 )
-from inflight.attention.triton.tuning import Tile
-from inflight.attention.triton.workspace import Workspace
-from inflight.early import begin_early, launch_options
+from inflight.attention.triton.step import AttentionWorkspace, Items
+from inflight.attention.triton.tuning import AttentionTile
+from inflight.triton_utils.pdl import launch_dependents_then_wait, launch_options
 
 
 def decode_attention(
@@ -31,10 +30,10 @@ def decode_attention(
     cache: Tensor,  # [num_blocks, 2, num_kv_heads, block_size, head_dim]
     block_tables: Tensor,  # [max_rows, max_blocks] int32
     work: Items,  # of DECODE_FIELDS fields: see plan.py
-    workspace: Workspace,
+    workspace: AttentionWorkspace,
     layer: AttentionLayer,
-    tile: Tile,
-    early: bool,
+    tile: AttentionTile,
+    pdl: bool,
     out: Tensor,  # [T, num_heads * head_dim], written where an item says so
 ) -> None:
     """Attend for every entry that has items; rows of `out` without items are left as they are."""
@@ -66,12 +65,12 @@ def decode_attention(
         PADDED_GROUP=padded_group,
         DIM=dim,
         BLOCK_N=tile.keys,
-        PARTS=max(1, min(32, tile.merged // (padded_group * dim))),
+        SPLITS_AT_ONCE=max(1, min(32, tile.merged // (padded_group * dim))),
         PRECISION="ieee" if qkv.element_size() == 4 else None,
-        EARLY=early,
+        PDL=pdl,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        **launch_options(early),
+        **launch_options(pdl),
         **({} if tile.registers is None else {"maxnreg": tile.registers}),
     )
 
@@ -104,9 +103,9 @@ def _decode(
     PADDED_GROUP: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    PARTS: tl.constexpr,
+    SPLITS_AT_ONCE: tl.constexpr,
     PRECISION: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     head = tl.program_id(0)
     # All of the item at once, before it is known to be real: nothing waits twice for memory.
@@ -116,10 +115,10 @@ def _decode(
     begin = tl.load(item + 2)
     end = tl.load(item + 3)
     context_len = tl.load(item + 4)
-    first_slot = tl.load(item + 5)
-    part = tl.load(item + 6)
-    parts = tl.load(item + 7)
-    own_parts = tl.load(item + 8)
+    first_partial = tl.load(item + 5)
+    split = tl.load(item + 6)
+    num_splits = tl.load(item + 7)
+    own_splits = tl.load(item + 8)
     is_item = tl.program_id(1) < tl.load(num_items)
     if WINDOW:
         begin = tl.maximum(begin, context_len - window)
@@ -127,14 +126,14 @@ def _decode(
     table = tables + table_row.to(tl.int64) * table_stride
     block_stride: tl.constexpr = 2 * NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
     blocks = first_blocks(table, begin, end, is_item, BLOCK_SIZE, BLOCK_N)
-    begin_early(EARLY)
+    launch_dependents_then_wait(PDL)
     if not is_item:
         return
 
     row = tl.arange(0, ROWS)  # the group's queries; rows past the group repeat its last one
     query = entry.to(tl.int64) * qkv_stride + (head * GROUP + tl.minimum(row, GROUP - 1)) * HEAD_DIM
     q = load_rows(qkv + query, HEAD_DIM, DIM)
-    acc, peak, total = take_pages(
+    acc, row_max, row_sum = take_pages(
         q,
         tl.zeros([ROWS, DIM], tl.float32),
         tl.full([ROWS], float("-inf"), tl.float32),
@@ -156,26 +155,26 @@ def _decode(
         True,
         PRECISION,
     )
-    result, lse = finish(acc, peak, total)
+    result, lse = finish(acc, row_max, row_sum)
 
     num_heads: tl.constexpr = NUM_KV_HEADS * GROUP
     out_row = out + (entry.to(tl.int64) * num_heads + head * GROUP) * HEAD_DIM
-    if parts == 1:
+    if num_splits == 1:
         store_rows(out_row + row * HEAD_DIM, result, row < GROUP, HEAD_DIM, DIM)
     else:
-        index = (first_slot + part) * num_heads + head * GROUP + row
+        index = (first_partial + split) * num_heads + head * GROUP + row
         store_partial(partial_outs, partial_lses, index, result, lse, row < GROUP, HEAD_DIM, DIM)
-        if arrive(counters + entry * NUM_KV_HEADS + head, own_parts):
+        if arrive(counters + entry * NUM_KV_HEADS + head, own_splits):
             g = tl.arange(0, PADDED_GROUP)
             merged = merge(
                 partial_outs,
                 partial_lses,
-                first_slot * num_heads + head * GROUP + g,
+                first_partial * num_heads + head * GROUP + g,
                 num_heads,
-                parts,
+                num_splits,
                 g < GROUP,
                 PADDED_GROUP,
-                PARTS,
+                SPLITS_AT_ONCE,
                 HEAD_DIM,
                 DIM,
             )

@@ -1,15 +1,15 @@
-"""The host's part of attention: which program attends to which keys. Numpy alone; runs before every step.
+"""The host's share of attention: which program attends to which keys. Numpy alone; runs before every step.
 
-A plan is a table of int32 items, one a program (and KV head), most work first. Columns, in order:
+A plan is a table of int32 items, one for each program (and KV head), most work first. Columns, in order:
 
-    decode   entry (= token), table row, begin, end, context_len, first slot, part, parts, own parts
-    prefix   first member, number of members, table row, begin, end, part
-    members  entry, context_len, first slot
-    chunk    first token, positions, first position, cached, table row, begin, end, first slot, part, parts, counter
+    decode   entry (= token), table row, begin, end, context_len, first partial, split, splits, own splits
+    prefix   first member, number of members, table row, begin, end, split
+    members  entry, context_len, first partial
+    chunk    first token, positions, first position, cached, row, begin, end, first partial, split, splits, counter
 
-[begin, end) are key positions. A query whose keys are cut into several parts has a slot of the workspace for each, from
-its first slot on; the program that finishes last merges them. A decode entry's parts are those of its shared prefix,
-then its own. In a chunk, a tile of positions is cut as one: a slot for each position of each part.
+[begin, end) are key positions. A query whose keys are split leaves a partial result in the workspace for each split,
+from its first partial on; the program that finishes last merges them. A decode entry's splits are those of its shared
+prefix, then its own. In a chunk, a tile of positions is split as one: a partial for each position of each split.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ PREFIX_FIELDS = 6
 MEMBER_FIELDS = 3
 CHUNK_FIELDS = 11
 
-LAST_MIN_PART = 256  # keys below which a part of a decode that comes last costs more than it saves
+LAST_MIN_SPLIT = 256  # keys below which a split of a decode that comes last costs more than it saves
 
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
     items: Ints  # [num_items, DECODE_FIELDS]
-    first_slots: Ints  # [E] where the entry's parts begin, if it has several
-    num_slots: int
+    first_partials: Ints  # [E] where the entry's partials begin, if it has several
+    num_partials: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +42,19 @@ class PrefixPlan:
     items: Ints  # [num_items, PREFIX_FIELDS]
     entries: Ints  # [num_members], group by group
     lens: Ints  # [E] keys of each entry that the prefix kernel reads
-    parts: Ints  # [E] partial results that it leaves for each entry
+    num_splits: Ints  # [E] partial results that it leaves for each entry
 
     def members(self, context_lens: Ints, decode: DecodePlan) -> Ints:
-        """[num_members, MEMBER_FIELDS]: known once the entries' own parts are planned."""
-        return np.stack((self.entries, context_lens[self.entries], decode.first_slots[self.entries]), axis=1)
+        """[num_members, MEMBER_FIELDS]: known once the entries' own splits are planned."""
+        return np.stack(
+            (self.entries, context_lens[self.entries], decode.first_partials[self.entries]), axis=1
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkPlan:
     items: Ints  # [num_items, CHUNK_FIELDS]
-    num_slots: int
+    num_partials: int
     num_counters: int
 
 
@@ -76,44 +78,44 @@ def plan_decode(
     extra_items: int,  # items to spend on splitting entries
     at_once: int,  # items that run at the same time
     tile: int,  # keys that a program takes at a time
-    min_part: int,
+    min_split: int,
 ) -> DecodePlan:
     """At most E + extra_items items, those of an entry of even size. Every entry has one at least, and a key of its
     own."""
     num_entries = len(context_lens)
-    first_keys, prefix_parts = (0, 0) if prefix is None else (prefix.lens, prefix.parts)
+    first_keys, prefix_splits = (0, 0) if prefix is None else (prefix.lens, prefix.num_splits)
     own_lens = context_lens - first_keys
-    own_parts = -(-own_lens // part_size(int(own_lens.sum()), extra_items, tile, min_part))
+    own_splits = -(-own_lens // split_size(int(own_lens.sum()), extra_items, tile, min_split))
     # The shortest come last. If those would be few, and the memory not busy with them, they are split too.
-    num_last, spare_items = num_entries % at_once, extra_items - int(own_parts.sum()) + num_entries
+    num_last, spare_items = num_entries % at_once, extra_items - int(own_splits.sum()) + num_entries
     if num_entries > at_once and 0 < num_last <= spare_items:
         last = own_lens.argsort(kind="stable")[:num_last]
-        part = part_size(int(own_lens[last].sum()), spare_items, tile, LAST_MIN_PART)
-        own_parts[last] = np.maximum(own_parts[last], -(-own_lens[last] // part))
-    part_lens = -(-own_lens // (own_parts * tile)) * tile
-    own_parts = -(-own_lens // part_lens)
-    parts = own_parts + prefix_parts
-    slots = parts * (parts > 1)
-    slot_ends = slots.cumsum(dtype=np.int32)
-    first_slots = slot_ends - slots
+        split_keys = split_size(int(own_lens[last].sum()), spare_items, tile, LAST_MIN_SPLIT)
+        own_splits[last] = np.maximum(own_splits[last], -(-own_lens[last] // split_keys))
+    split_lens = -(-own_lens // (own_splits * tile)) * tile
+    own_splits = -(-own_lens // split_lens)
+    num_splits = own_splits + prefix_splits
+    partials = num_splits * (num_splits > 1)
+    partial_ends = partials.cumsum(dtype=np.int32)
+    first_partials = partial_ends - partials
 
     first_items = np.empty((num_entries, DECODE_FIELDS), dtype=np.int32)
     first_items[:, 0] = np.arange(num_entries)
     first_items[:, 1] = rows
     first_items[:, 2] = first_keys
     first_items[:, 4] = context_lens
-    first_items[:, 5] = first_slots
-    first_items[:, 6] = prefix_parts
-    first_items[:, 7] = parts
-    first_items[:, 8] = own_parts
-    items = first_items.repeat(own_parts, axis=0)
-    number = counting(own_parts).astype(np.int32)
-    part_len = part_lens.repeat(own_parts)
-    items[:, 2] += number * part_len
-    items[:, 3] = np.minimum(items[:, 2] + part_len, items[:, 4])
+    first_items[:, 5] = first_partials
+    first_items[:, 6] = prefix_splits
+    first_items[:, 7] = num_splits
+    first_items[:, 8] = own_splits
+    items = first_items.repeat(own_splits, axis=0)
+    number = counting(own_splits).astype(np.int32)
+    split_len = split_lens.repeat(own_splits)
+    items[:, 2] += number * split_len
+    items[:, 3] = np.minimum(items[:, 2] + split_len, items[:, 4])
     items[:, 6] += number
     items = items.take((items[:, 2] - items[:, 3]).argsort(kind="stable"), axis=0)  # the longest first
-    return DecodePlan(items, first_slots, int(slot_ends[-1]) if num_entries else 0)
+    return DecodePlan(items, first_partials, int(partial_ends[-1]) if num_entries else 0)
 
 
 def plan_prefix(
@@ -123,45 +125,47 @@ def plan_prefix(
     tile_members: int,
     extra_items: int,
     tile: int,
-    min_part: int,
+    min_split: int,
     max_items: int,
-    max_slots: int,
+    max_partials: int,
 ) -> PrefixPlan | None:
     """None if nothing is shared. Groups that do not fit are left out, those that save least first."""
-    groups = _fitting(groups, tile_members, max_items - extra_items, max_slots)
+    groups = _fitting(groups, tile_members, max_items - extra_items, max_partials)
     if not groups:
         return None
     lens = np.zeros(len(rows), dtype=np.int32)
-    parts = np.zeros(len(rows), dtype=np.int32)
+    num_splits = np.zeros(len(rows), dtype=np.int32)
     num_tiles = np.array([-(-len(group.entries) // tile_members) for group in groups])
     num_members = np.array([len(group.entries) for group in groups])
     num_keys = np.array([group.num_blocks * block_size for group in groups])
-    part = part_size(int((num_tiles * num_keys).sum()), extra_items, tile, min_part)
-    spare_slots = max_slots - int(num_members.sum())
-    part = max(part, part_size(int((num_members * num_keys).sum()), spare_slots, tile, min_part))
+    split_keys = split_size(int((num_tiles * num_keys).sum()), extra_items, tile, min_split)
+    spare_partials = max_partials - int(num_members.sum())
+    split_keys = max(
+        split_keys, split_size(int((num_members * num_keys).sum()), spare_partials, tile, min_split)
+    )
     items: list[tuple[int, int, int, int, int, int]] = []
     first_member = 0
     for group, keys in zip(groups, num_keys.tolist(), strict=True):
         lens[group.entries] = keys
-        parts[group.entries] = -(-keys // part)
+        num_splits[group.entries] = -(-keys // split_keys)
         row, members = int(rows[group.entries[0]]), len(group.entries)
         # Tiles that read the same keys stand side by side, so that one finds what the other has fetched.
-        for number, begin in enumerate(range(0, keys, part)):
+        for number, begin in enumerate(range(0, keys, split_keys)):
             for first in range(0, members, tile_members):
-                count, end = min(tile_members, members - first), min(begin + part, keys)
+                count, end = min(tile_members, members - first), min(begin + split_keys, keys)
                 items.append((first_member + first, count, row, begin, end, number))
         first_member += members
     entries = np.concatenate([group.entries for group in groups]).astype(np.int32)
-    return PrefixPlan(np.array(items, dtype=np.int32), entries, lens, parts)
+    return PrefixPlan(np.array(items, dtype=np.int32), entries, lens, num_splits)
 
 
-def _fitting(groups: list[Group], tile_members: int, max_tiles: int, max_slots: int) -> list[Group]:
+def _fitting(groups: list[Group], tile_members: int, max_tiles: int, max_partials: int) -> list[Group]:
     kept = []
     for group in sorted(groups, key=lambda group: -group.saved):
-        tiles, slots = -(-len(group.entries) // tile_members), 2 * len(group.entries)
-        if tiles <= max_tiles and slots <= max_slots:
+        tiles, partials = -(-len(group.entries) // tile_members), 2 * len(group.entries)
+        if tiles <= max_tiles and partials <= max_partials:
             kept.append(group)
-            max_tiles, max_slots = max_tiles - tiles, max_slots - slots
+            max_tiles, max_partials = max_tiles - tiles, max_partials - partials
     return kept
 
 
@@ -217,9 +221,9 @@ def plan_chunks(
     tile_positions: int,
     extra_items: int,  # items to spend on splitting tiles over keys
     tile: int,  # keys that a program takes at a time
-    min_part: int,
+    min_split: int,
 ) -> ChunkPlan:
-    """At most `extra_items` more items than tiles; splits use at most 2 * extra_items * tile_positions slots."""
+    """At most `extra_items` more items than tiles; splits use at most 2 * extra_items * tile_positions partials."""
     counts = np.diff(query_starts)
     tiles = -(-counts // tile_positions)
     entry = np.repeat(np.arange(len(counts)), tiles)
@@ -229,17 +233,17 @@ def plan_chunks(
     positions = np.minimum(tile_positions, counts[entry] - offset)
     keys = position + positions
 
-    part = part_size(int(keys.sum()), extra_items, tile, min_part)
-    parts = -(-keys // part)
-    split = parts > 1
-    slots = np.where(split, parts * tile_positions, 0)
-    first_slot = np.cumsum(slots) - slots
-    counter: NDArray[np.intp] = np.cumsum(split) - split
+    split_keys = split_size(int(keys.sum()), extra_items, tile, min_split)
+    num_splits = -(-keys // split_keys)
+    is_split = num_splits > 1
+    partials = np.where(is_split, num_splits * tile_positions, 0)
+    first_partial = np.cumsum(partials) - partials
+    counter: NDArray[np.intp] = np.cumsum(is_split) - is_split
 
-    of = np.repeat(np.arange(len(entry)), parts)  # the tile that an item is part of
-    number = counting(parts)
-    begin = number * part
-    end = np.minimum(begin + part, keys[of])
+    of = np.repeat(np.arange(len(entry)), num_splits)  # the tile that an item belongs to
+    number = counting(num_splits)
+    begin = number * split_keys
+    end = np.minimum(begin + split_keys, keys[of])
     order = np.argsort(begin - end, kind="stable")
     of, number = of[order], number[order]
     items = np.empty((len(of), CHUNK_FIELDS), dtype=np.int32)
@@ -251,21 +255,21 @@ def plan_chunks(
         rows[entry][of],
         begin[order],
         end[order],
-        first_slot[of],
+        first_partial[of],
         number,
-        parts[of],
+        num_splits[of],
         counter[of],
     )
     for column, values in enumerate(columns):
         items[:, column] = values
-    return ChunkPlan(items, int(slots.sum()), int(split.sum()))
+    return ChunkPlan(items, int(partials.sum()), int(is_split.sum()))
 
 
-def part_size(total: int, extra_items: int, tile: int, min_part: int) -> int:
-    """The smallest multiple of `tile`, from `min_part` on, that cuts `total` keys at most `extra_items` times."""
+def split_size(total: int, extra_items: int, tile: int, min_split: int) -> int:
+    """The smallest multiple of `tile`, from `min_split` on, that cuts `total` keys at most `extra_items` times."""
     if extra_items <= 0:
         return max(-(-total // tile) * tile, tile)
-    return max(-(-max(-(-total // extra_items), min_part) // tile) * tile, tile)
+    return max(-(-max(-(-total // extra_items), min_split) // tile) * tile, tile)
 
 
 def counting(counts: NDArray[Any]) -> NDArray[np.intp]:

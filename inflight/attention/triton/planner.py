@@ -16,25 +16,25 @@ from inflight.attention.triton.plan import (
     plan_decode,
     plan_prefix,
 )
+from inflight.attention.triton.step import AttentionWorkspace
 from inflight.attention.triton.tuning import Tuning
-from inflight.attention.triton.workspace import Workspace
 
-# Programs a multiprocessor, over all KV heads, that splitting may add. As measured on an H200: more of them read no
-# faster, and every part has to be written, read again and merged. Decodes may be split further up to the programs that
+# Programs per multiprocessor, over all KV heads, that splitting may add. As measured on an H200: more of them read no
+# faster, and every split has to be written, read again and merged. Decodes may be split further up to the programs that
 # run at once: fewer do not keep the memory busy.
-DECODE_SPLITS = 1.6
-PREFIX_SPLITS = 1.0
-CHUNK_SPLITS = 1.0
-# Keys below which a part costs more than it saves. Decodes: so much for each entry, up to so much in all, and no entry
-# in more parts than that, since one program merges them.
-DECODE_MIN_PART = 64
-DECODE_MOST_MIN_PART = 512
-DECODE_MOST_PARTS = 32
-# Decodes of a step, and the longest context among them, for which `Tuning.near` pays.
-NEAR_DECODES = (2, 8)
-NEAR_CONTEXT = 1024
-PREFIX_MIN_PART = 256
-CHUNK_MIN_PART = 768
+DECODE_EXTRA_PROGRAMS = 1.6
+PREFIX_EXTRA_PROGRAMS = 1.0
+CHUNK_EXTRA_PROGRAMS = 1.0
+# Keys below which a split costs more than it saves. Decodes: so much for each entry, up to so much in all, and no entry
+# in more splits than that, since one program merges them.
+DECODE_MIN_SPLIT = 64
+DECODE_MAX_MIN_SPLIT = 512
+DECODE_MAX_SPLITS = 32
+# Decodes of a step, and the longest context among them, for which `Tuning.short_context` pays.
+SHORT_CONTEXT_DECODES = (2, 8)
+SHORT_CONTEXT = 1024
+PREFIX_MIN_SPLIT = 256
+CHUNK_MIN_SPLIT = 768
 # A prefix is read together if each member, and all of them together, need not read that many blocks again.
 PREFIX_MIN_BLOCKS = 8
 PREFIX_MIN_SAVED = 64
@@ -47,14 +47,14 @@ class DecodeWork:
     decode: DecodePlan
     prefix: PrefixPlan | None
     context_lens: Ints  # [E]
-    near: bool  # whether they go by `Tuning.near`
+    short_context: bool  # whether they go by `Tuning.short_context`
 
     def members(self) -> Ints:
         assert self.prefix is not None
         return self.prefix.members(self.context_lens, self.decode)
 
 
-class Planner:
+class AttentionPlanner:
     """Plans for one model and at most `max_entries` entries. Remembers which decodes share what."""
 
     def __init__(
@@ -71,48 +71,50 @@ class Planner:
         self.max_entries = max_entries
         self.share_prefixes = share_prefixes
 
-        self._processors_a_head = num_processors / num_kv_heads
-        self._decode_splits = self._items(DECODE_SPLITS)
-        self.chunk_splits = self._items(CHUNK_SPLITS)
-        self.prefix_splits = self._items(PREFIX_SPLITS)
+        self._processors_per_head = num_processors / num_kv_heads
+        self._decode_extra_items = self._items(DECODE_EXTRA_PROGRAMS)
+        self.chunk_extra_items = self._items(CHUNK_EXTRA_PROGRAMS)
+        self.prefix_extra_items = self._items(PREFIX_EXTRA_PROGRAMS)
         # All at once, one round of programs: they have a multiprocessor each.
-        fewest, most = NEAR_DECODES
-        most = 0 if tuning.near is None else min(most, self._items(tuning.near.programs))
-        self.near_sizes = range(fewest, most + 1)
+        fewest, most = SHORT_CONTEXT_DECODES
+        most = 0 if tuning.short_context is None else min(most, self._items(tuning.short_context.programs))
+        self.short_context_sizes = range(fewest, most + 1)
         self._known: tuple[bytes, int] = (b"", -1)
         self._prefix: PrefixPlan | None = None
 
     def _items(self, programs: float) -> int:
-        """That make so many programs a multiprocessor."""
-        return max(1, int(programs * self._processors_a_head))
+        """That make so many programs per multiprocessor."""
+        return max(1, int(programs * self._processors_per_head))
 
     # ---- capacities ----
 
     def max_decode_items(self, num_entries: int) -> int:
-        return max(num_entries + self._decode_splits, self._items(self.tuning.most_programs))
+        return max(num_entries + self._decode_extra_items, self._items(self.tuning.most_programs))
 
     def max_chunk_items(self, num_tokens: int, num_chunks: int) -> int:
-        return -(-num_tokens // self.tuning.chunk_positions) + num_chunks + self.chunk_splits
+        return -(-num_tokens // self.tuning.chunk_positions) + num_chunks + self.chunk_extra_items
 
     @property
     def max_prefix_items(self) -> int:
-        return self.max_entries + self.prefix_splits
+        return self.max_entries + self.prefix_extra_items
 
     @property
     def prefix_programs(self) -> int:
         """That run at once, and some more: few prefixes are read by them, many by each in turn."""
-        return min(self.max_prefix_items, 2 * self.prefix_splits)
+        return min(self.max_prefix_items, 2 * self.prefix_extra_items)
 
     @property
-    def prefix_slots(self) -> int:
-        return (1 + self.prefix_splits) * self.max_entries
+    def max_prefix_partials(self) -> int:
+        return (1 + self.prefix_extra_items) * self.max_entries
 
-    def workspace(self, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device) -> Workspace:
-        decode_slots = self.max_decode_items(self.max_entries) + self.prefix_slots
-        chunk_slots = 2 * self.chunk_splits * self.tuning.chunk_positions
-        counters = max(self.max_entries, self.chunk_splits)
-        return Workspace.allocate(
-            max(decode_slots, chunk_slots), counters, num_heads, num_kv_heads, head_dim, device
+    def workspace(
+        self, num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device
+    ) -> AttentionWorkspace:
+        decode_partials = self.max_decode_items(self.max_entries) + self.max_prefix_partials
+        chunk_partials = 2 * self.chunk_extra_items * self.tuning.chunk_positions
+        counters = max(self.max_entries, self.chunk_extra_items)
+        return AttentionWorkspace.allocate(
+            max(decode_partials, chunk_partials), counters, num_heads, num_kv_heads, head_dim, device
         )
 
     # ---- plans ----
@@ -123,16 +125,16 @@ class Planner:
         """[E] each; `version` changes whenever a row gets another request. `alone`: the step has no chunks."""
         prefix = self._find_prefix(context_lens, rows, tables, version) if self.share_prefixes else None
         num_entries = len(rows)
-        min_part = min(DECODE_MIN_PART * num_entries, DECODE_MOST_MIN_PART)
+        min_split = min(DECODE_MIN_SPLIT * num_entries, DECODE_MAX_MIN_SPLIT)
         longest = int(context_lens.max(initial=0))
-        min_part = max(min_part, -(-longest // DECODE_MOST_PARTS))
-        near = alone and num_entries in self.near_sizes and longest <= NEAR_CONTEXT
-        tile = self.tuning.decode_for(num_entries, near)
+        min_split = max(min_split, -(-longest // DECODE_MAX_SPLITS))
+        short_context = alone and num_entries in self.short_context_sizes and longest <= SHORT_CONTEXT
+        tile = self.tuning.decode_for(num_entries, short_context)
         at_once = self._items(tile.programs)
-        # A second round of near ones would take as long as the first.
-        extra_items = max(1 if near else self._decode_splits, at_once - num_entries)
-        plan = plan_decode(context_lens, rows, prefix, extra_items, at_once, tile.keys, min_part)
-        return DecodeWork(plan, prefix, context_lens, near)
+        # A second round of short ones would take as long as the first.
+        extra_items = max(1 if short_context else self._decode_extra_items, at_once - num_entries)
+        plan = plan_decode(context_lens, rows, prefix, extra_items, at_once, tile.keys, min_split)
+        return DecodeWork(plan, prefix, context_lens, short_context)
 
     def _find_prefix(self, context_lens: Ints, rows: Ints, tables: Ints, version: int) -> PrefixPlan | None:
         known = (rows.tobytes(), version)
@@ -144,11 +146,11 @@ class Planner:
                 rows,
                 self.block_size,
                 self.tuning.prefix_members,
-                self.prefix_splits,
+                self.prefix_extra_items,
                 self.tuning.prefix.keys,
-                PREFIX_MIN_PART,
+                PREFIX_MIN_SPLIT,
                 self.max_prefix_items,
-                self.prefix_slots,
+                self.max_prefix_partials,
             )
             self._known = known
         return self._prefix
@@ -161,7 +163,7 @@ class Planner:
             context_lens,
             rows,
             tuning.chunk_positions,
-            self.chunk_splits,
+            self.chunk_extra_items,
             tuning.chunk.keys,
-            CHUNK_MIN_PART,
+            CHUNK_MIN_SPLIT,
         )

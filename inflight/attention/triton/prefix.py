@@ -8,13 +8,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from inflight.attention.layer import AttentionLayer
-from inflight.attention.triton.items import Items
+from inflight.attention.backend import AttentionLayer
 from inflight.attention.triton.plan import MEMBER_FIELDS, PREFIX_FIELDS
 from inflight.attention.triton.softmax import finish, first_blocks, load_rows, store_partial, take_pages
-from inflight.attention.triton.tuning import Tile
-from inflight.attention.triton.workspace import Workspace
-from inflight.early import begin_early, launch_options
+from inflight.attention.triton.step import AttentionWorkspace, Items
+from inflight.attention.triton.tuning import AttentionTile
+from inflight.triton_utils.pdl import launch_dependents_then_wait, launch_options
 
 
 def prefix_attention(
@@ -23,10 +22,10 @@ def prefix_attention(
     block_tables: Tensor,  # [max_rows, max_blocks] int32
     work: Items,  # of PREFIX_FIELDS fields: see plan.py
     members: Tensor,  # int32, max_members * MEMBER_FIELDS values: see plan.py
-    workspace: Workspace,
+    workspace: AttentionWorkspace,
     layer: AttentionLayer,
-    tile: Tile,
-    early: bool,
+    tile: AttentionTile,
+    pdl: bool,
 ) -> None:
     """Leave each member's partials in the workspace, where the decode kernel merges them with the entry's own."""
     _prefix[(layer.num_kv_heads, work.programs)](
@@ -53,10 +52,10 @@ def prefix_attention(
         DIM=triton.next_power_of_2(layer.head_dim),
         BLOCK_N=tile.keys,
         PRECISION="ieee" if qkv.element_size() == 4 else None,
-        EARLY=early,
+        PDL=pdl,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        **launch_options(early),
+        **launch_options(pdl),
     )
 
 
@@ -88,12 +87,12 @@ def _prefix(
     DIM: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     head = tl.program_id(0)
     block_stride: tl.constexpr = 2 * NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
     count = tl.load(num_items)
-    begin_early(EARLY)
+    launch_dependents_then_wait(PDL)
     for number in tl.range(tl.program_id(1), count, tl.num_programs(1), num_stages=1):
         item = items + number * FIELDS
         first_member = tl.load(item)
@@ -101,21 +100,21 @@ def _prefix(
         table_row = tl.load(item + 2)
         begin = tl.load(item + 3)
         end = tl.load(item + 4)
-        part = tl.load(item + 5)
+        split = tl.load(item + 5)
 
         # Rows are (member, head) pairs, heads innermost; rows past the last member repeat it.
         row = tl.arange(0, ROWS)
         member = members + (first_member + tl.minimum(row // GROUP, num_members - 1)) * MEMBER_FIELDS
         entry = tl.load(member)
         lowest = tl.load(member + 1) - window  # of what the row sees, if there is a window
-        first_slot = tl.load(member + 2)
+        first_partial = tl.load(member + 2)
         query_head = head * GROUP + row % GROUP
         q = load_rows(qkv + entry.to(tl.int64) * qkv_stride + query_head * HEAD_DIM, HEAD_DIM, DIM)
         if WINDOW:
             begin = tl.maximum(begin, tl.min(lowest, 0))
         table = tables + table_row.to(tl.int64) * table_stride
         blocks = first_blocks(table, begin, end, True, BLOCK_SIZE, BLOCK_N)
-        acc, peak, total = take_pages(
+        acc, row_max, row_sum = take_pages(
             q,
             tl.zeros([ROWS, DIM], tl.float32),
             tl.full([ROWS], float("-inf"), tl.float32),
@@ -137,7 +136,7 @@ def _prefix(
             WINDOW,
             PRECISION,
         )
-        result, lse = finish(acc, peak, total)
-        index = (first_slot + part) * (NUM_KV_HEADS * GROUP) + query_head
+        result, lse = finish(acc, row_max, row_sum)
+        index = (first_partial + split) * (NUM_KV_HEADS * GROUP) + query_head
         kept = row // GROUP < num_members
         store_partial(partial_outs, partial_lses, index, result, lse, kept, HEAD_DIM, DIM)

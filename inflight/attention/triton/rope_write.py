@@ -8,12 +8,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from inflight.early import begin_early, launch_options
+from inflight.triton_utils.pdl import launch_dependents_then_wait, launch_options
 
 
 @dataclass(frozen=True, slots=True)
 class HeadTile:
-    """What one program turns: some heads of some tokens. Both counts are powers of two."""
+    """What one program rotates: some heads of some tokens. Both counts are powers of two."""
 
     tokens: int
     heads: int
@@ -28,7 +28,7 @@ MANY = 256  # tokens, from here on
 def rope_write(
     qkv: Tensor,  # [T, (num_heads + 2 * num_kv_heads) * head_dim]
     positions: Tensor,  # [T] int32
-    slots: Tensor,  # [T] int32; below 0: padding, nothing is written for this token
+    kv_places: Tensor,  # [T] int32; below 0: padding, nothing is written for this token
     cos_sin: Tensor,  # [max_position, rotary_dim] float32
     q_norm: Tensor | None,  # [head_dim] float32
     k_norm: Tensor | None,  # [head_dim] float32
@@ -37,19 +37,19 @@ def rope_write(
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
-    early: bool = False,
+    pdl: bool = False,
     tile: HeadTile | None = None,
 ) -> None:
     """Normalise and rotate queries and keys in place, and write keys and values to the cache."""
     num_tokens, rotary_dim = len(qkv), cos_sin.shape[1]
     tile = tile or (MANY_TOKENS if num_tokens >= MANY else FEW_TOKENS)
-    head_parts = triton.cdiv(num_heads, tile.heads) + 2 * triton.cdiv(num_kv_heads, tile.heads)
-    grid = (head_parts * triton.cdiv(num_tokens, tile.tokens),)
+    head_tiles = triton.cdiv(num_heads, tile.heads) + 2 * triton.cdiv(num_kv_heads, tile.heads)
+    grid = (head_tiles * triton.cdiv(num_tokens, tile.tokens),)
     rest = head_dim - rotary_dim
     _rope_write[grid](
         qkv,
         positions,
-        slots,
+        kv_places,
         cos_sin,
         qkv if q_norm is None else q_norm,
         qkv if k_norm is None else k_norm,
@@ -69,20 +69,20 @@ def rope_write(
         DIM=triton.next_power_of_2(head_dim),
         HALF=triton.next_power_of_2(rotary_dim // 2),
         REST=triton.next_power_of_2(rest) if rest else 0,
-        EARLY=early,
+        PDL=pdl,
         num_warps=tile.num_warps,
-        **launch_options(early),
+        **launch_options(pdl),
     )
 
 
 @triton.jit(
     do_not_specialize=["num_tokens"],
-    do_not_specialize_on_alignment=["positions", "slots", "q_norm", "k_norm"],
+    do_not_specialize_on_alignment=["positions", "kv_places", "q_norm", "k_norm"],
 )
 def _rope_write(
     qkv,
     positions,
-    slots,
+    kv_places,
     cos_sin,
     q_norm,
     k_norm,
@@ -102,28 +102,28 @@ def _rope_write(
     DIM: tl.constexpr,
     HALF: tl.constexpr,
     REST: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    q_parts: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
-    kv_parts: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
-    part = tl.program_id(0) % (q_parts + 2 * kv_parts)
-    tile = tl.program_id(0) // (q_parts + 2 * kv_parts)
+    q_tiles: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
+    kv_tiles: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
+    head_tile = tl.program_id(0) % (q_tiles + 2 * kv_tiles)
+    token_tile = tl.program_id(0) // (q_tiles + 2 * kv_tiles)
 
     # Rows are (token, head) pairs, heads innermost.
     row = tl.arange(0, TOKENS * HEADS)
-    token = tile * TOKENS + row // HEADS
-    slot = tl.load(slots + token, mask=token < num_tokens, other=-1)
-    real = slot >= 0
+    token = token_tile * TOKENS + row // HEADS
+    kv_place = tl.load(kv_places + token, mask=token < num_tokens, other=-1)
+    real = kv_place >= 0
     position = tl.load(positions + token, mask=real, other=0)
     token_heads = qkv + token.to(tl.int64) * qkv_stride
     # Where the token's features for KV head 0 lie: keys here, values `value_offset` further.
-    place = (slot // BLOCK_SIZE).to(tl.int64) * (2 * NUM_KV_HEADS * BLOCK_SIZE) + slot % BLOCK_SIZE
+    place = (kv_place // BLOCK_SIZE).to(tl.int64) * (2 * NUM_KV_HEADS * BLOCK_SIZE) + kv_place % BLOCK_SIZE
     cached = cache + place * HEAD_DIM
     value_offset: tl.constexpr = NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
 
-    if part < q_parts:
-        head = part * HEADS + row % HEADS
-        _turn(
+    if head_tile < q_tiles:
+        head = head_tile * HEADS + row % HEADS
+        _rotate(
             token_heads + head * HEAD_DIM,
             cached,
             cos_sin + position * ROTARY_DIM,
@@ -136,11 +136,11 @@ def _rope_write(
             False,
             HALF,
             REST,
-            EARLY,
+            PDL,
         )
-    elif part < q_parts + kv_parts:
-        head = (part - q_parts) * HEADS + row % HEADS
-        _turn(
+    elif head_tile < q_tiles + kv_tiles:
+        head = (head_tile - q_tiles) * HEADS + row % HEADS
+        _rotate(
             token_heads + (NUM_HEADS + head) * HEAD_DIM,
             cached + head * (BLOCK_SIZE * HEAD_DIM),
             cos_sin + position * ROTARY_DIM,
@@ -153,20 +153,20 @@ def _rope_write(
             True,
             HALF,
             REST,
-            EARLY,
+            PDL,
         )
     else:
-        head = (part - q_parts - kv_parts) * HEADS + row % HEADS
+        head = (head_tile - q_tiles - kv_tiles) * HEADS + row % HEADS
         d = tl.arange(0, DIM)
         kept = (real & (head < NUM_KV_HEADS))[:, None] & (d < HEAD_DIM)[None, :]
         source = token_heads + (NUM_HEADS + NUM_KV_HEADS + head) * HEAD_DIM
         target = cached + value_offset + head * (BLOCK_SIZE * HEAD_DIM)
-        begin_early(EARLY)
+        launch_dependents_then_wait(PDL)
         tl.store(target[:, None] + d[None, :], tl.load(source[:, None] + d[None, :], mask=kept), mask=kept)
 
 
 @triton.jit
-def _turn(
+def _rotate(
     heads,  # [R] pointers to heads in qkv
     cached,  # [R] pointers to the same heads' places in the cache
     angles,  # [R] pointers to cosines, sines following
@@ -179,17 +179,17 @@ def _turn(
     TO_CACHE: tl.constexpr,
     HALF: tl.constexpr,
     REST: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """A head is low | high | rest: low turns with high, rest is only normalised."""
+    """A head is low | high | rest: low rotates with high, rest is only normalised."""
     half: tl.constexpr = ROTARY_DIM // 2
     i = tl.arange(0, HALF)
-    turned = kept[:, None] & (i < half)[None, :]
-    cos = tl.load(angles[:, None] + i[None, :], mask=turned, other=0.0)
-    sin = tl.load(angles[:, None] + half + i[None, :], mask=turned, other=0.0)
-    begin_early(EARLY)
-    low = tl.load(heads[:, None] + i[None, :], mask=turned, other=0.0).to(tl.float32)
-    high = tl.load(heads[:, None] + half + i[None, :], mask=turned, other=0.0).to(tl.float32)
+    rotated = kept[:, None] & (i < half)[None, :]
+    cos = tl.load(angles[:, None] + i[None, :], mask=rotated, other=0.0)
+    sin = tl.load(angles[:, None] + half + i[None, :], mask=rotated, other=0.0)
+    launch_dependents_then_wait(PDL)
+    low = tl.load(heads[:, None] + i[None, :], mask=rotated, other=0.0).to(tl.float32)
+    high = tl.load(heads[:, None] + half + i[None, :], mask=rotated, other=0.0).to(tl.float32)
     if NORM:
         squares = tl.sum(low * low, 1) + tl.sum(high * high, 1)
         low *= tl.load(norm + i, mask=i < half, other=0.0)[None, :]
@@ -216,8 +216,8 @@ def _turn(
         tl.store(cached[:, None] + ROTARY_DIM + j[None, :], rest, mask=still)
     new_low = low * cos - high * sin
     new_high = high * cos + low * sin
-    tl.store(heads[:, None] + i[None, :], new_low, mask=turned)
-    tl.store(heads[:, None] + half + i[None, :], new_high, mask=turned)
+    tl.store(heads[:, None] + i[None, :], new_low, mask=rotated)
+    tl.store(heads[:, None] + half + i[None, :], new_high, mask=rotated)
     if TO_CACHE:
-        tl.store(cached[:, None] + i[None, :], new_low, mask=turned)
-        tl.store(cached[:, None] + half + i[None, :], new_high, mask=turned)
+        tl.store(cached[:, None] + i[None, :], new_low, mask=rotated)
+        tl.store(cached[:, None] + half + i[None, :], new_high, mask=rotated)

@@ -1,7 +1,7 @@
 """What the attention kernels share: online softmax over tiles of keys, pages, partial results and their merge.
 
-Scores are kept in units of log2 (`scale` includes log2(e)), so that every exponential is one exp2. `peak` is the
-highest score that a query row has met, `total` the sum of its weights relative to that, `acc` the weighed values.
+Scores are kept in units of log2 (`scale` includes log2(e)), so that every exponential is one exp2. `row_max` is the
+highest score that a query row has met, `row_sum` the sum of its weights relative to that, `acc` the weighed values.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def take_tile(
     v,  # [N, DIM]
     seen,  # [M, N], read if MASKED
     acc,  # [M, DIM] float32
-    peak,  # [M] float32
-    total,  # [M] float32
+    row_max,  # [M] float32
+    row_sum,  # [M] float32
     scale,
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -45,14 +45,14 @@ def take_tile(
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [M, N]
     if MASKED:
         scores = tl.where(seen, scores, float("-inf"))
-    new_peak = tl.maximum(peak, tl.max(scores, 1) * scale)
-    # A row that has seen nothing yet has no peak: any finite one keeps infinities from meeting.
-    shift = tl.where(new_peak == float("-inf"), 0.0, new_peak) if MASKED else new_peak
+    new_row_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
+    # A row that has seen nothing yet has no maximum: any finite one keeps infinities from meeting.
+    shift = tl.where(new_row_max == float("-inf"), 0.0, new_row_max) if MASKED else new_row_max
     weights = tl.exp2(scores * scale - shift[:, None])
-    fade = tl.exp2(peak - shift)
-    total = total * fade + tl.sum(weights, 1)
-    acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
-    return acc, new_peak, total
+    rescale = tl.exp2(row_max - shift)
+    row_sum = row_sum * rescale + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
+    return acc, new_row_max, row_sum
 
 
 @triton.jit
@@ -73,8 +73,8 @@ def first_blocks(table, begin, end, is_item, BLOCK_SIZE: tl.constexpr, BLOCK_N: 
 def take_pages(
     q,  # [M, DIM]
     acc,
-    peak,
-    total,
+    row_max,
+    row_sum,
     keys,  # pointer to this head's keys in block 0; its values lie `value_offset` further
     table,  # pointer to the request's block ids
     blocks,  # [BLOCK_N] the first of them, see `first_blocks`
@@ -107,7 +107,7 @@ def take_pages(
             k = load_rows(k_at, HEAD_DIM, DIM)
             v = load_rows(k_at + value_offset, HEAD_DIM, DIM)
             blocks = tl.load(table + tl.minimum(start + BLOCK_N + n, last) // BLOCK_SIZE)
-            acc, peak, total = take_tile(q, k, v, None, acc, peak, total, scale, False, PRECISION)
+            acc, row_max, row_sum = take_tile(q, k, v, None, acc, row_max, row_sum, scale, False, PRECISION)
     for start in tl.range(masked_from, end, BLOCK_N, num_stages=None if MASK_ALL else 1):
         position = start + n
         k_at = page_pointers(keys, blocks, tl.minimum(position, last), block_stride, HEAD_DIM, BLOCK_SIZE)
@@ -117,16 +117,16 @@ def take_pages(
         seen = (position < end)[None, :]
         if WINDOW:
             seen = seen & (position[None, :] >= lowest[:, None])
-        acc, peak, total = take_tile(q, k, v, seen, acc, peak, total, scale, True, PRECISION)
-    return acc, peak, total
+        acc, row_max, row_sum = take_tile(q, k, v, seen, acc, row_max, row_sum, scale, True, PRECISION)
+    return acc, row_max, row_sum
 
 
 @triton.jit
-def finish(acc, peak, total):
+def finish(acc, row_max, row_sum):
     """Output rows and their log-sum-exp (base 2); a row that saw nothing is zeros and -inf."""
-    empty = total == 0.0
-    out = acc / tl.where(empty, 1.0, total)[:, None]
-    lse = tl.where(empty, float("-inf"), peak + tl.log2(tl.where(empty, 1.0, total)))
+    empty = row_sum == 0.0
+    out = acc / tl.where(empty, 1.0, row_sum)[:, None]
+    lse = tl.where(empty, float("-inf"), row_max + tl.log2(tl.where(empty, 1.0, row_sum)))
     return out, lse
 
 
@@ -158,21 +158,21 @@ def merge(
     lses,
     index,  # [M] places of the first partials in the workspace
     stride,  # from one partial of a row to its next
-    parts,
+    num_splits,
     kept,  # [M]
     M: tl.constexpr,
-    PARTS: tl.constexpr,  # how many partials are loaded at once
+    SPLITS_AT_ONCE: tl.constexpr,  # how many partials are loaded at once
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
 ):
     """All partials of each row, always in the same order -> [M, DIM]."""
-    p = tl.arange(0, PARTS)
+    p = tl.arange(0, SPLITS_AT_ONCE)
     d = tl.arange(0, DIM)
-    peak = tl.full([M], float("-inf"), tl.float32)
-    total = tl.zeros([M], tl.float32)
+    row_max = tl.full([M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, DIM], tl.float32)
-    for first in range(0, parts, PARTS):
-        there = (first + p < parts)[:, None] & kept[None, :]  # [PARTS, M]
+    for first in range(0, num_splits, SPLITS_AT_ONCE):
+        there = (first + p < num_splits)[:, None] & kept[None, :]  # [SPLITS_AT_ONCE, M]
         at = index[None, :] + (first + p)[:, None] * stride
         lse = tl.load(lses + at, mask=there, other=float("-inf"), cache_modifier=".cg")
         out = tl.load(
@@ -181,11 +181,11 @@ def merge(
             other=0.0,
             cache_modifier=".cg",
         )
-        new_peak = tl.maximum(peak, tl.max(lse, 0))
-        shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        new_row_max = tl.maximum(row_max, tl.max(lse, 0))
+        shift = tl.where(new_row_max == float("-inf"), 0.0, new_row_max)
         weights = tl.exp2(lse - shift[None, :])
-        fade = tl.exp2(peak - shift)
-        total = total * fade + tl.sum(weights, 0)
-        acc = acc * fade[:, None] + tl.sum(out * weights[:, :, None], 0)
-        peak = new_peak
-    return acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        rescale = tl.exp2(row_max - shift)
+        row_sum = row_sum * rescale + tl.sum(weights, 0)
+        acc = acc * rescale[:, None] + tl.sum(out * weights[:, :, None], 0)
+        row_max = new_row_max
+    return acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]

@@ -7,15 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from inflight.attention.triton.backend import TritonStep
-from inflight.attention.triton.items import Items
 from inflight.attention.triton.plan import CHUNK_FIELDS, DECODE_FIELDS, MEMBER_FIELDS, PREFIX_FIELDS
-from inflight.attention.triton.planner import DecodeWork, Planner
-from inflight.attention.triton.workspace import Workspace
-from inflight.execution.gpu.host_step import HostStep
-from inflight.execution.gpu.kernels import StepTokens, TableUpdates, open_step
-from inflight.execution.gpu.packed import Ints, Layout, staging
-from inflight.execution.gpu.rows import DeviceRows
+from inflight.attention.triton.planner import AttentionPlanner, DecodeWork
+from inflight.attention.triton.step import AttentionWorkspace, Items, TritonStep
+from inflight.execution.gpu.host_step import HostStep, Ints, Layout, staging
+from inflight.execution.gpu.rows import DeviceRows, StepTokens, TableUpdates, open_step
 from inflight.execution.gpu.shapes import Buckets, StepShape
 
 MIN_UPDATES = 32  # table updates that every shape has room for
@@ -35,7 +31,9 @@ class Samples:
 class DeviceStep:
     """Buffers that every step reuses: steps of one device run one after the other."""
 
-    def __init__(self, rows: DeviceRows, buckets: Buckets, planner: Planner, workspace: Workspace) -> None:
+    def __init__(
+        self, rows: DeviceRows, buckets: Buckets, planner: AttentionPlanner, workspace: AttentionWorkspace
+    ) -> None:
         self.rows = rows
         self.buckets = buckets
         self.planner = planner
@@ -60,7 +58,7 @@ class DeviceStep:
         planner, num_tokens, num_samples = self.planner, shape.num_tokens, shape.num_samples
         num_updates = max(min(self.buckets.max_entries, num_tokens), MIN_UPDATES)
         sizes = dict.fromkeys(("num_decode_items", "num_prefix_items", "num_chunk_items"), 1)
-        sizes |= dict.fromkeys(("token_rows", "positions", "slots"), num_tokens)
+        sizes |= dict.fromkeys(("token_rows", "positions", "kv_places"), num_tokens)
         sizes |= dict.fromkeys(("sample_tokens", "sample_rows", "sample_lengths"), num_samples)
         sizes |= dict.fromkeys(("update_rows", "update_columns", "update_blocks"), num_updates)
         sizes["decode_items"] = planner.max_decode_items(shape.num_decodes) * DECODE_FIELDS
@@ -84,14 +82,14 @@ class DeviceStep:
         shared = work is not None and work.prefix is not None
         num_samples = len(host.sampling_entries)
         if host.only_decodes:
-            shape = self.buckets.decode(num_decodes, draws, shared, work is not None and work.near)
+            shape = self.buckets.decode(num_decodes, draws, shared, work is not None and work.short_context)
         else:
             num_chunks = len(host.rows) - num_decodes
             shape = self.buckets.mixed(host.num_tokens, num_decodes, num_chunks, num_samples, draws, shared)
         held, part = self._stage(shape)
         _put(part["token_rows"], host.token_rows, -1)
         _put(part["positions"], host.positions, 0)
-        _put(part["slots"], host.slots, -1)
+        _put(part["kv_places"], host.kv_places, -1)
         if draws:
             _put(part["sample_tokens"], host.sample_tokens, 0)
             _put(part["sample_rows"], host.sample_rows, -1)
@@ -126,7 +124,7 @@ class DeviceStep:
         """A step of this shape that is all padding."""
         held, part = self._stage(shape)
         for name, values in part.items():
-            values[:] = -1 if name.endswith(("rows", "slots")) else 0
+            values[:] = -1 if name.endswith(("rows", "kv_places")) else 0
         self._send(held)
 
     def _stage(self, shape: StepShape) -> tuple[Tensor, dict[str, Ints]]:
@@ -149,10 +147,10 @@ class DeviceStep:
         open_step(rows.tokens, rows.block_tables, updates, tokens)
         step = TritonStep(
             positions=part["positions"],
-            slots=part["slots"],
+            kv_places=part["kv_places"],
             block_tables=rows.block_tables,
             decodes=_items(part, "decode", planner.max_decode_items(shape.num_decodes)),
-            near=shape.near,
+            short_context=shape.short_context,
             prefixes=_items(part, "prefix", planner.prefix_programs) if shape.prefix else None,
             members=part["members"] if shape.prefix else None,
             chunks=_items(part, "chunk", max_chunks) if shape.chunks else None,

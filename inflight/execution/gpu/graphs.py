@@ -20,16 +20,17 @@ class StepGraphs(Generic[ResultT]):
     """Runs `compute(shape)`, by replay.
 
     `compute` must enqueue the same kernels on the same memory whenever it is given the same shape. The first shape is
-    run before it is recorded, so that what libraries keep for a stream does not come from the graphs' memory, and doing
-    so must do no harm. With the others, new kernels are compiled and loaded while they are recorded, which a relaxed
-    capture allows. What `compute` returns stays where the graph wrote it, and the next step of any shape overwrites it.
+    run before it is recorded, so that what libraries keep for a CUDA stream does not come from the graphs' memory, and
+    doing so must do no harm. With the others, new kernels are compiled and loaded while they are recorded, which a
+    relaxed capture allows. What `compute` returns stays where the graph wrote it, and the next step of any shape
+    overwrites it.
     """
 
     def __init__(self, compute: Callable[[StepShape], ResultT]) -> None:
         self._compute = compute
         self._graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, ResultT]] = {}
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._cuda_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def run(self, shape: StepShape) -> ResultT:
         self.prepare(shape)
@@ -43,12 +44,12 @@ class StepGraphs(Generic[ResultT]):
             return
         start = time.perf_counter()
         if not self._graphs:
-            self._stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._stream):
+            self._cuda_stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._cuda_stream):
                 self._compute(shape)
-            torch.cuda.current_stream().wait_stream(self._stream)
+            torch.cuda.current_stream().wait_stream(self._cuda_stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="relaxed"):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._cuda_stream, capture_error_mode="relaxed"):
             result = self._compute(shape)
         self._graphs[shape] = graph, result
         logger.debug("captured %s in %.3f s", shape, time.perf_counter() - start)

@@ -1,13 +1,20 @@
-"""One step as the host sees it: a batch in arrays."""
+"""One step as the host sees it: a batch in arrays, and the one int32 array in which they travel to the device."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
-from inflight.execution.gpu.packed import Ints
 from inflight.scheduling import Batch
+
+Ints = NDArray[np.int32]
+
+ALIGNMENT = 4  # sections start at multiples of 16 bytes, as wide loads want them
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +28,7 @@ class HostStep:
     query_starts: Ints  # [B + 1]
     token_rows: Ints  # [T]
     positions: Ints  # [T]
-    slots: Ints  # [T]
+    kv_places: Ints  # [T]
     sampling_entries: list[int]  # [S]
     sample_tokens: Ints  # [S] the last token of each sampling entry
     sample_rows: Ints  # [S]
@@ -53,7 +60,7 @@ def host_step(batch: Batch, tables: Ints, block_size: int) -> HostStep:
         token_rows = np.repeat(rows, counts)
         offsets = np.arange(batch.num_tokens, dtype=np.int32) - np.repeat(ends - counts, counts)
         positions = np.repeat(starts, counts) + offsets
-    slots = tables[token_rows, positions // block_size] * block_size + positions % block_size
+    kv_places = tables[token_rows, positions // block_size] * block_size + positions % block_size
     query_starts = np.empty(len(rows) + 1, dtype=np.int32)
     query_starts[0] = 0
     query_starts[1:] = ends
@@ -67,9 +74,37 @@ def host_step(batch: Batch, tables: Ints, block_size: int) -> HostStep:
         query_starts=query_starts,
         token_rows=token_rows,
         positions=positions,
-        slots=slots,
+        kv_places=kv_places,
         sampling_entries=sampling,
         sample_tokens=ends - 1 if all_sample else (ends - 1)[sampling],
         sample_rows=rows if all_sample else rows[sampling],
         sample_lengths=lengths if all_sample else lengths[sampling],
     )
+
+
+class Layout:
+    """Named sections of one array."""
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        self.sections: dict[str, slice] = {}
+        end = 0
+        for name, size in sizes.items():
+            self.sections[name] = slice(end, end + size)
+            end += -(-size // ALIGNMENT) * ALIGNMENT
+        self.size = end
+
+    def on_device(self, buffer: Tensor) -> dict[str, Tensor]:
+        """The sections as views of `buffer`."""
+        return {name: buffer[section] for name, section in self.sections.items()}
+
+    def on_host(self, array: Ints) -> dict[str, Ints]:
+        return {name: array[section] for name, section in self.sections.items()}
+
+
+def staging(size: int, device: torch.device) -> tuple[Tensor, Ints]:
+    """Host memory that the device can copy from while the host goes on, and the same as an array.
+
+    Torch keeps such memory until the copies from it are done, so nothing here needs to wait.
+    """
+    tensor = torch.empty(size, dtype=torch.int32, pin_memory=device.type == "cuda")
+    return tensor, tensor.numpy()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from inflight.attention.triton.backend import TritonAttention
-from inflight.attention.triton.planner import Planner
+from inflight.attention.triton.planner import AttentionPlanner
 from inflight.errors import DeviceLostError, EngineError
 from inflight.execution.gpu.device_step import DeviceStep
 from inflight.execution.gpu.graphs import EagerSteps, StepGraphs
@@ -19,8 +19,7 @@ from inflight.execution.gpu.rows import DeviceRows
 from inflight.execution.gpu.shapes import Buckets, StepShape
 from inflight.execution.results import NOT_FINITE, Ticket, score_prompts, wants_prompt_logprobs
 from inflight.execution.sampling import Sampler, SamplingRows
-from inflight.execution.sampling.triton import Workspace as DrawWorkspace
-from inflight.execution.sampling.triton import draw
+from inflight.execution.sampling.triton import SamplingWorkspace, draw
 from inflight.models.decoder import Decoder
 from inflight.request import Request, SamplingParams
 from inflight.scheduling import Batch, Sampled
@@ -82,10 +81,12 @@ class GpuRunner:
         self.rows = DeviceRows(max_rows, max_len, block_size, device)
         self.sampling = SamplingRows(max_rows, spec.vocab_size, device)
         self.sampler = Sampler(self.sampling)
-        self.draw_workspace = DrawWorkspace.allocate(max_rows, spec.vocab_size, device)
+        self.draw_workspace = SamplingWorkspace.allocate(max_rows, spec.vocab_size, device)
         processors = _num_processors(device)
-        planner = Planner(decoder.attention.tuning, spec.num_kv_heads, block_size, max_rows, processors)
-        self.buckets = Buckets(max_rows, max_tokens, planner.near_sizes)
+        planner = AttentionPlanner(
+            decoder.attention.tuning, spec.num_kv_heads, block_size, max_rows, processors
+        )
+        self.buckets = Buckets(max_rows, max_tokens, planner.short_context_sizes)
         workspace = planner.workspace(spec.num_heads, spec.num_kv_heads, spec.head_dim, device)
         self.step = DeviceStep(self.rows, self.buckets, planner, workspace)
         self.steps: StepGraphs[Tensor] | EagerSteps[Tensor]
@@ -105,21 +106,21 @@ class GpuRunner:
         host = host_step(batch, self.rows.mirror, self.block_size)
         draws = self.sampling.special_rows.isdisjoint(batch.rows) and not wants_prompt_logprobs(batch)
         shape = self.step.upload(host, updates, draws)
-        stream = self.steps.run(shape)
+        hidden = self.steps.run(shape)
         if draws:
             return self._ticket(len(batch), host, shape)
-        return self._sample_apart(batch, host, stream)
+        return self._sample_apart(batch, host, hidden)
 
     def _compute(self, shape: StepShape) -> Tensor:
-        """The device's part: a token a sample if the shape has any, else the residual stream [T, hidden_size]."""
+        """The device's part: one token per sample if the shape has any, else hidden states [T, hidden_size]."""
         token_ids, inputs = self.step.open(shape)
         if not shape.num_samples:
             return self.decoder.forward(token_ids, self.caches, inputs)
         samples = self.step.samples(shape)
         wanted = samples.tokens if shape.chunks else None
-        stream = self.decoder.forward(token_ids, self.caches, inputs, wanted)
+        hidden = self.decoder.forward(token_ids, self.caches, inputs, wanted)
         draw(
-            self.decoder.logits(stream),
+            self.decoder.logits(hidden),
             samples.rows,
             samples.lengths,
             self.sampling,
@@ -134,13 +135,13 @@ class GpuRunner:
         drawn = self._to_host(self.step.results(shape)) if host.sampling_entries else None
         return GpuTicket(num_entries, host.sampling_entries, drawn, None, self._event())
 
-    def _sample_apart(self, batch: Batch, host: HostStep, stream: Tensor) -> GpuTicket:
+    def _sample_apart(self, batch: Batch, host: HostStep, hidden: Tensor) -> GpuTicket:
         """Steps in which somebody asks for more than a plain draw: penalties, masks, logprobs."""
         ticket = Ticket(
             len(batch),
             host.sampling_entries,
             None,
-            score_prompts(batch, self.decoder, stream, self.rows.tokens),
+            score_prompts(batch, self.decoder, hidden, self.rows.tokens),
         )
         if host.sampling_entries:
             device = self.decoder.device
@@ -148,7 +149,7 @@ class GpuRunner:
                 self.sampling.upload(part.tolist(), torch.int64).to(device)
                 for part in (host.sample_tokens, host.sample_rows, host.sample_lengths)
             )
-            logits = self.decoder.logits(stream[tokens])
+            logits = self.decoder.logits(hidden[tokens])
             sampled = self.sampler.sample(logits, host.sample_rows.tolist(), lengths, self.rows.tokens)
             self.rows.tokens[rows, lengths] = sampled.token_ids.int()
             ticket.sampled = sampled.fetch()
@@ -161,27 +162,27 @@ class GpuRunner:
     # ---- before the first step ----
 
     @torch.inference_mode()
-    def rehearse(self, shape: StepShape) -> None:
+    def warm_up(self, shape: StepShape) -> None:
         """Try a step of this shape that computes nothing: its kernels are compiled then, and captured."""
         self.step.upload_nothing(shape)
         self.steps.prepare(shape)
 
     @torch.inference_mode()
-    def rehearse_apart(self) -> None:
+    def warm_up_sampler(self) -> None:
         """Sample every row outside the graph, with all that takes memory there."""
         params = SamplingParams(temperature=1.0, top_p=0.5, repetition_penalty=1.1, logprobs=1)
         rows = range(len(self.rows.tokens))
         self.sampling.set_many([(row, Request("", [0], params, max_tokens=1)) for row in rows])
         lengths = torch.ones(len(rows), dtype=torch.int64, device=self.decoder.device)
-        hidden = self.decoder.spec.hidden_size
-        stream = lengths.new_zeros((len(rows), hidden), dtype=self.decoder.kernels.compute_dtype)
-        self.sampler.sample(self.decoder.logits(stream), rows, lengths, self.rows.tokens)
+        shape = len(rows), self.decoder.spec.hidden_size
+        hidden = lengths.new_zeros(shape, dtype=self.decoder.kernels.compute_dtype)
+        self.sampler.sample(self.decoder.logits(hidden), rows, lengths, self.rows.tokens)
         for row in rows:
             self.sampling.clear(row)
 
     def prepare(self, shapes: Iterable[StepShape]) -> None:
         for shape in shapes:
-            self.rehearse(shape)
+            self.warm_up(shape)
         self._wait()
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ class StepShape:
     num_chunks: int  # entries besides decodes
     num_samples: int  # 0: sampling happens outside, on the hidden states
     prefix: bool  # whether decodes that share a prefix read it together
-    near: bool = False  # whether all contexts are short, where that has a kernel of its own: `Tuning.near`
+    short_context: bool = False  # whether all contexts are short, which has a tile of its own
 
     @property
     def chunks(self) -> bool:
@@ -35,10 +35,10 @@ class StepShape:
 class Buckets:
     """Which sizes there are. Small steps are rounded finely: their time goes with their size soonest."""
 
-    def __init__(self, max_entries: int, max_tokens: int, near_sizes: Collection[int] = ()) -> None:
-        """`near_sizes`: of decodes whose contexts may be near."""
+    def __init__(self, max_entries: int, max_tokens: int, short_context_sizes: Collection[int] = ()) -> None:
+        """`short_context_sizes`: of decodes whose contexts may be short."""
         self.max_entries = max_entries
-        self._near_sizes = near_sizes
+        self._short_context_sizes = short_context_sizes
         self.decodes = _sizes(max_entries, DECODE_STEPS)
         self.tokens = token_sizes(max_tokens)
 
@@ -51,9 +51,9 @@ class Buckets:
     def usual(self) -> list[StepShape]:
         """What nearly all steps are like, those that take the most memory first."""
         decodes = [
-            self.decode(size, samples=True, prefix=False, near=near)
+            self.decode(size, samples=True, prefix=False, short_context=short_context)
             for size in self.decodes
-            for near in (False, size in self._near_sizes)
+            for short_context in (False, size in self._short_context_sizes)
         ]
         mixed = [
             self.mixed(tokens, size, 1, size, samples=True, prefix=False)
@@ -62,10 +62,10 @@ class Buckets:
         ]
         return sorted({*decodes, *mixed}, key=lambda shape: (-shape.num_tokens, -shape.num_samples))
 
-    def decode(self, count: int, samples: bool, prefix: bool, near: bool = False) -> StepShape:
+    def decode(self, count: int, samples: bool, prefix: bool, short_context: bool = False) -> StepShape:
         """A step of `count` entries with one token each."""
         size = _round_up(count, self.decodes)
-        return StepShape(size, size, 0, size if samples else 0, prefix, near)
+        return StepShape(size, size, 0, size if samples else 0, prefix, short_context)
 
     def mixed(
         self,

@@ -1,5 +1,63 @@
-"""What differs between devices when an engine is put together: one class each, chosen by `platform`."""
+"""The seam between loading a model and the device it runs on: one class for each kind, chosen by `platform`."""
 
-from inflight.execution.platforms.platform import Platform, platform
+from __future__ import annotations
 
-__all__ = ["Platform", "platform"]
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from inflight.attention.backend import AttentionBackend
+from inflight.config import EngineConfig
+from inflight.engine.runner import Runner
+from inflight.errors import ConfigError
+from inflight.layers.kernels import Kernels
+from inflight.models.decoder import Decoder
+from inflight.models.spec import DecoderSpec
+
+
+class Platform(Protocol):
+    """One device, and the parts that run best on it."""
+
+    device: torch.device
+    max_num_seqs: int  # unless asked for
+    max_num_batched_tokens: int  # unless asked for
+    pipeline_depth: int  # unless asked for
+    target_step_ms: float  # where it is left to the device
+
+    def kernels_and_attention(
+        self, spec: DecoderSpec, dtype: torch.dtype
+    ) -> tuple[Kernels, AttentionBackend[Any]]:
+        """Kernels and attention for a model whose weights are held as `dtype`."""
+
+    def num_blocks(self, config: EngineConfig, decoder: Decoder, context: int) -> int:
+        """KV blocks that fit beside the weights, which are loaded, and the largest step."""
+
+    def step_sizes(self, max_tokens: int) -> Sequence[int]:
+        """Tokens that steps with prompts are rounded up to, ascending; none where nothing is rounded."""
+
+    def runner(
+        self, config: EngineConfig, decoder: Decoder, num_blocks: int, max_len: int
+    ) -> Runner[Any]: ...
+
+    def describe(self) -> str:
+        """The device and what was chosen for it, in one line."""
+
+
+def platform(device: str) -> Platform:
+    """By name: "cpu", "cuda", "cuda:1", or "auto" for a GPU where there is one."""
+    name = device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cpu":
+        from inflight.execution.platforms.cpu import CpuPlatform
+
+        return CpuPlatform()
+    kind, _, index = name.partition(":")
+    if kind != "cuda" or not (index == "" or index.isdecimal()):
+        raise ConfigError(f"device is {device!r}: allowed are 'auto', 'cpu', 'cuda' and 'cuda:<index>'")
+    if not torch.cuda.is_available() or int(index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device is {device!r}: torch finds {torch.cuda.device_count()} such devices here")
+    from inflight.execution.platforms.cuda import CudaPlatform
+
+    return CudaPlatform(torch.device("cuda", int(index or 0)))

@@ -11,14 +11,13 @@ from typing import Any
 import torch
 
 from inflight.attention.backend import AttentionBackend
-from inflight.attention.composed import ComposedAttention
-from inflight.attention.cpu import cpu_attention
+from inflight.attention.cpu import ComposedAttention, cpu_attention
 from inflight.config import EngineConfig
 from inflight.errors import KVBudgetError
 from inflight.execution.runner import ModelRunner
 from inflight.kv.budget import blocks_for_memory
 from inflight.layers.kernels import Kernels
-from inflight.layers.select import cpu_kernels
+from inflight.layers.native_kernels import cpu_kernels
 from inflight.models.decoder import Decoder
 from inflight.models.spec import DecoderSpec
 from inflight.native.library import native_library
@@ -35,7 +34,11 @@ class CpuPlatform:
     pipeline_depth = 1
     target_step_ms = 100.0
 
-    def parts(self, spec: DecoderSpec, dtype: torch.dtype) -> tuple[Kernels, AttentionBackend[Any]]:  # noqa: ARG002
+    def kernels_and_attention(
+        self,
+        spec: DecoderSpec,  # noqa: ARG002
+        dtype: torch.dtype,  # noqa: ARG002
+    ) -> tuple[Kernels, AttentionBackend[Any]]:
         kernels = cpu_kernels()
         return kernels, ComposedAttention(kernels, cpu_attention())
 

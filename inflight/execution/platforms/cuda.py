@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from inflight.attention.triton.tuning import choose
 from inflight.config import EngineConfig
 from inflight.errors import ConfigError, KVBudgetError
 from inflight.execution.gpu.graphs import StepGraphs
-from inflight.execution.gpu.memory import step_memory
 from inflight.execution.gpu.runner import GpuRunner
 from inflight.execution.gpu.shapes import token_sizes
 from inflight.kv.budget import blocks_for_memory
@@ -27,6 +26,8 @@ from inflight.models.spec import DecoderSpec
 logger = logging.getLogger(__name__)
 
 OLDEST = (8, 0)  # Ampere: the first with bfloat16 and asynchronous copies
+# What captured graphs hold besides their tensors, and what the allocator loses between them.
+GRAPH_OVERHEAD = 256 << 20
 PROBE_BLOCKS = 2  # enough to run steps that are only measured
 
 
@@ -49,7 +50,9 @@ class CudaPlatform:
             )
         torch.cuda.set_device(device)
 
-    def parts(self, spec: DecoderSpec, dtype: torch.dtype) -> tuple[Kernels, AttentionBackend[Any]]:
+    def kernels_and_attention(
+        self, spec: DecoderSpec, dtype: torch.dtype
+    ) -> tuple[Kernels, AttentionBackend[Any]]:
         group = spec.num_heads // spec.num_kv_heads
         tuning = choose(dtype, spec.head_dim, group, self.device)
         return TritonKernels(dtype, self.device), TritonAttention(tuning)
@@ -59,20 +62,20 @@ class CudaPlatform:
         bytes_per_block = decoder.kv_shape(cache.block_size).bytes_per_block
         needed = step_memory(lambda: self.runner(config, decoder, PROBE_BLOCKS, context, graphs=False))
         free, total = torch.cuda.mem_get_info(self.device)
-        room = int(total * cache.gpu_memory_utilization) - (total - free) - needed
+        left = int(total * cache.gpu_memory_utilization) - (total - free) - needed
         given = cache.kv_cache_memory if cache.num_blocks is None else cache.num_blocks * bytes_per_block
         if given is not None and given > free - needed:
             raise KVBudgetError(
                 f"num_blocks is {cache.num_blocks} and kv_cache_memory {cache.kv_cache_memory}: that is "
                 f"{given:,} bytes of KV memory, and {max(0, free - needed):,} are free on {self.device}"
             )
-        if given is None and room < bytes_per_block:
+        if given is None and left < bytes_per_block:
             raise KVBudgetError(
                 f"gpu_memory_utilization is {cache.gpu_memory_utilization}: of {total:,} bytes on {self.device}, "
                 f"{total - free:,} are in use and the largest step takes {needed:,}; none are left for KV blocks"
             )
         return blocks_for_memory(
-            memory=room if given is None else given,
+            memory=left if given is None else given,
             bytes_per_block=bytes_per_block,
             block_size=cache.block_size,
             max_num_seqs=options.max_num_seqs or self.max_num_seqs,
@@ -105,8 +108,29 @@ class CudaPlatform:
 
     def describe(self) -> str:
         name = torch.cuda.get_device_name(self.device)
-        early = ", programmatic launch" if self.capability >= (9, 0) else ""
-        return f"{name} (compute capability {_version(self.capability)}), Triton kernels{early}"
+        pdl = ", programmatic launch" if self.capability >= (9, 0) else ""
+        return f"{name} (compute capability {_version(self.capability)}), Triton kernels{pdl}"
+
+
+def step_memory(make_runner: Callable[[], GpuRunner]) -> int:
+    """Bytes that a runner needs besides weights and KV blocks: its rows, and its largest steps.
+
+    `make_runner` makes one without graphs and with next to no blocks. The steps it warms up with compute nothing.
+    """
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    runner = make_runner()
+    for shape in runner.buckets.largest():
+        runner.warm_up(shape)
+    runner.warm_up_sampler()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated()
+    runner.close()
+    del runner
+    gc.collect()
+    torch.cuda.empty_cache()
+    return peak - before + GRAPH_OVERHEAD
 
 
 def _version(capability: tuple[int, int]) -> str:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from inflight.execution.sampling.plan import Allowed, BadWords, Plan
+from inflight.execution.sampling.plan import Allowed, BadWords, SamplingPlan
 from inflight.execution.sampling.rows import SamplingRows
 
 
-def adjust(logits: Tensor, plan: Plan, state: SamplingRows, lengths: Tensor, tokens: Tensor) -> None:
+def adjust(logits: Tensor, plan: SamplingPlan, state: SamplingRows, lengths: Tensor, tokens: Tensor) -> None:
     """Apply everything that `plan` names. `lengths` [S]; `tokens` [max_rows, max_len]."""
     flat = logits.view(-1)
     if plan.allowed is not None:

@@ -34,7 +34,7 @@ class BadWords:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SamplingPlan:
     """None where nobody in the batch uses a feature."""
 
     rows: Tensor  # [S] int64
@@ -59,7 +59,7 @@ class Plan:
         return any(part is not None for part in parts)
 
 
-def make_plan(state: SamplingRows, rows: Sequence[int]) -> Plan:
+def make_plan(state: SamplingRows, rows: Sequence[int]) -> SamplingPlan:
     return _Planner(state, [state.traits(row) for row in rows]).plan(rows)
 
 
@@ -69,13 +69,13 @@ class _Planner:
     traits: list[RowTraits]
     top_k: dict[int, list[int]] = field(default_factory=dict)
 
-    def plan(self, rows: Sequence[int]) -> Plan:
+    def plan(self, rows: Sequence[int]) -> SamplingPlan:
         for entry, traits in enumerate(self.traits):
             if traits.width:
                 self.top_k.setdefault(traits.width, []).append(entry)
         dense = [i for i, t in enumerate(self.traits) if not (t.greedy or t.width or t.nucleus)]
         wanted = [(i, t.logprobs) for i, t in enumerate(self.traits) if t.logprobs is not None]
-        return Plan(
+        return SamplingPlan(
             rows=self.state.upload(rows, torch.int64),
             greedy=self._entries([i for i, t in enumerate(self.traits) if t.greedy]),
             dense=self._entries(dense),

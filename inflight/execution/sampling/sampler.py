@@ -13,7 +13,7 @@ from inflight.events import PositionLogprobs
 from inflight.execution.sampling.adjust import adjust
 from inflight.execution.sampling.candidates import DrawParams, draw_dense, draw_nucleus, draw_top_k, row_tiles
 from inflight.execution.sampling.logprobs import LogprobTensors, fetch, score
-from inflight.execution.sampling.plan import Plan, make_plan
+from inflight.execution.sampling.plan import SamplingPlan, make_plan
 from inflight.execution.sampling.randomness import race_key
 from inflight.execution.sampling.rows import SamplingRows
 
@@ -62,7 +62,7 @@ class Sampler:
 
     def __init__(self, state: SamplingRows) -> None:
         self.state = state
-        self._plan: Plan | None = None
+        self._plan: SamplingPlan | None = None
         self._planned: tuple[int, tuple[int, ...]] = (-1, ())  # version and rows that _plan is for
 
     @torch.no_grad()
@@ -84,13 +84,13 @@ class Sampler:
             logprobs = score(raw, token_ids[plan.logprobs], plan.logprob_counts)
         return SampledTensors(token_ids, bad, logprobs, plan.logprob_entries)
 
-    def _plan_for(self, rows: Sequence[int]) -> Plan:
+    def _plan_for(self, rows: Sequence[int]) -> SamplingPlan:
         wanted = (self.state.version, tuple(rows))
         if self._plan is None or self._planned != wanted:
             self._plan, self._planned = make_plan(self.state, rows), wanted
         return self._plan
 
-    def _choose(self, logits: Tensor, plan: Plan, lengths: Tensor) -> Tensor:
+    def _choose(self, logits: Tensor, plan: SamplingPlan, lengths: Tensor) -> Tensor:
         token_ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
         if plan.greedy is not None:
             token_ids[plan.greedy] = _select(logits, plan.greedy).argmax(-1)
@@ -109,7 +109,7 @@ class Sampler:
         draw: Callable[[Tensor, DrawParams], Tensor],
         entries: Tensor,
         logits: Tensor,
-        plan: Plan,
+        plan: SamplingPlan,
         lengths: Tensor,
         token_ids: Tensor,
     ) -> None:
@@ -118,7 +118,7 @@ class Sampler:
         drawn = [draw(chosen[tile], params.select(tile)) for tile in row_tiles(chosen)]
         token_ids[entries] = torch.cat(drawn)
 
-    def _draw_params(self, plan: Plan, entries: Tensor, lengths: Tensor) -> DrawParams:
+    def _draw_params(self, plan: SamplingPlan, entries: Tensor, lengths: Tensor) -> DrawParams:
         state, rows = self.state, plan.rows[entries]
         return DrawParams(
             temperature=state.temperature[rows, None],

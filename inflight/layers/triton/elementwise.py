@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from inflight.early import begin_early, begin_late, launch_options
-from inflight.room import empty_tokens
+from inflight.triton_utils.padding import padded_empty
+from inflight.triton_utils.pdl import launch_dependents_then_wait, launch_options, wait_then_launch_dependents
 
 GATES = {"silu": 1, "gelu_tanh": 2}  # how kernels name the activations; 0 is none
 _GATE_BLOCK = 1024
@@ -39,14 +39,14 @@ def _rms_norm_kernel(
     eps,
     ADD: tl.constexpr,
     BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Row r of x lies at (r // inner_rows) * outer_stride + (r % inner_rows) * inner_stride."""
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     live = column < num_features
     factor = tl.load(weight + column, mask=live, other=0.0)
-    begin_early(EARLY)
+    launch_dependents_then_wait(PDL)
     start = (row // inner_rows).to(tl.int64) * outer_stride + (row % inner_rows).to(tl.int64) * inner_stride
     place = row.to(tl.int64) * num_features + column
     wide = tl.load(x + start + column, mask=live, other=0.0).to(tl.float32)
@@ -57,8 +57,8 @@ def _rms_norm_kernel(
 
 
 @triton.jit
-def _gate_kernel(gate_up, out, inner, GATE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    begin_early(EARLY)
+def _gate_kernel(gate_up, out, inner, GATE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    launch_dependents_then_wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = column < inner
@@ -68,8 +68,8 @@ def _gate_kernel(gate_up, out, inner, GATE: tl.constexpr, BLOCK: tl.constexpr, E
 
 
 @triton.jit
-def _rows_kernel(table, ids, out, num_features, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    begin_late(EARLY)
+def _embed_kernel(table, ids, out, num_features, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    wait_then_launch_dependents(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = column < num_features
@@ -77,24 +77,24 @@ def _rows_kernel(table, ids, out, num_features, BLOCK: tl.constexpr, EARLY: tl.c
     tl.store(out + row * num_features + column, tl.load(source + column, mask=live), mask=live)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, early: bool = False) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, pdl: bool = False) -> Tensor:
     """Normalise the last dimension of x [..., n], which may be a view of something larger."""
-    return _normalise(x, weight, eps, None, early)
+    return _normalise(x, weight, eps, None, pdl)
 
 
-def add_normed(residual: Tensor, x: Tensor, weight: Tensor, eps: float, early: bool = False) -> Tensor:
+def add_normed(residual: Tensor, x: Tensor, weight: Tensor, eps: float, pdl: bool = False) -> Tensor:
     """residual += rms_norm(x), both [T, n] and contiguous; returns the residual."""
-    return _normalise(x, weight, eps, residual, early)
+    return _normalise(x, weight, eps, residual, pdl)
 
 
-def _normalise(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, early: bool) -> Tensor:
+def _normalise(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, pdl: bool) -> Tensor:
     num_features = x.shape[-1]
     view = _three_dims(x)
     outer_rows, inner_rows, _ = view.shape
     num_rows = outer_rows * inner_rows
     out = residual
     if out is None:
-        out = empty_tokens(x.numel() // num_features, num_features, x.dtype, x.device).view(x.shape)
+        out = padded_empty(x.numel() // num_features, num_features, x.dtype, x.device).view(x.shape)
     if num_rows == 0:
         return out
     block = triton.next_power_of_2(num_features)
@@ -110,18 +110,18 @@ def _normalise(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, e
         eps,
         ADD=residual is not None,
         BLOCK=block,
-        EARLY=early,
+        PDL=pdl,
         num_warps=_warps(block),
-        **launch_options(early),
+        **launch_options(pdl),
     )
     return out
 
 
-def gate(gate_up: Tensor, activation: str, early: bool = False) -> Tensor:
+def gate(gate_up: Tensor, activation: str, pdl: bool = False) -> Tensor:
     """[T, 2n] -> [T, n]: activation(first half) * second half."""
     num_rows, double = gate_up.shape
     inner = double // 2
-    out = empty_tokens(num_rows, inner, gate_up.dtype, gate_up.device)
+    out = padded_empty(num_rows, inner, gate_up.dtype, gate_up.device)
     if num_rows == 0:
         return out
     _gate_kernel[(num_rows, triton.cdiv(inner, _GATE_BLOCK))](
@@ -130,29 +130,29 @@ def gate(gate_up: Tensor, activation: str, early: bool = False) -> Tensor:
         inner,
         GATE=GATES[activation],
         BLOCK=_GATE_BLOCK,
-        EARLY=early,
+        PDL=pdl,
         num_warps=4,
-        **launch_options(early),
+        **launch_options(pdl),
     )
     return out
 
 
-def rows(table: Tensor, ids: Tensor, early: bool = False) -> Tensor:
+def embed(table: Tensor, ids: Tensor, pdl: bool = False) -> Tensor:
     """table [N, n], ids [T], 0 <= id < N -> [T, n]"""
     num_features = table.shape[1]
     out = torch.empty(len(ids), num_features, dtype=table.dtype, device=table.device)
     if len(ids) == 0:
         return out
     block = min(_ROW_BLOCK, triton.next_power_of_2(num_features))
-    _rows_kernel[(len(ids), triton.cdiv(num_features, block))](
+    _embed_kernel[(len(ids), triton.cdiv(num_features, block))](
         table,
         ids,
         out,
         num_features,
         BLOCK=block,
-        EARLY=early,
+        PDL=pdl,
         num_warps=_warps(block),
-        **launch_options(early),
+        **launch_options(pdl),
     )
     return out
 

@@ -9,7 +9,7 @@ registers (where the chip can, whole tiles are copied by its own engine: descrip
 (`next_norm.py`) or left to a kernel of its own, for it would need registers on the way.
 
 A gate's tile holds its rows in pairs, gate and up of the same output, so one product serves both and each pair
-ends up with one thread. Tiles are split, and their parts added up, as in `small_linear`.
+ends up with one thread. Tiles are split, and their sums added up, as in `small_linear`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from inflight.early import begin_early, launch_options
 from inflight.layers.triton.elementwise import GATES, activate
-from inflight.layers.triton.multiply import dot
-from inflight.layers.triton.next_norm import NextNorm, leave_for_norm, load_squares, make_room
-from inflight.layers.triton.prefetch import bytes_ahead, fetch_tile
-from inflight.layers.triton.tuning import Tile, can_describe, choose_medium, num_multiprocessors
-from inflight.layers.triton.workspace import Workspace
-from inflight.room import empty_tokens, readable_rows
+from inflight.layers.triton.multiply import SplitKWorkspace, bytes_ahead, dot, fetch_tile
+from inflight.layers.triton.next_norm import NextNorm, allocate_next_norm, leave_for_norm, load_squares
+from inflight.layers.triton.tuning import LinearTile, can_describe, choose_medium, num_multiprocessors
+from inflight.triton_utils.padding import padded_empty, readable_rows
+from inflight.triton_utils.pdl import launch_dependents_then_wait, launch_options
 
 
 @triton.jit
@@ -93,14 +91,14 @@ def _places(token, tile, num_tokens, num_out, BLOCK_M: tl.constexpr, WIDTH: tl.c
 @triton.jit
 def _finish(
     acc,
-    parts,  # squares of each token, not added up
+    loaded_squares,  # sums of squares of each token, not added up
     before,  # the residual
-    gains,
+    next_weights,
     token,
     tile,
     bias,
     out,
-    gained,
+    scaled,
     squares_left,
     num_tokens,
     num_out,
@@ -111,8 +109,8 @@ def _finish(
     BLOCK_N: tl.constexpr,
 ):
     """What stands after the product acc [BLOCK_M, BLOCK_N], and the store."""
-    if parts is not None:
-        acc *= tl.rsqrt(tl.sum(parts, 0) / K + eps)[:, None]
+    if loaded_squares is not None:
+        acc *= tl.rsqrt(tl.sum(loaded_squares, 0) / K + eps)[:, None]
     if bias is not None:
         row = _paired_rows(tile * BLOCK_N + tl.arange(0, BLOCK_N), num_out, GATE)
         acc += tl.load(bias + row).to(tl.float32)[None, :]
@@ -125,64 +123,64 @@ def _finish(
         acc += before.to(tl.float32)
     values = acc.to(out.dtype.element_ty)
     tl.store(out + place, values, mask=live)
-    if gains is not None:
+    if next_weights is not None:
         m = token + tl.arange(0, BLOCK_M)
-        leave_for_norm(values, gains, place, live, gained, squares_left, tile, m, num_tokens, 1)
+        leave_for_norm(values, next_weights, place, live, scaled, squares_left, tile, m, num_tokens, 1)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "ahead", "num_parts"])
+@triton.jit(do_not_specialize=["num_tokens", "ahead", "num_squares"])
 def _medium_linear_kernel(
     x,  # [num_tokens, K]
     weight,  # [num_out, K]; with a gate [2 * num_out, K]
     x_tiles,
     weight_tiles,
-    squares,  # [num_parts, num_tokens] of a norm whose gain is in x, or None
+    squares,  # [num_squares, num_tokens] of the norm that x is scaled for, or None
     bias,  # one for each weight row, or None
     residual,  # [num_tokens, num_out], or None
-    gain,  # [num_out] float32 of the norm that reads the result, or None
+    next_weight,  # [num_out] float32 of the norm that reads the result, or None
     out,  # [num_tokens, num_out]
-    gained,  # the same; for the next norm
+    scaled,  # the same; for the next norm
     squares_left,  # [tiles, num_tokens]; for the next norm
-    partials,  # SPLIT slots of BLOCK_M * BLOCK_N for each tile
+    partials,  # SPLIT_K of BLOCK_M * BLOCK_N for each tile
     counters,  # int32, one for each tile, zero
     num_tokens,
     num_out,
     K,
     eps,
     ahead,
-    num_parts,
+    num_squares,
     GATE: tl.constexpr,
     EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    SPLIT: tl.constexpr,
+    SPLIT_K: tl.constexpr,
     STAGES: tl.constexpr,
     LANES: tl.constexpr,
-    PARTS: tl.constexpr,
+    SQUARES: tl.constexpr,
     PRECISION: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     # Programs that read the same weights stand side by side: they run at the same time.
     token_tiles = tl.cdiv(num_tokens, BLOCK_M)
     token_tile, share_of_tile = tl.program_id(0) % token_tiles, tl.program_id(0) // token_tiles
-    part, tile = share_of_tile % SPLIT, share_of_tile // SPLIT
+    split, tile = share_of_tile % SPLIT_K, share_of_tile // SPLIT_K
     token = token_tile * BLOCK_M
-    share = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLIT) * BLOCK_K
-    first = part * share
+    share = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLIT_K) * BLOCK_K
+    first = split * share
     last = tl.minimum(first + share, K)
     WIDTH: tl.constexpr = BLOCK_N if GATE == 0 else BLOCK_N // 2
     # What the end of the program needs is asked for at its beginning.
-    gains = gain
-    if gain is not None:
+    next_weights = next_weight
+    if next_weight is not None:
         n = tile * WIDTH + tl.arange(0, WIDTH)
-        gains = tl.load(gain + n, mask=n < num_out, other=0.0)
-    if EARLY and token == 0:
+        next_weights = tl.load(next_weight + n, mask=n < num_out, other=0.0)
+    if PDL and token == 0:
         fetch_tile(weight, tile, num_out, K, first, last, ahead, GATE, BLOCK_N, LANES)
-    begin_early(EARLY)
-    parts = squares
+    launch_dependents_then_wait(PDL)
+    loaded_squares = squares
     if squares is not None:
-        parts = load_squares(squares, num_parts, num_tokens, token, PARTS, BLOCK_M)
+        loaded_squares = load_squares(squares, num_squares, num_tokens, token, SQUARES, BLOCK_M)
     before = residual
     if residual is not None:
         place, live = _places(token, tile, num_tokens, num_out, BLOCK_M, WIDTH)
@@ -191,52 +189,52 @@ def _medium_linear_kernel(
         x, weight, x_tiles, weight_tiles, token, tile, first, last, num_tokens, num_out, K,
         GATE, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, PRECISION,
     )  # fmt: skip
-    if SPLIT == 1:
+    if SPLIT_K == 1:
         _finish(
-            acc, parts, before, gains, token, tile, bias, out, gained, squares_left, num_tokens, num_out, K, eps,
-            GATE, BLOCK_M, BLOCK_N,
+            acc, loaded_squares, before, next_weights, token, tile, bias, out, scaled, squares_left, num_tokens,
+            num_out, K, eps, GATE, BLOCK_M, BLOCK_N,
         )  # fmt: skip
     else:
-        SLOT: tl.constexpr = BLOCK_M * BLOCK_N
+        PARTIAL_SIZE: tl.constexpr = BLOCK_M * BLOCK_N
         inner = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
         meeting = tile * token_tiles + token_tile
-        slots = partials + meeting.to(tl.int64) * (SPLIT * SLOT)
-        tl.store(slots + part * SLOT + inner, acc)
+        tile_partials = partials + meeting.to(tl.int64) * (SPLIT_K * PARTIAL_SIZE)
+        tl.store(tile_partials + split * PARTIAL_SIZE + inner, acc)
         tl.debug_barrier()  # every thread's stores come before the one atomic that tells of them
         arrived = tl.atomic_add(counters + meeting, 1, sem="acq_rel", scope="gpu")
-        if arrived == SPLIT - 1:
+        if arrived == SPLIT_K - 1:
             total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-            # Not unrolled: all parts at once are more than the registers hold.
-            for other in tl.range(0, SPLIT):
-                total += tl.load(slots + other * SLOT + inner, cache_modifier=".cg")
+            # Not unrolled: all splits at once are more than the registers hold.
+            for other in tl.range(0, SPLIT_K):
+                total += tl.load(tile_partials + other * PARTIAL_SIZE + inner, cache_modifier=".cg")
             tl.store(counters + meeting, 0)
             _finish(
-                total, parts, before, gains, token, tile, bias, out, gained, squares_left, num_tokens, num_out, K,
-                eps, GATE, BLOCK_M, BLOCK_N,
+                total, loaded_squares, before, next_weights, token, tile, bias, out, scaled, squares_left, num_tokens,
+                num_out, K, eps, GATE, BLOCK_M, BLOCK_N,
             )  # fmt: skip
 
 
 def medium_linear(
     x: Tensor,  # [T, K]
     weight: Tensor,  # [N, K]
-    workspace: Workspace,
+    workspace: SplitKWorkspace,
     *,
-    squares: Tensor | None = None,  # [parts, T], where a norm's gain is in x: see `next_norm.py`
+    squares: Tensor | None = None,  # [n, T], where x is scaled for its norm already: see `next_norm.py`
     eps: float = 0.0,
     bias: Tensor | None = None,  # [N]
     activation: str | None = None,
     residual: Tensor | None = None,  # [T, N]
     next_norm: NextNorm | None = None,
     out: Tensor | None = None,
-    early: bool = False,
-    tile: Tile | None = None,
+    pdl: bool = False,
+    tile: LinearTile | None = None,
 ) -> Tensor:
     """[T, N], or [T, N // 2] with an activation. `out` may be the residual."""
     num_tokens, num_features = x.shape
     num_rows = weight.shape[0]
     num_out = num_rows if activation is None else num_rows // 2
     if out is None:
-        out = empty_tokens(num_tokens, num_out, x.dtype, x.device)
+        out = padded_empty(num_tokens, num_out, x.dtype, x.device)
     if num_tokens == 0:
         return out
     if tile is None:
@@ -245,12 +243,12 @@ def medium_linear(
         )
     num_tiles = triton.cdiv(num_rows, tile.block_n)
     token_tiles = triton.cdiv(num_tokens, tile.block_m)
-    if tile.split > 1:
+    if tile.split_k > 1:
         workspace.check(num_tiles * token_tiles, tile)
     x_tiles, weight_tiles = _describe(x, weight, tile, activation is not None)
-    gain, gained, squares_left = make_room(next_norm, out, num_tiles)
-    num_parts = 0 if squares is None else len(squares)
-    _medium_linear_kernel[(num_tiles * tile.split * token_tiles,)](
+    next_weight, scaled, squares_left = allocate_next_norm(next_norm, out, num_tiles)
+    num_squares = 0 if squares is None else len(squares)
+    _medium_linear_kernel[(num_tiles * tile.split_k * token_tiles,)](
         x,
         weight,
         x_tiles,
@@ -258,37 +256,37 @@ def medium_linear(
         squares,
         bias,
         residual,
-        gain,
+        next_weight,
         out,
-        gained,
+        scaled,
         squares_left,
-        workspace.partials if tile.split > 1 else None,
-        workspace.counters if tile.split > 1 else None,
+        workspace.partials if tile.split_k > 1 else None,
+        workspace.counters if tile.split_k > 1 else None,
         num_tokens,
         num_out,
         num_features,
         eps,
-        bytes_ahead(weight, tile, num_tiles) if early else 0,
-        num_parts,
+        bytes_ahead(weight, tile, num_tiles) if pdl else 0,
+        num_squares,
         GATE=0 if activation is None else GATES[activation],
         EVEN_K=num_features % tile.block_k == 0,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
-        SPLIT=tile.split,
+        SPLIT_K=tile.split_k,
         STAGES=tile.stages,
         LANES=max(32 * tile.num_warps, tile.block_n),
-        PARTS=triton.next_power_of_2(num_parts),
+        SQUARES=triton.next_power_of_2(num_squares),
         PRECISION="ieee" if weight.dtype == torch.float32 else "tf32",
-        EARLY=early,
+        PDL=pdl,
         num_warps=tile.num_warps,
-        **launch_options(early),
+        **launch_options(pdl),
     )
     return out
 
 
 def _describe(
-    x: Tensor, weight: Tensor, tile: Tile, gated: bool
+    x: Tensor, weight: Tensor, tile: LinearTile, gated: bool
 ) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
     if not can_describe(x, weight):
         return None, None

@@ -1,17 +1,40 @@
-"""A tile of weights times all tokens of a step: without tensor cores, and with them.
+"""What `small_linear` and `medium_linear` share: tiles of weights, fetched ahead and multiplied, and a place to add up.
 
-Both return (products [BLOCK_N, BLOCK_M], sums of squares of the tokens [BLOCK_M]) over features [first, last); the
-squares mean something only where there is a norm. `rows` are pointers to the tile's `weight_rows` [BLOCK_N], `x` is
-[num_tokens, K], `norm` [K] float32 or None: the gain that features are multiplied by first. Weights stand first in a
-product, so that the long side of a tensor core's tile is filled by them and not by tokens that are not there.
+`multiply_plain` and `multiply_tensor_cores` multiply a tile of weights with all tokens of a step. Both return (products
+[BLOCK_N, BLOCK_M], sums of squares of the tokens [BLOCK_M]) over features [first, last); the squares mean something
+only where there is a norm. `rows` are pointers to the tile's `weight_rows` [BLOCK_N], `x` is [num_tokens, K], `norm`
+[K] float32 or None: the norm's weight, by which features are multiplied first. Weights stand first in a product, so
+that the long side of a tensor core's tile is filled by them and not by tokens that are not there.
+
+`fetch_tile` asks for weights while the kernel before is still busy, so that they lie in the L2 cache when needed.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from inflight.layers.triton.tuning import LinearTile, num_multiprocessors
 
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+_FETCH_AHEAD = 4 << 20  # bytes in the L2 cache, of all programs together: about 1 us of memory bandwidth
+# Lanes of one warp that ask for the same run of bytes ask once.
+_FETCH = tl.constexpr("cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;")
+
+
+class SplitKWorkspace:
+    """Where programs that share a tile meet. One for all layers of a CUDA stream: kernels there run one by one."""
+
+    def __init__(self, device: torch.device, num_floats: int = 1 << 23, num_tiles: int = 1 << 12) -> None:
+        self.partials = torch.empty(num_floats, dtype=torch.float32, device=device)
+        self.counters = torch.zeros(num_tiles, dtype=torch.int32, device=device)
+
+    def check(self, num_tiles: int, tile: LinearTile) -> None:
+        assert num_tiles <= len(self.counters), f"{num_tiles} tiles are too many to split"
+        num_floats = num_tiles * tile.split_k * tile.block_m * (tile.block_n + 1)
+        assert num_floats <= len(self.partials), f"{num_floats} partial sums do not fit the workspace"
 
 
 @triton.jit
@@ -99,7 +122,44 @@ def multiply_tensor_cores(
         if norm is not None:
             wide = features.to(tl.float32)
             squares += wide * wide
-            gain = tl.load(norm + start + k, mask=inside, other=0.0)
-            features = (wide * gain[:, None]).to(features.dtype)
+            norm_weight = tl.load(norm + start + k, mask=inside, other=0.0)
+            features = (wide * norm_weight[:, None]).to(features.dtype)
         acc = dot(w, features, acc, PRECISION)
     return acc, tl.sum(squares, 0)
+
+
+def bytes_ahead(weight: Tensor, tile: LinearTile, num_tiles: int) -> int:
+    """How much of each weight row to ask for ahead: a multiple of 16, none where rows are not aligned to that."""
+    row_bytes = weight.shape[1] * weight.itemsize
+    if row_bytes % 16 or weight.data_ptr() % 16:
+        return 0
+    programs = min(num_tiles * tile.split_k, 2 * num_multiprocessors(weight.device))
+    return min(row_bytes, _FETCH_AHEAD // (programs * tile.block_n)) // 16 * 16
+
+
+@triton.jit
+def fetch_tile(
+    weight,
+    tile,
+    num_out,
+    K,
+    first,
+    last,
+    ahead,
+    GATE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Ask for the first `ahead` bytes of the tile's part of each weight row, rows shared out between the warps."""
+    num_bytes = tl.minimum(ahead, (last - first) * (weight.dtype.element_ty.primitive_bitwidth // 8))
+    if num_bytes > 0:
+        row = weight_rows(tl.arange(0, LANES) // (LANES // BLOCK_N), tile, num_out, GATE, BLOCK_N)
+        _fetch_into_l2(weight + row.to(tl.int64) * K + first, num_bytes)
+
+
+@triton.jit
+def _fetch_into_l2(pointers, num_bytes):
+    """Ask for `num_bytes` (a multiple of 16) from each of `pointers` (aligned to 16), without waiting."""
+    tl.inline_asm_elementwise(
+        _FETCH, "=r,l,r", [pointers.to(tl.int64), num_bytes], dtype=tl.int32, is_pure=False, pack=1
+    )

@@ -19,14 +19,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from inflight.early import begin_early, launch_options
 from inflight.layers.triton.elementwise import GATES, activate
-from inflight.layers.triton.multiply import multiply_plain, multiply_tensor_cores, weight_rows
-from inflight.layers.triton.next_norm import NextNorm, leave_for_norm, load_squares, make_room
-from inflight.layers.triton.prefetch import bytes_ahead, fetch_tile
-from inflight.layers.triton.tuning import Tile, choose_small, num_multiprocessors, shared_memory, token_bucket
-from inflight.layers.triton.workspace import Workspace
-from inflight.room import empty_tokens
+from inflight.layers.triton.multiply import (
+    SplitKWorkspace,
+    bytes_ahead,
+    fetch_tile,
+    multiply_plain,
+    multiply_tensor_cores,
+    weight_rows,
+)
+from inflight.layers.triton.next_norm import NextNorm, allocate_next_norm, leave_for_norm, load_squares
+from inflight.layers.triton.tuning import (
+    LinearTile,
+    choose_small,
+    num_multiprocessors,
+    shared_memory,
+    token_bucket,
+)
+from inflight.triton_utils.padding import padded_empty
+from inflight.triton_utils.pdl import launch_dependents_then_wait, launch_options
 
 
 @triton.jit
@@ -43,11 +54,11 @@ def _finish(
     acc,
     sums,  # squares of each token, if NORMED
     before,  # the residual
-    gains,
+    next_weights,
     tile,
     bias,
     out,
-    gained,
+    scaled,
     squares_left,
     num_tokens,
     num_out,
@@ -73,61 +84,60 @@ def _finish(
         acc += before.to(tl.float32)
     values = acc.to(out.dtype.element_ty)
     tl.store(out + place, values, mask=live)
-    if gains is not None:
-        leave_for_norm(
-            values, gains, place, live, gained, squares_left, tile, tl.arange(0, BLOCK_M), num_tokens, 0
-        )
+    if next_weights is not None:
+        m = tl.arange(0, BLOCK_M)
+        leave_for_norm(values, next_weights, place, live, scaled, squares_left, tile, m, num_tokens, 0)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "ahead", "num_parts"])
+@triton.jit(do_not_specialize=["num_tokens", "ahead", "num_squares"])
 def _small_linear_kernel(
     x,  # [num_tokens, K]
     weight,  # [num_out, K]; with a gate [2 * num_out, K]
     norm,  # [K] float32, or None
-    squares,  # [num_parts, num_tokens] of a norm whose gain is in x, or None
+    squares,  # [num_squares, num_tokens] of the norm that x is scaled for, or None
     bias,  # one for each weight row, or None
     residual,  # [num_tokens, num_out], or None
-    gain,  # [num_out] float32 of the norm that reads the result, or None
+    next_weight,  # [num_out] float32 of the norm that reads the result, or None
     out,  # [num_tokens, num_out]
-    gained,  # the same; for the next norm
+    scaled,  # the same; for the next norm
     squares_left,  # [tiles, num_tokens]; for the next norm
-    partials,  # SPLIT slots of BLOCK_M * (BLOCK_N + 1) for each tile
+    partials,  # SPLIT_K of BLOCK_M * (BLOCK_N + 1) for each tile
     counters,  # int32, one for each tile, zero
     num_tokens,
     num_out,
     K,
     eps,
     ahead,
-    num_parts,
+    num_squares,
     GATE: tl.constexpr,
     EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    SPLIT: tl.constexpr,
+    SPLIT_K: tl.constexpr,
     STAGES: tl.constexpr,
     LANES: tl.constexpr,
-    PARTS: tl.constexpr,
+    SQUARES: tl.constexpr,
     PRECISION: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    part, tile = tl.program_id(0) % SPLIT, tl.program_id(0) // SPLIT
-    share = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLIT) * BLOCK_K
-    first = part * share
+    split, tile = tl.program_id(0) % SPLIT_K, tl.program_id(0) // SPLIT_K
+    share = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLIT_K) * BLOCK_K
+    first = split * share
     last = tl.minimum(first + share, K)
     WIDTH: tl.constexpr = BLOCK_N if GATE == 0 else BLOCK_N // 2
     NORMED: tl.constexpr = norm is not None or squares is not None
     # What the end of the program needs is asked for at its beginning.
-    gains = gain
-    if gain is not None:
+    next_weights = next_weight
+    if next_weight is not None:
         n = tile * WIDTH + tl.arange(0, WIDTH)
-        gains = tl.load(gain + n, mask=n < num_out, other=0.0)
-    if EARLY:
+        next_weights = tl.load(next_weight + n, mask=n < num_out, other=0.0)
+    if PDL:
         fetch_tile(weight, tile, num_out, K, first, last, ahead, GATE, BLOCK_N, LANES)
-    begin_early(EARLY)
-    parts = squares
+    launch_dependents_then_wait(PDL)
+    loaded_squares = squares
     if squares is not None:
-        parts = load_squares(squares, num_parts, num_tokens, 0, PARTS, BLOCK_M)
+        loaded_squares = load_squares(squares, num_squares, num_tokens, 0, SQUARES, BLOCK_M)
     before = residual
     if residual is not None:
         place, live = _places(tile, num_tokens, num_out, BLOCK_M, WIDTH)
@@ -142,34 +152,34 @@ def _small_linear_kernel(
             x, rows, norm, first, last, num_tokens, K, EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, PRECISION
         )
     if squares is not None:
-        sums = tl.sum(parts, 0)
-    if SPLIT == 1:
+        sums = tl.sum(loaded_squares, 0)
+    if SPLIT_K == 1:
         _finish(
-            acc, sums, before, gains, tile, bias, out, gained, squares_left, num_tokens, num_out, K, eps,
+            acc, sums, before, next_weights, tile, bias, out, scaled, squares_left, num_tokens, num_out, K, eps,
             NORMED, GATE, BLOCK_M, BLOCK_N,
         )  # fmt: skip
     else:
-        SLOT: tl.constexpr = BLOCK_M * (BLOCK_N + 1)
+        PARTIAL_SIZE: tl.constexpr = BLOCK_M * (BLOCK_N + 1)
         m = tl.arange(0, BLOCK_M)
         inner = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + m[None, :]
-        slots = partials + tile.to(tl.int64) * (SPLIT * SLOT)
-        tl.store(slots + part * SLOT + inner, acc)
+        tile_partials = partials + tile.to(tl.int64) * (SPLIT_K * PARTIAL_SIZE)
+        tl.store(tile_partials + split * PARTIAL_SIZE + inner, acc)
         if norm is not None:
-            tl.store(slots + part * SLOT + BLOCK_M * BLOCK_N + m, sums)
+            tl.store(tile_partials + split * PARTIAL_SIZE + BLOCK_M * BLOCK_N + m, sums)
         tl.debug_barrier()  # every thread's stores come before the one atomic that tells of them
         arrived = tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu")
-        if arrived == SPLIT - 1:
+        if arrived == SPLIT_K - 1:
             total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
             if norm is not None:
                 sums = tl.zeros([BLOCK_M], tl.float32)
-            for other in tl.static_range(SPLIT):
-                slot = slots + other * SLOT
-                total += tl.load(slot + inner, cache_modifier=".cg")
+            for other in tl.static_range(SPLIT_K):
+                partial = tile_partials + other * PARTIAL_SIZE
+                total += tl.load(partial + inner, cache_modifier=".cg")
                 if norm is not None:
-                    sums += tl.load(slot + BLOCK_M * BLOCK_N + m, cache_modifier=".cg")
+                    sums += tl.load(partial + BLOCK_M * BLOCK_N + m, cache_modifier=".cg")
             tl.store(counters + tile, 0)
             _finish(
-                total, sums, before, gains, tile, bias, out, gained, squares_left, num_tokens, num_out, K, eps,
+                total, sums, before, next_weights, tile, bias, out, scaled, squares_left, num_tokens, num_out, K, eps,
                 NORMED, GATE, BLOCK_M, BLOCK_N,
             )  # fmt: skip
 
@@ -177,67 +187,68 @@ def _small_linear_kernel(
 def small_linear(
     x: Tensor,  # [T, K]
     weight: Tensor,  # [N, K]
-    workspace: Workspace,
+    workspace: SplitKWorkspace,
     *,
     norm: Tensor | None = None,  # [K] float32
     eps: float = 0.0,
-    squares: Tensor | None = None,  # [parts, T] instead, where a norm's gain is in x: see `next_norm.py`
+    squares: Tensor
+    | None = None,  # [n, T] instead, where x is scaled for its norm already: see `next_norm.py`
     bias: Tensor | None = None,  # [N]
     activation: str | None = None,
     residual: Tensor | None = None,  # [T, N]
     next_norm: NextNorm | None = None,
     out: Tensor | None = None,
-    early: bool = False,
-    tile: Tile | None = None,
+    pdl: bool = False,
+    tile: LinearTile | None = None,
 ) -> Tensor:
     """[T, N], or [T, N // 2] with an activation. `out` may be the residual."""
     num_tokens, num_features = x.shape
     num_rows = weight.shape[0]
     num_out = num_rows if activation is None else num_rows // 2
     if out is None:
-        out = empty_tokens(num_tokens, num_out, x.dtype, x.device)
+        out = padded_empty(num_tokens, num_out, x.dtype, x.device)
     if num_tokens == 0:
         return out
     if tile is None:
-        num_sms, room = num_multiprocessors(x.device), shared_memory(x.device)
-        tile = choose_small(token_bucket(num_tokens), num_rows, num_features, weight.itemsize, num_sms, room)
+        sizes = token_bucket(num_tokens), num_rows, num_features, weight.itemsize
+        tile = choose_small(*sizes, num_multiprocessors(x.device), shared_memory(x.device))
     assert num_tokens <= tile.block_m, f"{num_tokens} tokens do not fit a tile of {tile.block_m}"
     num_tiles = triton.cdiv(num_rows, tile.block_n)
-    if tile.split > 1:
+    if tile.split_k > 1:
         workspace.check(num_tiles, tile)
-    gain, gained, squares_left = make_room(next_norm, out, num_tiles)
-    num_parts = 0 if squares is None else len(squares)
-    _small_linear_kernel[(num_tiles * tile.split,)](
+    next_weight, scaled, squares_left = allocate_next_norm(next_norm, out, num_tiles)
+    num_squares = 0 if squares is None else len(squares)
+    _small_linear_kernel[(num_tiles * tile.split_k,)](
         x,
         weight,
         norm,
         squares,
         bias,
         residual,
-        gain,
+        next_weight,
         out,
-        gained,
+        scaled,
         squares_left,
-        workspace.partials if tile.split > 1 else None,
-        workspace.counters if tile.split > 1 else None,
+        workspace.partials if tile.split_k > 1 else None,
+        workspace.counters if tile.split_k > 1 else None,
         num_tokens,
         num_out,
         num_features,
         eps,
-        bytes_ahead(weight, tile, num_tiles) if early else 0,
-        num_parts,
+        bytes_ahead(weight, tile, num_tiles) if pdl else 0,
+        num_squares,
         GATE=0 if activation is None else GATES[activation],
         EVEN_K=num_features % tile.block_k == 0,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
-        SPLIT=tile.split,
+        SPLIT_K=tile.split_k,
         STAGES=tile.stages,
         LANES=max(32 * tile.num_warps, tile.block_n),
-        PARTS=triton.next_power_of_2(num_parts),
+        SQUARES=triton.next_power_of_2(num_squares),
         PRECISION="ieee" if weight.dtype == torch.float32 else "tf32",
-        EARLY=early,
+        PDL=pdl,
         num_warps=tile.num_warps,
-        **launch_options(early),
+        **launch_options(pdl),
     )
     return out

@@ -17,15 +17,15 @@ _SMALL = 16 << 20  # bytes of weights up to which it is all latency
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
+class LinearTile:
     """One program: `block_m` tokens (of few: all) and `block_n` weight rows, `block_k` features at a time."""
 
     block_m: int  # tokens, padded; 4 and fewer go without tensor cores
     block_n: int
     block_k: int
-    split: int  # programs that share the features of one tile
     num_warps: int
     stages: int  # steps of k in flight
+    split_k: int = 1  # programs that share the features of one tile
 
 
 def token_bucket(num_tokens: int) -> int:
@@ -79,62 +79,78 @@ def can_describe(x: Tensor, weight: Tensor) -> bool:
 
 @functools.cache
 def choose_small(
-    num_tokens: int, num_rows: int, num_features: int, itemsize: int, num_sms: int, room: int
-) -> Tile:
+    num_tokens: int, num_rows: int, num_features: int, itemsize: int, num_sms: int, shared_bytes: int
+) -> LinearTile:
     """The tile of `small_linear` for weights [num_rows, num_features] and a bucket of tokens. Measured on an H200.
 
-    `room` is the chip's `shared_memory`.
+    `shared_bytes` is the chip's `shared_memory`.
     """
     if itemsize == 4:
         if num_tokens <= 2:
-            return Tile(num_tokens, 4, min(1024, _padded(num_features)), 1, 4, 1)
-        return Tile(max(num_tokens, 16), 32, 32, 1, 4, 2)
+            return LinearTile(
+                block_m=num_tokens, block_n=4, block_k=min(1024, _padded(num_features)), num_warps=4, stages=1
+            )
+        return LinearTile(block_m=max(num_tokens, 16), block_n=32, block_k=32, num_warps=4, stages=2)
     if num_tokens <= 2 and num_rows * num_features * itemsize <= _SMALL:
         # All of a row at once where it fits: 4096 weights, 64 registers of each thread, for a warp.
         block_k = 1024 if num_tokens == 1 else 4096
         block_k = min(block_k, _padded(num_features))
-        return Tile(num_tokens, 2 * num_tokens, block_k, 1, max(1, block_k // 1024), 1)
+        return LinearTile(
+            block_m=num_tokens,
+            block_n=2 * num_tokens,
+            block_k=block_k,
+            num_warps=max(1, block_k // 1024),
+            stages=1,
+        )
     if num_tokens <= 16:
         num_tiles = -(-num_rows // 64)
         if num_tiles > num_sms:
-            return Tile(16, 64, 128, 1, 4, 5)
-        split = _split(num_sms, num_tiles, num_features // 256)
+            return LinearTile(block_m=16, block_n=64, block_k=128, num_warps=4, stages=5)
+        split_k = _split_k(num_sms, num_tiles, num_features // 256)
         # One stage more is faster, but for products split in two: those took longer with it.
-        deeper = split != 2 and room >= 4 * 256 * (16 + 64) * itemsize
-        return Tile(16, 64, 256, split, 4, 4 if deeper else 3)
+        deeper = split_k != 2 and shared_bytes >= 4 * 256 * (16 + 64) * itemsize
+        return LinearTile(
+            block_m=16, block_n=64, block_k=256, split_k=split_k, num_warps=4, stages=4 if deeper else 3
+        )
     if num_tokens <= 32:
-        split = _split(2 * num_sms, -(-num_rows // 64), num_features // 128)
-        return Tile(32, 64, 128, split, 4, 4)
+        split_k = _split_k(2 * num_sms, -(-num_rows // 64), num_features // 128)
+        return LinearTile(block_m=32, block_n=64, block_k=128, split_k=split_k, num_warps=4, stages=4)
     if num_rows < 128 * num_sms:
-        split = _split(2 * num_sms, -(-num_rows // 64), num_features // 128)
-        return Tile(64, 64, 128, split, 4, 3)
-    return Tile(64, 128, 64, 1, 4, 4)
+        split_k = _split_k(2 * num_sms, -(-num_rows // 64), num_features // 128)
+        return LinearTile(block_m=64, block_n=64, block_k=128, split_k=split_k, num_warps=4, stages=3)
+    return LinearTile(block_m=64, block_n=128, block_k=64, num_warps=4, stages=4)
 
 
 @functools.cache
-def choose_medium(num_tokens: int, num_rows: int, num_features: int, itemsize: int, num_sms: int) -> Tile:
-    """The same for `medium_linear`, whose tiles of tokens may be several: one program a multiprocessor, or nearly."""
+def choose_medium(
+    num_tokens: int, num_rows: int, num_features: int, itemsize: int, num_sms: int
+) -> LinearTile:
+    """The same for `medium_linear`, whose tiles of tokens may be several: one program per multiprocessor, or nearly."""
     if itemsize == 4:
-        return Tile(64, 32, 32, 1, 4, 2)
+        return LinearTile(block_m=64, block_n=32, block_k=32, num_warps=4, stages=2)
     if num_rows >= 128 * num_sms:
-        return Tile(64, 128, 64, 1, 4, 7) if num_tokens <= 64 else Tile(128, 256, 64, 1, 8, 4)
+        if num_tokens <= 64:
+            return LinearTile(block_m=64, block_n=128, block_k=64, num_warps=4, stages=7)
+        return LinearTile(block_m=128, block_n=256, block_k=64, num_warps=8, stages=4)
     # The smallest tiles that are one for each multiprocessor at most.
     for block_m, block_n, stages in ((64, 32, 5), (64, 64, 6), (128, 64, 4)):
         num_tiles = -(-num_tokens // block_m) * -(-num_rows // block_n)
         if num_tiles <= num_sms:
-            # With more tiles, two parts gained with rows of 3072 features, and lost with 2048.
+            # With more tiles, splitting in two gained with rows of 3072 features, and lost with 2048.
             shortest = 256 if 4 * num_tiles <= num_sms else 1536
-            split = _split(num_sms, num_tiles, num_features // shortest)
-            if block_n == 32 and split <= 2:
+            split_k = _split_k(num_sms, num_tiles, num_features // shortest)
+            if block_n == 32 and split_k <= 2:
                 stages = 8  # a row's 1024 features are all on their way at once
-            return Tile(block_m, block_n, 128, split, 4, stages)
-    return Tile(128, 128, 64, 1, 8, 6)
+            return LinearTile(
+                block_m=block_m, block_n=block_n, block_k=128, split_k=split_k, num_warps=4, stages=stages
+            )
+    return LinearTile(block_m=128, block_n=128, block_k=64, num_warps=8, stages=6)
 
 
 def _padded(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
-def _split(num_programs: int, num_tiles: int, num_steps: int) -> int:
+def _split_k(num_programs: int, num_tiles: int, num_steps: int) -> int:
     """Programs to share a tile of `num_steps` steps, so that there are about `num_programs`."""
     return max(1, min(8, num_programs // num_tiles, num_steps))

@@ -33,7 +33,9 @@ class InterpretedPlatform:
     def __init__(self) -> None:
         self.runners: list[GpuRunner] = []
 
-    def parts(self, spec: DecoderSpec, dtype: torch.dtype) -> tuple[Kernels, AttentionBackend[Any]]:
+    def kernels_and_attention(
+        self, spec: DecoderSpec, dtype: torch.dtype
+    ) -> tuple[Kernels, AttentionBackend[Any]]:
         # Every program takes long in the interpreter: the smallest steps are enough for the fused kernels.
         few_tokens = MAX_TOKENS if DEVICE.type == "cuda" else 1
         tuning = choose(dtype, spec.head_dim, spec.num_heads // spec.num_kv_heads, DEVICE)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from inflight.execution.gpu.kernels import StepTokens, TableUpdates, open_step
-from inflight.execution.gpu.rows import DeviceRows
+from inflight.execution.gpu.rows import DeviceRows, StepTokens, TableUpdates, open_step
 from inflight.request import Request, SamplingParams
 from inflight.scheduling.batch import Admission, TableUpdate
 from tests.execution.gpu.interpreted import DEVICE

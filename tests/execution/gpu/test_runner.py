@@ -107,7 +107,7 @@ def test_short_contexts_have_a_tile_of_their_own(
 
     def tuned(*args: Any) -> Tuning:
         tuning = choose(*args)
-        return replace(tuning, near=replace(tuning.decodes[0][1], keys=16))
+        return replace(tuning, short_context=replace(tuning.decodes[0][1], keys=16))
 
     def watched(*args: Any) -> None:
         used.add(args[6].keys)
@@ -115,12 +115,12 @@ def test_short_contexts_have_a_tile_of_their_own(
 
     monkeypatch.setattr("tests.execution.gpu.interpreted.choose", tuned)
     monkeypatch.setattr("inflight.attention.triton.backend.decode_attention", watched)
-    monkeypatch.setattr("inflight.attention.triton.planner.NEAR_CONTEXT", 35)
+    monkeypatch.setattr("inflight.attention.triton.planner.SHORT_CONTEXT", 35)
     monkeypatch.setattr("inflight.execution.gpu.runner._num_processors", lambda _: 8)
     assert answers(folder, greedy(), enable_prefix_caching=False) == on_the_cpu
     shapes = interpreted.runners[-1].step.shapes_met
-    assert {shape.near for shape in shapes if not shape.chunks} == {False, True}
-    assert not any(shape.near for shape in shapes if shape.chunks)
+    assert {shape.short_context for shape in shapes if not shape.chunks} == {False, True}
+    assert not any(shape.short_context for shape in shapes if shape.chunks)
     assert len(used) == 2
     assert 16 in used
 
@@ -156,7 +156,7 @@ def test_prompt_logprobs_are_those_of_the_cpu(
     assert found == pytest.approx(scores(device="cpu"), abs=1e-4)
 
 
-def test_a_rehearsal_leaves_no_trace(folder: Path, interpreted: InterpretedPlatform) -> None:
+def test_warming_up_leaves_no_trace(folder: Path, interpreted: InterpretedPlatform) -> None:
     options = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "num_blocks": 8, "block_size": 8}
     with LLM(folder, skip_tokenizer_init=True, show_progress=False, **options):
         runner = interpreted.runners[-1]
@@ -164,7 +164,7 @@ def test_a_rehearsal_leaves_no_trace(folder: Path, interpreted: InterpretedPlatf
             cache.fill_(3.0)
         runner.rows.tokens.fill_(4)
         runner.prepare(runner.buckets.usual())
-        runner.rehearse_apart()
+        runner.warm_up_sampler()
         assert all((cache == 3.0).all() for cache in runner.caches)
         assert (runner.rows.tokens == 4).all()
         assert not runner.step.workspace.counters.any()

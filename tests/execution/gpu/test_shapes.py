@@ -33,7 +33,7 @@ def test_every_step_fits_its_shape(limits: tuple[int, int], data: st.DataObject)
 
 @given(LIMITS)
 def test_usual_shapes_are_those_that_steps_get(limits: tuple[int, int]) -> None:
-    buckets = Buckets(*limits, near_sizes=range(2, 9))
+    buckets = Buckets(*limits, short_context_sizes=range(2, 9))
     usual = buckets.usual()
     assert len(set(usual)) == len(usual)
     for count in {1, limits[0] // 2 or 1, limits[0]}:
@@ -41,7 +41,7 @@ def test_usual_shapes_are_those_that_steps_get(limits: tuple[int, int]) -> None:
     for num_tokens in {1, limits[1] // 2 or 1, limits[1]}:
         assert buckets.mixed(num_tokens, 0, 1, 1, samples=True, prefix=False) in usual
     for count in range(2, min(8, limits[0]) + 1):
-        assert buckets.decode(count, samples=True, prefix=False, near=True) in usual
+        assert buckets.decode(count, samples=True, prefix=False, short_context=True) in usual
     assert usual[0].num_tokens == max(shape.num_tokens for shape in usual)
 
 

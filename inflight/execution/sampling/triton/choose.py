@@ -17,9 +17,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from inflight.early import begin_early
 from inflight.execution.sampling.triton.noise import race_key, race_scores
 from inflight.execution.sampling.triton.race import LOG2_E, NO_TOKEN, best_of
+from inflight.triton_utils.pdl import launch_dependents_then_wait
 
 # Below the key of every float.
 _LEAST_KEY = tl.constexpr(-(2**31))
@@ -56,11 +56,11 @@ def choose_kernel(
     GROUPS: tl.constexpr,  # num_groups, rounded up to a power of two
     GROUP: tl.constexpr,  # tokens of a group
     TILE: tl.constexpr,  # listed groups that are looked into at once
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     entry = tl.program_id(0)
     row = tl.load(rows + entry)
-    begin_early(EARLY)
+    launch_dependents_then_wait(PDL)
     if row < 0:
         return
     column, length = row * table_stride, tl.load(lengths + entry)

@@ -8,11 +8,11 @@ import torch
 import triton
 from torch import Tensor
 
-from inflight.early import can_start_early, launch_options
 from inflight.errors import EngineError
 from inflight.execution.sampling.rows import SamplingRows
 from inflight.execution.sampling.triton.choose import choose_kernel
 from inflight.execution.sampling.triton.race import race_kernel
+from inflight.triton_utils.pdl import launch_options, supports_pdl
 
 # A group of 64 logits is two cache lines of bfloat16; a row of more groups than this would not fit registers.
 MIN_GROUP = 64
@@ -25,7 +25,7 @@ TILE = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Workspace:
+class SamplingWorkspace:
     """What the first launch leaves for the second, for at most `max_entries` entries."""
 
     group: int  # tokens of a group
@@ -39,7 +39,7 @@ class Workspace:
     @classmethod
     def allocate(
         cls, max_entries: int, vocab_size: int, device: torch.device | str, group: int | None = None
-    ) -> Workspace:
+    ) -> SamplingWorkspace:
         """`group` is a power of two, chosen to fit the vocabulary by default."""
         group = group or max(MIN_GROUP, triton.next_power_of_2(triton.cdiv(vocab_size, MAX_GROUPS)))
         num_chunks = triton.cdiv(vocab_size, group * GROUPS_OF_CHUNK)
@@ -66,7 +66,7 @@ def draw(
     tokens: Tensor,
     out_ids: Tensor,
     out_bad: Tensor,
-    workspace: Workspace,
+    workspace: SamplingWorkspace,
 ) -> None:
     """Choose token number lengths[i] of row rows[i] from logits[i], and write it to tokens and out_ids[i].
 
@@ -100,7 +100,7 @@ def draw(
         workspace.group_tops,
     )
     logits_stride, table_stride = logits.stride(0), state.temperature.stride(0)
-    early = can_start_early(logits.device)
+    pdl = supports_pdl(logits.device)
     race_kernel[(num_chunks, num_entries)](
         logits,
         rows,
@@ -112,9 +112,9 @@ def draw(
         table_stride,
         GROUPS=GROUPS_OF_CHUNK,
         GROUP=workspace.group,
-        EARLY=early,
+        PDL=pdl,
         num_warps=RACE_WARPS,
-        **launch_options(early),
+        **launch_options(pdl),
     )
     choose_kernel[(num_entries,)](
         logits,
@@ -136,7 +136,7 @@ def draw(
         GROUPS=triton.next_power_of_2(num_groups),
         GROUP=workspace.group,
         TILE=TILE,
-        EARLY=early,
+        PDL=pdl,
         num_warps=CHOOSE_WARPS,
-        **launch_options(early),
+        **launch_options(pdl),
     )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from inflight.early import begin_early
 from inflight.execution.sampling.triton.noise import race_key, race_scores
+from inflight.triton_utils.pdl import launch_dependents_then_wait
 
 NO_TOKEN = tl.constexpr(0x7FFFFFFF)
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -41,11 +41,11 @@ def race_kernel(
     table_stride,
     GROUPS: tl.constexpr,  # groups of a chunk
     GROUP: tl.constexpr,  # tokens of a group
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     chunk, entry = tl.program_id(0), tl.program_id(1)
     row = tl.load(rows + entry)
-    begin_early(EARLY)
+    launch_dependents_then_wait(PDL)
     if row < 0:
         return
     column = row * table_stride

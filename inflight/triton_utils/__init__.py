@@ -1,0 +1,1 @@
+"""What Triton kernels of several rooms share: programmatic dependent launch, and padding of small tensors."""
