@@ -15,8 +15,8 @@ from itertools import islice
 from typing import Any
 
 from inflight.request import Request
-from inflight.scheduling.batch import Batch
 from inflight.scheduling.policy import Policy, answer
+from inflight.scheduling.step import ScheduledStep
 
 logger = logging.getLogger(__name__)
 
@@ -157,9 +157,9 @@ class CheckedPolicy(Policy):
 
     def victim(self, candidates: Sequence[Request]) -> Request:
         found = self._ask("victim", candidates)
-        for request in candidates:
-            if request is found:
-                return request
+        if any(found is request for request in candidates):
+            chosen: Request = found
+            return chosen
         self._nonsense("victim", found)
         return max(candidates, key=lambda request: request.arrival)
 
@@ -194,8 +194,8 @@ class CheckedPolicy(Policy):
     def on_admit(self, request: Request) -> None:
         self._ask("on_admit", request)
 
-    def on_batch(self, batch: Batch) -> None:
-        self._ask("on_batch", batch)
+    def on_batch(self, step: ScheduledStep) -> None:
+        self._ask("on_batch", step)
 
 
 def _integer(found: object) -> int | None:
