@@ -29,6 +29,7 @@ from inflight.layers.triton.elementwise import gate, rms_norm
 from inflight.layers.triton.tuning import MAX_TOKENS, num_multiprocessors
 from inflight.layers.triton_kernels import TritonKernels, TritonLinear
 from inflight.request import Request, SamplingParams
+from inflight.scheduling import RowRequest
 from inflight.triton_utils.pdl import supports_pdl
 
 BLOCK_SIZE = 16
@@ -274,7 +275,8 @@ def sampling_cases(bench: Bench) -> Iterator[Case]:
             if num_rows > 256:
                 continue
             state = SamplingRows(num_rows, bench.vocab, bench.device)
-            state.set_many([(row, Request("r", [0], params, 4, seed=row)) for row in range(num_rows)])
+            requests = [RowRequest.of(Request("r", [0], params, 4, seed=row)) for row in range(num_rows)]
+            state.set_many(list(enumerate(requests)))
             rows = torch.arange(num_rows, dtype=torch.int32, device=bench.device)
             lengths = torch.ones_like(rows)
             tokens = torch.zeros(num_rows, 4, dtype=torch.int32, device=bench.device)

@@ -28,13 +28,13 @@ def measure(work: Workload, policy: str, options: argparse.Namespace) -> dict[st
         params = SamplingParams(max_tokens=length, temperature=0, ignore_eos=True)
         scheduler.add(Request(str(index), list(prompt), params, length))
     wastes, running, num_preemptions = [], [], 0
-    while scheduler.has_work:
-        batch = scheduler.schedule(0.0)
-        assert batch is not None
-        wastes.append(batch.kv.waste)
-        running.append(len(scheduler.running))
-        num_preemptions += len(batch.preempted)
-        scheduler.update(batch, Sampled([0] * len(batch)), 0.0)
+    while scheduler.pool.has_work:
+        step = scheduler.schedule(0.0)
+        assert step is not None
+        wastes.append(step.kv.waste)
+        running.append(len(scheduler.pool.running))
+        num_preemptions += len(step.preempted)
+        scheduler.update(step, Sampled([0] * len(step)), 0.0)
     return {
         "policy": policy,
         "block_size": options.block_size,

@@ -113,7 +113,7 @@ def measure_ragged(llm: LLM, sizes: Sizes, options: argparse.Namespace) -> dict[
         "output_tokens_per_s": statistics.median(speeds),
         "runs": speeds,
         "steps": len(records),
-        "preemptions": sum(len(record.preempted_ids) for record in records),
+        "preemptions": sum(len(record.preempted) for record in records),
         "kv_waste": statistics.fmean(record.kv.waste for record in records),
     }
 

@@ -116,7 +116,7 @@ def measure(engine: LoadedEngine, batch: int, context: int, num_steps: int) -> d
     core = start_decoding(engine, batch, context, WARM_UP + 3 * num_steps + 8)
     step_ms = timed(core, num_steps)
     found = profiled(core, num_steps)
-    for name in list(core.scheduler.requests):
+    for name in list(core.scheduler.pool.requests):
         core.abort(name)
     while core.has_work:
         core.step()

@@ -48,6 +48,14 @@ class Delta:
     record: RequestRecord | None = None  # set on the last delta
 
 
+class Preemption(NamedTuple):
+    """A running request went back to the queue: for want of "memory", by the choice of the "policy", or for a
+    "failure" of a step."""
+
+    request_id: str
+    reason: str
+
+
 class SlotRecord(NamedTuple):
     """One slot's work in one step: tokens [start, start + num_tokens) of a request."""
 
@@ -86,12 +94,13 @@ class StepRecord:
     finished_at: float
     slots: tuple[SlotRecord, ...]
     admitted_ids: tuple[str, ...]
-    preempted_ids: tuple[str, ...]
+    preempted: tuple[Preemption, ...]  # since the step before
     finished_ids: tuple[str, ...]
     idle_rows: tuple[int, ...]  # rows held by finished requests that the policy keeps
     num_running: int
     num_waiting: int
     kv: KVUsage
+    error: str | None = None  # the step failed, or was in flight beside one that did: nothing of it counts
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from inflight.engine.step_time import StepTimes
 from inflight.errors import DeviceLostError, EngineError, QueueFullError
 from inflight.events import Delta, KVUsage, SlotRecord, StepRecord
 from inflight.request import Request
-from inflight.scheduling import Batch, Sampled, Scheduler
+from inflight.scheduling import Sampled, ScheduledStep, Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +34,7 @@ class EngineStats:
     num_prompt_tokens: int
     num_output_tokens: int
     num_preemptions: int
+    num_failed_steps: int  # not among num_steps
     num_prefix_queries: int  # tokens
     num_prefix_hits: int  # tokens
     kv: KVUsage
@@ -56,17 +57,17 @@ class EngineCore:
         self.max_queue = max_queue
         self.clock = clock
         self.observers: list[StepObserver] = []
-        self._in_flight: deque[tuple[Batch, Any, float]] = deque()  # batch, ticket, when it was scheduled
+        self._in_flight: deque[tuple[ScheduledStep, Any, float]] = deque()  # step, ticket, launched when
         self._collected_at = -math.inf
         self._step_times = StepTimes()
         # Seconds that the last steps took from being scheduled to being launched.
         self._leads = deque((0.0,), maxlen=4)
-        self._num_prompt_tokens = self._num_output_tokens = self._num_steps = self._num_preemptions = 0
+        self._num_prompt_tokens = self._num_output_tokens = self._num_steps = self._num_failed_steps = 0
 
     # ---- requests ----
 
     def add(self, request: Request) -> None:
-        if self.max_queue is not None and self.scheduler.num_waiting >= self.max_queue:
+        if self.max_queue is not None and self.scheduler.pool.num_waiting >= self.max_queue:
             raise QueueFullError(f"{self.max_queue} requests are waiting, which is the limit (max_queue)")
         request.record.arrived_at = self.clock()
         self.scheduler.add(request)
@@ -74,12 +75,12 @@ class EngineCore:
 
     def abort(self, request_id: str, reason: str = "abort") -> tuple[int, list[Delta]]:
         """End a request. The number of blocks freed, and its last delta; (0, []) if there is no such request."""
-        request = self.scheduler.requests.get(request_id)
-        return self.scheduler.abort(request, self.clock(), reason) if request else (0, [])
+        request = self.scheduler.pool.requests.get(request_id)
+        return self.scheduler.pool.abort(request, self.clock(), reason) if request else (0, [])
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._in_flight)
+        return self.scheduler.pool.has_work or bool(self._in_flight)
 
     # ---- the loop ----
 
@@ -88,8 +89,8 @@ class EngineCore:
         the device will not be over before."""
         if self.pipeline_depth == 1 or len(self._in_flight) != 1:
             return 0.0
-        batch, _, started_at = self._in_flight[0]
-        over_at = self._began_at(started_at) + self._step_times.estimate(batch)
+        step, _, started_at = self._in_flight[0]
+        over_at = self._began_at(started_at) + self._step_times.estimate(step.batch)
         return max(0.0, over_at - max(self._leads) - MARGIN - self.clock())
 
     def _began_at(self, started_at: float) -> float:
@@ -100,81 +101,97 @@ class EngineCore:
         """Launch the next batch, then collect the one that is due. An error of a step ends the request that caused
         it, not the loop, unless there is nothing left to run it on."""
         scheduled_at = self.clock()
-        batch = self._schedule()
-        if batch is not None:
+        step = self._schedule()
+        if step is not None:
             started_at = self.clock()
             try:
-                self._in_flight.append((batch, self.runner.launch(batch), started_at))
+                self._in_flight.append((step, self.runner.launch(step.batch), started_at))
             except DeviceLostError:
                 raise
             except Exception as error:
-                return self._fail(batch, error)
+                return self._fail(step, error, started_at)
             self._leads.append(self.clock() - scheduled_at)
             if len(self._in_flight) < self.pipeline_depth:
                 return []
         return self._collect() if self._in_flight else []
 
-    def _schedule(self) -> Batch | None:
-        batch = self.scheduler.schedule(self.clock())
-        if batch is None and not self._in_flight and self.scheduler.has_work:
+    def _schedule(self) -> ScheduledStep | None:
+        step = self.scheduler.schedule(self.clock())
+        if step is None and not self._in_flight and self.scheduler.pool.has_work:
             # A step that only preempts computes nothing: the next one must.
-            batch = self.scheduler.schedule(self.clock())
-            if batch is None:
+            step = self.scheduler.schedule(self.clock())
+            if step is None:
                 raise EngineError(
-                    f"{self.scheduler.num_waiting} requests wait in an empty engine, but none of them fits"
+                    f"{self.scheduler.pool.num_waiting} requests wait in an empty engine, but none of them fits"
                 )
-        return batch
+        return step
 
     def _collect(self) -> list[Delta]:
-        batch, ticket, started_at = self._in_flight.popleft()
+        step, ticket, started_at = self._in_flight.popleft()
         try:
             sampled: Sampled = self.runner.collect(ticket)
         except DeviceLostError:
             raise
         except Exception as error:
-            return self._fail(batch, error)
-        now = self.clock()
+            return self._fail(step, error, started_at)
+        now, batch = self.clock(), step.batch
         seconds = now - self._began_at(started_at)
         self._step_times.observe(batch, seconds)
         self.scheduler.token_budget.observe(batch.num_tokens, seconds, batch.num_tokens > len(batch))
         self._collected_at = now
-        deltas = self.scheduler.update(batch, sampled, now)
+        deltas = self.scheduler.update(step, sampled, now)
         self._num_steps += 1
-        self._num_preemptions += len(batch.preempted)
         self._num_output_tokens += sum(len(delta.token_ids) for delta in deltas)
         if self.observers:
-            self._observe(batch, deltas, started_at, now)
+            self._observe(step, deltas, started_at, now)
         if not self.has_work:
-            self.scheduler.check_idle()
+            self.scheduler.pool.check_idle()
         return deltas
 
-    def _fail(self, batch: Batch, error: Exception) -> list[Delta]:
-        for _, ticket, _ in self._in_flight:  # what was launched around the failed step is void
+    def _fail(self, step: ScheduledStep, error: Exception, started_at: float) -> list[Delta]:
+        beside = list(self._in_flight)  # what was launched around the failed step is void
+        self._in_flight.clear()
+        for _, ticket, _ in beside:
             try:
                 self.runner.collect(ticket)
             except DeviceLostError:
                 raise
             except Exception:
-                logger.warning("a step in flight beside step %d failed too", batch.step)
-        self._in_flight.clear()
-        message = f"{type(error).__name__} in step {batch.step}"
-        deltas = self.scheduler.fail(batch, message, self.clock())
+                logger.warning("a step in flight beside step %d failed too", step.step)
+        message = f"{type(error).__name__} in step {step.step}"
+        now = self.clock()
+        deltas = self.scheduler.fail(step, message, now)
         logger.error(
             "step %d failed: %d of its %d requests end with the error, any others are tried alone",
-            batch.step,
+            step.step,
             sum(delta.error is not None for delta in deltas),
-            len(batch),
+            len(step),
             exc_info=error,
         )
+        failed = [(other, launched_at, ()) for other, _, launched_at in beside]
+        for other, launched_at, news in sorted(
+            [*failed, (step, started_at, deltas)], key=lambda one: one[0].step
+        ):
+            self._num_failed_steps += 1
+            if self.observers:
+                self._observe(other, news, launched_at, now, message)
         return deltas
 
     # ---- what it shows ----
 
-    def _observe(self, batch: Batch, deltas: list[Delta], started_at: float, now: float) -> None:
+    def _observe(
+        self,
+        step: ScheduledStep,
+        deltas: Sequence[Delta],
+        started_at: float,
+        now: float,
+        error: str | None = None,
+    ) -> None:
+        batch = step.batch
         slots = tuple(
             SlotRecord(row, request.request_id, start, count, samples, start >= request.num_prompt_tokens)
             for request, row, start, count, samples in zip(
-                batch.requests, batch.rows, batch.starts, batch.counts, batch.samples, strict=True
+                step.requests, batch.rows, batch.starts, batch.counts, batch.samples, strict=True
             )
         )
         record = StepRecord(
@@ -183,27 +200,29 @@ class EngineCore:
             finished_at=now,
             slots=slots,
             admitted_ids=tuple(admission.request.request_id for admission in batch.admissions),
-            preempted_ids=tuple(request.request_id for request in batch.preempted),
+            preempted=tuple(step.preempted),
             finished_ids=tuple(delta.request_id for delta in deltas if delta.finish_reason),
-            idle_rows=tuple(request.row for request in self.scheduler.lingering),
-            num_running=len(self.scheduler.running),
-            num_waiting=self.scheduler.num_waiting,
-            kv=batch.kv,
+            idle_rows=tuple(request.row for request in self.scheduler.pool.lingering),
+            num_running=len(self.scheduler.pool.running),
+            num_waiting=self.scheduler.pool.num_waiting,
+            kv=step.kv,
+            error=error,
         )
         notify(self.observers, record)
 
     def stats(self) -> EngineStats:
         cache = self.scheduler.blocks.cache
         return EngineStats(
-            num_running=len(self.scheduler.running),
-            num_waiting=self.scheduler.num_waiting,
+            num_running=len(self.scheduler.pool.running),
+            num_waiting=self.scheduler.pool.num_waiting,
             num_steps=self._num_steps,
             num_prompt_tokens=self._num_prompt_tokens,
             num_output_tokens=self._num_output_tokens,
-            num_preemptions=self._num_preemptions,
+            num_preemptions=self.scheduler.pool.num_preemptions,
+            num_failed_steps=self._num_failed_steps,
             num_prefix_queries=cache.num_queries,
             num_prefix_hits=cache.num_hits,
-            kv=self.scheduler.usage(),
+            kv=self.scheduler.pool.usage(),
         )
 
     def close(self) -> None:

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 from zlib import crc32
 
-from inflight.request import Request
-from inflight.scheduling import Batch, Sampled
+from inflight.scheduling import Batch, RowRequest, Sampled
 
 
 def _place(token_id: int, position: int) -> int:
@@ -40,7 +39,7 @@ def expected_tokens(
 
 @dataclass(slots=True)
 class _Row:
-    request: Request
+    request: RowRequest
     tokens: list[int]
     table: list[int]
 

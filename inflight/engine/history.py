@@ -16,16 +16,16 @@ MAX_NAMED = 32  # requests named in one answer
 
 def state_of(core: EngineCore, request_id: str) -> RequestState | None:
     """A request that is in the engine."""
-    scheduler = core.scheduler
-    request = scheduler.requests.get(request_id)
+    pool = core.scheduler.pool
+    request = pool.requests.get(request_id)
     if request is None:
         return None
     request.record.num_output_tokens = request.num_output_tokens
     if request.status is not Status.WAITING:
         return RequestState(request.record, "running", request.num_computed, len(request.block_ids))
-    others = scheduler.requests.values()
+    others = pool.requests.values()
     ahead = sum(other.status is Status.WAITING and other.arrival < request.arrival for other in others)
-    running = [other.request_id for other in scheduler.running]
+    running = [other.request_id for other in pool.running]
     return RequestState(
         request.record,
         "waiting",

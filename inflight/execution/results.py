@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -9,7 +10,7 @@ from torch import Tensor
 from inflight.events import RequestFailure
 from inflight.execution.sampling import IS_NOT_FINITE, LogprobTensors, SampledTensors, prompt_logprobs
 from inflight.models.decoder import Decoder
-from inflight.scheduling import Batch, Sampled
+from inflight.scheduling import Admission, Batch, Sampled
 
 # Prompt positions whose logits are held at once when their logprobs are asked for.
 PROMPT_LOGITS_AT_ONCE = 64
@@ -44,37 +45,49 @@ class Ticket:
         return result
 
 
-def wants_prompt_logprobs(batch: Batch) -> bool:
-    """Whether this step computes prompt tokens of a request that asks for their logprobs."""
-    return any(
-        request.params.prompt_logprobs is not None and start < request.num_prompt_tokens - 1
-        for request, start in zip(batch.requests, batch.starts, strict=True)
-    )
+class ScoredRows:
+    """The rows whose requests ask for logprobs of their prompts."""
 
+    def __init__(self) -> None:
+        self._asked: dict[int, tuple[int, int]] = {}  # row: number of logprobs, number of prompt tokens
 
-def score_prompts(
-    batch: Batch, decoder: Decoder, hidden: Tensor, tokens: Tensor
-) -> dict[int, list[LogprobTensors]]:
-    """For entries that ask: the logprob of every prompt token that this chunk predicts.
+    def admit(self, admissions: Sequence[Admission]) -> None:
+        for row, request in admissions:
+            if request.params.prompt_logprobs is None:
+                self._asked.pop(row, None)
+            else:
+                self._asked[row] = request.params.prompt_logprobs, request.num_prompt_tokens
 
-    hidden [T, hidden_size] as the decoder returned it, tokens [max_rows, max_len].
-    """
-    found: dict[int, list[LogprobTensors]] = {}
-    first = 0
-    for entry, (request, row, start, count) in enumerate(
-        zip(batch.requests, batch.rows, batch.starts, batch.counts, strict=True)
-    ):
-        wanted = request.params.prompt_logprobs
-        num_targets = min(start + count, request.num_prompt_tokens - 1) - start
-        if wanted is not None and num_targets > 0:
-            targets = tokens[row, start + 1 : start + 1 + num_targets].long()
-            found[entry] = [
-                prompt_logprobs(
-                    decoder.logits(hidden[first + at : first + min(at + PROMPT_LOGITS_AT_ONCE, num_targets)]),
-                    targets[at : at + PROMPT_LOGITS_AT_ONCE],
-                    wanted,
-                ).fetch()
-                for at in range(0, num_targets, PROMPT_LOGITS_AT_ONCE)
-            ]
-        first += count
-    return found
+    def any_in(self, batch: Batch) -> bool:
+        """Whether this step computes prompt tokens of a request that asks for their logprobs."""
+        return bool(self._asked) and any(
+            row in self._asked and start < self._asked[row][1] - 1
+            for row, start in zip(batch.rows, batch.starts, strict=True)
+        )
+
+    def score(
+        self, batch: Batch, decoder: Decoder, hidden: Tensor, tokens: Tensor
+    ) -> dict[int, list[LogprobTensors]]:
+        """For entries that ask: the logprob of every prompt token that this chunk predicts.
+
+        hidden [T, hidden_size] as the decoder returned it, tokens [max_rows, max_len].
+        """
+        found: dict[int, list[LogprobTensors]] = {}
+        first = 0
+        for entry, (row, start, count) in enumerate(zip(batch.rows, batch.starts, batch.counts, strict=True)):
+            wanted, num_prompt_tokens = self._asked.get(row, (0, 0))
+            num_targets = min(start + count, num_prompt_tokens - 1) - start
+            if num_targets > 0:
+                targets = tokens[row, start + 1 : start + 1 + num_targets].long()
+                found[entry] = [
+                    prompt_logprobs(
+                        decoder.logits(
+                            hidden[first + at : first + min(at + PROMPT_LOGITS_AT_ONCE, num_targets)]
+                        ),
+                        targets[at : at + PROMPT_LOGITS_AT_ONCE],
+                        wanted,
+                    ).fetch()
+                    for at in range(0, num_targets, PROMPT_LOGITS_AT_ONCE)
+                ]
+            first += count
+        return found

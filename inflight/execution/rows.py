@@ -21,7 +21,7 @@ class Rows:
     def apply(self, batch: Batch) -> None:
         """Take in the requests that got a row and the blocks that were handed out."""
         for row, request in batch.admissions:
-            ids = torch.frombuffer(request.known_ids(), dtype=torch.int64)
+            ids = torch.frombuffer(request.token_ids, dtype=torch.int64)
             self.tokens[row, : len(ids)] = ids
         for row, first, block_ids in batch.tables:
             self.block_tables[row, first : first + len(block_ids)] = torch.tensor(

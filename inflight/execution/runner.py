@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from inflight.execution.inputs import StepInputs, build_inputs
-from inflight.execution.results import Ticket, score_prompts, wants_prompt_logprobs
+from inflight.execution.results import ScoredRows, Ticket
 from inflight.execution.rows import Rows
 from inflight.execution.sampling import SampledTensors, Sampler, SamplingRows
 from inflight.execution.torch_threads import WORTH_SHARING, torch_threads
@@ -26,6 +26,7 @@ class ModelRunner:
         self.rows = Rows(max_rows, max_len, block_size, decoder.device)
         self.sampling = SamplingRows(max_rows, decoder.spec.vocab_size, decoder.device)
         self.sampler = Sampler(self.sampling)
+        self.scored = ScoredRows()
         self._num_threads = torch.get_num_threads()
 
     @torch.inference_mode()
@@ -34,11 +35,12 @@ class ModelRunner:
             self.rows.apply(batch)
             for row, request in batch.admissions:
                 self.sampling.set(row, request)
+            self.scored.admit(batch.admissions)
             inputs = build_inputs(batch, self.rows, self.block_size)
         ticket = Ticket(len(batch), inputs.sampling_entries, None, {})
-        if wants_prompt_logprobs(batch):
+        if self.scored.any_in(batch):
             hidden = self._forward(inputs, None)
-            ticket.prompt_logprobs = score_prompts(batch, self.decoder, hidden, self.rows.tokens)
+            ticket.prompt_logprobs = self.scored.score(batch, self.decoder, hidden, self.rows.tokens)
             hidden = hidden[inputs.sampling_tokens]
         else:
             all_wanted = len(inputs.sampling_entries) == len(inputs.token_ids)

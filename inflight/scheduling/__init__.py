@@ -1,9 +1,10 @@
 """Who runs in each step. No tensors, no clock: times are given, never read."""
 
-from inflight.scheduling.batch import Admission, Batch, Sampled, TableUpdate
+from inflight.scheduling.batch import Admission, Batch, RowRequest, Sampled, TableUpdate
 from inflight.scheduling.policy import POLICIES, Policy, make_policy
-from inflight.scheduling.roster import Limits
+from inflight.scheduling.request_pool import Limits, RequestPool
 from inflight.scheduling.scheduler import Scheduler
+from inflight.scheduling.step import ScheduledStep
 from inflight.scheduling.token_budget import TimedTokenBudget, TokenBudget
 
 __all__ = [
@@ -12,7 +13,10 @@ __all__ = [
     "Batch",
     "Limits",
     "Policy",
+    "RequestPool",
+    "RowRequest",
     "Sampled",
+    "ScheduledStep",
     "Scheduler",
     "TableUpdate",
     "TimedTokenBudget",

@@ -1,19 +1,55 @@
-"""What one step computes, as the scheduler tells it to a runner: token ids and block ids, no tensors."""
+"""What one step computes, as a runner is told: token ids and block ids, no tensors and no live objects.
+
+All of it is plain data: it can be sent to another process, or recorded and replayed.
+"""
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from inflight.events import KVUsage, PositionLogprobs, RequestFailure
-from inflight.request import Request
+from inflight.events import PositionLogprobs, RequestFailure
+from inflight.request import Request, SamplingParams
+
+if TYPE_CHECKING:
+    TokenIds = array[int]
+else:
+    TokenIds = array  # cannot be subscripted at run time, when decoders read the annotations
+
+
+@dataclass(frozen=True, slots=True)
+class RowRequest:
+    """What a runner must know of a request. It keeps that for the row until another request takes it."""
+
+    request_id: str
+    token_ids: TokenIds  # all that are known: the prompt, then outputs
+    num_prompt_tokens: int
+    max_tokens: int
+    params: SamplingParams
+    seed: int
+    stop_ids: frozenset[int]
+    bad_word_ids: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, request: Request) -> RowRequest:
+        return cls(
+            request.request_id,
+            request.known_ids(),
+            request.num_prompt_tokens,
+            request.max_tokens,
+            request.params,
+            request.seed,
+            request.stop_ids,
+            request.bad_word_ids,
+        )
 
 
 class Admission(NamedTuple):
     """A request takes a row. The runner uploads all its known tokens and its parameters."""
 
     row: int
-    request: Request
+    request: RowRequest
 
 
 class TableUpdate(NamedTuple):
@@ -26,26 +62,23 @@ class TableUpdate(NamedTuple):
 
 @dataclass(slots=True)
 class Batch:
-    """One step. Entry i computes tokens [starts[i], starts[i] + counts[i]) of requests[i] in rows[i].
+    """One step. Entry i computes tokens [starts[i], starts[i] + counts[i]) of the request in rows[i].
 
     A token the host does not know yet (sampled by a step still in flight) is known to the row:
     runners write every sampled token into the row that it belongs to.
     """
 
     step: int
-    requests: list[Request] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
-    samples: list[bool] = field(default_factory=list)  # entry i ends at its request's last token
+    samples: list[bool] = field(default_factory=list)  # entry i ends at the row's last token: another follows
     num_tokens: int = 0
     admissions: list[Admission] = field(default_factory=list)
     tables: list[TableUpdate] = field(default_factory=list)
-    preempted: list[Request] = field(default_factory=list)
-    kv: KVUsage = field(init=False)  # memory as the step finds it, once all is scheduled
 
     def __len__(self) -> int:
-        return len(self.requests)
+        return len(self.rows)
 
 
 @dataclass(slots=True)

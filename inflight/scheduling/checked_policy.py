@@ -12,11 +12,11 @@ import operator
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any, cast
+from typing import Any
 
 from inflight.request import Request
-from inflight.scheduling.batch import Batch
 from inflight.scheduling.policy import Policy, answer
+from inflight.scheduling.step import ScheduledStep
 
 logger = logging.getLogger(__name__)
 
@@ -157,8 +157,9 @@ class CheckedPolicy(Policy):
 
     def victim(self, candidates: Sequence[Request]) -> Request:
         found = self._ask("victim", candidates)
-        if any(request is found for request in candidates):
-            return cast(Request, found)
+        if any(found is request for request in candidates):
+            chosen: Request = found
+            return chosen
         self._nonsense("victim", found)
         return max(candidates, key=lambda request: request.arrival)
 
@@ -193,8 +194,8 @@ class CheckedPolicy(Policy):
     def on_admit(self, request: Request) -> None:
         self._ask("on_admit", request)
 
-    def on_batch(self, batch: Batch) -> None:
-        self._ask("on_batch", batch)
+    def on_batch(self, step: ScheduledStep) -> None:
+        self._ask("on_batch", step)
 
 
 def _integer(found: object) -> int | None:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from inflight.errors import ConfigError
 from inflight.registry import Registry
 from inflight.request import Request
-from inflight.scheduling.batch import Batch
 from inflight.scheduling.queue import WaitingQueue
+from inflight.scheduling.step import ScheduledStep
 
 # Tokens of growth kept free for every running request when another is admitted. On the ragged workload, with
 # memory for a quarter of it, 32 costs 1.5% more steps and saves 95% of the preemptions that 0 has.
@@ -89,7 +89,7 @@ class Policy:
     def on_admit(self, request: Request) -> None:
         """The request runs. Called after `remove`."""
 
-    def on_batch(self, batch: Batch) -> None:
+    def on_batch(self, step: ScheduledStep) -> None:
         """A step was scheduled."""
 
 

@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 
 from inflight.request import Request, Status
-from inflight.scheduling.batch import Batch
 from inflight.scheduling.policy import Policy
+from inflight.scheduling.step import ScheduledStep
 
 # Steps that may fail around a request without anyone failing alone, before it ends with the error all the same: a
 # fault that shows only in company would come back as often as its requests are cleared.
@@ -37,17 +37,17 @@ class Quarantine(Policy):
         self._suspects: dict[Request, int] = {}  # how many tokens each had when its step failed
         self._num_failures: dict[Request, int] = {}  # of steps for which no one is known to be the cause
 
-    def judge(self, batch: Batch) -> list[int]:
+    def judge(self, step: ScheduledStep) -> list[int]:
         """The step failed: the entries whose requests end with its error. The others become suspects."""
-        if len(batch) == 1:
-            if batch.requests[0] in self._num_failures:  # now it is known whose fault it was in company
+        if len(step) == 1:
+            if step.requests[0] in self._num_failures:  # now it is known whose fault it was in company
                 self._num_failures.clear()
             return [0]
         self._num_failures = {
             request: count for request, count in self._num_failures.items() if _is_live(request)
         }
         guilty = []
-        for index, request in enumerate(batch.requests):
+        for index, request in enumerate(step.requests):
             if not _is_live(request):
                 continue  # it had all its tokens before this step
             count = self._num_failures.get(request, 0) + 1
@@ -100,8 +100,8 @@ class Quarantine(Policy):
     def on_admit(self, request: Request) -> None:
         self.policy.on_admit(request)
 
-    def on_batch(self, batch: Batch) -> None:
-        self.policy.on_batch(batch)
+    def on_batch(self, step: ScheduledStep) -> None:
+        self.policy.on_batch(step)
 
 
 def _is_live(request: Request) -> bool:

@@ -49,5 +49,5 @@ def test_decoding_has_begun_and_goes_on() -> None:
     engine = load_engine(EngineConfig.create(max_num_seqs=4))
     core = start_decoding(engine, 3, 40, WARM_UP + 8)
     assert len(core.step()) == 3
-    assert [request.num_output_tokens for request in core.scheduler.running] == [WARM_UP + 1] * 3
+    assert [request.num_output_tokens for request in core.scheduler.pool.running] == [WARM_UP + 1] * 3
     engine.close()

@@ -7,6 +7,7 @@ from typing import Any
 
 from inflight.engine import EngineCore
 from inflight.scheduling import Batch, Sampled
+from tests.seen import Rows, SeenBatch
 
 
 class BreakingRunner:
@@ -42,14 +43,15 @@ class PoisonedRunner:
     A batch that raises has been computed: what it leaves in memory is there, good or bad.
     """
 
-    def __init__(self, core: EngineCore, fault: Callable[[Batch], bool], method: str = "launch") -> None:
+    def __init__(self, core: EngineCore, fault: Callable[[SeenBatch], bool], method: str = "launch") -> None:
         self.real = core.runner
+        self.rows = Rows()
         self.fault = fault
         self.method = method
         core.runner = self
 
     def launch(self, batch: Batch) -> tuple[Any, bool]:
-        bad = self.fault(batch)
+        bad = self.fault(self.rows.see(batch))
         ticket = self.real.launch(batch)
         if bad and self.method == "launch":
             self.real.collect(ticket)
@@ -67,6 +69,6 @@ class PoisonedRunner:
         self.real.close()
 
 
-def begins_with(token_id: int) -> Callable[[Batch], bool]:
+def begins_with(token_id: int) -> Callable[[SeenBatch], bool]:
     """A fault: the batch has a request whose prompt begins with the token."""
     return lambda batch: any(request.token_ids[0] == token_id for request in batch.requests)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from functools import partial
 
-from inflight.scheduling import Batch
+from inflight.scheduling import ScheduledStep
 from inflight.scheduling.policies.continuous import Continuous
 from inflight.scheduling.policies.fair import Fair
 from inflight.scheduling.policies.priority import Priority
@@ -19,6 +19,6 @@ GREEDY_FAIR = partial(Fair, headroom=0)
 class AnnouncingPolicy(Continuous):
     """Says on standard error when the first step begins, for a test that interrupts it."""
 
-    def on_batch(self, batch: Batch) -> None:
-        if batch.step == 0:
+    def on_batch(self, step: ScheduledStep) -> None:
+        if step.step == 0:
             print("the first step", file=sys.stderr, flush=True)

@@ -18,6 +18,7 @@ from inflight import LLM, Policy, RequestOutput, SamplingParams
 from inflight.errors import ConfigError, EngineError, ModelError, ParameterError, PromptError, TemplateError
 from inflight.events import StepRecord
 from inflight.request import Request
+from inflight.scheduling.checked_policy import CheckedPolicy
 from tests.checkpoints import FAMILIES, write_checkpoint
 from tests.e2e.conftest import Folder
 
@@ -190,7 +191,9 @@ def test_a_policy_of_ones_own(folder: Folder) -> None:
     llm.generate([[5], [6], [7]], GREEDY)
     assert order == ["2", "1", "0"]
     by_name = LLM(folder(), policy=f"{__name__}:LastComeFirstServed")
-    assert type(by_name._engine.core.scheduler.policy) is LastComeFirstServed
+    checked = by_name._engine.core.scheduler.policy
+    assert isinstance(checked, CheckedPolicy)
+    assert type(checked.policy) is LastComeFirstServed
 
 
 # ---- chat ----

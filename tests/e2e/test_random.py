@@ -87,4 +87,4 @@ def test_company_and_settings_change_nothing(seed: int, folder: Folder, alone: L
             assert (output.prompt_logprobs is None) == (whole.prompt_logprobs is None)
             assert len(output.prompt_logprobs or ()) == len(whole.prompt_logprobs or ())
         assert llm.stats().kv.num_used == 0
-        llm._engine.core.scheduler.check()
+        llm._engine.core.scheduler.pool.check()

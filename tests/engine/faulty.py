@@ -17,6 +17,7 @@ from inflight.engine.fake import FakeRunner
 from inflight.errors import KVBudgetError
 from inflight.kv import BlockManager, ChainHashCache
 from inflight.scheduling import Batch, Limits, Sampled, Scheduler, make_policy
+from tests.seen import Rows
 
 BUILD = "tests.engine.faulty:build"
 NUM_BLOCKS = 4096
@@ -26,8 +27,12 @@ HANG, RAISE, DIE, STOP, SLOW = 40, 41, 42, 43, 44  # first tokens of prompts
 class FaultyRunner(FakeRunner):
     """The fake runner, with faults."""
 
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        super().__init__(num_blocks, block_size)
+        self._seen = Rows()
+
     def launch(self, batch: Batch) -> Sampled:
-        for request in batch.requests:
+        for request in self._seen.see(batch).requests:
             match request.token_ids[0]:
                 case 40:
                     time.sleep(3600)
@@ -44,7 +49,7 @@ class StoppingCore(EngineCore):
     """A loop that ends with an error."""
 
     def step(self) -> list[object]:  # type: ignore[override]
-        if any(request.token_ids[0] == STOP for request in self.scheduler.requests.values()):
+        if any(request.token_ids[0] == STOP for request in self.scheduler.pool.requests.values()):
             raise MemoryError("no more")
         return super().step()  # type: ignore[return-value]
 

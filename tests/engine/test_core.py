@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
 import pytest
 
 from inflight.engine.fake import expected_tokens
 from inflight.errors import DeviceLostError, QueueFullError
 from inflight.events import PositionLogprobs, RequestFailure, TokenLogprob
-from inflight.request import SamplingParams
-from inflight.scheduling import Batch, Sampled
+from inflight.request import Request, SamplingParams
+from inflight.scheduling import Batch, Policy, Sampled, ScheduledStep
+from inflight.scheduling.policies.continuous import Continuous
 from tests.helpers import FakeEngine, make_request
 
 
@@ -55,7 +59,7 @@ def test_a_failed_step_ends_the_request_that_was_alone_in_it(depth: int, where: 
     assert engine.finished[first.request_id].finish_reason == "error"
     assert "RuntimeError" in (engine.finished[first.request_id].error or "")
     assert engine.outputs[second.request_id] == expected_tokens([1] * 6, 8)
-    assert engine.scheduler.usage().num_used == 0
+    assert engine.scheduler.pool.usage().num_used == 0
 
 
 @pytest.mark.parametrize("where", ["launch", "collect"])
@@ -93,9 +97,8 @@ def test_others_survive_a_failed_step_with_their_tokens() -> None:
         engine.step()
     late = engine.add(make_request([2] * 30, 2))
     engine.step()
-    batch = Batch(99)
-    batch.requests = [late]
-    engine.take(engine.scheduler.fail(batch, "boom", 0.0))
+    step = ScheduledStep(Batch(99), [late])
+    engine.take(engine.scheduler.fail(step, "boom", 0.0))
     last = engine.finished[late.request_id]
     assert (last.error, last.error_code) == ("boom", "step_failed")
     engine.run()
@@ -175,7 +178,7 @@ def test_prompt_logprobs_arrive_once_and_survive_preemption() -> None:
     engine.runner.launch = with_logprobs  # type: ignore[method-assign]
     engine.step()
     assert len(request.prompt_logprobs) == 5
-    engine.scheduler._preempt(request, Batch(0))
+    engine.scheduler._preempt(request, ScheduledStep(Batch(0)), "memory")
     deltas = [delta for _ in range(8) for delta in engine.core.step()]
     kept = [delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs]
     assert len(kept) == 1
@@ -199,7 +202,7 @@ def test_prompt_logprobs_of_a_prompt_preempted_with_its_last_chunk_in_flight() -
 
     engine.runner.launch = with_logprobs  # type: ignore[method-assign]
     assert engine.core.step() == [], "the prompt is in flight"
-    engine.scheduler._preempt(request, Batch(0))
+    engine.scheduler._preempt(request, ScheduledStep(Batch(0)), "memory")
     deltas = [delta for _ in range(8) for delta in engine.core.step()]
     kept = [delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs]
     assert [[position and position[0].token_id for position in found] for found in kept] == [[None, 2, 3]]
@@ -240,3 +243,70 @@ def test_a_failing_observer_does_not_hurt_the_engine() -> None:
     assert engine.outputs[request.request_id] == expected_tokens([1], 4)
     assert len(calls) == 1, "it is called no more"
     assert len(engine.records) == 4, "the others are"
+
+
+def test_preemptions_of_a_schedule_that_computes_nothing_are_told() -> None:
+    class Turns(Policy):
+        """The younger of two makes way at once, for whoever waits."""
+
+        def yields(self, running: Sequence[Request]) -> Sequence[Request]:
+            return running[1:]
+
+    engine = FakeEngine(Turns, max_num_seqs=2, pipeline_depth=2)
+    requests = [engine.add(make_request([index] * 4, 6)) for index in range(3)]
+    engine.run()
+    told = [one for record in engine.records for one in record.preempted]
+    assert len(told) == sum(request.record.num_preemptions for request in requests) > 0
+    assert engine.core.stats().num_preemptions == len(told)
+    assert {one.reason for one in told} == {"policy"}
+
+
+def test_a_schedule_that_only_preempts_leaves_its_news_to_the_next() -> None:
+    engine = FakeEngine(partial(Continuous, headroom=0), num_blocks=2, block_size=4, caching=False)
+    first, second = (engine.add(make_request([index] * 4, 3)) for index in range(2))
+    engine.step()
+    first.num_tokens = first.num_computed  # as if all of its tokens were computed: it needs nothing
+    engine.scheduler.pool.running.sort(key=lambda request: -request.arrival)
+    assert engine.scheduler.schedule(0.0) is None
+    first.num_tokens += 1
+    assert second.record.num_preemptions == 1
+    assert engine.core.stats().num_preemptions == 1
+    engine.run()
+    told = [one for record in engine.records for one in record.preempted]
+    assert told == [(second.request_id, "memory")]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("where", ["launch", "collect"])
+def test_a_failed_step_has_its_record(depth: int, where: str) -> None:
+    engine = FakeEngine(pipeline_depth=depth)
+    requests = [engine.add(make_request([index] * 6, 4)) for index in range(2)]
+    original = getattr(engine.runner, where)
+    calls = iter([False, False, True])
+
+    def broken(argument: object) -> object:
+        if next(calls, False):
+            raise RuntimeError("device lost")
+        return original(argument)
+
+    setattr(engine.runner, where, broken)
+    engine.run()
+    failed = [record for record in engine.records if record.error]
+    assert [record.step for record in failed] == {1: [2], 2: [1, 2] if where == "launch" else [2, 3]}[depth]
+    assert all(record.error == f"RuntimeError in step {2}" for record in failed)
+    assert {slot.request_id for slot in failed[0].slots} == {request.request_id for request in requests}
+    stats = engine.core.stats()
+    assert stats.num_failed_steps == len(failed)
+    assert stats.num_steps == len(engine.records) - len(failed)
+    told = [one for record in engine.records for one in record.preempted]
+    assert stats.num_preemptions == len(told) == sum(one.record.num_preemptions for one in requests)
+    assert {one.request_id for one in told if one.reason == "failure"} == {one.request_id for one in requests}
+
+
+def test_a_request_that_ends_with_a_failed_step_is_in_its_record() -> None:
+    engine = FakeEngine()
+    alone = engine.add(make_request([1], 4))
+    engine.runner.launch = None  # type: ignore[assignment,method-assign]
+    engine.run()
+    assert [record.finished_ids for record in engine.records] == [(alone.request_id,)]
+    assert engine.records[0].error == "TypeError in step 0"

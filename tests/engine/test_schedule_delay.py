@@ -113,7 +113,7 @@ def test_the_engine_process_takes_messages_while_it_waits() -> None:
     link.later.extend((Ack(0), Add(1, NewRequest.of(added)), Stop()))
     EngineLoop(engine.core, link).run()  # type: ignore[arg-type]
     assert len(link.waits) == 3
-    assert engine.core.scheduler.num_waiting == 1, "it came before the step was scheduled"
+    assert engine.core.scheduler.pool.num_waiting == 1, "it came before the step was scheduled"
     assert len(engine.records) == 5, "no step was made meanwhile"
 
 

@@ -32,7 +32,7 @@ from inflight.engine.wire import (
     encode_add,
 )
 from inflight.errors import EngineError, InflightError, RequestError
-from inflight.events import Delta, KVUsage, RequestRecord, SlotRecord, StepRecord, TokenLogprob
+from inflight.events import Delta, KVUsage, Preemption, RequestRecord, SlotRecord, StepRecord, TokenLogprob
 from inflight.request import Request, SamplingParams
 from tests.helpers import make_request
 
@@ -52,7 +52,7 @@ records = st.builds(
     counts, counts, counts, reasons, st.none() | ids,
 )  # fmt: skip
 usages = st.builds(KVUsage, *[counts] * 6)
-stats = st.builds(EngineStats, *[counts] * 8, usages)
+stats = st.builds(EngineStats, *[counts] * 9, usages)
 deltas = st.builds(
     Delta, texts, id_lists, st.none() | st.lists(positions, max_size=3),
     st.none() | st.lists(st.none() | positions, max_size=3), reasons, st.none() | ids, *[st.none() | texts] * 2,
@@ -60,9 +60,10 @@ deltas = st.builds(
 )  # fmt: skip
 slots = st.builds(SlotRecord, ids, texts, ids, ids, st.booleans(), st.booleans())
 names = st.lists(texts, max_size=3).map(tuple)
+preemptions = st.lists(st.builds(Preemption, texts, texts), max_size=3).map(tuple)
 steps = st.builds(
-    StepRecord, counts, times, times, st.lists(slots, max_size=3).map(tuple), names, names, names,
-    st.lists(ids, max_size=3).map(tuple), counts, counts, usages,
+    StepRecord, counts, times, times, st.lists(slots, max_size=3).map(tuple), names, preemptions, names,
+    st.lists(ids, max_size=3).map(tuple), counts, counts, usages, st.none() | texts,
 )  # fmt: skip
 states = st.builds(
     RequestState, records, st.sampled_from(["waiting", "running", "finished"]), *[counts] * 3, names, counts

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from inflight.execution.sampling import SampledTensors, Sampler, SamplingRows
 from inflight.request import Request, SamplingParams
+from inflight.scheduling import RowRequest
 
 Floats = NDArray[np.float64]
 Words = NDArray[np.uint64]
@@ -62,8 +63,8 @@ class Job:
     def token_ids(self) -> list[int]:
         return self.prompt + self.outputs
 
-    def request(self) -> Request:
-        return Request(
+    def request(self) -> RowRequest:
+        request = Request(
             request_id="r",
             token_ids=self.token_ids,
             params=self.params,
@@ -73,6 +74,7 @@ class Job:
             bad_word_ids=self.bad_words,
             num_prompt_tokens=len(self.prompt),
         )
+        return RowRequest.of(request)
 
 
 def adjusted(job: Job) -> Floats:

@@ -7,7 +7,7 @@ import torch
 from inflight.execution.rows import Rows
 from inflight.request import Request, SamplingParams
 from inflight.scheduling import Batch
-from inflight.scheduling.batch import Admission, TableUpdate
+from inflight.scheduling.batch import Admission, RowRequest, TableUpdate
 
 
 def test_rows_take_in_tokens_and_blocks() -> None:
@@ -19,7 +19,7 @@ def test_rows_take_in_tokens_and_blocks() -> None:
     )
     preempted.token_ids += [8, 9]
     batch = Batch(step=0)
-    batch.admissions += [Admission(2, preempted), Admission(0, new)]
+    batch.admissions += [Admission(2, RowRequest.of(preempted)), Admission(0, RowRequest.of(new))]
     batch.tables += [TableUpdate(2, 0, [7, 8]), TableUpdate(0, 1, [5]), TableUpdate(2, 2, [3])]
     rows.apply(batch)
     assert rows.tokens.tolist() == [[4, 5] + [-1] * 8, [-1] * 10, [1, 2, 3, 8, 9] + [-1] * 5]

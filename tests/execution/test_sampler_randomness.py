@@ -10,6 +10,7 @@ from torch import Tensor
 from inflight.execution.sampling import Sampler, SamplingRows
 from inflight.execution.sampling.randomness import RaceKey, race_bits, race_key, seed_words, uniform
 from inflight.request import SEED_RANGE, Request, SamplingParams
+from inflight.scheduling import RowRequest
 from tests.execution import sampler_oracle as oracle
 
 SEEDS = [0, 1, -1, 12345, 2**32, 2**63 - 1, -(2**63), 2**64 - 1, 0x0123456789ABCDEF]
@@ -113,7 +114,7 @@ def draws(params: SamplingParams, logits: list[float], num: int) -> Tensor:
     state = SamplingRows(256, len(logits), "cpu")
     sampler = Sampler(state)
     for row in range(256):
-        state.set(row, Request("r", [0], params, max_tokens=1, seed=1000 + row))
+        state.set(row, RowRequest.of(Request("r", [0], params, max_tokens=1, seed=1000 + row)))
     tokens = torch.zeros(256, 1, dtype=torch.int32)
     repeated = torch.tensor(logits).repeat(256, 1)
     found = [

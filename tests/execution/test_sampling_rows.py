@@ -8,6 +8,7 @@ import torch
 from inflight.errors import EngineError
 from inflight.execution.sampling import SamplingRows
 from inflight.request import Request, SamplingParams
+from inflight.scheduling import RowRequest
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FLOATS = ["temperature", "log_min_p", "top_p", "repetition_penalty", "frequency_penalty", "presence_penalty"]
@@ -15,9 +16,9 @@ INTS = ["seed_low", "seed_high", "top_k", "num_prompt_tokens", "min_length", "ar
 COLUMNS = FLOATS + INTS
 
 
-def request(seed: int, **options: object) -> Request:
+def request(seed: int, **options: object) -> RowRequest:
     params = SamplingParams(**options)  # type: ignore[arg-type]
-    return Request("r", [1, 2, 3], params, max_tokens=9, seed=seed)
+    return RowRequest.of(Request("r", [1, 2, 3], params, max_tokens=9, seed=seed))
 
 
 def numbers(state: SamplingRows) -> dict[str, list[float]]:

@@ -18,13 +18,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from inflight.engine.fake import expected_tokens
 from inflight.request import Request
-from inflight.scheduling import Batch, Policy
+from inflight.scheduling import Policy
 from inflight.scheduling.quarantine import MAX_FAILURES
 from tests.e2e.breaking import PoisonedRunner
 from tests.helpers import FakeEngine, make_request
 from tests.scheduling.hostile import HOSTILE
 from tests.scheduling.policies import POLICIES
 from tests.scheduling.trouble import ruin_memory
+from tests.seen import SeenBatch
 
 
 @pytest.fixture(autouse=True)
@@ -85,11 +86,12 @@ class EngineMachine(RuleBasedStateMachine):
         self.requests: dict[str, Request] = {}
         self.aborted: set[str] = set()
         self.ordered = False  # the next step is to fail
+        self.num_preemptions_told = 0
         self.num_failed_with: dict[str, int] = {}
         self.alone: set[str] = set()  # who was alone in a step that failed
         PoisonedRunner(self.engine.core, self._fails, method)
 
-    def _fails(self, batch: Batch) -> bool:
+    def _fails(self, batch: SeenBatch) -> bool:
         if not self.ordered:
             return False
         self.ordered = False
@@ -117,13 +119,13 @@ class EngineMachine(RuleBasedStateMachine):
         for _ in range(count):
             self.engine.step()
 
-    @precondition(lambda self: self.engine.scheduler.requests)
+    @precondition(lambda self: self.engine.scheduler.pool.requests)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(sorted(self.engine.scheduler.requests)))
-        used = self.engine.scheduler.usage().num_used
+        name = data.draw(st.sampled_from(sorted(self.engine.scheduler.pool.requests)))
+        used = self.engine.scheduler.pool.usage().num_used
         num_freed, deltas = self.engine.core.abort(name)
-        assert self.engine.scheduler.usage().num_used <= used - num_freed
+        assert self.engine.scheduler.pool.usage().num_used <= used - num_freed
         self.engine.take(deltas)
         self.aborted.add(name)
 
@@ -135,16 +137,17 @@ class EngineMachine(RuleBasedStateMachine):
     def limits_hold(self) -> None:
         engine = self.engine
         for record in engine.records:
+            self.num_preemptions_told += len(record.preempted)
             assert sum(slot.num_tokens for slot in record.slots) <= engine.max_num_batched_tokens
             assert len({slot.row for slot in record.slots}) == len(record.slots)
             assert all(slot.num_tokens > 0 for slot in record.slots)
         engine.records.clear()
         scheduler = engine.scheduler
-        holders = [*scheduler.running, *scheduler.lingering]
+        holders = [*scheduler.pool.running, *scheduler.pool.lingering]
         assert len(holders) <= engine.max_num_seqs
         assert len({request.row for request in holders}) == len(holders)
-        assert scheduler.num_resident <= engine.max_kv_tokens
-        scheduler.check()
+        assert scheduler.pool.num_resident <= engine.max_kv_tokens
+        scheduler.pool.check()
 
     @invariant()
     def tokens_are_right(self) -> None:
@@ -166,8 +169,13 @@ class EngineMachine(RuleBasedStateMachine):
         self.engine.run()
         self.tokens_are_right()
         assert self.engine.finished.keys() == self.prompts.keys(), "everyone finishes"
-        usage = self.engine.scheduler.usage()
+        self.limits_hold()
+        usage = self.engine.scheduler.pool.usage()
         assert usage.num_used == usage.num_tokens == 0
+        num_preemptions = sum(request.record.num_preemptions for request in self.requests.values())
+        assert self.engine.core.stats().num_preemptions == num_preemptions
+        if not self.aborted:  # else the last of them may have come when there was nothing left to do
+            assert self.num_preemptions_told == num_preemptions
 
 
 EngineMachine.TestCase.settings = settings(max_examples=600, stateful_step_count=12, deadline=None)

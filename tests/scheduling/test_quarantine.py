@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from inflight.request import Request
-from inflight.scheduling import Batch, Policy
+from inflight.scheduling import Policy
 from inflight.scheduling.policies.fair import Fair
 from inflight.scheduling.quarantine import MAX_FAILURES, Quarantine
 from tests.scheduling.trouble import POISON, Trouble
+from tests.seen import SeenBatch
 
 ALL = ("sequential", "static", "continuous", "priority", "fair")
 
@@ -77,10 +78,10 @@ def test_those_who_were_not_in_the_failed_step_are_not_tried(depth: int) -> None
 def test_a_long_prompt_is_on_trial_until_its_first_token(depth: int, method: str) -> None:
     """The fault hides in its last chunk: the first ones do not clear it."""
 
-    def fault(batch: Batch) -> bool:
+    def fault(batch: SeenBatch) -> bool:
         return any(
-            request.request_id == "bad" and start + count == 40
-            for request, start, count in zip(batch.requests, batch.starts, batch.counts, strict=True)
+            request.request_id == "bad" and end == 40
+            for request, end in zip(batch.requests, batch.ends, strict=True)
         )
 
     trouble = Trouble(fault, method, pipeline_depth=depth, max_num_batched_tokens=8)
@@ -94,13 +95,12 @@ def test_a_long_prompt_is_on_trial_until_its_first_token(depth: int, method: str
 @pytest.mark.parametrize("policy", ALL)
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_fault_in_the_middle_of_an_answer(policy: str, depth: int) -> None:
-    trouble = Trouble(
-        lambda batch: any(r.request_id == "bad" and r.num_output_tokens == 5 for r in batch.requests),
-        policy=policy,
-        pipeline_depth=depth,
-    )
+    def fault(batch: SeenBatch) -> bool:
+        return bad.num_output_tokens == 5 and any(one.request_id == "bad" for one in batch.requests)
+
+    trouble = Trouble(fault, policy=policy, pipeline_depth=depth)
     trouble.add([1] * 5, 30)
-    trouble.add([2] * 5, 30, "bad")
+    bad = trouble.add([2] * 5, 30, "bad")
     trouble.add([3] * 5, 30)
     trouble.check(failed={"bad"})
     assert len(trouble.engine.outputs["bad"]) == 5
@@ -123,7 +123,7 @@ def test_a_request_outlives_any_number_of_bad_neighbours(depth: int, method: str
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("method", ["launch", "collect"])
 def test_a_fault_that_shows_only_in_company_comes_to_an_end(depth: int, method: str) -> None:
-    def fault(batch: Batch) -> bool:
+    def fault(batch: SeenBatch) -> bool:
         return {"a", "b"} <= {request.request_id for request in batch.requests}
 
     trouble = Trouble(fault, method, pipeline_depth=depth)

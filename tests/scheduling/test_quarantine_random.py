@@ -10,9 +10,10 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from inflight.scheduling import Batch, Policy
+from inflight.scheduling import Policy
 from tests.scheduling.policies import POLICIES
 from tests.scheduling.trouble import Trouble
+from tests.seen import SeenBatch
 
 MAX_LEN = 22
 REQUESTS = st.fixed_dictionaries(
@@ -64,10 +65,10 @@ def test_exactly_the_poisonous_fail(
 ) -> None:
     doses: dict[str, int] = {}
 
-    def fault(batch: Batch) -> bool:
+    def fault(batch: SeenBatch) -> bool:
         return any(
-            start + count >= doses.get(request.request_id, 1000)
-            for request, start, count in zip(batch.requests, batch.starts, batch.counts, strict=True)
+            end >= doses.get(request.request_id, 1000)
+            for request, end in zip(batch.requests, batch.ends, strict=True)
         )
 
     trouble = Trouble(

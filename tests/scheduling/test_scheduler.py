@@ -100,7 +100,7 @@ def test_max_kv_tokens_queues_and_preempts() -> None:
         expected[request.request_id] = expected_tokens([index] * 5, 12)
     while engine.core.has_work:
         engine.step()
-        assert engine.scheduler.num_resident <= 24
+        assert engine.scheduler.pool.num_resident <= 24
     assert engine.outputs == expected
     assert engine.core.stats().num_preemptions > 0
 
@@ -181,8 +181,8 @@ def test_no_request_is_admitted_twice(depth: int, num_blocks: int) -> None:
     expected = ragged(engine, 30)
     while engine.core.has_work:
         engine.step()
-        assert len({*engine.scheduler.running}) == len(engine.scheduler.running)
-        engine.scheduler.check()
+        assert len({*engine.scheduler.pool.running}) == len(engine.scheduler.pool.running)
+        engine.scheduler.pool.check()
     assert engine.outputs == expected
 
 
@@ -331,7 +331,7 @@ def test_abort_frees_blocks_at_once() -> None:
     num_freed, deltas = engine.core.abort(request.request_id)
     assert num_freed == 3
     assert deltas[0].finish_reason == "abort"
-    assert engine.scheduler.usage().num_used == 0
+    assert engine.scheduler.pool.usage().num_used == 0
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -7,9 +7,9 @@ from typing import Any
 
 from inflight.engine.fake import expected_tokens
 from inflight.request import Request
-from inflight.scheduling import Batch
 from tests.e2e.breaking import PoisonedRunner, begins_with
 from tests.helpers import FakeEngine, make_request
+from tests.seen import SeenBatch
 
 POISON = 49  # begins a prompt
 POISONOUS = begins_with(POISON)
@@ -19,7 +19,7 @@ class Trouble:
     """An engine whose bad steps raise, and ruin the whole memory; remembers who was in which step."""
 
     def __init__(
-        self, fault: Callable[[Batch], bool] = POISONOUS, method: str = "launch", **options: Any
+        self, fault: Callable[[SeenBatch], bool] = POISONOUS, method: str = "launch", **options: Any
     ) -> None:
         self.engine = FakeEngine(**options)
         self.policy = self.engine.scheduler.policy
@@ -29,7 +29,7 @@ class Trouble:
         self.expected: dict[str, list[int]] = {}
         PoisonedRunner(self.engine.core, self._watch, method)
 
-    def _watch(self, batch: Batch) -> bool:
+    def _watch(self, batch: SeenBatch) -> bool:
         self.steps.append([request.request_id for request in batch.requests])
         if not self.fault(batch):
             return False
@@ -50,9 +50,9 @@ class Trouble:
             tokens = self.engine.outputs[name]
             assert tokens == (whole[: len(tokens)] if name in failed else whole)
             assert self.engine.finished[name].finish_reason == "error" or name not in failed
-        usage = self.engine.scheduler.usage()
+        usage = self.engine.scheduler.pool.usage()
         assert (usage.num_used, usage.num_tokens) == (0, 0)
-        self.engine.scheduler.check()
+        self.engine.scheduler.pool.check()
 
 
 def ruin_memory(engine: FakeEngine) -> None:

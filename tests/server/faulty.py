@@ -14,6 +14,7 @@ from inflight.config import EngineConfig
 from inflight.engine import EngineCore, ModelFacts
 from inflight.loading import load_core
 from inflight.scheduling import Batch, Sampled
+from tests.seen import Rows
 
 BUILD = "tests.server.faulty:build"
 HANG, RAISE, SLOW = 1900, 1901, 1902  # first tokens of prompts
@@ -46,12 +47,14 @@ class FaultyRunner:
 
     def __init__(self, real: Any) -> None:
         self._real = real
+        self._rows = Rows()
 
     def launch(self, batch: Batch) -> Any:
-        if any(request.token_ids[0] == SLOW for request in batch.requests):
+        seen = self._rows.see(batch)
+        if any(request.token_ids[0] == SLOW for request in seen.requests):
             time.sleep(0.005)
-        for request in batch.requests:
-            first, num_outputs = request.token_ids[0], request.num_output_tokens
+        for request, end in zip(seen.requests, seen.ends, strict=True):
+            first, num_outputs = request.token_ids[0], end - request.num_prompt_tokens
             if first == HANG and num_outputs == 3:
                 hold_file(os.getpid()).touch()
                 wait_while(hold_file(os.getpid()))

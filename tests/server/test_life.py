@@ -53,7 +53,7 @@ def test_a_client_that_leaves_frees_its_blocks(
         with socket.create_connection((host, int(port))) as connection:
             head = f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
             connection.sendall(head.encode() + body)
-            live.wait_until("blocks in use", lambda: backend.core.scheduler.usage().num_used >= 2 * n)
+            live.wait_until("blocks in use", lambda: backend.core.scheduler.pool.usage().num_used >= 2 * n)
             neighbour = threads.submit(live.complete, **GOOD)
         live.wait_until("its end", lambda: metrics.num_disconnects == before[0] + 1)
         live.wait_until("its blocks", lambda: metrics.num_freed_blocks >= before[1] + 2 * n)
@@ -172,7 +172,7 @@ def test_the_story_of_a_request(live: Live) -> None:
 
 
 def test_the_story_of_one_that_waits(live: Live, backend: Backend) -> None:
-    rows = backend.core.scheduler._free_rows
+    rows = backend.core.scheduler.pool._free_rows
     kept = rows[:]
     rows[:] = rows[:1]
     try:
@@ -233,5 +233,5 @@ def test_many_at_once_come_and_go(live: Live, backend: Backend, text: str) -> No
         found = list(threads.map(one, range(48)))
     assert [item for number, item in enumerate(found) if number % 3] == [text] * 32
     live.wait_until_idle()
-    usage = backend.core.scheduler.usage()
+    usage = backend.core.scheduler.pool.usage()
     assert usage.num_free + usage.num_cached == usage.num_blocks

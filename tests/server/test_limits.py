@@ -190,8 +190,8 @@ def test_a_full_queue_refuses_at_once(backend: Backend) -> None:
     core = backend.core
     with live_server(backend, max_queue=1) as live:
         core.max_queue, before = 1, core.max_queue
-        rows = core.scheduler._free_rows[:]
-        core.scheduler._free_rows[:] = rows[:1]  # one request runs, one waits, the third is too many
+        rows = core.scheduler.pool._free_rows[:]
+        core.scheduler.pool._free_rows[:] = rows[:1]  # one request runs, one waits, the third is too many
         try:
             with (
                 live.http.stream("POST", PATH, json={**ENDLESS, "stream": True}),
@@ -211,7 +211,7 @@ def test_a_full_queue_refuses_at_once(backend: Backend) -> None:
         finally:
             live.wait_until_idle()
             core.max_queue = before
-            core.scheduler._free_rows[:] = rows
+            core.scheduler.pool._free_rows[:] = rows
 
 
 @pytest.mark.parametrize("streamed", [False, True])

@@ -57,7 +57,7 @@ class DeviceRows:
         first = 0
         for row, request in admissions:
             count = len(request.token_ids)
-            array[first : first + count] = np.frombuffer(request.known_ids(), dtype=np.int64)
+            array[first : first + count] = np.frombuffer(request.token_ids, dtype=np.int64)
             self.tokens[row, :count].copy_(held[first : first + count], non_blocking=True)
             first += count
 

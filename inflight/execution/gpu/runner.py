@@ -17,12 +17,12 @@ from inflight.execution.gpu.graphs import EagerSteps, StepGraphs
 from inflight.execution.gpu.host_step import HostStep, host_step
 from inflight.execution.gpu.rows import DeviceRows
 from inflight.execution.gpu.shapes import Buckets, StepShape
-from inflight.execution.results import NOT_FINITE, Ticket, score_prompts, wants_prompt_logprobs
+from inflight.execution.results import NOT_FINITE, ScoredRows, Ticket
 from inflight.execution.sampling import Sampler, SamplingRows
 from inflight.execution.sampling.triton import SamplingWorkspace, draw
 from inflight.models.decoder import Decoder
 from inflight.request import Request, SamplingParams
-from inflight.scheduling import Batch, Sampled
+from inflight.scheduling import Batch, RowRequest, Sampled
 
 
 @dataclass(slots=True)
@@ -81,6 +81,7 @@ class GpuRunner:
         self.rows = DeviceRows(max_rows, max_len, block_size, device)
         self.sampling = SamplingRows(max_rows, spec.vocab_size, device)
         self.sampler = Sampler(self.sampling)
+        self.scored = ScoredRows()
         self.draw_workspace = SamplingWorkspace.allocate(max_rows, spec.vocab_size, device)
         processors = _num_processors(device)
         planner = AttentionPlanner(
@@ -102,9 +103,10 @@ class GpuRunner:
     def _launch(self, batch: Batch) -> GpuTicket:
         self.rows.admit(batch.admissions)
         self.sampling.set_many(batch.admissions)
+        self.scored.admit(batch.admissions)
         updates = self.rows.extend(batch.tables)
         host = host_step(batch, self.rows.mirror, self.block_size)
-        draws = self.sampling.special_rows.isdisjoint(batch.rows) and not wants_prompt_logprobs(batch)
+        draws = self.sampling.special_rows.isdisjoint(batch.rows) and not self.scored.any_in(batch)
         shape = self.step.upload(host, updates, draws)
         hidden = self.steps.run(shape)
         if draws:
@@ -141,7 +143,7 @@ class GpuRunner:
             len(batch),
             host.sampling_entries,
             None,
-            score_prompts(batch, self.decoder, hidden, self.rows.tokens),
+            self.scored.score(batch, self.decoder, hidden, self.rows.tokens),
         )
         if host.sampling_entries:
             device = self.decoder.device
@@ -172,7 +174,8 @@ class GpuRunner:
         """Sample every row outside the graph, with all that takes memory there."""
         params = SamplingParams(temperature=1.0, top_p=0.5, repetition_penalty=1.1, logprobs=1)
         rows = range(len(self.rows.tokens))
-        self.sampling.set_many([(row, Request("", [0], params, max_tokens=1)) for row in rows])
+        request = RowRequest.of(Request("", [0], params, max_tokens=1))
+        self.sampling.set_many([(row, request) for row in rows])
         lengths = torch.ones(len(rows), dtype=torch.int64, device=self.decoder.device)
         shape = len(rows), self.decoder.spec.hidden_size
         hidden = lengths.new_zeros(shape, dtype=self.decoder.kernels.compute_dtype)

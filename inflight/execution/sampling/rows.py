@@ -13,7 +13,7 @@ from torch import Tensor
 
 from inflight.errors import EngineError
 from inflight.execution.sampling.randomness import seed_words
-from inflight.request import Request
+from inflight.scheduling.batch import RowRequest
 
 # Below this a temperature is greedy: float32 logits divided by less would overflow.
 MIN_TEMPERATURE = 1e-5
@@ -75,12 +75,12 @@ class SamplingRows:
         self.seed_low, self.seed_high, self.top_k = ints[:, :3].unbind(1)
         self.num_prompt_tokens, self.min_length, self.argmax = ints[:, 3:].unbind(1)
 
-    def set(self, row: int, request: Request) -> None:
+    def set(self, row: int, request: RowRequest) -> None:
         """`request` takes `row`."""
         words = bytearray(_ROW.pack(*self._admit(row, request)))
         self._table[row] = self._to_device(torch.frombuffer(words, dtype=torch.int32))
 
-    def set_many(self, admissions: Sequence[tuple[int, Request]]) -> None:
+    def set_many(self, admissions: Sequence[tuple[int, RowRequest]]) -> None:
         """Every request takes its row; of two for the same row the last. One upload for all of them."""
         if not admissions:
             return
@@ -89,7 +89,7 @@ class SamplingRows:
         words = self._to_device(words).view(len(numbered), -1)  # [n, 13]: the row's number comes first
         self._table.index_copy_(0, words[:, 0].long(), words[:, 1:])
 
-    def _admit(self, row: int, request: Request) -> tuple[float, ...]:
+    def _admit(self, row: int, request: RowRequest) -> tuple[float, ...]:
         """Remember the row's traits, and return its numbers in the order of the columns."""
         params = request.params
         greedy = params.temperature < MIN_TEMPERATURE
@@ -133,7 +133,7 @@ class SamplingRows:
             return tensor.pin_memory().to(self.device, non_blocking=True)
         return tensor
 
-    def _read_traits(self, request: Request, greedy: bool, top_k: int) -> RowTraits:
+    def _read_traits(self, request: RowRequest, greedy: bool, top_k: int) -> RowTraits:
         params = request.params
         bias = {i: value for i, value in (params.logit_bias or {}).items() if 0 <= i < self.vocab_size}
         allowed = params.allowed_token_ids

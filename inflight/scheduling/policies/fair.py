@@ -11,9 +11,9 @@ from collections.abc import Generator, Mapping, Sequence
 from heapq import heappop, heappush, heapreplace
 
 from inflight.request import Request
-from inflight.scheduling.batch import Batch
 from inflight.scheduling.policy import HEADROOM, Policy
 from inflight.scheduling.queue import WaitingQueue
+from inflight.scheduling.step import ScheduledStep
 
 MAX_REMEMBERED = 10_000  # tenants whose counters are kept before the meaningless ones are dropped
 
@@ -109,7 +109,7 @@ class Fair(Policy):
         if request.record.num_preemptions == 0:
             self._charge(request.tenant, self.prompt_cost * request.num_prompt_tokens)
 
-    def on_batch(self, batch: Batch) -> None:
-        for request, samples in zip(batch.requests, batch.samples, strict=True):
+    def on_batch(self, step: ScheduledStep) -> None:
+        for request, samples in zip(step.requests, step.samples, strict=True):
             if samples:
                 self._charge(request.tenant, self.output_cost)

@@ -6,23 +6,22 @@ import numpy as np
 
 from inflight.execution.gpu.host_step import host_step
 from inflight.request import Request, SamplingParams
-from inflight.scheduling.batch import Admission, Batch
+from inflight.scheduling.batch import Admission, Batch, RowRequest
 
 BLOCK_SIZE = 4
 TABLES = np.array([[3, 5, 7], [2, 4, 6], [9, 8, 1]], dtype=np.int32)
 
 
-def request(name: str) -> Request:
-    return Request(name, list(range(8)), SamplingParams(), max_tokens=4)
+def request(name: str) -> RowRequest:
+    return RowRequest.of(Request(name, list(range(8)), SamplingParams(), max_tokens=4))
 
 
 def batch(*entries: tuple[int, int, int, bool], admitted: int = 0) -> Batch:
     """(row, start, count, samples) each; the last `admitted` of them are new."""
-    requests = [request(str(index)) for index in range(len(entries))]
     rows, starts, counts, samples = (list(column) for column in zip(*entries, strict=True))
-    made = Batch(0, requests, rows, starts, counts, samples, sum(counts))
+    made = Batch(0, rows, starts, counts, samples, sum(counts))
     new = len(entries) - admitted
-    made.admissions = [Admission(rows[index], requests[index]) for index in range(new, len(entries))]
+    made.admissions = [Admission(rows[index], request(str(index))) for index in range(new, len(entries))]
     return made
 
 

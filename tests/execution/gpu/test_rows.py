@@ -6,7 +6,7 @@ import torch
 
 from inflight.execution.gpu.rows import DeviceRows, StepTokens, TableUpdates, open_step
 from inflight.request import Request, SamplingParams
-from inflight.scheduling.batch import Admission, TableUpdate
+from inflight.scheduling.batch import Admission, RowRequest, TableUpdate
 from tests.execution.gpu.interpreted import DEVICE
 
 
@@ -39,7 +39,7 @@ def test_tokens_of_admitted_requests() -> None:
     ]
     requests[0].token_ids.append(8)  # as one that was preempted
     version = rows.version
-    rows.admit([Admission(2, requests[0]), Admission(0, requests[1])])
+    rows.admit([Admission(row, RowRequest.of(one)) for row, one in zip((2, 0), requests, strict=True)])
     assert rows.tokens[2, :4].tolist() == [1, 2, 3, 8]
     assert rows.tokens[0, :2].tolist() == [4, 5]
     assert rows.version != version

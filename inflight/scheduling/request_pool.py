@@ -26,30 +26,65 @@ class Limits:
     max_kv_tokens: int  # tokens resident across all running requests
 
 
-class Roster:
+class RequestPool:
     """Requests and their places, from arrival to the last delta."""
 
     def __init__(self, limits: Limits, policy: Policy, blocks: BlockManager) -> None:
-        self.limits = limits
         self.policy = policy
         self.blocks = blocks
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []  # in order of admission
         self.lingering: list[Request] = []  # finished, but kept by the policy
         self.num_resident = 0  # tokens of running and lingering requests that have KV
+        self.num_preemptions = 0
         # Every running request must be able to get a token of every step.
         num_rows = min(limits.max_num_seqs, limits.max_num_batched_tokens)
         self._free_rows = list(range(num_rows - 1, -1, -1))
-        self._num_steps = 0
         self._num_arrivals = 0
 
-    def add(self, request: Request) -> None:
+    @property
+    def num_waiting(self) -> int:
+        return len(self.policy)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.requests)
+
+    @property
+    def has_free_row(self) -> bool:
+        return bool(self._free_rows)
+
+    def usage(self) -> KVUsage:
+        return self.blocks.usage(self.num_resident)
+
+    # ---- coming and going ----
+
+    def add(self, request: Request, step: int) -> None:
         if request.request_id in self.requests:
             raise EngineError(f"request id {request.request_id!r} is already in use")
         request.arrival = self._num_arrivals
         self._num_arrivals += 1
         self.requests[request.request_id] = request
-        self.policy.push(request, self._num_steps)
+        self.policy.push(request, step)
+
+    def admit(self, request: Request, hits: list[int], num_tokens: int) -> None:
+        """Give a waiting request a row, the cached blocks that it shares, and more of them for so many tokens."""
+        self.policy.remove(request)
+        self.blocks.attach(request, hits)
+        self.num_resident += request.num_computed
+        self.blocks.grow(request, num_tokens)
+        request.row = self._free_rows.pop()
+        request.status = Status.RUNNING
+        self.running.append(request)
+
+    def preempt(self, request: Request, step: int) -> None:
+        """Put a running request back into the queue; it computes its tokens anew."""
+        self.running.remove(request)
+        self._leave(request)
+        request.status = Status.WAITING
+        request.record.num_preemptions += 1
+        self.num_preemptions += 1
+        self.policy.push(request, step)
 
     def abort(self, request: Request, now: float, reason: str = "abort") -> tuple[int, list[Delta]]:
         """End a request wherever it is. The number of blocks that became free, and the news."""
@@ -61,49 +96,12 @@ class Roster:
             num_freed = self._leave(request)
         request.record.finish_reason = request.record.finish_reason or reason
         delta = self._end(request, Delta(request.request_id, []), now)
-        return num_freed, [*self._retire(now), delta]
+        return num_freed, [*self.retire(now), delta]
 
-    @property
-    def num_waiting(self) -> int:
-        return len(self.policy)
-
-    @property
-    def has_work(self) -> bool:
-        return bool(self.requests)
-
-    def usage(self) -> KVUsage:
-        return self.blocks.usage(self.num_resident)
-
-    def check_idle(self) -> None:
-        """Assert, at no cost, that an engine without requests holds nothing."""
-        assert self.num_resident == 0, f"{self.num_resident} tokens are resident in an idle engine"
-        assert self.blocks.pool.num_used == 0, (
-            f"{self.blocks.pool.num_used} blocks are used in an idle engine"
-        )
-
-    def check(self) -> None:
-        """Assert that every block and token is accounted for. Walks all blocks: for tests."""
-        self.blocks.check([*self.running, *self.lingering])
-        held = sum(request.num_computed for request in (*self.running, *self.lingering))
-        assert held == self.num_resident, "resident tokens are miscounted"
-
-    # ---- leaving ----
-
-    def _leave(self, request: Request) -> int:
-        """Give back the row and the blocks. The number of blocks that became free."""
-        self._free_rows.append(request.row)
-        request.row = -1
-        return self._release(request)
-
-    def _release(self, request: Request) -> int:
-        """Give back the blocks alone."""
-        self.num_resident -= request.num_computed
-        return self.blocks.free(request)
-
-    def _finish(self, ended: list[tuple[Request, Delta]], now: float) -> None:
-        """Requests have all their tokens. Those that the policy lets go do so in the delta of their last token."""
+    def finish(self, ended: list[tuple[Request, Delta]], now: float) -> None:
+        """Requests have all they asked for. Those that the policy lets go do so in the delta given here."""
         for request, _ in ended:
-            if request.status is Status.WAITING:  # preempted with its last token in flight
+            if request.status is Status.WAITING:  # preempted with its last result in flight
                 self.policy.remove(request)
             else:
                 request.status = Status.LINGERING
@@ -117,7 +115,7 @@ class Roster:
             else:
                 self.lingering.append(request)
 
-    def _retire(self, now: float) -> list[Delta]:
+    def retire(self, now: float) -> list[Delta]:
         """Let go of the finished requests that the policy no longer keeps."""
         deltas = []
         for request in self.lingering[:]:
@@ -126,6 +124,17 @@ class Roster:
                 self._leave(request)
                 deltas.append(self._end(request, Delta(request.request_id, []), now))
         return deltas
+
+    def release(self, request: Request) -> int:
+        """Give back the request's blocks alone. How many of them became free."""
+        self.num_resident -= request.num_computed
+        return self.blocks.free(request)
+
+    def _leave(self, request: Request) -> int:
+        """Give back the row and the blocks."""
+        self._free_rows.append(request.row)
+        request.row = -1
+        return self.release(request)
 
     def _end(self, request: Request, delta: Delta, now: float) -> Delta:
         """The request is gone: complete its record and its last delta."""
@@ -138,3 +147,18 @@ class Roster:
         delta.stop_token_id = record.stop_token_id
         delta.record = record
         return delta
+
+    # ---- checks ----
+
+    def check_idle(self) -> None:
+        """Assert, at no cost, that an engine without requests holds nothing."""
+        assert self.num_resident == 0, f"{self.num_resident} tokens are resident in an idle engine"
+        assert self.blocks.pool.num_used == 0, (
+            f"{self.blocks.pool.num_used} blocks are used in an idle engine"
+        )
+
+    def check(self) -> None:
+        """Assert that every block and token is accounted for. Walks all blocks: for tests."""
+        self.blocks.check([*self.running, *self.lingering])
+        held = sum(request.num_computed for request in (*self.running, *self.lingering))
+        assert held == self.num_resident, "resident tokens are miscounted"

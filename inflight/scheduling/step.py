@@ -1,0 +1,54 @@
+"""One step as the scheduler knows it: the batch that a runner gets, and whose entries they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from inflight.events import KVUsage, Preemption
+from inflight.request import Request
+from inflight.scheduling.batch import Batch
+
+
+@dataclass(slots=True)
+class ScheduledStep:
+    batch: Batch
+    requests: list[Request] = field(default_factory=list)  # of the batch's entries
+    # Since the last step that was launched: a schedule that only preempts computes nothing.
+    preempted: list[Preemption] = field(default_factory=list)
+    kv: KVUsage = field(init=False)  # memory as the step finds it, once all is scheduled
+
+    @property
+    def step(self) -> int:
+        return self.batch.step
+
+    @property
+    def samples(self) -> list[bool]:
+        return self.batch.samples
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def put(self, request: Request, count: int, samples: bool) -> None:
+        """Enter tokens [num_computed, num_computed + count) of the request into the batch."""
+        batch, start = self.batch, request.num_computed
+        self.requests.append(request)
+        batch.rows.append(request.row)
+        batch.starts.append(start)
+        batch.counts.append(count)
+        batch.samples.append(samples)
+        batch.num_tokens += count
+        request.num_computed = start + count
+        if samples:
+            request.num_tokens += 1
+            request.num_in_flight += 1
+
+    def withdraw(self, request: Request) -> None:
+        """Take back the request's part in the step being formed, if it has one."""
+        if request not in self.requests:
+            return
+        batch, index = self.batch, self.requests.index(request)
+        del self.requests[index], batch.rows[index], batch.starts[index]
+        batch.num_tokens -= batch.counts.pop(index)
+        if batch.samples.pop(index):
+            request.num_in_flight -= 1
+            request.num_tokens -= 1

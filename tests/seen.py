@@ -1,0 +1,36 @@
+"""Whose entries a batch has, as any runner can know: from the admissions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from inflight.scheduling import Batch, RowRequest
+
+
+@dataclass(frozen=True)
+class SeenBatch:
+    """A batch together with the requests in its rows."""
+
+    batch: Batch
+    requests: list[RowRequest]
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    @property
+    def step(self) -> int:
+        return self.batch.step
+
+    @property
+    def ends(self) -> list[int]:
+        """How many tokens of each request have KV after this step."""
+        return [start + count for start, count in zip(self.batch.starts, self.batch.counts, strict=True)]
+
+
+class Rows:
+    def __init__(self) -> None:
+        self._requests: dict[int, RowRequest] = {}
+
+    def see(self, batch: Batch) -> SeenBatch:
+        self._requests.update(batch.admissions)
+        return SeenBatch(batch, [self._requests[row] for row in batch.rows])
