@@ -34,7 +34,7 @@ def measure(work: Workload, policy: str, options: argparse.Namespace) -> dict[st
         wastes.append(step.kv.waste)
         running.append(len(scheduler.pool.running))
         num_preemptions += len(step.preempted)
-        scheduler.update(step, Sampled([0] * len(step)), 0.0)
+        scheduler.update(step, Sampled([[0] if samples else [] for samples in step.samples]), 0.0)
     return {
         "policy": policy,
         "block_size": options.block_size,

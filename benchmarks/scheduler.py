@@ -37,7 +37,7 @@ def step_seconds(policy: str, num_running: int, num_waiting: int, context: int, 
         scheduled = time.perf_counter()
         assert batch is not None
         assert len(batch) == num_running
-        sampled = Sampled([step] * len(batch))
+        sampled = Sampled([[step] for _ in range(len(batch))])
         resumed = time.perf_counter()
         scheduler.update(batch, sampled, 0.0)
         times.append(scheduled - start + time.perf_counter() - resumed)

@@ -195,7 +195,7 @@ class Status(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One generation job inside the engine: token ids in, token ids out.
+    """One job inside the engine: token ids in, and out what its kind returns (`scheduling/kinds.py`).
 
              num_cached    num_computed        len(token_ids)   num_tokens
     |-----------|---------------|--------------------|---------------|
@@ -215,6 +215,8 @@ class Request:
     tenant: str = ""
     cache_salt: str = ""
     num_prompt_tokens: int = 0  # 0: all of token_ids; less when resuming a request that has outputs
+    kind: str = "generate"  # or "score": the logprobs of the prompt's tokens, with max_tokens 0
+    splittable: bool = True  # else all its tokens are computed in one step, as bidirectional attention needs
     # token_ids as they came, side by side in memory: for what copies or hashes them. Empty: made from token_ids.
     first_ids: array[int] = field(default_factory=lambda: array("q"))
 
@@ -227,6 +229,7 @@ class Request:
     num_cached: int = 0
     num_tokens: int = 0
     max_total: int = 0  # num_tokens never exceeds it
+    num_to_compute: int = 0  # tokens that get KV at most: the last output needs none
 
     # The policy's: its place in the queue, and how often others went before it.
     order: float = 0.0
@@ -246,6 +249,7 @@ class Request:
         self.first_ids = self.first_ids or array("q", self.token_ids)
         self.num_tokens = len(self.token_ids)
         self.max_total = self.num_prompt_tokens + self.max_tokens
+        self.num_to_compute = self.max_total - 1 if self.max_tokens else self.max_total
         self.record = RequestRecord(self.request_id, self.tenant, self.priority, self.num_prompt_tokens)
 
     def resumed(self, output_ids: Sequence[int]) -> Request:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from inflight.engine.client import ModelFacts
 from inflight.engine.core import EngineCore
 from inflight.engine.fake import FakeRunner
-from inflight.events import Delta, StepRecord
+from inflight.events import Delta, PositionLogprobs, StepRecord
 from inflight.kv import BlockManager, ChainHashCache, NoPrefixCache
 from inflight.request import Request, SamplingParams
 from inflight.scheduling import Limits, Policy, Scheduler, make_policy
@@ -37,8 +37,10 @@ class FakeEngine:
     max_kv_tokens: int = 1 << 30
     pipeline_depth: int = 1
     caching: bool = True
+    make_runner: Callable[[int, int], FakeRunner] = FakeRunner
     records: list[StepRecord] = field(default_factory=list)
     outputs: dict[str, list[int]] = field(default_factory=dict)
+    scores: dict[str, list[PositionLogprobs | None]] = field(default_factory=dict)
     finished: dict[str, Delta] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -47,7 +49,7 @@ class FakeEngine:
         blocks = BlockManager(self.num_blocks, self.block_size, cache)
         self.policy_given = make_policy(self.policy)  # the engine's own looks at its answers
         self.scheduler = Scheduler(limits, self.policy_given, blocks)
-        self.runner = FakeRunner(self.num_blocks, self.block_size)
+        self.runner = self.make_runner(self.num_blocks, self.block_size)
         ticks = itertools.count()
         self.core = EngineCore(
             self.scheduler, self.runner, self.pipeline_depth, clock=lambda: next(ticks) * 1e-6
@@ -69,6 +71,9 @@ class FakeEngine:
     def take(self, deltas: list[Delta]) -> None:
         for delta in deltas:
             self.outputs[delta.request_id] += delta.token_ids
+            if delta.prompt_logprobs is not None:
+                assert delta.request_id not in self.scores, "a prompt's logprobs come once"
+                self.scores[delta.request_id] = delta.prompt_logprobs
             if delta.finish_reason:
                 assert delta.request_id not in self.finished, "a request ends once"
                 self.finished[delta.request_id] = delta

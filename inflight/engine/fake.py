@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 from zlib import crc32
 
+from inflight.events import PositionLogprobs, TokenLogprob
 from inflight.scheduling import Batch, RowRequest, Sampled
 
 
@@ -35,6 +36,17 @@ def expected_tokens(
         if tokens[-1] in stop_ids:
             break
     return tokens[len(prompt) :]
+
+
+def _score(token_id: int, places: Sequence[int]) -> PositionLogprobs:
+    """What the fake model thinks of a token behind these places."""
+    return (TokenLogprob(token_id, -(crc32(repr((token_id, places)).encode()) % 1000) / 100, 1),)
+
+
+def expected_scores(prompt: Sequence[int]) -> list[PositionLogprobs | None]:
+    """The fake model's logprobs of a prompt."""
+    places = [_place(token_id, position) for position, token_id in enumerate(prompt)]
+    return [None, *(_score(prompt[end], places[:end]) for end in range(1, len(prompt)))]
 
 
 @dataclass(slots=True)
@@ -63,11 +75,16 @@ class FakeRunner:
         entries = list(zip(batch.rows, batch.starts, batch.counts, batch.samples, strict=True))
         for row, start, count, _ in entries:  # all KV of a step is written before any is read
             self._write(self.rows[row], start, count)
+        scores = {
+            entry: self._scores(self.rows[row], start, count)
+            for entry, (row, start, count, _) in enumerate(entries)
+            if self.rows[row].request.params.prompt_logprobs is not None
+        }
         token_ids = [
-            self._sample(self.rows[row], start + count) if samples else -1
+            self._sample(self.rows[row], start + count) if samples else []
             for row, start, count, samples in entries
         ]
-        return Sampled(token_ids)
+        return Sampled(token_ids, prompt_logprobs={entry: found for entry, found in scores.items() if found})
 
     def _write(self, row: _Row, start: int, count: int) -> None:
         for position in range(start, start + count):
@@ -75,12 +92,20 @@ class FakeRunner:
             self.memory[block_id][position % self.block_size] = _place(row.tokens[position], position)
         self.num_computed += count
 
-    def _sample(self, row: _Row, length: int) -> int:
-        assert length == len(row.tokens), "a step samples only after a row's last token"
+    def _places(self, row: _Row, length: int) -> list[Any]:
         size = self.block_size
-        places: list[Any] = [self.memory[row.table[p // size]][p % size] for p in range(length)]
+        return [self.memory[row.table[p // size]][p % size] for p in range(length)]
+
+    def _scores(self, row: _Row, start: int, count: int) -> list[PositionLogprobs]:
+        """Of the prompt tokens that this chunk predicts."""
+        last = min(start + count, row.request.num_prompt_tokens - 1)
+        return [_score(row.tokens[end], self._places(row, end)) for end in range(start + 1, last + 1)]
+
+    def _sample(self, row: _Row, length: int) -> list[int]:
+        assert length == len(row.tokens), "a step samples only after a row's last token"
+        places = self._places(row, length)
         row.tokens.append(_next_token(places, self.vocab_size))
-        return row.tokens[-1]
+        return row.tokens[-1:]
 
     def collect(self, ticket: Sampled) -> Sampled:
         return ticket

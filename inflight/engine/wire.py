@@ -72,6 +72,8 @@ class NewRequest(msgspec.Struct, array_like=True, frozen=True):
     tenant: str
     cache_salt: str
     num_prompt_tokens: int
+    kind: str
+    splittable: bool
 
     def __post_init__(self) -> None:
         if not self.first_ids or len(self.first_ids) % 8:

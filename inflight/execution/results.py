@@ -30,15 +30,15 @@ class Ticket:
 
     def read(self) -> Sampled:
         """Waits for the device where the tensors are still on it."""
-        result = Sampled([-1] * self.num_entries)
+        result = Sampled([[] for _ in range(self.num_entries)])
         if self.sampled is not None:
             sample = self.sampled.to_host()
             for index, entry in enumerate(self.sampling_entries):
-                result.token_ids[entry] = sample.token_ids[index]
+                result.token_ids[entry] = [sample.token_ids[index]]
                 if sample.bad[index]:
                     result.errors[entry] = NOT_FINITE if sample.bad[index] == IS_NOT_FINITE else NO_TOKEN
             result.logprobs = {
-                self.sampling_entries[index]: found for index, found in sample.logprobs.items()
+                self.sampling_entries[index]: [found] for index, found in sample.logprobs.items()
             }
         for entry, parts in self.prompt_logprobs.items():
             result.prompt_logprobs[entry] = [position for part in parts for position in part.to_host()]

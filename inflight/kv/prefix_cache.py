@@ -70,8 +70,12 @@ class ChainHashCache:
         del recent[:-NUM_RECENT]
 
     def match(self, request: Request) -> list[int]:
+        if not request.splittable:  # the KV of a token depends on those behind it, too
+            return []
         # Logprobs of the prompt need the prompt computed, unless that has happened before a preemption.
-        if request.params.prompt_logprobs is not None and request.num_output_tokens == 0:
+        if request.params.prompt_logprobs is not None and 1 < request.num_prompt_tokens > len(
+            request.prompt_logprobs
+        ):
             return []
         num_blocks = (len(request.token_ids) - 1) // self.block_size  # the last token is always computed
         blocks = []
@@ -84,7 +88,7 @@ class ChainHashCache:
 
     def publish(self, request: Request, num_tokens: int) -> None:
         num_full = num_tokens // self.block_size
-        if num_full <= request.num_published:
+        if num_full <= request.num_published or not request.splittable:
             return
         names = self._name_blocks(request, num_full)
         for index in range(request.num_published, num_full):

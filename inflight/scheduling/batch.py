@@ -30,6 +30,7 @@ class RowRequest:
     seed: int
     stop_ids: frozenset[int]
     bad_word_ids: tuple[tuple[int, ...], ...]
+    kind: str
 
     @classmethod
     def of(cls, request: Request) -> RowRequest:
@@ -42,6 +43,7 @@ class RowRequest:
             request.seed,
             request.stop_ids,
             request.bad_word_ids,
+            request.kind,
         )
 
 
@@ -85,11 +87,13 @@ class Batch:
 class Sampled:
     """What a step produced, in the order of the batch's entries.
 
-    `token_ids[i]` is -1 where entry i does not sample. Logprobs are there for the entries that asked.
+    `token_ids[i]` are the tokens that follow entry i: none where it does not sample, else one or, from a runner that
+    can, several. Several come only while no later step of the same request is in flight; what follows a stop among
+    them is dropped. Logprobs are there for the entries that asked, one per token.
     """
 
-    token_ids: list[int]
-    logprobs: dict[int, PositionLogprobs] = field(default_factory=dict)
+    token_ids: list[list[int]]
+    logprobs: dict[int, list[PositionLogprobs]] = field(default_factory=dict)
     # For tokens starts[i] + 1 ... of entry i's prompt, as far as this chunk predicts them.
     prompt_logprobs: dict[int, list[PositionLogprobs]] = field(default_factory=dict)
     errors: dict[int, RequestFailure] = field(default_factory=dict)  # entries whose request failed, alone

@@ -7,17 +7,20 @@ first, those further behind (prompts, resumed requests) share what is left of th
 
 from __future__ import annotations
 
-from inflight.errors import EngineError
+from inflight.errors import EngineError, RequestError
 from inflight.events import Delta, Preemption, RequestFailure
 from inflight.kv import BlockManager
 from inflight.request import Request, Status
 from inflight.scheduling.batch import Admission, Batch, RowRequest, Sampled, TableUpdate
 from inflight.scheduling.checked_policy import CheckedPolicy
+from inflight.scheduling.kinds import KINDS, tokens_to_end
 from inflight.scheduling.policy import Policy, answer
 from inflight.scheduling.quarantine import Quarantine
 from inflight.scheduling.request_pool import Limits, RequestPool
 from inflight.scheduling.step import ScheduledStep
 from inflight.scheduling.token_budget import TokenBudget
+
+NO_TOKEN = RequestFailure("step_failed", "the step gave it no token")
 
 
 class Scheduler:
@@ -41,6 +44,16 @@ class Scheduler:
         return self.pool.policy
 
     def add(self, request: Request) -> None:
+        limit = self.limits.max_num_batched_tokens
+        if not request.splittable and request.num_to_compute > limit:
+            raise RequestError(
+                f"request {request.request_id!r} cannot be split and comes to {request.num_to_compute} tokens: "
+                f"a step has at most {limit} (max_num_batched_tokens)"
+            )
+        if request.max_tokens and request.num_tokens >= request.max_total:
+            raise RequestError(
+                f"request {request.request_id!r} has all of its {request.max_tokens} outputs already"
+            )
         self.pool.add(request, self._num_steps)
 
     # ---- one step ----
@@ -95,8 +108,10 @@ class Scheduler:
             if start + 1 != num_tokens:
                 behind.append(request)
                 continue
-            # At max_total the last token is in flight and needs no KV: nothing to do but wait for it.
             if num_tokens >= request.max_total or request.status is not running:
+                # The last output is in flight and needs no KV; the last token of a request without any needs its own.
+                if start < request.num_to_compute:
+                    behind.append(request)
                 continue
             full = start == request.num_places or pool.num_resident >= max_resident
             if full and not self._make_room(request, 1, step):
@@ -119,14 +134,18 @@ class Scheduler:
         budget = max_tokens - step.batch.num_tokens
         if wanted <= 0 or budget <= 0:
             return
-        count = self.policy.tokens(request, wanted, budget)
+        count = self._share(request, wanted, budget, step)
         if count > 0 and self._make_room(request, count, step):
-            self._put(request, count, step)
+            step.put(request, count)
+            self.pool.num_resident += count
 
-    def _put(self, request: Request, count: int, step: ScheduledStep) -> None:
-        caught_up = request.num_computed + count == request.num_tokens
-        step.put(request, count, samples=caught_up and request.num_tokens < request.max_total)
-        self.pool.num_resident += count
+    def _share(self, request: Request, wanted: int, budget: int, step: ScheduledStep) -> int:
+        """How many of the tokens it wants a request gets. One that cannot be split gets all of them or none, for which
+        it may go beyond the step's budget, up to the limit: a policy that gives it some gives it all."""
+        if request.splittable:
+            return self.policy.tokens(request, wanted, budget)
+        limit = self.limits.max_num_batched_tokens - step.batch.num_tokens
+        return wanted if wanted <= limit and self.policy.tokens(request, wanted, limit) > 0 else 0
 
     def _publish(self, request: Request) -> None:
         """Let others share the request's full blocks, even in the step that fills them: a step writes all its KV
@@ -188,7 +207,7 @@ class Scheduler:
 
     def _try_admit(self, request: Request, budget: int, step: ScheduledStep, now: float) -> bool:
         """Move a waiting request into the step if memory allows."""
-        if request.num_in_flight:  # preempted a moment ago, its last token is still to come
+        if request.num_in_flight:  # preempted a moment ago, its last result is still to come
             return False
         pool, policy = self.pool, self.policy
         hits = self.blocks.match(request)
@@ -196,13 +215,14 @@ class Scheduler:
         if pool.num_resident + reserved > self.limits.max_kv_tokens or not self.blocks.fits(hits, reserved):
             return False
         num_cached = len(hits) * self.blocks.block_size
-        count = policy.tokens(request, request.num_tokens - num_cached, budget)
+        count = self._share(request, request.num_tokens - num_cached, budget, step)
         if count <= 0:
             return False
         pool.admit(request, hits, reserved if policy.reserves_ahead() else num_cached + count)
         step.batch.admissions.append(Admission(request.row, RowRequest.of(request)))
         step.batch.tables.append(TableUpdate(request.row, 0, list(request.block_ids)))
-        self._put(request, count, step)
+        step.put(request, count)
+        pool.num_resident += count
         self._publish(request)
         if request.record.admitted_at is None:
             request.record.admitted_at = now
@@ -219,36 +239,41 @@ class Scheduler:
         if sampled.prompt_logprobs:
             self._keep_prompt_logprobs(step, sampled)
         samples = step.batch.samples
-        for index, (request, token_id) in enumerate(zip(step.requests, sampled.token_ids, strict=True)):
+        for index, (request, token_ids) in enumerate(zip(step.requests, sampled.token_ids, strict=True)):
             if not samples[index]:
                 continue
             request.num_in_flight -= 1
             status = request.status
             if status is Status.FINISHED or status is Status.LINGERING:
                 continue  # it ended while this step was in flight: the surplus token is dropped
-            delta = Delta(request.request_id, [token_id])
+            if len(token_ids) != 1:
+                if not token_ids:
+                    deltas += self._end_with_errors(step, {index: NO_TOKEN}, now)
+                    continue
+                token_ids = tokens_to_end(request, token_ids)
+                request.num_tokens += len(token_ids) - 1
+            delta = Delta(request.request_id, token_ids)
             deltas.append(delta)
             known = request.token_ids
-            known.append(token_id)
+            known += token_ids
             record = request.record
             record.last_token_at = now
             if record.first_token_at is None:
                 record.first_token_at = now
                 delta.prompt_logprobs = request.prompt_logprobs or None
             if sampled.logprobs and index in sampled.logprobs:
-                delta.logprobs = [sampled.logprobs[index]]
-            num_known = len(known)
-            if (
-                token_id in request.stop_ids
-                and num_known > request.num_prompt_tokens + request.params.min_tokens
-            ):
-                record.finish_reason, record.stop_token_id = "stop", token_id
-                ended.append((request, delta))
-            elif num_known >= request.max_total:
-                record.finish_reason = "length"
+                delta.logprobs = sampled.logprobs[index][: len(token_ids)]
+            may_end = token_ids[-1] in request.stop_ids or len(known) >= request.max_total
+            if may_end and KINDS[request.kind].ends(request, delta, sampled, index):
                 ended.append((request, delta))
             elif request.num_computed >= (request.num_published + 1) * self.blocks.block_size:
                 self._publish(request)
+        for request in step.completed:
+            request.num_in_flight -= 1
+            if request.status in (Status.WAITING, Status.RUNNING):
+                deltas.append(delta := Delta(request.request_id, []))
+                if KINDS[request.kind].ends(request, delta, sampled, step.requests.index(request)):
+                    ended.append((request, delta))
         if ended:
             self.pool.finish(ended, now)
             deltas += self.pool.retire(now)

@@ -13,6 +13,7 @@ from inflight.scheduling.batch import Batch
 class ScheduledStep:
     batch: Batch
     requests: list[Request] = field(default_factory=list)  # of the batch's entries
+    completed: list[Request] = field(default_factory=list)  # have all they need computed, and sample nothing
     # Since the last step that was launched: a schedule that only preempts computes nothing.
     preempted: list[Preemption] = field(default_factory=list)
     kv: KVUsage = field(init=False)  # memory as the step finds it, once all is scheduled
@@ -28,9 +29,11 @@ class ScheduledStep:
     def __len__(self) -> int:
         return len(self.requests)
 
-    def put(self, request: Request, count: int, samples: bool) -> None:
+    def put(self, request: Request, count: int) -> None:
         """Enter tokens [num_computed, num_computed + count) of the request into the batch."""
         batch, start = self.batch, request.num_computed
+        catches_up = start + count == request.num_tokens
+        samples = catches_up and request.num_tokens < request.max_total
         self.requests.append(request)
         batch.rows.append(request.row)
         batch.starts.append(start)
@@ -40,7 +43,9 @@ class ScheduledStep:
         request.num_computed = start + count
         if samples:
             request.num_tokens += 1
-            request.num_in_flight += 1
+        elif catches_up:
+            self.completed.append(request)
+        request.num_in_flight += catches_up
 
     def withdraw(self, request: Request) -> None:
         """Take back the request's part in the step being formed, if it has one."""
@@ -52,3 +57,6 @@ class ScheduledStep:
         if batch.samples.pop(index):
             request.num_in_flight -= 1
             request.num_tokens -= 1
+        elif request in self.completed:
+            request.num_in_flight -= 1
+            self.completed.remove(request)

@@ -16,14 +16,16 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from inflight.engine.fake import expected_tokens
-from inflight.request import Request
+from inflight.engine.fake import FakeRunner, expected_scores, expected_tokens
+from inflight.errors import RequestError
+from inflight.request import Request, SamplingParams
 from inflight.scheduling import Policy
 from inflight.scheduling.quarantine import MAX_FAILURES
 from tests.e2e.breaking import PoisonedRunner
 from tests.helpers import FakeEngine, make_request
 from tests.scheduling.hostile import HOSTILE
 from tests.scheduling.policies import POLICIES
+from tests.scheduling.several import SeveralRunner
 from tests.scheduling.trouble import ruin_memory
 from tests.seen import SeenBatch
 
@@ -38,7 +40,12 @@ MAX_LEN = 24  # prompt and outputs of one request
 REQUESTS = st.fixed_dictionaries(
     {
         "prompt": st.lists(st.integers(0, 2), min_size=1, max_size=12),
-        "max_tokens": st.integers(1, 12),
+        "max_tokens": st.sampled_from([0, *range(1, 13)]),  # 0: its prompt is scored
+        "num_given": st.sampled_from(
+            [0, 0, 0, 1, 4]
+        ),  # outputs that it comes with, resumed from another engine
+        "scored": st.booleans(),
+        "splittable": st.sampled_from([True, True, False]),
         "priority": st.integers(-2, 2),
         "tenant": st.sampled_from("abc"),
         "cache_salt": st.sampled_from(["", "s"]),
@@ -58,6 +65,7 @@ class EngineMachine(RuleBasedStateMachine):
         spare_kv_tokens=st.sampled_from([0, 5, 30, 1000]),
         caching=st.booleans(),
         method=st.sampled_from(["launch", "collect"]),
+        several=st.sampled_from([False, False, True]),
     )
     def start(
         self,
@@ -70,6 +78,7 @@ class EngineMachine(RuleBasedStateMachine):
         spare_kv_tokens: int,
         caching: bool,
         method: str,
+        several: bool,
     ) -> None:
         # Just enough for one request, and a little more: preemption is the rule here, not the exception.
         self.engine = FakeEngine(
@@ -81,9 +90,11 @@ class EngineMachine(RuleBasedStateMachine):
             max_kv_tokens=MAX_LEN + spare_kv_tokens,
             pipeline_depth=depth,
             caching=caching,
+            make_runner=SeveralRunner if several and depth == 1 else FakeRunner,
         )
         self.prompts: dict[str, list[int]] = {}
         self.requests: dict[str, Request] = {}
+        self.num_given: dict[str, int] = {}
         self.aborted: set[str] = set()
         self.ordered = False  # the next step is to fail
         self.num_preemptions_told = 0
@@ -110,9 +121,30 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(requests=st.lists(REQUESTS, min_size=3, max_size=8))
     def add(self, requests: list[dict[str, Any]]) -> None:
         for fields in requests:
-            request = self.engine.add(make_request(**fields))
+            request = self._request(**fields)
+            if not request.splittable and request.num_to_compute > self.engine.max_num_batched_tokens:
+                with pytest.raises(RequestError, match="cannot be split"):
+                    self.engine.core.add(request)
+                continue
+            self.engine.add(request)
             self.prompts[request.request_id] = fields["prompt"]
             self.requests[request.request_id] = request
+            self.num_given[request.request_id] = request.num_output_tokens
+
+    def _request(
+        self, prompt: list[int], max_tokens: int, num_given: int, scored: bool, **more: Any
+    ) -> Request:
+        params = SamplingParams(
+            max_tokens=max_tokens or 1,
+            temperature=0,
+            prompt_logprobs=0 if scored or not max_tokens else None,
+        )
+        kind = "generate" if max_tokens else "score"
+        answer = expected_tokens(prompt, max_tokens, stop_ids=more["stop_ids"])
+        given = answer[: min(num_given, len(answer) - 1)] if answer else []
+        return make_request(
+            [*prompt, *given], max_tokens, params=params, kind=kind, num_prompt_tokens=len(prompt), **more
+        )
 
     @rule(count=st.integers(1, 12))
     def step(self, count: int) -> None:
@@ -141,6 +173,10 @@ class EngineMachine(RuleBasedStateMachine):
             assert sum(slot.num_tokens for slot in record.slots) <= engine.max_num_batched_tokens
             assert len({slot.row for slot in record.slots}) == len(record.slots)
             assert all(slot.num_tokens > 0 for slot in record.slots)
+            for slot in record.slots:
+                request = self.requests[slot.request_id]
+                prompt = request.num_prompt_tokens
+                assert request.splittable or slot.start >= prompt or slot.num_tokens >= prompt
         engine.records.clear()
         scheduler = engine.scheduler
         holders = [*scheduler.pool.running, *scheduler.pool.lingering]
@@ -154,6 +190,7 @@ class EngineMachine(RuleBasedStateMachine):
         for name, tokens in self.engine.outputs.items():
             request = self.requests[name]
             expected = expected_tokens(self.prompts[name], request.max_tokens, stop_ids=request.stop_ids)
+            expected = expected[self.num_given[name] :]
             assert tokens == expected[: len(tokens)]
             if name in self.engine.finished and name not in self.aborted:
                 last = self.engine.finished[name]
@@ -161,7 +198,12 @@ class EngineMachine(RuleBasedStateMachine):
                     assert name in self.alone or self.num_failed_with[name] >= MAX_FAILURES
                     continue
                 assert tokens == expected
-                assert last.finish_reason == ("stop" if expected[-1] in request.stop_ids else "length")
+                stopped = bool(expected) and expected[-1] in request.stop_ids
+                assert last.finish_reason == ("stop" if stopped else "length")
+                if request.params.prompt_logprobs is not None and (
+                    len(self.prompts[name]) > 1 or not expected
+                ):
+                    assert self.engine.scores[name] == expected_scores(self.prompts[name])
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):

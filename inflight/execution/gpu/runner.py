@@ -40,18 +40,19 @@ class GpuTicket:
             self.done.synchronize()
         if self.rest is not None:
             return self.rest.read()
-        result = Sampled([-1] * self.num_entries)
-        if self.drawn is not None:
-            token_ids, bad = self.drawn.tolist()
-            if len(self.sampling_entries) == self.num_entries:
-                result.token_ids = token_ids[: self.num_entries]
-            else:
-                for index, entry in enumerate(self.sampling_entries):
-                    result.token_ids[entry] = token_ids[index]
-            if any(bad):
-                found = zip(self.sampling_entries, bad, strict=False)
-                # What is drawn here has no parameters that forbid tokens.
-                result.errors = {entry: NOT_FINITE for entry, is_bad in found if is_bad}
+        if self.drawn is None:
+            return Sampled([[] for _ in range(self.num_entries)])
+        token_ids, bad = self.drawn.tolist()
+        entries = self.sampling_entries
+        drawn = [[token_id] for token_id in token_ids[: len(entries)]]
+        if len(entries) < self.num_entries:
+            by_entry = dict(zip(entries, drawn, strict=True))
+            drawn = [by_entry.get(entry, []) for entry in range(self.num_entries)]
+        result = Sampled(drawn)
+        if any(bad):
+            # What is drawn here has no parameters that forbid tokens.
+            found = zip(entries, bad, strict=False)
+            result.errors = {entry: NOT_FINITE for entry, is_bad in found if is_bad}
         return result
 
 
