@@ -158,7 +158,7 @@ class NativeKernels:
         if rotary_dim > head_dim or rotary_dim % 2 or len(positions) != num_tokens:
             raise ConfigError(
                 f"cannot rotate x {list(x.shape)} at {len(positions)} positions with {rotary_dim} rotary "
-                "features: allowed is one position a token, and an even number of at most head_dim features"
+                "features: allowed is one position per token, and an even number of at most head_dim features"
             )
         positions = positions.to(torch.int64).contiguous()
         cos_sin = _dense(cos_sin)

@@ -48,7 +48,7 @@ class Scene:
         return [[(request, 0, length) for request, length in enumerate(self.lengths)]]
 
     def chunks(self, size: int) -> list[Step]:
-        """All requests side by side, `size` tokens a step; the longer ones go on alone."""
+        """All requests side by side, `size` tokens per step; the longer ones go on alone."""
         return [
             [(r, first, min(size, n - first)) for r, n in enumerate(self.lengths) if first < n]
             for first in range(0, max(self.lengths), size)

@@ -1,1 +1,1 @@
-"""Paged attention in Triton: one item of work a program, planned on the host, on grids that a CUDA graph can hold."""
+"""Paged attention in Triton: one item of work per program, planned on the host, on grids that a CUDA graph can hold."""

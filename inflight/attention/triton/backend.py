@@ -1,4 +1,4 @@
-"""The attention backend for GPUs: a few launches a layer, all of which a CUDA graph can hold."""
+"""The attention backend for GPUs: a few launches per layer, all of which a CUDA graph can hold."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The runner for GPUs: permanent rows, one packed upload a step, one CUDA graph a shape."""
+"""The runner for GPUs: permanent rows, one packed upload per step, one CUDA graph per shape."""

@@ -1,4 +1,4 @@
-"""Captured steps: one CUDA graph a shape, all in one memory pool."""
+"""Captured steps: one CUDA graph per shape, all in one memory pool."""
 
 from __future__ import annotations
 

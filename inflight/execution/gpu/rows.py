@@ -15,7 +15,7 @@ from torch import Tensor
 from inflight.execution.gpu.host_step import Ints, staging
 from inflight.scheduling.batch import Admission, TableUpdate
 
-SIZE = 256  # updates and tokens that one program looks after
+PROGRAM_SIZE = 256  # updates and tokens that one program looks after
 
 
 class TableUpdates(NamedTuple):
@@ -85,10 +85,19 @@ def open_step(tokens: Tensor, block_tables: Tensor, updates: TableUpdates, step:
     num_updates = len(updates.rows)
     rows, positions, ids = step or (updates.rows, updates.columns, updates.block_ids)
     num_tokens = 0 if step is None else len(ids)
-    grid = (triton.cdiv(max(num_updates, num_tokens), SIZE),)
+    grid = (triton.cdiv(max(num_updates, num_tokens), PROGRAM_SIZE),)
     strides = block_tables.stride(0), tokens.stride(0)
     _open_step[grid](
-        block_tables, *updates, num_updates, tokens, rows, positions, ids, num_tokens, *strides, SIZE=SIZE
+        block_tables,
+        *updates,
+        num_updates,
+        tokens,
+        rows,
+        positions,
+        ids,
+        num_tokens,
+        *strides,
+        SIZE=PROGRAM_SIZE,
     )
 
 

@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
 ]
 
-# Small, and with what kernels have to mind: three heads a KV head, a head size that is no power of two.
+# Small, and with what kernels have to mind: three heads per KV head, a head size that is no power of two.
 SHAPE: dict[str, Any] = {
     "num_hidden_layers": 2,
     "hidden_size": 48,
