@@ -1,6 +1,8 @@
 # The only gate is `make test`: lint, types, layering, all tests. `make demo` shows what it is about, `make serve` serves.
 PYTHON ?= python3
 VENV := .venv
+# Processes that share the tests: `auto` is one for each core, 0 is none.
+WORKERS ?= auto
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --quiet --disable-pip-version-check install --constraint constraints.txt
 
@@ -12,7 +14,9 @@ demo: $(VENV)/.demo
 serve: $(VENV)/.server
 	$(BIN)/inflight serve
 
-test: lint types layering tests
+# Types are checked beside the tests: they keep one core busy for half a minute where nothing is cached.
+test: lint layering
+	$(MAKE) --no-print-directory --jobs=2 types tests
 
 setup: $(VENV)/.dev
 
@@ -46,7 +50,7 @@ layering: setup
 	$(BIN)/lint-imports
 
 tests: setup
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses=$(WORKERS) --dist=worksteal
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -10,9 +10,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-# Kernels read this when they are imported: without a GPU they run in Triton's interpreter, on the CPU.
+from inflight.native.library import native_library
+
+# Triton reads this when it is imported: without a GPU, kernels run in its interpreter, on the CPU.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    from tests.interpreter import repeat_less
+
+    repeat_less()
 
 # Tests press Ctrl-C, which a shell switches off for jobs in the background and all that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -20,6 +25,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Machines that run tests are busy and slow at times: that is no failure.
 settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tests")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The compiled library is built before workers start, each of which would build it."""
+    if config.getoption("numprocesses", None):
+        native_library()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -67,7 +67,7 @@ async def test_requests_do_not_wait_for_each_other() -> None:
     assert {record.error for record in measured.records} == {None}
     for earlier, later in pairwise(measured.records):
         assert later.sent - earlier.sent > 0
-    assert measured.records[-1].sent - measured.records[0].sent == pytest.approx(0.018, abs=0.5)
+    assert measured.records[-1].sent - measured.records[0].sent == pytest.approx(0.018, abs=1)
 
 
 async def test_requests_wait_for_their_moment() -> None:
@@ -153,7 +153,7 @@ async def an_html_page(exchange: Exchange) -> None:
 
 async def silence(exchange: Exchange) -> None:
     await exchange.write(HEAD + chunk(token("a")))
-    await asyncio.sleep(5)
+    await asyncio.sleep(60)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ async def test_faults_have_kinds(handler: object, kind: str, num_tokens: int) ->
         await (handler if exchange.body["prompt"] == [1] else three_tokens)(exchange)  # type: ignore[operator]
 
     async with serving(sometimes) as fake:
-        measured = await drive(LoadPlan(fake.target, jobs(3), timeout=0.5, concurrency=1))
+        measured = await drive(LoadPlan(fake.target, jobs(3), timeout=2.0, concurrency=1))
     assert [record.error for record in measured.records] == [None, kind, None]
     failed = measured.records[1]
     assert (failed.num_tokens, bool(failed.detail)) == (num_tokens, True)

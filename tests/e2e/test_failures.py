@@ -44,16 +44,26 @@ def check_balance(llm: LLM) -> None:
     llm._engine.core.scheduler.pool.check()
 
 
+@pytest.fixture(scope="module")
+def expected(folder: Folder) -> list[list[int]]:
+    """The answers where nothing fails."""
+    return answers(LLM(folder()).generate(PROMPTS, GREEDY))
+
+
+@pytest.fixture(scope="module")
+def rich(folder: Folder) -> list[RequestOutput]:
+    """And those of all that may be asked for."""
+    return LLM(folder()).generate(PROMPTS, RICH)
+
+
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("method", ["launch", "collect"])
 @pytest.mark.parametrize("at", [1, 2, 6])
 def test_a_step_that_fails_once_costs_no_one_an_answer(
-    name: str, depth: int, method: str, at: int, folder: Folder
+    name: str, depth: int, method: str, at: int, folder: Folder, expected: list[list[int]]
 ) -> None:
-    options = OPTIONS[name] | {"pipeline_depth": depth}
-    expected = answers(LLM(folder(), **options).generate(PROMPTS, GREEDY))
-    llm = LLM(folder(), **options)
+    llm = LLM(folder(), pipeline_depth=depth, **OPTIONS[name])
     BreakingRunner(llm._engine.core, method, at)
     assert answers(llm.generate(PROMPTS, GREEDY)) == expected
     check_balance(llm)
@@ -76,11 +86,9 @@ RICH = [
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("method", ["launch", "collect"])
 def test_a_request_that_brings_its_steps_down_ends_alone(
-    name: str, depth: int, method: str, folder: Folder
+    name: str, depth: int, method: str, folder: Folder, rich: list[RequestOutput]
 ) -> None:
-    options = OPTIONS[name] | {"pipeline_depth": depth}
-    expected = LLM(folder(), **options).generate(PROMPTS, RICH)
-    llm = LLM(folder(), **options)
+    llm = LLM(folder(), pipeline_depth=depth, **OPTIONS[name])
     PoisonedRunner(llm._engine.core, begins_with(50), method)
     prompts = [*PROMPTS[:2], [50, 3], *PROMPTS[2:], [50] * 20]
     for _ in range(2):
@@ -88,7 +96,7 @@ def test_a_request_that_brings_its_steps_down_ends_alone(
         for bad in (outputs.pop(), outputs.pop(2)):
             assert bad.outputs[0].finish_reason == "error"
             assert "RuntimeError" in str(bad.outputs[0].error)
-        for found, whole in zip(outputs, expected, strict=True):
+        for found, whole in zip(outputs, rich, strict=True):
             assert found.outputs == whole.outputs
             assert found.prompt_logprobs == whole.prompt_logprobs
         check_balance(llm)

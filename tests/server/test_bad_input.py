@@ -115,12 +115,12 @@ ROWS: list[tuple[str, dict[str, Any], str | None, str]] = [
     (COMPLETIONS, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "stream"),
 ]
 
-NEIGHBOUR = {"prompt": "The little fox", "temperature": 0, "max_tokens": 16, "ignore_eos": True}
+NEIGHBOUR = {"prompt": "The little fox", "temperature": 0, "max_tokens": 8, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
 def neighbours_text(llm: LLM) -> str:
-    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     return llm.generate("The little fox", params)[0].outputs[0].text
 
 

@@ -156,7 +156,7 @@ def test_a_client_that_waits_no_longer(client: openai.OpenAI, server: Live, back
     before = server.state.metrics.num_disconnects
     try:
         with pytest.raises(openai.APITimeoutError):
-            client.with_options(timeout=0.3).completions.create(
+            client.with_options(timeout=1.0).completions.create(
                 model=MODEL, prompt="x", max_tokens=2000, extra_body={"ignore_eos": True}
             )
     finally:

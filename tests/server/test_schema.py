@@ -24,8 +24,8 @@ from tests.server.live import Backend, Live, live_server, stream
 
 GENERATING = ("/v1/completions", "/v1/chat/completions")
 OPERATIONS = [
-    *(("POST", path, 150) for path in GENERATING),
-    *(("POST", path, 60) for path in ("/tokenize", "/detokenize")),
+    *(("POST", path, 80) for path in GENERATING),
+    *(("POST", path, 30) for path in ("/tokenize", "/detokenize")),
     *(("GET", path, 8) for path in ("/v1/models/{model}", "/v1/requests/{request_id}")),
     ("DELETE", "/v1/requests/{request_id}", 8),
     *(("GET", path, 2) for path in ("/v1/models", "/health", "/ready", "/version", "/metrics", "/")),

@@ -9,7 +9,7 @@ import pytest
 
 from inflight import LLM
 from inflight.config import ProcessConfig
-from tests.server.faults.told import Case
+from tests.server.faults.told import Case, make_case, make_cases
 from tests.server.faulty import SLOW
 from tests.server.live import Live, ProcessBackend, live_server
 
@@ -56,9 +56,9 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 @pytest.fixture(scope="package")
 def slow(llm: LLM) -> list[Case]:
     """Each takes seconds, with the faulty engine."""
-    return [Case(llm, [SLOW, number], 200) for number in range(NUM_SLOTS + NUM_PLACES)]
+    return make_cases(llm, [([SLOW, number], 200) for number in range(NUM_SLOTS + NUM_PLACES)])
 
 
 @pytest.fixture(scope="package")
 def quick(llm: LLM) -> Case:
-    return Case(llm, [5, 6], 40)
+    return make_case(llm, [5, 6], 40)

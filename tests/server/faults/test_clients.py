@@ -13,7 +13,7 @@ import pytest
 from inflight import LLM
 from inflight.events import StepRecord
 from tests.server.faults.conftest import NUM_PLACES, NUM_SLOTS
-from tests.server.faults.told import PATH, Case, Told, health, wait_for_running
+from tests.server.faults.told import PATH, Case, Told, health, make_case, wait_for_running
 from tests.server.live import Backend, Live
 from tests.server.test_command import serving
 
@@ -58,7 +58,7 @@ def test_aborts_take_effect_with_the_next_step(
         return await abort(request_id, reason)
 
     monkeypatch.setattr(backend.engine.client, "abort", noted)
-    neighbour = Case(llm, [9, 9], 600)
+    neighbour = make_case(llm, [9, 9], 300)
     backend.core.observers.append(steps.append)
     try:
         told = neighbour.send(threads, live)
@@ -75,7 +75,7 @@ def test_aborts_take_effect_with_the_next_step(
 
 def test_a_client_that_does_not_read(server: Live, llm: LLM, quick: Case) -> None:
     """The engine computes all of its answer meanwhile, and no token is lost."""
-    case = Case(llm, [11, 12], 600)
+    case = make_case(llm, [11, 12], 400)
     with connect(server) as connection:
         send(connection, {**case.body, "stream": True, "logprobs": 20})
         server.wait_until("its start", lambda: len(server.state.request_log) == 1)
@@ -103,7 +103,7 @@ def test_overload(server: Live, threads: ThreadPoolExecutor, slow: list[Case], q
 
 
 def test_sigterm(llm: LLM) -> None:
-    case = Case(llm, [5, 6], 800)
+    case = make_case(llm, [5, 6], 400)
     found = [""] * 4
     with serving("--shutdown-timeout", "60") as (process, http, _):
         with http.stream("POST", PATH, json={**case.body, "n": 4, "stream": True}) as response:

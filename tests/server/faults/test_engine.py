@@ -8,7 +8,16 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from inflight import LLM
-from tests.server.faults.told import Case, Told, health, health_of, process_id, wait_for_running
+from tests.server.faults.told import (
+    Case,
+    Told,
+    health,
+    health_of,
+    make_case,
+    make_cases,
+    process_id,
+    wait_for_running,
+)
 from tests.server.faulty import HANG, RAISE, hold_file, no_engine_starts
 from tests.server.live import Backend, Live, live_server
 
@@ -51,7 +60,7 @@ def test_a_step_that_hangs(
 ) -> None:
     neighbour = slow[0].send(threads, watched)
     wait_for_running(watched, 1)
-    hanging = Case(llm, [HANG, 1], 8)
+    hanging = make_case(llm, [HANG, 1], 8)
     stuck = hanging.send(threads, watched)
     try:
         watched.wait_until("its sign", lambda: health_of(watched))
@@ -99,7 +108,7 @@ def test_parameters_that_leave_no_token(server: Live, quick: Case) -> None:
 
 
 def test_kv_memory_that_runs_out(llm: LLM, threads: ThreadPoolExecutor) -> None:
-    cases = [Case(llm, [20 + number] * 8, 160 + number) for number in range(8)]
+    cases = make_cases(llm, [([20 + number] * 8, 160 + number) for number in range(8)])
     small = Backend(num_blocks=26, max_model_len=256, max_num_seqs=8, max_queue=64)
     try:
         with live_server(small) as live:

@@ -41,9 +41,8 @@ class Told:
 class Case:
     """A request, and what it must give whatever happens around it."""
 
-    def __init__(self, llm: LLM, prompt: list[int], max_tokens: int) -> None:
-        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-        self.text = llm.generate(prompt, params)[0].outputs[0].text
+    def __init__(self, prompt: list[int], max_tokens: int, text: str) -> None:
+        self.text = text
         self.body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
 
     def send(self, threads: ThreadPoolExecutor, live: Live, stream: bool = True) -> Future[Told]:
@@ -51,6 +50,17 @@ class Case:
 
     def right(self, told: Told) -> bool:
         return told.status == 200 and told.text == self.text and not told.errors
+
+
+def make_cases(llm: LLM, wanted: list[tuple[list[int], int]]) -> list[Case]:
+    """Of prompts and numbers of tokens."""
+    params = [SamplingParams(temperature=0, max_tokens=number, ignore_eos=True) for _, number in wanted]
+    outputs = llm.generate([prompt for prompt, _ in wanted], params)
+    return [Case(*one, output.outputs[0].text) for one, output in zip(wanted, outputs, strict=True)]
+
+
+def make_case(llm: LLM, prompt: list[int], max_tokens: int) -> Case:
+    return make_cases(llm, [(prompt, max_tokens)])[0]
 
 
 def wait_for_running(live: Live, number: int, waiting: int = 0) -> None:
