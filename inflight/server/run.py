@@ -22,9 +22,9 @@ from inflight.errors import ConfigError
 from inflight.logs import configure_logging
 from inflight.server.app import create_app
 from inflight.server.config import ServerConfig
-from inflight.server.hosts import Hosts
 from inflight.server.keys import Keys, load_keys
 from inflight.server.loading_app import LoadingApp
+from inflight.server.middleware import Hosts
 from inflight.server.protocol import bounded_protocol
 from inflight.server.state import ServerState
 from inflight.server.summary import summary

@@ -17,9 +17,9 @@ from inflight.engine import EngineClient
 from inflight.frontend import Frontend
 from inflight.server.config import ServerConfig
 from inflight.server.errors import ApiError
-from inflight.server.hosts import Hosts
 from inflight.server.keys import Caller, Keys
 from inflight.server.metrics import Metrics
+from inflight.server.middleware import Hosts
 from inflight.server.request_log import RequestLog
 from inflight.server.tracing import NoTracer, Tracer
 
