@@ -69,9 +69,9 @@ class LLM:
         items = split_prompts(prompts)
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
-        params = _for_each(items, sampling_params, SamplingParams, "sampling params")
-        priorities = _for_each(items, priority, int, "priorities")
-        tenants = _for_each(items, tenant, str, "tenants")
+        params = _for_each(items, sampling_params, SamplingParams, "sampling params", "sampling_params")
+        priorities = _for_each(items, priority, int, "priorities", "priority")
+        tenants = _for_each(items, tenant, str, "tenants", "tenant")
         prepared = []
         for index, parts in enumerate(zip(items, params, priorities, tenants, strict=True)):
             try:
@@ -201,17 +201,19 @@ class LLM:
         self.close()
 
 
-def _for_each(prompts: list[Prompt], given: T | Sequence[T], kind: type[T], name: str) -> list[T]:
+def _for_each(prompts: list[Prompt], given: T | Sequence[T], kind: type[T], name: str, param: str) -> list[T]:
     """One for each prompt, from one for all or from a list."""
     if isinstance(given, kind):
         return [given] * len(prompts)
     if not isinstance(given, Sequence):
         raise ParameterError(
-            f"{name} are of type {type(given).__name__}: give a {kind.__name__}, or a list of them"
+            f"{name} are of type {type(given).__name__}: give a {kind.__name__}, or a list of them",
+            param=param,
         )
     if len(given) != len(prompts):
         raise ParameterError(
-            f"there are {len(given)} {name} for {len(prompts)} prompts: give one, or a list of as many"
+            f"there are {len(given)} {name} for {len(prompts)} prompts: give one, or a list of as many",
+            param=param,
         )
     return list(given)
 

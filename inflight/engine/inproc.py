@@ -191,7 +191,11 @@ class InprocClient:
     def stream(self, request_id: str) -> AsyncGenerator[Delta]:
         queue = self._queues.get(request_id)
         if queue is None:
-            raise RequestError(f"there is no request {request_id!r} to stream: add it first")
+            raise RequestError(
+                f"there is no request {request_id!r} to stream: add it first",
+                param="request_id",
+                code="request_not_found",
+            )
 
         def leave(running: bool) -> None:
             if self._queues.get(request_id) is queue:

@@ -220,7 +220,11 @@ class ProcessClient:
     def stream(self, request_id: str) -> AsyncGenerator[Delta]:
         opened = self._requests.get(request_id)
         if opened is None:
-            raise RequestError(f"there is no request {request_id!r} to stream: add it first")
+            raise RequestError(
+                f"there is no request {request_id!r} to stream: add it first",
+                param="request_id",
+                code="request_not_found",
+            )
 
         def leave(running: bool) -> None:
             if self._requests.get(request_id) is opened:

@@ -149,12 +149,15 @@ def test_templates() -> None:
     check(lambda: CHAT.render([message], continue_final_message=True), PromptError, None)
 
 
-@pytest.mark.parametrize("file", ["request.py", "frontend/input_processor.py", "text/bad_words.py"])
+@pytest.mark.parametrize(
+    "file", ["request.py", "llm.py", "async_engine.py", "frontend/input_processor.py", "text/bad_words.py"]
+)
 def test_no_refusal_of_a_parameter_goes_without_its_name(file: str) -> None:
     tree = ast.parse((Path(inflight.__file__).parent / file).read_text())
     raised = [node.exc for node in ast.walk(tree) if isinstance(node, ast.Raise)]
-    refusals = [node for node in raised if isinstance(node, ast.Call)]
+    calls = [node for node in raised if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    kinds = ("RequestError", "ParameterError", "PromptError")
+    refusals = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id in kinds]
     assert refusals
     for call in refusals:
-        own_name = isinstance(call.func, ast.Name) and call.func.id == "context_length_error"
-        assert own_name or "param" in {item.arg for item in call.keywords}, f"line {call.lineno}"
+        assert "param" in {item.arg for item in call.keywords}, f"line {call.lineno}"
