@@ -1,4 +1,4 @@
-"""Where the news of one request waits for its reader."""
+"""Where the deltas of one request wait for their reader."""
 
 from __future__ import annotations
 

@@ -212,7 +212,7 @@ class EngineProcess:
 
     def send_frame(self, frame: bytearray) -> None:
         if not self._down.closed:
-            with contextlib.suppress(zmq.Again):  # no one is at the other end: news of that is on its way
+            with contextlib.suppress(zmq.Again):  # no one is at the other end: its exit will be noticed
                 self._down.send(frame, zmq.NOBLOCK)
 
     def kill(self, reason: str | None = None) -> None:

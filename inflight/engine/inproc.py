@@ -27,7 +27,7 @@ DRAIN_POLL = 0.02
 class InprocClient:
     """Implements `EngineClient`. The thread owns the core: everything reaches it as a call to run between steps.
 
-    One event loop uses one client. What a step tells crosses to it in a single call.
+    One event loop uses one client. The deltas of a step cross to it in a single call.
     """
 
     def __init__(self, core: EngineCore, facts: ModelFacts) -> None:
@@ -158,7 +158,7 @@ class InprocClient:
 
         def add() -> None:
             self._core.add(request)
-            # Not before: what is told of an earlier request of that id is still on its way.
+            # Not before: deltas of an earlier request of that id may still be on their way.
             self._post(lambda: self._queues.__setitem__(request_id, queue))
 
         self._adding.add(request_id)

@@ -1,4 +1,4 @@
-"""What an engine process has to tell, until the front takes it in."""
+"""What an engine process has to send, until the front takes it in."""
 
 from __future__ import annotations
 

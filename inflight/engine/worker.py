@@ -100,7 +100,7 @@ class EngineSockets:
 
 
 class EngineLoop:
-    """Messages in, steps, news out."""
+    """Messages in, steps, outputs out."""
 
     def __init__(self, core: EngineCore, sockets: EngineSockets) -> None:
         self._core = core

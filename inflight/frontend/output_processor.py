@@ -30,7 +30,7 @@ class Answer:
             self.output.cumulative_logprob = 0.0
 
     def push(self, delta: Delta) -> bool:
-        """Take in news. True when a stop string ended the answer before the engine did."""
+        """Take in a delta. True when a stop string ended the answer before the engine did."""
         output = self.output
         if output.finished:
             return False
@@ -67,8 +67,8 @@ class Answer:
         output.finish_reason, output.stop_reason = "stop", self._stops.matched
 
     def _hides_last(self) -> bool:
-        """The token that ends the answer is part of its ids, not of its text. It may come before the news that it
-        was the end: some policies keep a request for a while."""
+        """The token that ends the answer is part of its ids, not of its text. It may come before the delta that says
+        so: some policies keep a request for a while."""
         ids, params = self.output.token_ids, self._params
         ends = len(ids) > params.min_tokens and ids[-1] in self._stop_ids
         return ends and not params.include_stop_str_in_output
@@ -143,7 +143,7 @@ class OutputProcessor:
         self.prompt_token_ids = requests[0].token_ids[: requests[0].num_prompt_tokens]
         self.prompt_logprobs: list[Logprobs | None] | None = None  # once they are computed
         if requests[0].params.prompt_logprobs is not None and len(self.prompt_token_ids) == 1:
-            self.prompt_logprobs = [None]  # nothing predicts the first token, so no delta will tell
+            self.prompt_logprobs = [None]  # nothing predicts the first token, so no delta will bring any
         self._tokenizer = tokenizer
         self._answers = {
             request.request_id: Answer(index, request, tokenizer) for index, request in enumerate(requests)
@@ -158,7 +158,7 @@ class OutputProcessor:
         return all(answer.output.finished for answer in self._answers.values())
 
     def push(self, delta: Delta) -> bool:
-        """Take in news of one answer. True when its request must be aborted: a stop string ended it."""
+        """Take in a delta of one answer. True when its request must be aborted: a stop string ended it."""
         if delta.prompt_logprobs is not None and self.prompt_logprobs is None:
             self.prompt_logprobs = [
                 None if position is None else named(position, self._tokenizer)

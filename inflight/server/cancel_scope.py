@@ -1,4 +1,4 @@
-"""Ends the waiting of one exchange: its time is over, its client has gone, or the server stops."""
+"""Ends the waiting of one generation: its time is over, its client has gone, or the server stops."""
 
 from __future__ import annotations
 

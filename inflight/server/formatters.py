@@ -75,7 +75,7 @@ class ResponseFormatter:
         self._num_logprobs = num_logprobs
         self._with_ids = with_ids
         self._with_prompt_logprobs = with_prompt_logprobs
-        self._scores_only = scores_only  # the answer itself is not told
+        self._scores_only = scores_only  # the answer itself is not sent
         self._plain = num_logprobs is None and not with_ids
         self._usage = {"usage": None} if with_usage else {}
         self._suffix = b""
@@ -89,7 +89,7 @@ class ResponseFormatter:
         return b""
 
     def more(self, choice: Choice, text: str) -> bytes:
-        """The event of new text, or b"" where there is nothing to tell yet."""
+        """The event of new text, or b"" where there is nothing to send yet."""
         if self._plain and not choice.echoes:
             return choice.prefix + _encode(text) + self._suffix if text else b""
         if not text and choice.num_sent == choice.num_tokens:

@@ -1,4 +1,4 @@
-"""Log-probabilities in the shapes of the two APIs."""
+"""Log-probabilities as the two APIs write them."""
 
 from __future__ import annotations
 
