@@ -1,4 +1,4 @@
-"""Where a row's parameters are in the table that kernels read: one row of 32-bit words each, and what its flags mean."""
+"""Where a row's parameters are in the table that kernels read, 32-bit words, and what its flags mean."""
 
 from __future__ import annotations
 

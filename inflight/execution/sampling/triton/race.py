@@ -1,8 +1,8 @@
 """First launches: each chunk of the vocabulary runs its own race.
 
-Rows that ask for a draw and nothing else have a program for each chunk. The others, special ones, have a kernel of their
-own, with few programs per row, which look at one chunk after the other: a step without such rows hardly notices it. Where
-a row changes its logits they are written beside the model's own, and all that follows reads them there.
+Rows that ask for a draw and nothing else have a program for each chunk. The others, special ones, have a kernel of
+their own, with few programs per row that take one chunk after the other: a step without such rows hardly notices it.
+Where a row changes its logits they are written beside the model's own, and all that follows reads them there.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The ranking of a row's tokens, by (logit, greatest first; id, lowest first), without a sort of the vocabulary.
 
-A search looks only into groups of tokens whose greatest logit, known from the first launch, reaches what is searched for.
+A search looks only into groups of tokens whose greatest logit, known from the race, reaches what is searched for.
 Logits are compared as `key`s: integers in the same order, so that a search can bisect them.
 """
 
