@@ -15,7 +15,7 @@ from inflight.errors import EngineError
 from inflight.events import PositionLogprobs
 from inflight.execution.sampling.triton import (
     DrawRows,
-    DrawWorkspace,
+    SamplingWorkspace,
     WantedLogprobs,
     draw,
     read_logprobs,
@@ -93,7 +93,7 @@ class KernelBench:
         self.rows = DrawRows(bench.max_rows, self.vocab_size, DEVICE)
         requests = [(row, job.request()) for row, job in zip(bench.rows, bench.jobs, strict=True)]
         self.rows.set_many(requests, self.tokens)
-        self.workspace = DrawWorkspace.allocate(len(bench.jobs) + 2, self.vocab_size, DEVICE, group)
+        self.workspace = SamplingWorkspace.allocate(len(bench.jobs) + 2, self.vocab_size, DEVICE, group)
 
     def draw(self, entries: list[int]) -> Drawn:
         """For these jobs, from where they are; -1 is a padding entry."""
@@ -255,7 +255,7 @@ def test_tokens_are_written_behind_the_row_and_padding_writes_nothing() -> None:
 @pytest.mark.parametrize("shape", [(3, 512), (2, 513)])
 def test_a_workspace_that_is_too_small_is_refused(shape: tuple[int, int]) -> None:
     ints = _ints([0] * shape[0])
-    rows, workspace = DrawRows(1, 512, DEVICE), DrawWorkspace.allocate(2, 512, DEVICE, group=8)
+    rows, workspace = DrawRows(1, 512, DEVICE), SamplingWorkspace.allocate(2, 512, DEVICE, group=8)
     logits, wanted = torch.zeros(shape, device=DEVICE), wanted_logprobs([-1] * shape[0])
     with pytest.raises(EngineError, match="at most 2 x 512"):
         draw(logits, ints, ints, rows, ints, ints, ints, workspace, wanted)
@@ -299,7 +299,7 @@ def test_logits_that_nothing_is_drawn_from_are_scored() -> None:
         targets = [int(i) for i in rng.integers(0, 700, 6)]
         counts = [0, 1, 7, -1, 20, 3]
         wanted = wanted_logprobs(counts)
-        workspace = DrawWorkspace.allocate(6, 700, DEVICE, group=8)
+        workspace = SamplingWorkspace.allocate(6, 700, DEVICE, group=8)
         score(torch.from_numpy(logits).to(DEVICE), _ints(targets), wanted, workspace)
         for entry, position in told(wanted, counts).items():
             x = logits[entry].astype(np.float64)

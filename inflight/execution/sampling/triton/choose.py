@@ -16,7 +16,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from inflight.early import begin_early
 from inflight.execution.sampling.triton.forbid import update_forbidden
 from inflight.execution.sampling.triton.layout import (
     ADJUSTS,
@@ -48,6 +47,7 @@ from inflight.execution.sampling.triton.ranking import (
     sorted_top,
     value_of,
 )
+from inflight.triton_utils.pdl import launch_dependents_then_wait
 
 
 @triton.jit
@@ -80,11 +80,11 @@ def choose_kernel(
     GROUP: tl.constexpr,  # tokens of a group
     TILE: tl.constexpr,  # listed groups that are looked into at once
     CANDIDATES: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     entry = tl.program_id(0)
     row = tl.load(rows + entry)
-    begin_early(EARLY)
+    launch_dependents_then_wait(PDL)
     if row < 0:
         return
     length, flags = tl.load(lengths + entry), int_of(table, row, FLAGS)

@@ -9,7 +9,6 @@ import torch
 import triton
 from torch import Tensor
 
-from inflight.early import can_start_early, launch_options
 from inflight.errors import EngineError
 from inflight.events import PositionLogprobs
 from inflight.execution.sampling.logprobs import position
@@ -17,6 +16,7 @@ from inflight.execution.sampling.triton.choose import choose_kernel
 from inflight.execution.sampling.triton.logprobs import logprobs_kernel, measure_kernel
 from inflight.execution.sampling.triton.race import race_kernel, special_race_kernel
 from inflight.execution.sampling.triton.rows import DrawRows
+from inflight.triton_utils.pdl import launch_options, supports_pdl
 
 # A group of 64 logits is two cache lines of bfloat16; a row of more groups than this would not fit registers.
 MIN_GROUP = 64
@@ -31,7 +31,7 @@ MAX_LOGPROBS = CANDIDATES // 2  # told of one position
 
 
 @dataclass(frozen=True, slots=True)
-class DrawWorkspace:
+class SamplingWorkspace:
     """What one launch leaves for the next, for at most `max_entries` entries."""
 
     group: int  # tokens of a group
@@ -50,7 +50,7 @@ class DrawWorkspace:
     @classmethod
     def allocate(
         cls, max_entries: int, vocab_size: int, device: torch.device | str, group: int | None = None
-    ) -> DrawWorkspace:
+    ) -> SamplingWorkspace:
         """`group` is a power of two, chosen to fit the vocabulary by default."""
         group = group or max(MIN_GROUP, triton.next_power_of_2(triton.cdiv(vocab_size, MAX_GROUPS)))
         num_chunks = triton.cdiv(vocab_size, group * GROUPS_OF_CHUNK)
@@ -133,7 +133,7 @@ def draw(
     tokens: Tensor,
     out_ids: Tensor,
     out_bad: Tensor,
-    workspace: DrawWorkspace,
+    workspace: SamplingWorkspace,
     logprobs: WantedLogprobs,
 ) -> None:
     """Choose token number lengths[i] of row rows[i] from logits[i], and write it to tokens and out_ids[i].
@@ -153,7 +153,7 @@ def draw(
         workspace.group_tops,
     )
     raw = (workspace.raw_tops, workspace.raw_masses, workspace.raw_group_tops)
-    early = can_start_early(logits.device)
+    pdl = supports_pdl(logits.device)
     race_kernel[(workspace.num_chunks, num_entries)](
         logits,
         rows,
@@ -164,9 +164,9 @@ def draw(
         logits.stride(0),
         GROUPS=GROUPS_OF_CHUNK,
         GROUP=workspace.group,
-        EARLY=early,
+        PDL=pdl,
         num_warps=RACE_WARPS,
-        **launch_options(early),
+        **launch_options(pdl),
     )
     special_race_kernel[(min(SPECIAL_PROGRAMS, workspace.num_chunks), num_entries)](
         logits,
@@ -184,9 +184,9 @@ def draw(
         logits.stride(0),
         GROUPS=GROUPS_OF_CHUNK,
         GROUP=workspace.group,
-        EARLY=early,
+        PDL=pdl,
         num_warps=RACE_WARPS,
-        **launch_options(early),
+        **launch_options(pdl),
     )
     choose_kernel[(num_entries,)](
         logits,
@@ -208,14 +208,14 @@ def draw(
         logits.stride(0),
         tokens.stride(0),
         CHUNK=GROUPS_OF_CHUNK,
-        EARLY=early,
+        PDL=pdl,
         **workspace.searches(),
-        **launch_options(early),
+        **launch_options(pdl),
     )
-    _tell(logits, out_ids, logprobs, workspace, early)
+    _tell(logits, out_ids, logprobs, workspace, pdl)
 
 
-def score(logits: Tensor, targets: Tensor, wanted: WantedLogprobs, workspace: DrawWorkspace) -> None:
+def score(logits: Tensor, targets: Tensor, wanted: WantedLogprobs, workspace: SamplingWorkspace) -> None:
     """The log-probabilities of targets [P] int32 under logits [P, V]."""
     workspace.check(logits)
     measure_kernel[(workspace.num_chunks, len(logits))](
@@ -229,11 +229,11 @@ def score(logits: Tensor, targets: Tensor, wanted: WantedLogprobs, workspace: Dr
         GROUP=workspace.group,
         num_warps=RACE_WARPS,
     )
-    _tell(logits, targets, wanted, workspace, early=False)
+    _tell(logits, targets, wanted, workspace, pdl=False)
 
 
 def _tell(
-    logits: Tensor, targets: Tensor, wanted: WantedLogprobs, workspace: DrawWorkspace, early: bool
+    logits: Tensor, targets: Tensor, wanted: WantedLogprobs, workspace: SamplingWorkspace, pdl: bool
 ) -> None:
     logprobs_kernel[(len(logits),)](
         logits,
@@ -251,7 +251,7 @@ def _tell(
         workspace.num_chunks,
         workspace.num_groups,
         logits.stride(0),
-        EARLY=early,
+        PDL=pdl,
         **workspace.searches(),
-        **launch_options(early),
+        **launch_options(pdl),
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from inflight.early import begin_early
 from inflight.execution.sampling.triton.race import LOG2_E, ids_of_chunk, load_chunk, store_chunk
 from inflight.execution.sampling.triton.ranking import (
     LEAST_KEY,
@@ -15,6 +14,7 @@ from inflight.execution.sampling.triton.ranking import (
     sorted_top,
     value_of,
 )
+from inflight.triton_utils.pdl import launch_dependents_then_wait
 
 
 @triton.jit
@@ -59,11 +59,11 @@ def logprobs_kernel(
     GROUP: tl.constexpr,
     TILE: tl.constexpr,
     CANDIDATES: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     entry = tl.program_id(0)
     count, place = tl.load(counts + entry), tl.load(places + entry)
-    begin_early(EARLY)
+    launch_dependents_then_wait(PDL)
     if count < 0:
         return
     chunks = tl.arange(0, CHUNKS)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from inflight.early import begin_early
 from inflight.execution.sampling.triton.adjust import adjusted
 from inflight.execution.sampling.triton.layout import (
     ADJUSTS,
@@ -28,6 +27,7 @@ from inflight.execution.sampling.triton.layout import (
     int_of,
 )
 from inflight.execution.sampling.triton.noise import race_key, race_scores
+from inflight.triton_utils.pdl import launch_dependents_then_wait
 
 NO_TOKEN = tl.constexpr(0x7FFFFFFF)
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -55,11 +55,11 @@ def race_kernel(
     logits_stride,
     GROUPS: tl.constexpr,  # groups of a chunk
     GROUP: tl.constexpr,  # tokens of a group
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     chunk, entry, num_chunks = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     row = tl.load(rows + entry)
-    begin_early(EARLY)
+    launch_dependents_then_wait(PDL)
     if row < 0:
         return
     if int_of(table, row, FLAGS) & SPECIAL:
@@ -94,11 +94,11 @@ def special_race_kernel(
     logits_stride,
     GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     first_chunk, entry = tl.program_id(0), tl.program_id(1)
     row = tl.load(rows + entry)
-    begin_early(EARLY)
+    launch_dependents_then_wait(PDL)
     if row < 0:
         return
     flags = int_of(table, row, FLAGS)
