@@ -13,13 +13,14 @@ from torch import Tensor
 
 from inflight.errors import EngineError
 from inflight.events import PositionLogprobs
+from inflight.execution.sampling import IS_NOT_FINITE
 from inflight.execution.sampling.triton import (
     DrawRows,
     SamplingWorkspace,
     WantedLogprobs,
     draw,
     read_logprobs,
-    score,
+    score_all,
 )
 from tests.execution.sampler_oracle import GARBAGE, Bench, Job, job
 
@@ -77,7 +78,7 @@ class Drawn:
     """What the kernels leave behind."""
 
     ids: list[int]
-    bad: list[bool]
+    bad: list[int]
     tokens: Tensor
     logprobs: dict[int, PositionLogprobs]  # by entry
 
@@ -101,10 +102,10 @@ class KernelBench:
         nothing = np.full(self.vocab_size, np.nan, dtype=np.float32)
         logits = np.stack([jobs[i].logits if i >= 0 else nothing for i in entries])
         lengths = [len(jobs[i].token_ids) if i >= 0 else 0 for i in entries]
-        counts = [self.rows.num_logprobs[rows[i]] if i >= 0 else -1 for i in entries]
+        counts = [int(self.rows._num_logprobs[rows[i]]) if i >= 0 else -1 for i in entries]
         wanted = wanted_logprobs(counts)
         ids = _ints([UNTOUCHED] * len(entries))
-        bad = torch.ones(len(entries), dtype=torch.bool, device=DEVICE)
+        bad = _ints([UNTOUCHED] * len(entries))
         draw(
             torch.from_numpy(logits).to(DEVICE, self.dtype),
             _ints([rows[i] if i >= 0 else -1 for i in entries]),
@@ -140,7 +141,7 @@ def told(wanted: WantedLogprobs, counts: list[int]) -> dict[int, PositionLogprob
 
 def draw_jobs(
     bench: Bench, entries: list[int], group: int, dtype: torch.dtype = torch.float32
-) -> tuple[list[int], list[bool], Tensor]:
+) -> tuple[list[int], list[int], Tensor]:
     """Ids, bad flags and the table of tokens after the kernels drew for these jobs; -1 is a padding entry."""
     found = KernelBench(bench, group, dtype).draw(entries)
     return found.ids, found.bad, found.tokens
@@ -233,7 +234,7 @@ def test_logits_that_are_not_finite_are_bad_and_still_give_a_token() -> None:
     jobs = [job(x, **option) for x, option in zip(logits, options * 4, strict=True)]
     bench = Bench(jobs, device=DEVICE)
     ids, bad, tokens = draw_jobs(bench, list(range(12)), 8)
-    assert bad == [False] * 3 + [True] * 9
+    assert bad == [0] * 3 + [IS_NOT_FINITE] * 9
     assert all(0 <= i < 130 for i in ids)
     assert [int(tokens[row, 1]) for row in bench.rows] == ids
 
@@ -244,7 +245,7 @@ def test_tokens_are_written_behind_the_row_and_padding_writes_nothing() -> None:
     bench = Bench(jobs, device=DEVICE)
     ids, bad, tokens = draw_jobs(bench, [2, -1, 0, 1, -1], 8)
     assert ids[1] == ids[4] == UNTOUCHED
-    assert bad == [False, True, False, False, True]  # where it stayed True nothing was written
+    assert bad == [0, UNTOUCHED, 0, 0, UNTOUCHED]
     wanted = bench.tokens.clone()
     for entry, drawn in ((2, ids[0]), (0, ids[2]), (1, ids[3])):
         wanted[bench.rows[entry], 1 + entry] = drawn
@@ -297,14 +298,13 @@ def test_logits_that_nothing_is_drawn_from_are_scored() -> None:
     for kind in ("plain", "ties"):
         logits = np.stack([some_logits(rng, 700, kind) for _ in range(6)])
         targets = [int(i) for i in rng.integers(0, 700, 6)]
-        counts = [0, 1, 7, -1, 20, 3]
-        wanted = wanted_logprobs(counts)
         workspace = SamplingWorkspace.allocate(6, 700, DEVICE, group=8)
-        score(torch.from_numpy(logits).to(DEVICE), _ints(targets), wanted, workspace)
-        for entry, position in told(wanted, counts).items():
+        count = 20 if kind == "plain" else 3
+        found = score_all(torch.from_numpy(logits).to(DEVICE), _ints(targets), count, workspace)
+        for entry, position in enumerate(read_logprobs(found.cpu(), [count] * 6, 1 + count)):
             x = logits[entry].astype(np.float64)
             normalised = x - x.max() - np.log(np.exp(x - x.max()).sum())
-            order = np.lexsort((np.arange(700), -x))[: counts[entry]].tolist()
+            order = np.lexsort((np.arange(700), -x))[:count].tolist()
             ids = [targets[entry], *(i for i in order if i != targets[entry])]
             assert [t.token_id for t in position] == ids
             assert [t.rank for t in position] == [1 + int((x > x[i]).sum()) for i in ids]

@@ -1,7 +1,7 @@
 """Second launch: one program per row finds the winner of its chunks, or of the tokens that the row allows.
 
-top_k, top_p and min_p each allow a prefix of the ranking (`ranking.py`). With a small top_k its tokens are put in order,
-and all is decided among them. Otherwise
+top_k, top_p and min_p each allow a prefix of the ranking (`ranking.py`). With a small top_k its tokens are put in
+order, and all is decided among them. Otherwise
 
     a candidate is allowed when few enough tokens, of little enough mass, rank before it,
     and when it is not allowed, nothing behind it is: the next candidate is the best of those before it.
@@ -16,6 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from inflight.execution.sampling.sampler import HAS_NO_TOKEN, IS_NOT_FINITE
 from inflight.execution.sampling.triton.forbid import update_forbidden
 from inflight.execution.sampling.triton.layout import (
     ADJUSTS,
@@ -48,6 +49,9 @@ from inflight.execution.sampling.triton.ranking import (
     value_of,
 )
 from inflight.triton_utils.pdl import launch_dependents_then_wait
+
+_IS_NOT_FINITE = tl.constexpr(IS_NOT_FINITE)
+_HAS_NO_TOKEN = tl.constexpr(HAS_NO_TOKEN)
 
 
 @triton.jit
@@ -130,7 +134,8 @@ def choose_kernel(
                 CHUNKS, CHUNK, GROUPS, GROUP, TILE,
             )  # fmt: skip
     tl.store(out_ids + entry, token_id)
-    tl.store(out_bad + entry, bad)
+    not_finite = (top == float("inf")) | ((flags & ADJUSTS) == 0)
+    tl.store(out_bad + entry, tl.where(bad, tl.where(not_finite, _IS_NOT_FINITE, _HAS_NO_TOKEN), 0))
     at = tokens + row.to(tl.int64) * tokens_stride
     tl.store(at + length, token_id)
     # What the next step of the row reads.

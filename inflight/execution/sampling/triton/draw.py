@@ -140,8 +140,8 @@ def draw(
 
     logits [S, V] float32, bfloat16 or float16, contiguous in the last dimension, are left as they are.
     rows [S] int32; a negative one is padding, and writes nothing. lengths [S] int32 count the tokens of each row before
-    the new one. tokens [max_rows, max_len] int32. out_ids [S] int32. out_bad [S], bool or an integer type: the logits
-    were not finite or nothing was allowed, and the token is some token of the vocabulary.
+    the new one. tokens [max_rows, max_len] int32. out_ids [S] int32. out_bad [S] int32: 0, or how the entry is bad; its
+    token is then some token of the vocabulary.
     """
     workspace.check(logits)
     num_entries, vocab_size = logits.shape
@@ -215,21 +215,30 @@ def draw(
     _tell(logits, out_ids, logprobs, workspace, pdl)
 
 
-def score(logits: Tensor, targets: Tensor, wanted: WantedLogprobs, workspace: SamplingWorkspace) -> None:
-    """The log-probabilities of targets [P] int32 under logits [P, V]."""
+def score_all(logits: Tensor, targets: Tensor, count: int, workspace: SamplingWorkspace) -> Tensor:
+    """The log-probabilities of targets [P] int32 and of the `count` most likely tokens under logits [P, V]: results as
+    `read_logprobs` reads them."""
     workspace.check(logits)
-    measure_kernel[(workspace.num_chunks, len(logits))](
+    num_positions, vocab_size = logits.shape
+    width = 1 + min(count, vocab_size)
+    places = torch.arange(num_positions, dtype=torch.int32, device=logits.device)
+    results = torch.empty(num_positions * 3 * width, dtype=torch.int32, device=logits.device)
+    wanted = WantedLogprobs(
+        torch.full_like(places, width - 1), places, torch.full_like(places[:1], width), results
+    )
+    measure_kernel[(workspace.num_chunks, num_positions)](
         logits,
         workspace.raw_tops,
         workspace.raw_masses,
         workspace.raw_group_tops,
-        logits.shape[1],
+        vocab_size,
         logits.stride(0),
         GROUPS=GROUPS_OF_CHUNK,
         GROUP=workspace.group,
         num_warps=RACE_WARPS,
     )
     _tell(logits, targets, wanted, workspace, pdl=False)
+    return results
 
 
 def _tell(

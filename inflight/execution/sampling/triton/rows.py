@@ -19,7 +19,7 @@ from inflight.execution.sampling.rows import (
 )
 from inflight.execution.sampling.triton.forbid import start_rows_kernel
 from inflight.execution.sampling.triton.layout import BIAS, FORBID, LOGPROBS, MASK, PENALTIES, ROW, WORDS
-from inflight.request import Request
+from inflight.scheduling import RowRequest
 
 WORD = 32  # tokens of a word of bits
 START_SIZE = 2048
@@ -46,17 +46,19 @@ class DrawRows:
         self.mask = torch.zeros(max_rows, words, dtype=torch.int32, device=self.device)
         self.forbidden = torch.zeros(max_rows, words, dtype=torch.int32, device=self.device)
         self.seen = torch.zeros(max_rows, words * WORD, dtype=torch.int16, device=self.device)
-        self.num_logprobs = [
-            -1
-        ] * max_rows  # how many of the most likely tokens each row wants told; -1: nothing
+        # How many of the most likely tokens each row wants told; -1: nothing.
+        self._num_logprobs = np.full(max_rows, -1, dtype=np.int32)
+        self._num_told = 0  # rows that want any
         self._lists: dict[int, _Lists] = {}
 
-    def set_many(self, admissions: Sequence[tuple[int, Request]], tokens: Tensor) -> None:
+    def set_many(self, admissions: Sequence[tuple[int, RowRequest]], tokens: Tensor) -> None:
         """Every request takes its row; of two for the same row the last. `tokens` [max_rows, max_len] hold theirs."""
         if not admissions:
             return
         latest = dict(admissions)
+        told = self._num_logprobs[[*latest]] >= 0
         packed = b"".join(self._pack(row, request) for row, request in latest.items())
+        self._num_told += int((self._num_logprobs[[*latest]] >= 0).sum() - told.sum())
         words = self._to_device(np.frombuffer(packed, dtype=np.int32)).view(len(latest), -1)
         self.table.index_copy_(0, self._to_device(np.array([*latest], dtype=np.int64)), words)
         started = [
@@ -77,10 +79,17 @@ class DrawRows:
                 num_warps=8,
             )
 
-    def _keeps_up(self, request: Request) -> bool:
+    def logprob_counts(self, rows: NDArray[np.int32]) -> NDArray[np.int32] | None:
+        """How many of the most likely tokens these rows want told, below 0: nothing; None if that is so for all."""
+        if self._num_told == 0:
+            return None
+        counts = self._num_logprobs[rows]
+        return counts if (counts >= 0).any() else None
+
+    def _keeps_up(self, request: RowRequest) -> bool:
         return _has_penalties(request) or self._rules(request) is not None
 
-    def _pack(self, row: int, request: Request) -> bytes:
+    def _pack(self, row: int, request: RowRequest) -> bytes:
         params = request.params
         greedy = params.temperature < MIN_TEMPERATURE
         top_k = params.top_k if 0 < params.top_k < self.vocab_size else 0
@@ -95,7 +104,8 @@ class DrawRows:
             self.set_mask(row, token_bits(params.allowed_token_ids, self.vocab_size))
         flags |= BIAS.value * (bias is not None) | FORBID.value * (rules is not None)
         flags |= LOGPROBS.value * (params.logprobs is not None)
-        self.num_logprobs[row] = -1 if params.logprobs is None else min(params.logprobs, self.vocab_size)
+        num_logprobs = -1 if params.logprobs is None else min(params.logprobs, self.vocab_size)
+        self._num_logprobs[row] = num_logprobs
         return ROW.pack(
             1.0 if greedy else min(params.temperature, MAX_TEMPERATURE),
             math.log(params.min_p) if params.min_p > 0 else -math.inf,
@@ -109,7 +119,7 @@ class DrawRows:
             flags,
             request.num_prompt_tokens,
             request.num_prompt_tokens + min(params.min_tokens, request.max_tokens),
-            self.num_logprobs[row],
+            num_logprobs,
             0 if bias is None else len(bias) // 2,
             0 if rules is None else _num_rules(request, self.vocab_size),
             0 if lists.bias is None else lists.bias.data_ptr(),
@@ -120,7 +130,7 @@ class DrawRows:
         """The tokens that a row with a mask may have next."""
         self.mask[row].copy_(self._to_device(bits), non_blocking=True)
 
-    def _bias(self, request: Request) -> NDArray[np.int32] | None:
+    def _bias(self, request: RowRequest) -> NDArray[np.int32] | None:
         given = sorted((request.params.logit_bias or {}).items())
         known = [(i, value) for i, value in given if 0 <= i < self.vocab_size]
         if not known:
@@ -128,7 +138,7 @@ class DrawRows:
         ids = np.array([i for i, _ in known], dtype=np.int32)
         return np.concatenate((ids, np.array([value for _, value in known], dtype=np.float32).view(np.int32)))
 
-    def _rules(self, request: Request) -> NDArray[np.int32] | None:
+    def _rules(self, request: RowRequest) -> NDArray[np.int32] | None:
         rules = _rules_of(request, self.vocab_size)
         if not rules:
             return None
@@ -154,16 +164,16 @@ def token_bits(token_ids: Sequence[int], vocab_size: int) -> NDArray[np.int32]:
     return np.packbits(chosen, bitorder="little").view(np.int32)
 
 
-def _has_penalties(request: Request) -> bool:
+def _has_penalties(request: RowRequest) -> bool:
     params = request.params
     return params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
 
 
-def _num_rules(request: Request, vocab_size: int) -> int:
+def _num_rules(request: RowRequest, vocab_size: int) -> int:
     return len(_rules_of(request, vocab_size))
 
 
-def _rules_of(request: Request, vocab_size: int) -> list[tuple[int, int, Sequence[int]]]:
+def _rules_of(request: RowRequest, vocab_size: int) -> list[tuple[int, int, Sequence[int]]]:
     """(last token, how many before it, those), of ids that the model has."""
     rules: list[tuple[int, int, Sequence[int]]] = []
     if request.params.min_tokens > 0:
