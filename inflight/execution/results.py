@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-
-from torch import Tensor
+from typing import NamedTuple
 
 from inflight.events import RequestFailure
-from inflight.execution.sampling import IS_NOT_FINITE, LogprobTensors, SampledTensors, prompt_logprobs
-from inflight.models.decoder import Decoder
+from inflight.execution.sampling import IS_NOT_FINITE, LogprobTensors, SampledTensors
 from inflight.scheduling import Admission, Batch, Sampled
 
 # Prompt positions whose logits are held at once when their logprobs are asked for.
@@ -17,6 +15,11 @@ PROMPT_LOGITS_AT_ONCE = 64
 
 NOT_FINITE = RequestFailure("logits_not_finite", "the model's logits are not finite")
 NO_TOKEN = RequestFailure("no_token_allowed", "no token is allowed by the parameters")
+
+
+def failure(bad: int) -> RequestFailure:
+    """Of an entry that is bad, by how it is."""
+    return NOT_FINITE if bad == IS_NOT_FINITE else NO_TOKEN
 
 
 @dataclass(slots=True)
@@ -36,13 +39,34 @@ class Ticket:
             for index, entry in enumerate(self.sampling_entries):
                 result.token_ids[entry] = [sample.token_ids[index]]
                 if sample.bad[index]:
-                    result.errors[entry] = NOT_FINITE if sample.bad[index] == IS_NOT_FINITE else NO_TOKEN
+                    result.errors[entry] = failure(sample.bad[index])
             result.logprobs = {
                 self.sampling_entries[index]: [found] for index, found in sample.logprobs.items()
             }
         for entry, parts in self.prompt_logprobs.items():
             result.prompt_logprobs[entry] = [position for part in parts for position in part.to_host()]
         return result
+
+
+class PromptPiece(NamedTuple):
+    """A run of prompt tokens whose logprobs are asked for: each is predicted by the token before it."""
+
+    entry: int
+    row: int
+    first_token: int  # of the step: the one that predicts the first of them
+    first_position: int  # of the first of them, in the row
+    size: int
+    wanted: int  # how many of the most likely tokens to tell beside each
+
+    @property
+    def predicting(self) -> slice:
+        """Tokens of the step."""
+        return slice(self.first_token, self.first_token + self.size)
+
+    @property
+    def targets(self) -> slice:
+        """Positions in the row."""
+        return slice(self.first_position, self.first_position + self.size)
 
 
 class ScoredRows:
@@ -65,29 +89,14 @@ class ScoredRows:
             for row, start in zip(batch.rows, batch.starts, strict=True)
         )
 
-    def score(
-        self, batch: Batch, decoder: Decoder, hidden: Tensor, tokens: Tensor
-    ) -> dict[int, list[LogprobTensors]]:
-        """For entries that ask: the logprob of every prompt token that this chunk predicts.
-
-        hidden [T, hidden_size] as the decoder returned it, tokens [max_rows, max_len].
-        """
-        found: dict[int, list[LogprobTensors]] = {}
+    def pieces(self, batch: Batch, most: int = PROMPT_LOGITS_AT_ONCE) -> Iterator[PromptPiece]:
+        """The prompt tokens that this step predicts, of the entries that ask, a bounded number at a time."""
+        most = min(most, PROMPT_LOGITS_AT_ONCE)
         first = 0
         for entry, (row, start, count) in enumerate(zip(batch.rows, batch.starts, batch.counts, strict=True)):
             wanted, num_prompt_tokens = self._asked.get(row, (0, 0))
             num_targets = min(start + count, num_prompt_tokens - 1) - start
-            if num_targets > 0:
-                targets = tokens[row, start + 1 : start + 1 + num_targets].long()
-                found[entry] = [
-                    prompt_logprobs(
-                        decoder.logits(
-                            hidden[first + at : first + min(at + PROMPT_LOGITS_AT_ONCE, num_targets)]
-                        ),
-                        targets[at : at + PROMPT_LOGITS_AT_ONCE],
-                        wanted,
-                    ).fetch()
-                    for at in range(0, num_targets, PROMPT_LOGITS_AT_ONCE)
-                ]
+            for at in range(0, num_targets, most):
+                size = min(most, num_targets - at)
+                yield PromptPiece(entry, row, first + at, start + at + 1, size, wanted)
             first += count
-        return found

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from inflight.attention.backend import AttentionInputs
 from inflight.execution.results import ScoredRows, Ticket
-from inflight.execution.sampling import SampledTensors, Sampler, SamplingRows
+from inflight.execution.sampling import SampledTensors, Sampler, SamplingRows, prompt_logprobs
 from inflight.models.decoder import Decoder
 from inflight.scheduling import Batch, Sampled
 
@@ -45,7 +45,11 @@ class ModelRunner:
         ticket = Ticket(len(batch), inputs.sampling_entries, None, {})
         if self.scored.any_in(batch):
             hidden = self._forward(inputs, None)
-            ticket.prompt_logprobs = self.scored.score(batch, self.decoder, hidden, self.rows.tokens)
+            for piece in self.scored.pieces(batch):
+                logits = self.decoder.logits(hidden[piece.predicting])
+                targets = self.rows.tokens[piece.row, piece.targets].long()
+                found = prompt_logprobs(logits, targets, piece.wanted)
+                ticket.prompt_logprobs.setdefault(piece.entry, []).append(found)
             hidden = hidden[inputs.sampling_tokens]
         else:
             all_wanted = len(inputs.sampling_entries) == len(inputs.token_ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inflight.errors import EngineError
-from inflight.execution.sampling.triton import SamplingWorkspace, draw, is_plain
+from inflight.events import PositionLogprobs
+from inflight.execution.sampling import IS_NOT_FINITE
+from inflight.execution.sampling.triton import (
+    DrawRows,
+    SamplingWorkspace,
+    WantedLogprobs,
+    draw,
+    read_logprobs,
+    score_all,
+)
 from tests.execution.sampler_oracle import GARBAGE, Bench, Job, job
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -39,38 +49,117 @@ MIXTURE: list[dict[str, Any]] = [
 ]
 
 
+SPECIAL: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.3},
+    {"presence_penalty": 1.0, "temperature": 0},
+    {"frequency_penalty": 0.5, "top_p": 0.9},
+    {"frequency_penalty": -1.0, "min_p": 0.1, "top_k": 9},
+    {"logit_bias": {3: 5.0, 7: -100, 40: 2.0}},
+    {"logit_bias": {i: float(i % 7 - 3) for i in range(0, 49, 2)}, "top_k": 5},
+    {"allowed_token_ids": [1, 5, 9, 40, 41]},
+    {"allowed_token_ids": [2], "temperature": 0},
+    {"bad_words": ((3,), (1, 2), (4, 5, 6), (0, 1)), "top_p": 0.8},
+    {"min_tokens": 16, "stop_ids": frozenset(range(0, 50, 2)), "temperature": 0.5},
+    {"logprobs": 0},
+    {"logprobs": 5, "temperature": 0},
+    {
+        "logprobs": 20,
+        "repetition_penalty": 1.5,
+        "allowed_token_ids": list(range(0, 50, 3)),
+        "bad_words": ((6,), (3, 9)),
+        "logit_bias": {12: 1.5},
+        "top_p": 0.8,
+    },
+]
+
+
+@dataclass
+class Drawn:
+    """What the kernels leave behind."""
+
+    ids: list[int]
+    bad: list[int]
+    tokens: Tensor
+    logprobs: dict[int, PositionLogprobs]  # by entry
+
+
+class KernelBench:
+    """Jobs in rows of the kernels, the same rows as those of a `Bench`."""
+
+    def __init__(self, bench: Bench, group: int, dtype: torch.dtype = torch.float32) -> None:
+        self.bench = bench
+        self.dtype = dtype
+        self.vocab_size = len(bench.jobs[0].logits)
+        self.tokens = bench.tokens.to(DEVICE, copy=True)
+        self.rows = DrawRows(bench.max_rows, self.vocab_size, DEVICE)
+        requests = [(row, job.request()) for row, job in zip(bench.rows, bench.jobs, strict=True)]
+        self.rows.set_many(requests, self.tokens)
+        self.workspace = SamplingWorkspace.allocate(len(bench.jobs) + 2, self.vocab_size, DEVICE, group)
+
+    def draw(self, entries: list[int]) -> Drawn:
+        """For these jobs, from where they are; -1 is a padding entry."""
+        jobs, rows = self.bench.jobs, self.bench.rows
+        nothing = np.full(self.vocab_size, np.nan, dtype=np.float32)
+        logits = np.stack([jobs[i].logits if i >= 0 else nothing for i in entries])
+        lengths = [len(jobs[i].token_ids) if i >= 0 else 0 for i in entries]
+        counts = [int(self.rows._num_logprobs[rows[i]]) if i >= 0 else -1 for i in entries]
+        wanted = wanted_logprobs(counts)
+        ids = _ints([UNTOUCHED] * len(entries))
+        bad = _ints([UNTOUCHED] * len(entries))
+        draw(
+            torch.from_numpy(logits).to(DEVICE, self.dtype),
+            _ints([rows[i] if i >= 0 else -1 for i in entries]),
+            _ints(lengths),
+            self.rows,
+            self.tokens,
+            ids,
+            bad,
+            self.workspace,
+            wanted,
+        )
+        return Drawn(ids.tolist(), bad.tolist(), self.tokens.cpu(), told(wanted, counts))
+
+
+def _ints(values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def wanted_logprobs(counts: list[int]) -> WantedLogprobs:
+    places = np.cumsum([count >= 0 for count in counts]) - 1
+    width = 1 + max(0, *counts)
+    results = _ints([UNTOUCHED] * (len(counts) * 3 * width))
+    return WantedLogprobs(_ints(counts), _ints(places.tolist()), _ints([width]), results)
+
+
+def told(wanted: WantedLogprobs, counts: list[int]) -> dict[int, PositionLogprobs]:
+    asking = [entry for entry, count in enumerate(counts) if count >= 0]
+    positions = read_logprobs(
+        wanted.results.cpu(), [counts[entry] for entry in asking], int(wanted.width.item())
+    )
+    return dict(zip(asking, positions, strict=True))
+
+
 def draw_jobs(
     bench: Bench, entries: list[int], group: int, dtype: torch.dtype = torch.float32
-) -> tuple[list[int], list[bool], Tensor]:
+) -> tuple[list[int], list[int], Tensor]:
     """Ids, bad flags and the table of tokens after the kernels drew for these jobs; -1 is a padding entry."""
-    vocab_size = len(bench.jobs[0].logits)
-    nothing = np.full(vocab_size, np.nan, dtype=np.float32)
-    logits = np.stack([bench.jobs[i].logits if i >= 0 else nothing for i in entries])
-    rows = [bench.rows[i] if i >= 0 else -1 for i in entries]
-    lengths = [len(bench.jobs[i].token_ids) if i >= 0 else 0 for i in entries]
-    tokens = bench.tokens.to(DEVICE, copy=True)
-    out_ids = torch.full((len(entries),), UNTOUCHED, dtype=torch.int32, device=DEVICE)
-    out_bad = torch.ones(len(entries), dtype=torch.bool, device=DEVICE)
-    draw(
-        torch.from_numpy(logits).to(DEVICE, dtype),
-        torch.tensor(rows, dtype=torch.int32, device=DEVICE),
-        torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
-        bench.state,
-        tokens,
-        out_ids,
-        out_bad,
-        SamplingWorkspace.allocate(len(entries) + 1, vocab_size, DEVICE, group),
-    )
-    return out_ids.tolist(), out_bad.tolist(), tokens.cpu()
+    found = KernelBench(bench, group, dtype).draw(entries)
+    return found.ids, found.bad, found.tokens
 
 
 def agree(jobs: list[Job], group: int, dtype: torch.dtype = torch.float32) -> list[int]:
+    """The torch sampler and the kernels choose and tell the same."""
     bench = Bench(jobs, max_rows=len(jobs) + 1, device=DEVICE)
     wanted = bench.sample().to_host()
-    ids, bad, _ = draw_jobs(bench, list(range(len(jobs))), group, dtype)
-    assert ids == wanted.token_ids
-    assert bad == wanted.bad
-    return ids
+    found = KernelBench(bench, group, dtype).draw(list(range(len(jobs))))
+    assert found.ids == wanted.token_ids
+    assert found.bad == wanted.bad
+    assert found.logprobs.keys() == wanted.logprobs.keys()
+    for entry, position in found.logprobs.items():
+        expected = wanted.logprobs[entry]
+        assert [(t.token_id, t.rank) for t in position] == [(t.token_id, t.rank) for t in expected]
+        assert [t.logprob for t in position] == pytest.approx([t.logprob for t in expected], abs=1e-5)
+    return found.ids
 
 
 def some_logits(rng: np.random.Generator, vocab_size: int, kind: str) -> NDArray[np.float32]:
@@ -101,11 +190,12 @@ def test_any_mixture_of_rows_draws_what_the_torch_sampler_draws(
     jobs = [
         job(
             some_logits(rng, vocab_size, kind),
-            outputs=[0] * int(rng.integers(0, 20)),
+            prompt=[int(i) for i in rng.integers(0, vocab_size, 5)],
+            outputs=[int(i) for i in rng.integers(0, 10, int(rng.integers(0, 12)))],
             seed=int(rng.integers(0, 2**62)),
             **options,
         )
-        for options in MIXTURE
+        for options in (*MIXTURE, *SPECIAL)
     ]
     agree(jobs, group)
 
@@ -144,7 +234,7 @@ def test_logits_that_are_not_finite_are_bad_and_still_give_a_token() -> None:
     jobs = [job(x, **option) for x, option in zip(logits, options * 4, strict=True)]
     bench = Bench(jobs, device=DEVICE)
     ids, bad, tokens = draw_jobs(bench, list(range(12)), 8)
-    assert bad == [False] * 3 + [True] * 9
+    assert bad == [0] * 3 + [IS_NOT_FINITE] * 9
     assert all(0 <= i < 130 for i in ids)
     assert [int(tokens[row, 1]) for row in bench.rows] == ids
 
@@ -155,7 +245,7 @@ def test_tokens_are_written_behind_the_row_and_padding_writes_nothing() -> None:
     bench = Bench(jobs, device=DEVICE)
     ids, bad, tokens = draw_jobs(bench, [2, -1, 0, 1, -1], 8)
     assert ids[1] == ids[4] == UNTOUCHED
-    assert bad == [False, True, False, False, True]  # where it stayed True nothing was written
+    assert bad == [0, UNTOUCHED, 0, 0, UNTOUCHED]
     wanted = bench.tokens.clone()
     for entry, drawn in ((2, ids[0]), (0, ids[2]), (1, ids[3])):
         wanted[bench.rows[entry], 1 + entry] = drawn
@@ -165,16 +255,68 @@ def test_tokens_are_written_behind_the_row_and_padding_writes_nothing() -> None:
 
 @pytest.mark.parametrize("shape", [(3, 512), (2, 513)])
 def test_a_workspace_that_is_too_small_is_refused(shape: tuple[int, int]) -> None:
-    bench = Bench([job(np.zeros(512))], device=DEVICE)
-    rows = torch.zeros(shape[0], dtype=torch.int32, device=DEVICE)
-    workspace = SamplingWorkspace.allocate(2, 512, DEVICE, group=8)
+    ints = _ints([0] * shape[0])
+    rows, workspace = DrawRows(1, 512, DEVICE), SamplingWorkspace.allocate(2, 512, DEVICE, group=8)
+    logits, wanted = torch.zeros(shape, device=DEVICE), wanted_logprobs([-1] * shape[0])
     with pytest.raises(EngineError, match="at most 2 x 512"):
-        draw(torch.zeros(shape, device=DEVICE), rows, rows, bench.state, bench.tokens, rows, rows, workspace)
+        draw(logits, ints, ints, rows, ints, ints, ints, workspace, wanted)
+
+
+def test_what_is_seen_and_forbidden_is_kept_up_by_the_steps() -> None:
+    """Several tokens in a row, each against the torch sampler that is told of all that came before."""
+    rng = np.random.default_rng(11)
+    options: list[dict[str, Any]] = [
+        {"repetition_penalty": 1.8, "temperature": 0},
+        {"frequency_penalty": 2.0, "presence_penalty": 1.0, "seed": 3},
+        {"bad_words": ((3,), (5, 4), (5, 5, 6), (6, 6)), "temperature": 0.7, "seed": 4},
+        {"min_tokens": 3, "stop_ids": frozenset({1, 2, 5}), "temperature": 0},
+        {"presence_penalty": -2.0, "logprobs": 2, "bad_words": ((2, 2), (7,)), "temperature": 0},
+    ]
+    jobs = [
+        job(rng.normal(size=40), prompt=[1, 2, 3], outputs=[5, 5][:n], **o) for n, o in enumerate(options)
+    ]
+    kernels = KernelBench(Bench(jobs, max_rows=8, device=DEVICE), group=8)
+    for _ in range(6):
+        wanted = Bench(jobs, max_rows=8, device=DEVICE).sample().to_host()
+        assert kernels.draw(list(range(len(jobs)))).ids == wanted.token_ids
+        for each, token_id in zip(jobs, wanted.token_ids, strict=True):
+            each.outputs.append(token_id)
+
+
+def test_many_equals_and_many_in_one_group_are_ranked_all_the_same() -> None:
+    """More candidates than there is room for."""
+    flat, heap = np.zeros(900), np.zeros(900)
+    heap[:400] = np.linspace(5, 6, 400)
+    jobs = [
+        job(x, seed=i, top_k=k, logprobs=7) for x in (flat, heap) for i, k in enumerate((1, 30, 128, 300))
+    ]
+    agree(jobs, 64)
+
+
+def test_logits_that_nothing_is_drawn_from_are_scored() -> None:
+    rng = np.random.default_rng(12)
+    for kind in ("plain", "ties"):
+        logits = np.stack([some_logits(rng, 700, kind) for _ in range(6)])
+        targets = [int(i) for i in rng.integers(0, 700, 6)]
+        workspace = SamplingWorkspace.allocate(6, 700, DEVICE, group=8)
+        count = 20 if kind == "plain" else 3
+        found = score_all(torch.from_numpy(logits).to(DEVICE), _ints(targets), count, workspace)
+        for entry, position in enumerate(read_logprobs(found.cpu(), [count] * 6, 1 + count)):
+            x = logits[entry].astype(np.float64)
+            normalised = x - x.max() - np.log(np.exp(x - x.max()).sum())
+            order = np.lexsort((np.arange(700), -x))[:count].tolist()
+            ids = [targets[entry], *(i for i in order if i != targets[entry])]
+            assert [t.token_id for t in position] == ids
+            assert [t.rank for t in position] == [1 + int((x > x[i]).sum()) for i in ids]
+            assert [t.logprob for t in position] == pytest.approx([normalised[i] for i in ids], abs=1e-4)
 
 
 def test_a_row_does_not_know_its_neighbours() -> None:
     rng = np.random.default_rng(2)
-    jobs = [job(some_logits(rng, 500, "ties"), seed=i, **options) for i, options in enumerate(MIXTURE[::2])]
+    jobs = [
+        job(some_logits(rng, 500, "ties"), seed=i, **options)
+        for i, options in enumerate((*MIXTURE[::3], *SPECIAL[::2]))
+    ]
     bench = Bench(jobs, max_rows=16, device=DEVICE)
     together, _, _ = draw_jobs(bench, list(range(len(jobs))), 8)
     backwards, _, _ = draw_jobs(bench, [-1, *reversed(range(len(jobs)))], 8)
@@ -197,24 +339,3 @@ def test_draws_follow_the_distribution(options: dict[str, Any], kept: int) -> No
     likely = expected > 0
     statistic = ((counts - expected)[likely] ** 2 / expected[likely]).sum()
     assert statistic < 30  # at most 7 degrees of freedom: p = 0.0001
-
-
-def test_only_rows_that_want_nothing_but_a_draw_are_plain() -> None:
-    special: list[dict[str, Any]] = [
-        {"repetition_penalty": 1.1},
-        {"frequency_penalty": 0.1},
-        {"presence_penalty": -0.1},
-        {"logit_bias": {3: 1.0}},
-        {"allowed_token_ids": [1]},
-        {"logprobs": 0},
-        {"bad_words": ((1,),)},
-        {"min_tokens": 2, "stop_ids": frozenset({3})},
-    ]
-    jobs = [job(np.zeros(8), **options) for options in [*special, *MIXTURE]]
-    bench = Bench(jobs, max_rows=len(jobs), device=DEVICE)
-    plain = [is_plain(bench.state.traits(row)) for row in bench.rows]
-    assert plain == [False] * len(special) + [True] * len(MIXTURE)
-    assert bench.state.special_rows == set(bench.rows[: len(special)])
-    bench.state.clear(bench.rows[0])
-    bench.state.set(bench.rows[1], jobs[-1].request())
-    assert bench.state.special_rows == set(bench.rows[2 : len(special)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,6 +14,7 @@ from inflight.attention.triton.step import AttentionWorkspace, Items, TritonStep
 from inflight.execution.gpu.host_step import HostStep, Ints, Layout, staging
 from inflight.execution.gpu.rows import DeviceRows, StepTokens, TableUpdates, open_step
 from inflight.execution.gpu.shapes import Buckets, StepShape
+from inflight.execution.sampling.triton import MAX_LOGPROBS, WantedLogprobs
 
 MIN_UPDATES = 32  # table updates that every shape has room for
 
@@ -26,6 +28,7 @@ class Samples:
     lengths: Tensor
     ids: Tensor
     bad: Tensor
+    logprobs: WantedLogprobs
 
 
 class DeviceStep:
@@ -44,6 +47,10 @@ class DeviceStep:
         self._packed = torch.zeros(size, dtype=torch.int32, device=device)
         self._token_ids = torch.zeros(buckets.tokens[-1], dtype=torch.int32, device=device)
         self._results = torch.zeros(2 * buckets.max_entries, dtype=torch.int32, device=device)
+        # Of the entries that want log-probabilities, one after the other: see `WantedLogprobs`.
+        self._logprobs = torch.zeros(
+            buckets.max_entries * 3 * (1 + MAX_LOGPROBS), dtype=torch.int32, device=device
+        )
 
     @property
     def shapes_met(self) -> frozenset[StepShape]:
@@ -60,6 +67,7 @@ class DeviceStep:
         sizes = dict.fromkeys(("num_decode_items", "num_prefix_items", "num_chunk_items"), 1)
         sizes |= dict.fromkeys(("token_rows", "positions", "kv_places"), num_tokens)
         sizes |= dict.fromkeys(("sample_tokens", "sample_rows", "sample_lengths"), num_samples)
+        sizes |= {"logprob_counts": num_samples, "logprob_places": num_samples, "logprob_width": 1}
         sizes |= dict.fromkeys(("update_rows", "update_columns", "update_blocks"), num_updates)
         sizes["decode_items"] = planner.max_decode_items(shape.num_decodes) * DECODE_FIELDS
         if shape.prefix:
@@ -71,8 +79,12 @@ class DeviceStep:
 
     # ---- on the host ----
 
-    def upload(self, host: HostStep, updates: Ints, draws: bool) -> StepShape:
-        """Tell the device about a step; which shape it has. `draws`: whether the step itself samples."""
+    def upload(self, host: HostStep, updates: Ints, logprob_counts: Ints | None, scores: bool) -> StepShape:
+        """Tell the device about a step; which shape it has.
+
+        `logprob_counts` [S]: how many of the most likely tokens to tell of each sample, below 0 where nothing is to be
+        told; None if that is so for all. `scores`: whether prompt tokens are scored.
+        """
         rows, num_decodes = self.rows, host.num_decodes
         work: DecodeWork | None = None
         if num_decodes:
@@ -82,18 +94,23 @@ class DeviceStep:
         shared = work is not None and work.prefix is not None
         num_samples = len(host.sampling_entries)
         if host.only_decodes:
-            shape = self.buckets.decode(num_decodes, draws, shared, work is not None and work.short_context)
+            shape = self.buckets.decode(num_decodes, shared, work is not None and work.short_context)
         else:
             num_chunks = len(host.rows) - num_decodes
-            shape = self.buckets.mixed(host.num_tokens, num_decodes, num_chunks, num_samples, draws, shared)
+            shape = self.buckets.mixed(host.num_tokens, num_decodes, num_chunks, num_samples, shared, scores)
         held, part = self._stage(shape)
         _put(part["token_rows"], host.token_rows, -1)
         _put(part["positions"], host.positions, 0)
         _put(part["kv_places"], host.kv_places, -1)
-        if draws:
-            _put(part["sample_tokens"], host.sample_tokens, 0)
-            _put(part["sample_rows"], host.sample_rows, -1)
-            _put(part["sample_lengths"], host.sample_lengths, 0)
+        _put(part["sample_tokens"], host.sample_tokens, 0)
+        _put(part["sample_rows"], host.sample_rows, -1)
+        _put(part["sample_lengths"], host.sample_lengths, 0)
+        if logprob_counts is None:
+            part["logprob_counts"][:] = -1
+        else:
+            _put(part["logprob_counts"], logprob_counts, -1)
+            _put(part["logprob_places"], np.cumsum(logprob_counts >= 0, dtype=np.int32) - 1, 0)
+            part["logprob_width"][0] = 1 + logprob_counts.max()
         if updates.shape[1] > len(part["update_rows"]):
             rows.write_tables(updates)
             updates = updates[:, :0]
@@ -124,7 +141,7 @@ class DeviceStep:
         """A step of this shape that is all padding."""
         held, part = self._stage(shape)
         for name, values in part.items():
-            values[:] = -1 if name.endswith(("rows", "kv_places")) else 0
+            values[:] = -1 if name.endswith(("rows", "kv_places", "logprob_counts")) else 0
         self._send(held)
 
     def _stage(self, shape: StepShape) -> tuple[Tensor, dict[str, Ints]]:
@@ -161,11 +178,18 @@ class DeviceStep:
     def samples(self, shape: StepShape) -> Samples:
         part = self.layout(shape).on_device(self._packed)
         ids, bad = self.results(shape)
-        return Samples(part["sample_tokens"], part["sample_rows"], part["sample_lengths"], ids, bad)
+        logprobs = WantedLogprobs(
+            part["logprob_counts"], part["logprob_places"], part["logprob_width"], self._logprobs
+        )
+        return Samples(part["sample_tokens"], part["sample_rows"], part["sample_lengths"], ids, bad, logprobs)
 
     def results(self, shape: StepShape) -> Tensor:
-        """[2, S] int32: token ids, and whether the logits were bad."""
+        """[2, S] int32: token ids, and whether and how the entry is bad."""
         return self._results[: 2 * shape.num_samples].view(2, shape.num_samples)
+
+    def logprobs(self, num_places: int, width: int) -> Tensor:
+        """Flat [num_places, 3, width] int32, of the latest step."""
+        return self._logprobs[: num_places * 3 * width]
 
 
 def _items(part: dict[str, Tensor], kind: str, programs: int) -> Items:

@@ -42,8 +42,9 @@ class HostStep:
 def host_step(batch: Batch, tables: Ints, block_size: int) -> HostStep:
     """`tables` [max_rows, max_blocks] are the block tables, this step's blocks included.
 
-    A decode is an entry of one token that was admitted in an earlier step. (A request admitted in this one may
-    share a block that this step fills, and has to wait for it; see `AttentionBackend.attend`.)
+    A decode is an entry of one token that was admitted in an earlier step, and samples: in a step of nothing else, each
+    token is a sample. (A request admitted in this one may share a block that this step fills, and has to wait for it:
+    see `AttentionBackend.attend`.)
     """
     rows, starts, counts = (
         np.array(part, dtype=np.int32) for part in (batch.rows, batch.starts, batch.counts)
@@ -52,11 +53,15 @@ def host_step(batch: Batch, tables: Ints, block_size: int) -> HostStep:
     num_admitted = len(batch.admissions)
     num_old = len(rows) - num_admitted  # admissions come last
     ends = np.cumsum(counts, dtype=np.int32)
+    sampling = [entry for entry, samples in enumerate(batch.samples) if samples]
+    all_sample = len(sampling) == len(rows)
+    num_decodes = num_old
+    if not all_sample or batch.num_tokens > len(rows):
+        others = np.flatnonzero((counts[:num_old] != 1) | ~np.array(batch.samples[:num_old], dtype=bool))
+        num_decodes = int(others[0]) if len(others) else num_old
     if batch.num_tokens == len(rows):
-        num_decodes, token_rows, positions = num_old, rows, starts
+        token_rows, positions = rows, starts
     else:
-        long = np.flatnonzero(counts[:num_old] != 1)
-        num_decodes = int(long[0]) if len(long) else num_old
         token_rows = np.repeat(rows, counts)
         offsets = np.arange(batch.num_tokens, dtype=np.int32) - np.repeat(ends - counts, counts)
         positions = np.repeat(starts, counts) + offsets
@@ -64,8 +69,6 @@ def host_step(batch: Batch, tables: Ints, block_size: int) -> HostStep:
     query_starts = np.empty(len(rows) + 1, dtype=np.int32)
     query_starts[0] = 0
     query_starts[1:] = ends
-    sampling = [entry for entry, samples in enumerate(batch.samples) if samples]
-    all_sample = len(sampling) == len(rows)
     return HostStep(
         num_decodes=num_decodes,
         num_tokens=batch.num_tokens,

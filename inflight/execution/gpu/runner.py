@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,17 +13,27 @@ from torch import Tensor
 from inflight.attention.triton.backend import TritonAttention
 from inflight.attention.triton.planner import AttentionPlanner
 from inflight.errors import DeviceLostError, EngineError
+from inflight.events import PositionLogprobs
 from inflight.execution.gpu.device_step import DeviceStep
 from inflight.execution.gpu.graphs import EagerSteps, StepGraphs
-from inflight.execution.gpu.host_step import HostStep, host_step
+from inflight.execution.gpu.host_step import host_step
 from inflight.execution.gpu.rows import DeviceRows
 from inflight.execution.gpu.shapes import Buckets, StepShape
-from inflight.execution.results import NOT_FINITE, ScoredRows, Ticket
-from inflight.execution.sampling import Sampler, SamplingRows
-from inflight.execution.sampling.triton import SamplingWorkspace, draw
+from inflight.execution.results import PROMPT_LOGITS_AT_ONCE, ScoredRows, failure
+from inflight.execution.sampling.triton import DrawRows, SamplingWorkspace, draw, read_logprobs, score_all
 from inflight.models.decoder import Decoder
-from inflight.request import Request, SamplingParams
-from inflight.scheduling import Batch, RowRequest, Sampled
+from inflight.scheduling import Batch, Sampled
+
+
+class ToldLogprobs(NamedTuple):
+    """Log-probabilities on their way to host memory, as `read_logprobs` reads them."""
+
+    results: Tensor
+    counts: list[int]
+    width: int
+
+    def read(self) -> list[PositionLogprobs]:
+        return read_logprobs(self.results, self.counts, self.width)
 
 
 @dataclass(slots=True)
@@ -31,15 +42,26 @@ class GpuTicket:
 
     num_entries: int
     sampling_entries: list[int]
-    drawn: Tensor | None  # [2, S] int32 in host memory, padded: token ids, and whether the logits were bad
-    rest: Ticket | None  # instead, where the step did not sample by itself
+    drawn: (
+        Tensor | None
+    )  # [2, S] int32 in host memory, padded: token ids, and whether and how the entry is bad
+    logprobs: ToldLogprobs | None  # of `logprob_entries`, in order
+    logprob_entries: list[int]
+    prompt_logprobs: list[tuple[int, ToldLogprobs]]  # by entry, in order of position
     done: torch.cuda.Event | None  # None where there is nothing to wait for
 
     def read(self) -> Sampled:
         if self.done is not None:
             self.done.synchronize()
-        if self.rest is not None:
-            return self.rest.read()
+        result = self._read_tokens()
+        if self.logprobs is not None:
+            told = zip(self.logprob_entries, self.logprobs.read(), strict=True)
+            result.logprobs = {entry: [position] for entry, position in told}
+        for entry, piece in self.prompt_logprobs:
+            result.prompt_logprobs.setdefault(entry, []).extend(piece.read())
+        return result
+
+    def _read_tokens(self) -> Sampled:
         if self.drawn is None:
             return Sampled([[] for _ in range(self.num_entries)])
         token_ids, bad = self.drawn.tolist()
@@ -50,9 +72,7 @@ class GpuTicket:
             drawn = [by_entry.get(entry, []) for entry in range(self.num_entries)]
         result = Sampled(drawn)
         if any(bad):
-            # What is drawn here has no parameters that forbid tokens.
-            found = zip(entries, bad, strict=False)
-            result.errors = {entry: NOT_FINITE for entry, is_bad in found if is_bad}
+            result.errors = {entry: failure(how) for entry, how in zip(entries, bad, strict=False) if how}
         return result
 
 
@@ -80,8 +100,7 @@ class GpuRunner:
         self.block_size = block_size
         self.caches = decoder.attention.allocate(decoder.kv_shape(block_size), num_blocks, device)
         self.rows = DeviceRows(max_rows, max_len, block_size, device)
-        self.sampling = SamplingRows(max_rows, spec.vocab_size, device)
-        self.sampler = Sampler(self.sampling)
+        self.sampling = DrawRows(max_rows, spec.vocab_size, device)
         self.scored = ScoredRows()
         self.draw_workspace = SamplingWorkspace.allocate(max_rows, spec.vocab_size, device)
         processors = _num_processors(device)
@@ -103,27 +122,34 @@ class GpuRunner:
     @torch.inference_mode()
     def _launch(self, batch: Batch) -> GpuTicket:
         self.rows.admit(batch.admissions)
-        self.sampling.set_many(batch.admissions)
+        self.sampling.set_many(batch.admissions, self.rows.tokens)
         self.scored.admit(batch.admissions)
         updates = self.rows.extend(batch.tables)
         host = host_step(batch, self.rows.mirror, self.block_size)
-        draws = self.sampling.special_rows.isdisjoint(batch.rows) and not self.scored.any_in(batch)
-        shape = self.step.upload(host, updates, draws)
+        counts = self.sampling.logprob_counts(host.sample_rows)
+        scores = self.scored.any_in(batch)
+        shape = self.step.upload(host, updates, counts, scores)
         hidden = self.steps.run(shape)
-        if draws:
-            return self._ticket(len(batch), host, shape)
-        return self._sample_apart(batch, host, hidden)
+        prompt_logprobs = self._score_prompts(batch, hidden) if scores else []
+        entries = host.sampling_entries
+        drawn = self._to_host(self.step.results(shape)) if entries else None
+        logprobs, logprob_entries = None, []
+        if counts is not None:
+            logprob_entries = [entry for entry, count in zip(entries, counts, strict=True) if count >= 0]
+            told, width = counts[counts >= 0].tolist(), 1 + int(counts.max())
+            logprobs = ToldLogprobs(self._to_host(self.step.logprobs(len(told), width)), told, width)
+        return GpuTicket(
+            len(batch), entries, drawn, logprobs, logprob_entries, prompt_logprobs, self._event()
+        )
 
     def _compute(self, shape: StepShape) -> Tensor:
-        """The device's part: one token per sample if the shape has any, else hidden states [T, hidden_size]."""
+        """The device's part: a token for each sample. Returns hidden states, of all tokens if the shape scores."""
         token_ids, inputs = self.step.open(shape)
-        if not shape.num_samples:
-            return self.decoder.forward(token_ids, self.caches, inputs)
         samples = self.step.samples(shape)
-        wanted = samples.tokens if shape.chunks else None
+        wanted = samples.tokens if shape.chunks and not shape.scores else None
         hidden = self.decoder.forward(token_ids, self.caches, inputs, wanted)
         draw(
-            self.decoder.logits(hidden),
+            self.decoder.logits(hidden[samples.tokens] if shape.scores else hidden),
             samples.rows,
             samples.lengths,
             self.sampling,
@@ -131,32 +157,20 @@ class GpuRunner:
             samples.ids,
             samples.bad,
             self.draw_workspace,
+            samples.logprobs,
         )
-        return samples.ids
+        return hidden
 
-    def _ticket(self, num_entries: int, host: HostStep, shape: StepShape) -> GpuTicket:
-        drawn = self._to_host(self.step.results(shape)) if host.sampling_entries else None
-        return GpuTicket(num_entries, host.sampling_entries, drawn, None, self._event())
-
-    def _sample_apart(self, batch: Batch, host: HostStep, hidden: Tensor) -> GpuTicket:
-        """Steps in which somebody asks for more than a plain draw: penalties, masks, logprobs."""
-        ticket = Ticket(
-            len(batch),
-            host.sampling_entries,
-            None,
-            self.scored.score(batch, self.decoder, hidden, self.rows.tokens),
-        )
-        if host.sampling_entries:
-            device = self.decoder.device
-            tokens, rows, lengths = (
-                self.sampling.upload(part.tolist(), torch.int64).to(device)
-                for part in (host.sample_tokens, host.sample_rows, host.sample_lengths)
-            )
-            logits = self.decoder.logits(hidden[tokens])
-            sampled = self.sampler.sample(logits, host.sample_rows.tolist(), lengths, self.rows.tokens)
-            self.rows.tokens[rows, lengths] = sampled.token_ids.int()
-            ticket.sampled = sampled.fetch()
-        return GpuTicket(len(batch), host.sampling_entries, None, ticket, self._event())
+    def _score_prompts(self, batch: Batch, hidden: Tensor) -> list[tuple[int, ToldLogprobs]]:
+        """The logprobs of prompt tokens that this step predicts. hidden [T, hidden_size]"""
+        found = []
+        for piece in self.scored.pieces(batch, len(self.rows.tokens)):
+            logits = self.decoder.logits(hidden[piece.predicting])
+            targets = self.rows.tokens[piece.row, piece.targets]
+            results = score_all(logits, targets, piece.wanted, self.draw_workspace)
+            counts = [min(piece.wanted, logits.shape[1])] * piece.size
+            found.append((piece.entry, ToldLogprobs(self._to_host(results), counts, 1 + counts[0])))
+        return found
 
     def collect(self, ticket: GpuTicket) -> Sampled:
         with self._watching_the_device():
@@ -171,18 +185,13 @@ class GpuRunner:
         self.steps.prepare(shape)
 
     @torch.inference_mode()
-    def warm_up_sampler(self) -> None:
-        """Sample every row outside the graph, with all that takes memory there."""
-        params = SamplingParams(temperature=1.0, top_p=0.5, repetition_penalty=1.1, logprobs=1)
-        rows = range(len(self.rows.tokens))
-        request = RowRequest.of(Request("", [0], params, max_tokens=1))
-        self.sampling.set_many([(row, request) for row in rows])
-        lengths = torch.ones(len(rows), dtype=torch.int64, device=self.decoder.device)
-        shape = len(rows), self.decoder.spec.hidden_size
-        hidden = lengths.new_zeros(shape, dtype=self.decoder.kernels.compute_dtype)
-        self.sampler.sample(self.decoder.logits(hidden), rows, lengths, self.rows.tokens)
-        for row in rows:
-            self.sampling.clear(row)
+    def warm_up_scoring(self) -> None:
+        """Score as many prompt positions as are scored at once, with all that takes memory there."""
+        size = min(PROMPT_LOGITS_AT_ONCE, len(self.rows.tokens))
+        shape = size, self.decoder.spec.hidden_size
+        hidden = torch.zeros(shape, dtype=self.decoder.kernels.compute_dtype, device=self.decoder.device)
+        targets = torch.zeros(size, dtype=torch.int32, device=self.decoder.device)
+        score_all(self.decoder.logits(hidden), targets, 1, self.draw_workspace)
 
     def prepare(self, shapes: Iterable[StepShape]) -> None:
         for shape in shapes:

@@ -23,8 +23,9 @@ class StepShape:
     num_tokens: int
     num_decodes: int
     num_chunks: int  # entries besides decodes
-    num_samples: int  # 0: sampling happens outside, on the hidden states
+    num_samples: int
     prefix: bool  # whether decodes that share a prefix read it together
+    scores: bool = False  # whether prompt tokens are scored: the hidden states of all tokens are wanted
     short_context: bool = False  # whether all contexts are short, which has a tile of its own
 
     @property
@@ -45,27 +46,27 @@ class Buckets:
     def largest(self) -> tuple[StepShape, ...]:
         """The steps that take the most memory."""
         tokens, entries = self.tokens[-1], self.max_entries
-        mixed = self.mixed(tokens, entries, entries, entries, samples=True, prefix=True)
-        return mixed, self.decode(entries, True, True)
+        mixed = self.mixed(tokens, entries, entries, entries, prefix=True)
+        return mixed, self.decode(entries, prefix=True, short_context=True)
 
     def usual(self) -> list[StepShape]:
         """What nearly all steps are like, those that take the most memory first."""
         decodes = [
-            self.decode(size, samples=True, prefix=False, short_context=short_context)
+            self.decode(size, prefix=False, short_context=short_context)
             for size in self.decodes
             for short_context in (False, size in self._short_context_sizes)
         ]
         mixed = [
-            self.mixed(tokens, size, 1, size, samples=True, prefix=False)
+            self.mixed(tokens, size, 1, size, prefix=False)
             for tokens in self.tokens
             for size in self._samples(tokens)
         ]
         return sorted({*decodes, *mixed}, key=lambda shape: (-shape.num_tokens, -shape.num_samples))
 
-    def decode(self, count: int, samples: bool, prefix: bool, short_context: bool = False) -> StepShape:
+    def decode(self, count: int, prefix: bool, short_context: bool = False) -> StepShape:
         """A step of `count` entries with one token each."""
         size = _round_up(count, self.decodes)
-        return StepShape(size, size, 0, size if samples else 0, prefix, short_context)
+        return StepShape(size, size, 0, size, prefix, short_context=short_context)
 
     def mixed(
         self,
@@ -73,15 +74,15 @@ class Buckets:
         num_decodes: int,
         num_chunks: int,
         num_samples: int,
-        samples: bool,
         prefix: bool,
+        scores: bool = False,
     ) -> StepShape:
         """A step with chunks, and maybe decodes beside them."""
         size = _round_up(num_tokens, self.tokens)
         # Nearly all decodes sample, and few others do: one size serves both.
         decodes = min(_round_up(max(num_decodes, num_samples), self._samples(size)), size)
         chunks = min(FEW_CHUNKS if num_chunks <= FEW_CHUNKS else self.max_entries, size)
-        return StepShape(size, decodes, chunks, decodes if samples else 0, prefix)
+        return StepShape(size, decodes, chunks, decodes, prefix, scores)
 
     def _samples(self, num_tokens: int) -> list[int]:
         """Sizes for a step of so many tokens."""

@@ -124,7 +124,7 @@ def step_memory(make_runner: Callable[[], GpuRunner]) -> int:
     runner = make_runner()
     for shape in runner.buckets.largest():
         runner.warm_up(shape)
-    runner.warm_up_sampler()
+    runner.warm_up_scoring()
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated()
     runner.close()

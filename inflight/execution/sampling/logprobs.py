@@ -28,7 +28,7 @@ class LogprobTensors:
         """One tuple a position: the target first, then the most likely tokens that are not the target."""
         columns = (self.token_ids.tolist(), self.logprobs.tolist(), self.ranks.tolist())
         return [
-            _position(ids[: 1 + count], logprobs, ranks)
+            position(ids[: 1 + count], logprobs, ranks)
             for ids, logprobs, ranks, count in zip(*columns, self.counts, strict=True)
         ]
 
@@ -68,6 +68,7 @@ def _score_tile(logits: Tensor, token_ids: Tensor, logprobs: Tensor, ranks: Tens
     logprobs.copy_(logits.log_softmax(-1).gather(1, token_ids))
 
 
-def _position(token_ids: list[int], logprobs: list[float], ranks: list[int]) -> PositionLogprobs:
+def position(token_ids: list[int], logprobs: list[float], ranks: list[int]) -> PositionLogprobs:
+    """The target first, then the most likely tokens that are not the target."""
     target, *best = map(TokenLogprob, token_ids, logprobs, ranks)
     return (target, *(candidate for candidate in best if candidate.token_id != target.token_id))

@@ -125,18 +125,31 @@ def test_short_contexts_have_a_tile_of_their_own(
     assert 16 in used
 
 
-def test_sampling_inside_and_apart_draw_what_the_cpu_draws(
-    folder: Path, interpreted: InterpretedPlatform, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"logprobs": 2},
+        {"repetition_penalty": 1.5, "frequency_penalty": 0.5, "logit_bias": {7: 3.0}, "logprobs": 0},
+        {"allowed_token_ids": list(range(0, 96, 5)), "min_tokens": 2, "stop_token_ids": [0, 5, 10, 15]},
+    ],
+)
+def test_the_step_draws_and_tells_what_the_cpu_does(
+    folder: Path, interpreted: InterpretedPlatform, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
 ) -> None:
-    """Logprobs take the step's sampling out of the graph."""
-    inside, apart = answers(folder, drawn()), answers(folder, drawn(logprobs=2))
-    assert any(shape.num_samples for shape in interpreted.runners[0].step.shapes_met)
-    assert not any(shape.num_samples for shape in interpreted.runners[1].step.shapes_met)
+    """Whatever requests ask for, in steps of the same shapes, two in flight."""
+    found = answers(folder, drawn(**more))
+    assert interpreted.runners[0].step.shapes_met
     monkeypatch.setattr(loading, "platform", platform)
-    expected = [ids for ids, _ in answers(folder, drawn(), device="cpu")]
-    assert [ids for ids, _ in inside] == [ids for ids, _ in apart] == expected
-    assert all(logprobs is None for _, logprobs in inside)
-    assert all(logprobs is not None for _, logprobs in apart)
+    expected = answers(folder, drawn(**more), device="cpu")
+    assert [ids for ids, _ in found] == [ids for ids, _ in expected]
+    for (_, told), (_, wanted) in zip(found, expected, strict=True):
+        assert (told is None) == (wanted is None) == ("logprobs" not in more)
+        for position, other in zip(told or (), wanted or (), strict=True):
+            assert position.keys() == other.keys()
+            assert [p.logprob for p in position.values()] == pytest.approx(
+                [p.logprob for p in other.values()], abs=1e-4
+            )
 
 
 def test_prompt_logprobs_are_those_of_the_cpu(
@@ -164,7 +177,7 @@ def test_warming_up_leaves_no_trace(folder: Path, interpreted: InterpretedPlatfo
             cache.fill_(3.0)
         runner.rows.tokens.fill_(4)
         runner.prepare(runner.buckets.usual())
-        runner.warm_up_sampler()
+        runner.warm_up_scoring()
         assert all((cache == 3.0).all() for cache in runner.caches)
         assert (runner.rows.tokens == 4).all()
         assert not runner.step.workspace.counters.any()

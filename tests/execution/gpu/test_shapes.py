@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,14 +18,14 @@ def test_every_step_fits_its_shape(limits: tuple[int, int], data: st.DataObject)
     max_entries, max_tokens = limits
     buckets = Buckets(max_entries, max_tokens)
     count = data.draw(st.integers(1, max_entries))
-    shape = buckets.decode(count, samples=True, prefix=False)
+    shape = buckets.decode(count, prefix=False)
     assert count <= shape.num_tokens == shape.num_decodes == shape.num_samples <= max_entries
     num_tokens = data.draw(st.integers(1, max_tokens))
     num_entries = data.draw(st.integers(1, min(num_tokens, max_entries)))
     num_decodes = data.draw(st.integers(0, num_entries - 1))
     num_samples = data.draw(st.integers(0, num_entries))
     num_chunks = num_entries - num_decodes
-    shape = buckets.mixed(num_tokens, num_decodes, num_chunks, num_samples, samples=True, prefix=False)
+    shape = buckets.mixed(num_tokens, num_decodes, num_chunks, num_samples, prefix=False)
     assert num_tokens <= shape.num_tokens <= max_tokens
     assert num_decodes <= shape.num_decodes <= max_entries
     assert num_chunks <= shape.num_chunks
@@ -37,20 +39,21 @@ def test_usual_shapes_are_those_that_steps_get(limits: tuple[int, int]) -> None:
     usual = buckets.usual()
     assert len(set(usual)) == len(usual)
     for count in {1, limits[0] // 2 or 1, limits[0]}:
-        assert buckets.decode(count, samples=True, prefix=False) in usual
+        assert buckets.decode(count, prefix=False) in usual
     for num_tokens in {1, limits[1] // 2 or 1, limits[1]}:
-        assert buckets.mixed(num_tokens, 0, 1, 1, samples=True, prefix=False) in usual
+        assert buckets.mixed(num_tokens, 0, 1, 1, prefix=False) in usual
     for count in range(2, min(8, limits[0]) + 1):
-        assert buckets.decode(count, samples=True, prefix=False, short_context=True) in usual
+        assert buckets.decode(count, prefix=False, short_context=True) in usual
     assert usual[0].num_tokens == max(shape.num_tokens for shape in usual)
 
 
 @pytest.mark.parametrize(("count", "size"), [(1, 1), (3, 4), (9, 16), (65, 80), (256, 256)])
 def test_sizes_are_close_together_where_steps_are_small(count: int, size: int) -> None:
-    assert Buckets(256, 8192).decode(count, samples=True, prefix=False).num_tokens == size
+    assert Buckets(256, 8192).decode(count, prefix=False).num_tokens == size
 
 
-def test_sampling_apart_is_another_shape() -> None:
+def test_scoring_prompts_is_another_shape() -> None:
     buckets = Buckets(8, 64)
-    assert buckets.decode(3, samples=False, prefix=False).num_samples == 0
-    assert buckets.mixed(20, 2, 3, 3, samples=False, prefix=True).num_samples == 0
+    plain, scored = (buckets.mixed(20, 1, 1, 2, prefix=False, scores=scores) for scores in (False, True))
+    assert plain != scored
+    assert plain == replace(scored, scores=False)

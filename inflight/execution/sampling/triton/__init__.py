@@ -1,6 +1,22 @@
-"""Sampling in two kernel launches that a CUDA graph can hold, for rows that ask for a draw and nothing else."""
+"""Sampling in four kernel launches that a CUDA graph can hold, whatever the rows ask for."""
 
-from inflight.execution.sampling.rows import is_plain
-from inflight.execution.sampling.triton.draw import SamplingWorkspace, draw
+from inflight.execution.sampling.triton.draw import (
+    MAX_LOGPROBS,
+    SamplingWorkspace,
+    WantedLogprobs,
+    draw,
+    read_logprobs,
+    score_all,
+)
+from inflight.execution.sampling.triton.rows import DrawRows, token_bits
 
-__all__ = ["SamplingWorkspace", "draw", "is_plain"]
+__all__ = [
+    "MAX_LOGPROBS",
+    "DrawRows",
+    "SamplingWorkspace",
+    "WantedLogprobs",
+    "draw",
+    "read_logprobs",
+    "score_all",
+    "token_bits",
+]

@@ -1,0 +1,184 @@
+"""What each row asks of the sampling kernels, in device memory: numbers, bits, lists, and what its steps keep up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from inflight.execution.sampling.randomness import seed_words
+from inflight.execution.sampling.rows import (
+    MAX_TEMPERATURE,
+    MIN_REPETITION_PENALTY,
+    MIN_TEMPERATURE,
+)
+from inflight.execution.sampling.triton.forbid import start_rows_kernel
+from inflight.execution.sampling.triton.layout import BIAS, FORBID, LOGPROBS, MASK, PENALTIES, ROW, WORDS
+from inflight.scheduling import RowRequest
+
+WORD = 32  # tokens of a word of bits
+START_SIZE = 2048
+STOP_RULE = -1  # in place of a rule's length: see `forbid.py`
+
+
+@dataclass(frozen=True, slots=True)
+class _Lists:
+    """A row's lists in device memory, kept for as long as the row may be read."""
+
+    bias: Tensor | None
+    rules: Tensor | None
+
+
+class DrawRows:
+    """Permanent rows for the kernels of this package. Nothing here waits for the device."""
+
+    def __init__(self, max_rows: int, vocab_size: int, device: torch.device | str) -> None:
+        self.vocab_size = vocab_size
+        self.device = torch.device(device)
+        words = -(-vocab_size // WORD)
+        # [max_rows, WORDS]: see `layout.py`.
+        self.table = torch.zeros(max_rows, WORDS.value, dtype=torch.int32, device=self.device)
+        self.mask = torch.zeros(max_rows, words, dtype=torch.int32, device=self.device)
+        self.forbidden = torch.zeros(max_rows, words, dtype=torch.int32, device=self.device)
+        self.seen = torch.zeros(max_rows, words * WORD, dtype=torch.int16, device=self.device)
+        # How many of the most likely tokens each row wants told; -1: nothing.
+        self._num_logprobs = np.full(max_rows, -1, dtype=np.int32)
+        self._num_told = 0  # rows that want any
+        self._lists: dict[int, _Lists] = {}
+
+    def set_many(self, admissions: Sequence[tuple[int, RowRequest]], tokens: Tensor) -> None:
+        """Every request takes its row; of two for the same row the last. `tokens` [max_rows, max_len] hold theirs."""
+        if not admissions:
+            return
+        latest = dict(admissions)
+        told = self._num_logprobs[[*latest]] >= 0
+        packed = b"".join(self._pack(row, request) for row, request in latest.items())
+        self._num_told += int((self._num_logprobs[[*latest]] >= 0).sum() - told.sum())
+        words = self._to_device(np.frombuffer(packed, dtype=np.int32)).view(len(latest), -1)
+        self.table.index_copy_(0, self._to_device(np.array([*latest], dtype=np.int64)), words)
+        started = [
+            (row, len(request.token_ids)) for row, request in latest.items() if self._keeps_up(request)
+        ]
+        if started:
+            rows, lengths = self._to_device(np.array(started, dtype=np.int32).T.copy())
+            start_rows_kernel[(len(started),)](
+                rows,
+                lengths,
+                self.table,
+                tokens,
+                self.forbidden,
+                self.seen,
+                self.vocab_size,
+                tokens.stride(0),
+                SIZE=START_SIZE,
+                num_warps=8,
+            )
+
+    def logprob_counts(self, rows: NDArray[np.int32]) -> NDArray[np.int32] | None:
+        """How many of the most likely tokens these rows want told, below 0: nothing; None if that is so for all."""
+        if self._num_told == 0:
+            return None
+        counts = self._num_logprobs[rows]
+        return counts if (counts >= 0).any() else None
+
+    def _keeps_up(self, request: RowRequest) -> bool:
+        return _has_penalties(request) or self._rules(request) is not None
+
+    def _pack(self, row: int, request: RowRequest) -> bytes:
+        params = request.params
+        greedy = params.temperature < MIN_TEMPERATURE
+        top_k = params.top_k if 0 < params.top_k < self.vocab_size else 0
+        bias, rules = self._bias(request), self._rules(request)
+        lists = _Lists(
+            None if bias is None else self._to_device(bias), None if rules is None else self._to_device(rules)
+        )
+        self._lists[row] = lists
+        flags = PENALTIES.value * _has_penalties(request)
+        if params.allowed_token_ids is not None:
+            flags |= MASK.value
+            self.set_mask(row, token_bits(params.allowed_token_ids, self.vocab_size))
+        flags |= BIAS.value * (bias is not None) | FORBID.value * (rules is not None)
+        flags |= LOGPROBS.value * (params.logprobs is not None)
+        num_logprobs = -1 if params.logprobs is None else min(params.logprobs, self.vocab_size)
+        self._num_logprobs[row] = num_logprobs
+        return ROW.pack(
+            1.0 if greedy else min(params.temperature, MAX_TEMPERATURE),
+            math.log(params.min_p) if params.min_p > 0 else -math.inf,
+            params.top_p,
+            max(params.repetition_penalty, MIN_REPETITION_PENALTY),
+            params.frequency_penalty,
+            params.presence_penalty,
+            *seed_words(request.seed),
+            top_k,
+            greedy or top_k == 1,
+            flags,
+            request.num_prompt_tokens,
+            request.num_prompt_tokens + min(params.min_tokens, request.max_tokens),
+            num_logprobs,
+            0 if bias is None else len(bias) // 2,
+            0 if rules is None else _num_rules(request, self.vocab_size),
+            0 if lists.bias is None else lists.bias.data_ptr(),
+            0 if lists.rules is None else lists.rules.data_ptr(),
+        )
+
+    def set_mask(self, row: int, bits: NDArray[np.int32]) -> None:
+        """The tokens that a row with a mask may have next."""
+        self.mask[row].copy_(self._to_device(bits), non_blocking=True)
+
+    def _bias(self, request: RowRequest) -> NDArray[np.int32] | None:
+        given = sorted((request.params.logit_bias or {}).items())
+        known = [(i, value) for i, value in given if 0 <= i < self.vocab_size]
+        if not known:
+            return None
+        ids = np.array([i for i, _ in known], dtype=np.int32)
+        return np.concatenate((ids, np.array([value for _, value in known], dtype=np.float32).view(np.int32)))
+
+    def _rules(self, request: RowRequest) -> NDArray[np.int32] | None:
+        rules = _rules_of(request, self.vocab_size)
+        if not rules:
+            return None
+        lengths = [size for _, size, _ in rules]
+        prefixes = [list(prefix) for _, _, prefix in rules]
+        offsets = np.cumsum([0, *(len(prefix) for prefix in prefixes)])[:-1]
+        flat = [token_id for prefix in prefixes for token_id in prefix]
+        return np.array([*(last for last, _, _ in rules), *lengths, *offsets, *flat], dtype=np.int32)
+
+    def _to_device(self, array: NDArray[np.generic]) -> Tensor:
+        # Torch keeps pinned memory for the next call, and reuses none that a copy may still be reading.
+        tensor = torch.from_numpy(array.copy())
+        if self.device.type == "cuda":
+            return tensor.pin_memory().to(self.device, non_blocking=True)
+        return tensor
+
+
+def token_bits(token_ids: Sequence[int], vocab_size: int) -> NDArray[np.int32]:
+    """A bit for each token of the vocabulary, the lowest of a word first."""
+    chosen = np.zeros(-(-vocab_size // WORD) * WORD, dtype=bool)
+    ids = np.array(token_ids, dtype=np.int64)
+    chosen[ids[(ids >= 0) & (ids < vocab_size)]] = True
+    return np.packbits(chosen, bitorder="little").view(np.int32)
+
+
+def _has_penalties(request: RowRequest) -> bool:
+    params = request.params
+    return params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
+
+
+def _num_rules(request: RowRequest, vocab_size: int) -> int:
+    return len(_rules_of(request, vocab_size))
+
+
+def _rules_of(request: RowRequest, vocab_size: int) -> list[tuple[int, int, Sequence[int]]]:
+    """(last token, how many before it, those), of ids that the model has."""
+    rules: list[tuple[int, int, Sequence[int]]] = []
+    if request.params.min_tokens > 0:
+        rules += [(i, STOP_RULE, ()) for i in sorted(request.stop_ids) if 0 <= i < vocab_size]
+    for word in request.bad_word_ids:
+        if word and all(0 <= i < vocab_size for i in word):
+            rules.append((word[-1], len(word) - 1, word[:-1]))
+    return rules
