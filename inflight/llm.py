@@ -16,6 +16,7 @@ from inflight.config import EngineConfig
 from inflight.engine import EngineStats, StepObserver
 from inflight.errors import ConfigError, EngineError, ParameterError, RequestError
 from inflight.frontend import OutputProcessor, Prompt, split_prompts
+from inflight.garbage import paused_collection
 from inflight.interrupts import held_interrupts
 from inflight.loading import LoadedEngine, load_engine
 from inflight.outputs import RequestOutput
@@ -120,7 +121,7 @@ class LLM:
             raise EngineError("this LLM was closed")
         core = self._engine.core
         by_id = {answer.request.request_id: prompt for prompt in prompts for answer in prompt.answers}
-        with held_interrupts() as let_go:
+        with paused_collection(), held_interrupts() as let_go:
             try:
                 for prompt in prompts:
                     for answer in prompt.answers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+import sys
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,8 @@ MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024
 MAX_BAD_WORDS = 1024
 MAX_SALT_LENGTH = 256
+# Prompt tokens that are scored in one step: each takes the logits of the whole vocabulary, and others wait for them.
+MAX_SCORED_CHUNK = 256
 SEED_RANGE = (-(2**63), 2**64 - 1)
 
 
@@ -216,6 +219,7 @@ class Request:
     cache_salt: str = ""
     num_prompt_tokens: int = 0  # 0: all of token_ids; less when resuming a request that has outputs
     kind: str = "generate"  # or "score": the logprobs of the prompt's tokens, with max_tokens 0
+    max_chunk: int = sys.maxsize  # tokens that one step may compute of it
     splittable: bool = True  # else all its tokens are computed in one step, as bidirectional attention needs
     # token_ids as they came, side by side in memory: for what copies or hashes them. Empty: made from token_ids.
     first_ids: array[int] = field(default_factory=lambda: array("q"))
@@ -248,6 +252,8 @@ class Request:
         self.num_prompt_tokens = self.num_prompt_tokens or len(self.token_ids)
         self.first_ids = self.first_ids or array("q", self.token_ids)
         self.num_tokens = len(self.token_ids)
+        if self.params.prompt_logprobs is not None:
+            self.max_chunk = min(self.max_chunk, MAX_SCORED_CHUNK)
         self.max_total = self.num_prompt_tokens + self.max_tokens
         self.num_to_compute = self.max_total - 1 if self.max_tokens else self.max_total
         self.record = RequestRecord(self.request_id, self.tenant, self.priority, self.num_prompt_tokens)

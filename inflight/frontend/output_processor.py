@@ -9,7 +9,8 @@ from inflight.text import IncrementalDetokenizer, StopStrings, Tokenizer
 
 
 class Answer:
-    """One answer as it grows. Text is made when someone looks, or when stop strings have to be found in it."""
+    """One answer as it grows. Text, and the names of candidates, are made when someone looks; text also when stop
+    strings have to be found in it."""
 
     def __init__(self, index: int, request: Request, tokenizer: Tokenizer | None) -> None:
         self.request = request
@@ -23,6 +24,7 @@ class Answer:
             self._detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens, prompt)
         self._stops = _stops_of(params)
         self._num_read = 0  # tokens whose text has been made
+        self._positions: list[PositionLogprobs] = []  # candidates for each token
         self._stop_ids = request.stop_ids
         self._eos_ids = request.stop_ids.difference(params.stop_token_ids or ())
         if params.logprobs is not None:
@@ -37,7 +39,7 @@ class Answer:
         first = len(output.token_ids)
         output.token_ids += delta.token_ids
         if delta.logprobs is not None:
-            self._add_logprobs(delta.logprobs)
+            self._positions += delta.logprobs
         if delta.finish_reason is not None:
             output.finish_reason, output.error = delta.finish_reason, delta.error
             if delta.stop_token_id not in self._eos_ids:
@@ -60,10 +62,7 @@ class Answer:
     def _cut(self, num_tokens: int) -> None:
         output = self.output
         del output.token_ids[num_tokens:]
-        if output.logprobs is not None:
-            del output.logprobs[num_tokens:]
-            chosen = zip(output.token_ids, output.logprobs, strict=True)
-            output.cumulative_logprob = sum(found[token_id].logprob for token_id, found in chosen)
+        del self._positions[num_tokens:]
         output.finish_reason, output.stop_reason = "stop", self._stops.matched
 
     def _hides_last(self) -> bool:
@@ -92,8 +91,9 @@ class Answer:
                 self._stops = _stops_of(self._params)
         return passed
 
-    def complete_text(self) -> None:
-        """Bring the text up to date with the tokens; at the end, with all that was held back."""
+    def complete(self) -> None:
+        """Bring the output up to date with the tokens; at the end, with all text that was held back."""
+        self._name_candidates()
         output = self.output
         if self._detokenizer is None or self._stops.matched is not None:
             return
@@ -106,17 +106,17 @@ class Answer:
 
     def take_text(self) -> str:
         """The text since it was last taken. Whoever passes it on at once need not keep a growing copy."""
-        self.complete_text()
+        self.complete()
         text, self.output.text = self.output.text, ""
         return text
 
-    def _add_logprobs(self, positions: list[PositionLogprobs]) -> None:
+    def _name_candidates(self) -> None:
         output = self.output
-        assert output.logprobs is not None
-        assert output.cumulative_logprob is not None
-        for position in positions:
+        if output.logprobs is None:
+            return
+        for position in self._positions[len(output.logprobs) :]:
             output.logprobs.append(named(position, self._tokenizer))
-            output.cumulative_logprob += position[0].logprob
+        output.cumulative_logprob = sum(position[0].logprob for position in self._positions)
 
 
 def _stops_of(params: SamplingParams) -> StopStrings:
@@ -127,7 +127,7 @@ def named(position: PositionLogprobs, tokenizer: Tokenizer | None) -> Logprobs:
     """Candidates by token id, with their text."""
 
     def text(token_id: int) -> str | None:
-        return tokenizer.decode([token_id], skip_special_tokens=False) if tokenizer is not None else None
+        return None if tokenizer is None else tokenizer.text_of(token_id)
 
     return {found.token_id: Logprob(found.logprob, found.rank, text(found.token_id)) for found in position}
 
@@ -173,7 +173,7 @@ class OutputProcessor:
         """All answers as far as they are. Later deltas change it: take what you keep."""
         answers = self.answers
         for answer in answers:
-            answer.complete_text()
+            answer.complete()
         records = [answer.record for answer in answers]
         return RequestOutput(
             request_id=self.request_id,

@@ -7,6 +7,7 @@ salts never meet. Only full blocks have names; a name maps to one block.
 
 from __future__ import annotations
 
+import sys
 from array import array
 from hashlib import sha256
 from typing import Protocol
@@ -129,8 +130,10 @@ class NoPrefixCache:
     def match(self, request: Request) -> list[int]:  # noqa: ARG002
         return []
 
-    def publish(self, request: Request, num_tokens: int) -> None:
-        pass
+    def publish(self, request: Request, num_tokens: int) -> None:  # noqa: ARG002
+        request.num_published = (
+            sys.maxsize
+        )  # nothing is left to publish: whoever asks by that number asks no more
 
     def knows(self, block_id: int) -> bool:  # noqa: ARG002
         return False

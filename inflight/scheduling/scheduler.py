@@ -143,7 +143,7 @@ class Scheduler:
         """How many of the tokens it wants a request gets. One that cannot be split gets all of them or none, for which
         it may go beyond the step's budget, up to the limit: a policy that gives it some gives it all."""
         if request.splittable:
-            return self.policy.tokens(request, wanted, budget)
+            return self.policy.tokens(request, min(wanted, request.max_chunk), budget)
         limit = self.limits.max_num_batched_tokens - step.batch.num_tokens
         return wanted if wanted <= limit and self.policy.tokens(request, wanted, limit) > 0 else 0
 

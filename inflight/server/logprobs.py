@@ -103,7 +103,7 @@ def _described(token_id: int, found: Logprob, tokenizer: Tokenizer | None) -> di
 
 
 def _text(token_id: int, tokenizer: Tokenizer | None) -> str:
-    return "" if tokenizer is None else tokenizer.decode([token_id], skip_special_tokens=False)
+    return "" if tokenizer is None else tokenizer.text_of(token_id)
 
 
 def _bytes(token_id: int, tokenizer: Tokenizer | None) -> list[int] | None:
@@ -112,4 +112,4 @@ def _bytes(token_id: int, tokenizer: Tokenizer | None) -> list[int] | None:
         return None
     if tokenizer.byte_decoder is not None:
         return list(tokenizer.byte_decoder.pieces[token_id])
-    return list(tokenizer.decode([token_id], skip_special_tokens=False).encode())
+    return list(tokenizer.text_of(token_id).encode())

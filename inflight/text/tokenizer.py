@@ -45,6 +45,7 @@ class Tokenizer:
         self._before = [self.bos_token_id] if silent and add_bos and self.bos_token_id is not None else []
         self._after = [self.eos_token_id] if silent and add_eos and self.eos_token_id is not None else []
         self.byte_decoder = ByteDecoder.of(backend)
+        self._texts: dict[int, str] = {}  # of single tokens, as far as they were asked for
         self._plain: Any = None  # the backend that reads no special tokens in text, made when first needed
         self._unknown_id: int | None = None  # set with it
         self._lock = threading.Lock()
@@ -110,6 +111,13 @@ class Tokenizer:
             hidden = self.special_ids if skip_special_tokens else frozenset()
             return self.byte_decoder.decode([token_id for token_id in known if token_id not in hidden])
         text: str = self._backend.decode(known, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def text_of(self, token_id: int) -> str:
+        """The text of one token, a special one too. Remembered: candidates are named over and over."""
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self._texts[token_id] = self.decode([token_id], skip_special_tokens=False)
         return text
 
     def token(self, token_id: int) -> str:

@@ -10,7 +10,7 @@ import pytest
 
 from inflight.engine.fake import expected_tokens
 from inflight.errors import ConfigError, EngineError
-from inflight.request import Request
+from inflight.request import Request, SamplingParams
 from inflight.scheduling import Policy, make_policy
 from inflight.scheduling.policies.continuous import Continuous
 from inflight.scheduling.policies.fair import Fair
@@ -361,3 +361,18 @@ def test_duplicate_ids_are_refused() -> None:
     engine.add(make_request([1], request_id="same"))
     with pytest.raises(EngineError, match="already in use"):
         engine.core.add(make_request([1], request_id="same"))
+
+
+def test_prompts_that_are_scored_are_computed_in_small_pieces() -> None:
+    """The logits of all their tokens are computed too, and others wait for that."""
+    engine = FakeEngine(max_num_batched_tokens=2048, num_blocks=1024)
+    params = SamplingParams(prompt_logprobs=0, max_tokens=2, temperature=0)
+    engine.add(make_request([1] * 700, 2, "scored", params=params))
+    engine.add(make_request([2] * 700, 2, "plain"))
+    engine.run()
+    sizes = {"scored": [], "plain": []}  # type: dict[str, list[int]]
+    for record in engine.records:
+        for slot in record.slots:
+            if slot.num_tokens > 1:
+                sizes[slot.request_id].append(slot.num_tokens)
+    assert sizes == {"scored": [256, 256, 188], "plain": [700]}

@@ -50,6 +50,7 @@ class DrawRows:
         self._num_logprobs = np.full(max_rows, -1, dtype=np.int32)
         self._num_told = 0  # rows that want any
         self._lists: dict[int, _Lists] = {}
+        self._kept_up: set[int] = set()  # rows whose steps keep something up
 
     def set_many(self, admissions: Sequence[tuple[int, RowRequest]], tokens: Tensor) -> None:
         """Every request takes its row; of two for the same row the last. `tokens` [max_rows, max_len] hold theirs."""
@@ -61,9 +62,7 @@ class DrawRows:
         self._num_told += int((self._num_logprobs[[*latest]] >= 0).sum() - told.sum())
         words = self._to_device(np.frombuffer(packed, dtype=np.int32)).view(len(latest), -1)
         self.table.index_copy_(0, self._to_device(np.array([*latest], dtype=np.int64)), words)
-        started = [
-            (row, len(request.token_ids)) for row, request in latest.items() if self._keeps_up(request)
-        ]
+        started = [(row, len(request.token_ids)) for row, request in latest.items() if row in self._kept_up]
         if started:
             rows, lengths = self._to_device(np.array(started, dtype=np.int32).T.copy())
             start_rows_kernel[(len(started),)](
@@ -86,23 +85,23 @@ class DrawRows:
         counts = self._num_logprobs[rows]
         return counts if (counts >= 0).any() else None
 
-    def _keeps_up(self, request: RowRequest) -> bool:
-        return _has_penalties(request) or self._rules(request) is not None
-
     def _pack(self, row: int, request: RowRequest) -> bytes:
         params = request.params
         greedy = params.temperature < MIN_TEMPERATURE
         top_k = params.top_k if 0 < params.top_k < self.vocab_size else 0
-        bias, rules = self._bias(request), self._rules(request)
+        bias, rules = self._bias(request), _rules_of(request, self.vocab_size)
         lists = _Lists(
-            None if bias is None else self._to_device(bias), None if rules is None else self._to_device(rules)
+            None if bias is None else self._to_device(bias),
+            self._to_device(_columns(rules)) if rules else None,
         )
         self._lists[row] = lists
-        flags = PENALTIES.value * _has_penalties(request)
+        has_penalties = _has_penalties(request)
+        (self._kept_up.add if has_penalties or rules else self._kept_up.discard)(row)
+        flags = PENALTIES.value * has_penalties
         if params.allowed_token_ids is not None:
             flags |= MASK.value
             self.set_mask(row, token_bits(params.allowed_token_ids, self.vocab_size))
-        flags |= BIAS.value * (bias is not None) | FORBID.value * (rules is not None)
+        flags |= BIAS.value * (bias is not None) | FORBID.value * bool(rules)
         flags |= LOGPROBS.value * (params.logprobs is not None)
         num_logprobs = -1 if params.logprobs is None else min(params.logprobs, self.vocab_size)
         self._num_logprobs[row] = num_logprobs
@@ -121,7 +120,7 @@ class DrawRows:
             request.num_prompt_tokens + min(params.min_tokens, request.max_tokens),
             num_logprobs,
             0 if bias is None else len(bias) // 2,
-            0 if rules is None else _num_rules(request, self.vocab_size),
+            len(rules),
             0 if lists.bias is None else lists.bias.data_ptr(),
             0 if lists.rules is None else lists.rules.data_ptr(),
         )
@@ -137,16 +136,6 @@ class DrawRows:
             return None
         ids = np.array([i for i, _ in known], dtype=np.int32)
         return np.concatenate((ids, np.array([value for _, value in known], dtype=np.float32).view(np.int32)))
-
-    def _rules(self, request: RowRequest) -> NDArray[np.int32] | None:
-        rules = _rules_of(request, self.vocab_size)
-        if not rules:
-            return None
-        lengths = [size for _, size, _ in rules]
-        prefixes = [list(prefix) for _, _, prefix in rules]
-        offsets = np.cumsum([0, *(len(prefix) for prefix in prefixes)])[:-1]
-        flat = [token_id for prefix in prefixes for token_id in prefix]
-        return np.array([*(last for last, _, _ in rules), *lengths, *offsets, *flat], dtype=np.int32)
 
     def _to_device(self, array: NDArray[np.generic]) -> Tensor:
         # Torch keeps pinned memory for the next call, and reuses none that a copy may still be reading.
@@ -169,13 +158,21 @@ def _has_penalties(request: RowRequest) -> bool:
     return params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
 
 
-def _num_rules(request: RowRequest, vocab_size: int) -> int:
-    return len(_rules_of(request, vocab_size))
+_Rule = tuple[int, int, Sequence[int]]  # the last token, how many before it, those
 
 
-def _rules_of(request: RowRequest, vocab_size: int) -> list[tuple[int, int, Sequence[int]]]:
-    """(last token, how many before it, those), of ids that the model has."""
-    rules: list[tuple[int, int, Sequence[int]]] = []
+def _columns(rules: list[_Rule]) -> NDArray[np.int32]:
+    """As `forbid.py` reads them."""
+    prefixes = [prefix for _, _, prefix in rules]
+    offsets = np.cumsum([0, *map(len, prefixes)])[:-1]
+    flat = [token_id for prefix in prefixes for token_id in prefix]
+    lasts, lengths = ([rule[column] for rule in rules] for column in (0, 1))
+    return np.array([*lasts, *lengths, *offsets, *flat], dtype=np.int32)
+
+
+def _rules_of(request: RowRequest, vocab_size: int) -> list[_Rule]:
+    """Of ids that the model has."""
+    rules: list[_Rule] = []
     if request.params.min_tokens > 0:
         rules += [(i, STOP_RULE, ()) for i in sorted(request.stop_ids) if 0 <= i < vocab_size]
     for word in request.bad_word_ids:

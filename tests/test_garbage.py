@@ -1,0 +1,42 @@
+"""The collector is as it was after a run, whatever happened in it."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+from inflight import LLM, SamplingParams
+from inflight.garbage import paused_collection
+
+
+def test_it_is_paused_and_then_as_before() -> None:
+    with paused_collection():
+        assert not gc.isenabled()
+        with paused_collection():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    with pytest.raises(KeyError), paused_collection():
+        raise KeyError
+    assert gc.isenabled()
+
+
+def test_one_who_has_switched_it_off_finds_it_off() -> None:
+    gc.disable()
+    try:
+        with paused_collection():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_a_run_pauses_it() -> None:
+    seen = []
+    with LLM(show_progress=False, num_blocks=64) as llm:
+        llm.observe(lambda _: seen.append(gc.isenabled()))
+        llm.generate("Once", SamplingParams(max_tokens=2), use_tqdm=False)
+    assert seen
+    assert not any(seen)
+    assert gc.isenabled()
