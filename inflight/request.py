@@ -257,7 +257,7 @@ class Request:
         same model goes on with the token that would have come next. Raises RequestError if it had ended."""
         num_outputs = len(output_ids)
         is_stopped = num_outputs > self.params.min_tokens and output_ids[-1] in self.stop_ids
-        if num_outputs >= self.max_tokens or is_stopped:
+        if num_outputs >= self.max_tokens > 0 or is_stopped:
             raise RequestError(
                 f"request {self.request_id!r} has all its {num_outputs} tokens: nothing is left",
                 param="output_ids",
@@ -277,6 +277,8 @@ class Request:
             tenant=self.tenant,
             cache_salt=self.cache_salt,
             num_prompt_tokens=self.num_prompt_tokens,
+            kind=self.kind,
+            splittable=self.splittable,
         )
 
     def known_ids(self) -> array[int]:
