@@ -193,6 +193,18 @@ class Status(enum.Enum):
     FINISHED = enum.auto()
 
 
+class Phase(enum.Enum):
+    """What a request's time goes into (`scheduling/attribution.py`)."""
+
+    NEW = enum.auto()
+    QUEUED = enum.auto()
+    PREFILLING = enum.auto()
+    DECODING = enum.auto()
+    PREEMPTED = enum.auto()
+    HELD = enum.auto()  # finished, and kept by the policy
+    OVER = enum.auto()
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One job inside the engine: token ids in, and out what its kind returns (`scheduling/kinds.py`).
@@ -230,6 +242,11 @@ class Request:
     num_tokens: int = 0
     max_total: int = 0  # num_tokens never exceeds it
     num_to_compute: int = 0  # tokens that get KV at most: the last output needs none
+
+    # The attribution's.
+    phase: Phase = Phase.NEW
+    phase_at: float = 0.0  # when it began
+    phase_clocks: tuple[float, ...] = ()  # where the engine's clocks stood then
 
     # The policy's: its place in the queue, and how often others went before it.
     order: float = 0.0
