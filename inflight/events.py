@@ -6,7 +6,7 @@ timelines, metrics, benchmarks and the simulator read. All times are seconds of 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
@@ -103,6 +103,28 @@ class StepRecord:
     error: str | None = None  # the step failed, or was in flight beside one that did: nothing of it counts
 
 
+# Why nobody was admitted: the step that is computed was formed before ("step"); there was no room for more KV
+# ("memory"), no free row ("slots"), no token left of the step ("budget"), or the policy wanted nobody ("policy").
+QUEUE_CAUSES = ("step", "memory", "slots", "budget", "policy")
+
+
+@dataclass(frozen=True, slots=True)
+class TimeBreakdown:
+    """Where a request's time went, in seconds. The parts add up to its latency in the engine."""
+
+    queue: dict[str, float] = field(default_factory=lambda: dict.fromkeys(QUEUE_CAUSES, 0.0))  # by cause
+    prefill: float = 0.0  # its own tokens were computed, again after a preemption
+    prefill_of_others: float = 0.0  # that steps with its decodes took longer because of prompts in them
+    decode: float = 0.0
+    preempted: float = 0.0  # back in the queue
+    held: float = 0.0  # it had all its tokens, and the policy kept it
+
+    @property
+    def total(self) -> float:
+        running = self.prefill + self.prefill_of_others + self.decode
+        return sum(self.queue.values()) + running + self.preempted + self.held
+
+
 @dataclass(slots=True)
 class RequestRecord:
     """One request's life."""
@@ -121,3 +143,4 @@ class RequestRecord:
     num_preemptions: int = 0
     finish_reason: str | None = None
     stop_token_id: int | None = None
+    breakdown: TimeBreakdown = field(default_factory=TimeBreakdown)

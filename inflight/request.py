@@ -196,6 +196,18 @@ class Status(enum.Enum):
     FINISHED = enum.auto()
 
 
+class Phase(enum.Enum):
+    """What a request's time goes into (`scheduling/attribution.py`)."""
+
+    NEW = enum.auto()
+    QUEUED = enum.auto()
+    PREFILLING = enum.auto()
+    DECODING = enum.auto()
+    PREEMPTED = enum.auto()
+    HELD = enum.auto()  # finished, and kept by the policy
+    OVER = enum.auto()
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One job inside the engine: token ids in, and out what its kind returns (`scheduling/kinds.py`).
@@ -235,6 +247,11 @@ class Request:
     max_total: int = 0  # num_tokens never exceeds it
     num_to_compute: int = 0  # tokens that get KV at most: the last output needs none
 
+    # The attribution's.
+    phase: Phase = Phase.NEW
+    phase_at: float = 0.0  # when it began
+    phase_clocks: tuple[float, ...] = ()  # where the engine's clocks stood then
+
     # The policy's: its place in the queue, and how often others went before it.
     order: float = 0.0
     num_passed: int = 0
@@ -263,7 +280,7 @@ class Request:
         same model goes on with the token that would have come next. Raises RequestError if it had ended."""
         num_outputs = len(output_ids)
         is_stopped = num_outputs > self.params.min_tokens and output_ids[-1] in self.stop_ids
-        if num_outputs >= self.max_tokens or is_stopped:
+        if num_outputs >= self.max_tokens > 0 or is_stopped:
             raise RequestError(
                 f"request {self.request_id!r} has all its {num_outputs} tokens: nothing is left",
                 param="output_ids",
@@ -283,6 +300,8 @@ class Request:
             tenant=self.tenant,
             cache_salt=self.cache_salt,
             num_prompt_tokens=self.num_prompt_tokens,
+            kind=self.kind,
+            splittable=self.splittable,
         )
 
     def known_ids(self) -> array[int]:

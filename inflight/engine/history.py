@@ -21,13 +21,14 @@ def state_of(core: EngineCore, request_id: str) -> RequestState | None:
     if request is None:
         return None
     request.record.num_output_tokens = request.num_output_tokens
+    record = replace(request.record, breakdown=pool.attribution.breakdown(request, core.clock()))
     if request.status is not Status.WAITING:
-        return RequestState(request.record, "running", request.num_computed, len(request.block_ids))
+        return RequestState(record, "running", request.num_computed, len(request.block_ids))
     others = pool.requests.values()
     ahead = sum(other.status is Status.WAITING and other.arrival < request.arrival for other in others)
     running = [other.request_id for other in pool.running]
     return RequestState(
-        request.record,
+        record,
         "waiting",
         num_ahead=ahead,
         waited_for=tuple(running[-MAX_NAMED:]),

@@ -78,11 +78,12 @@ class Frontend:
         tenant: str = "",
         cache_salt: str = "",
         text: str | None = None,
+        kind: str = "generate",
     ) -> OutputProcessor:
         """A prompt that passed all checks, with a request for each answer to it. `text` is that of a prompt that is
         given as token ids, where it is known."""
         found, requests = self.input_processor.requests(
-            request_id, prompt, params, priority, tenant, cache_salt
+            request_id, prompt, params, priority, tenant, cache_salt, kind
         )
         return OutputProcessor(request_id, found if text is None else text, requests, self.tokenizer)
 

@@ -75,14 +75,18 @@ class InputProcessor:
         priority: int = 0,
         tenant: str = "",
         cache_salt: str = "",
+        kind: str = "generate",
     ) -> tuple[str | None, list[Request]]:
         """The prompt's text, where it has one, and a request for each answer."""
-        text, ids, salt = self._read_prompt(prompt)
+        num_kept = 1 if kind == "generate" else 0  # places for outputs
+        text, ids, salt = self._read_prompt(prompt, self.max_model_len - num_kept)
         self._check_params(params)
         _check_place(priority, tenant)
         salt = _check_salt(cache_salt or salt)
         room = self.max_model_len - len(ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        if kind != "generate":
+            max_tokens = 0
         stop_ids = frozenset(params.stop_token_ids or ())
         if not params.ignore_eos:
             stop_ids |= frozenset(self.eos_token_ids)
@@ -106,6 +110,7 @@ class InputProcessor:
                 tenant=tenant,
                 cache_salt=salt,
                 first_ids=ids,
+                kind=kind,
             )
             for index in range(params.n)
         ]
@@ -117,7 +122,7 @@ class InputProcessor:
             )
         return self.tokenizer
 
-    def _read_prompt(self, prompt: Prompt) -> tuple[str | None, array[int], str]:
+    def _read_prompt(self, prompt: Prompt, limit: int) -> tuple[str | None, array[int], str]:
         salt: Any = ""
         if isinstance(prompt, Mapping):
             prompt, salt = _read_mapping(prompt)
@@ -125,10 +130,11 @@ class InputProcessor:
         ids = _as_ids(prompt if text is None else self._need_tokenizer("text prompts").encode(text))
         if not ids:
             raise PromptError("the prompt is empty: it must have at least one token", param="prompt")
-        if len(ids) >= self.max_model_len:
+        if len(ids) > limit:
+            kept = ", and one place is kept for an output" if limit < self.max_model_len else ""
             raise context_length_error(
-                f"it has {len(ids)} tokens: at most {self.max_model_len - 1} are allowed "
-                f"(max_model_len is {self.max_model_len}, and one place is kept for an output)"
+                f"it has {len(ids)} tokens: at most {limit} are allowed "
+                f"(max_model_len is {self.max_model_len}{kept})"
             )
         # A tokenizer may know more tokens than the model: text is checked as ids are.
         numbers = np.frombuffer(ids, dtype=np.int64)

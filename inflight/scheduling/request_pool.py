@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from inflight.errors import EngineError
 from inflight.events import Delta, KVUsage
 from inflight.kv import BlockManager
-from inflight.request import Request, Status
+from inflight.request import Phase, Request, Status
+from inflight.scheduling.attribution import Attribution
 from inflight.scheduling.policy import Policy
 
 
@@ -37,6 +38,7 @@ class RequestPool:
         self.lingering: list[Request] = []  # finished, but kept by the policy
         self.num_resident = 0  # tokens of running and lingering requests that have KV
         self.num_preemptions = 0
+        self.attribution = Attribution()
         # Every running request must be able to get a token of every step.
         num_rows = min(limits.max_num_seqs, limits.max_num_batched_tokens)
         self._free_rows = list(range(num_rows - 1, -1, -1))
@@ -57,6 +59,11 @@ class RequestPool:
     def usage(self) -> KVUsage:
         return self.blocks.usage(self.num_resident)
 
+    def publish(self, request: Request) -> None:
+        """Let others share the request's full blocks, even in the step that fills them: a step writes all its KV
+        before it reads any. Only once no preemption can take that step back."""
+        self.blocks.publish(request, min(request.num_computed, len(request.token_ids)))
+
     # ---- coming and going ----
 
     def add(self, request: Request, step: int) -> None:
@@ -65,9 +72,10 @@ class RequestPool:
         request.arrival = self._num_arrivals
         self._num_arrivals += 1
         self.requests[request.request_id] = request
+        self.attribution.enter(request, Phase.QUEUED, request.record.arrived_at)
         self.policy.push(request, step)
 
-    def admit(self, request: Request, hits: list[int], num_tokens: int) -> None:
+    def admit(self, request: Request, hits: list[int], num_tokens: int, now: float) -> None:
         """Give a waiting request a row, the cached blocks that it shares, and more of them for so many tokens."""
         self.policy.remove(request)
         self.blocks.attach(request, hits)
@@ -75,13 +83,15 @@ class RequestPool:
         self.blocks.grow(request, num_tokens)
         request.row = self._free_rows.pop()
         request.status = Status.RUNNING
+        self.attribution.enter(request, Phase.PREFILLING, now)
         self.running.append(request)
 
-    def preempt(self, request: Request, step: int) -> None:
+    def preempt(self, request: Request, step: int, now: float) -> None:
         """Put a running request back into the queue; it computes its tokens anew."""
         self.running.remove(request)
         self._leave(request)
         request.status = Status.WAITING
+        self.attribution.enter(request, Phase.PREEMPTED, now)
         request.record.num_preemptions += 1
         self.num_preemptions += 1
         self.policy.push(request, step)
@@ -113,6 +123,7 @@ class RequestPool:
                 self._leave(request)
                 self._end(request, delta, now)
             else:
+                self.attribution.enter(request, Phase.HELD, now)
                 self.lingering.append(request)
 
     def retire(self, now: float) -> list[Delta]:
@@ -140,6 +151,7 @@ class RequestPool:
         """The request is gone: complete its record and its last delta."""
         request.status = Status.FINISHED
         del self.requests[request.request_id]
+        self.attribution.enter(request, Phase.OVER, now)
         record = request.record
         record.finished_at = now
         record.num_output_tokens = request.num_output_tokens

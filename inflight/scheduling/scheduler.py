@@ -13,14 +13,12 @@ from inflight.kv import BlockManager
 from inflight.request import Request, Status
 from inflight.scheduling.batch import Admission, Batch, RowRequest, Sampled, TableUpdate
 from inflight.scheduling.checked_policy import CheckedPolicy
-from inflight.scheduling.kinds import KINDS, tokens_to_end
 from inflight.scheduling.policy import Policy, answer
 from inflight.scheduling.quarantine import Quarantine
 from inflight.scheduling.request_pool import Limits, RequestPool
+from inflight.scheduling.results import end_with_errors, take_results
 from inflight.scheduling.step import ScheduledStep
 from inflight.scheduling.token_budget import TokenBudget
-
-NO_TOKEN = RequestFailure("step_failed", "the step gave it no token")
 
 
 class Scheduler:
@@ -36,6 +34,7 @@ class Scheduler:
         self._quarantine = Quarantine(self._checked, self._lift_quarantine)
         self.pool = RequestPool(limits, self._checked, blocks)
         self._num_steps = 0
+        self._now = 0.0  # as it was last told
         self._preempted: list[Preemption] = []  # since the last step that was launched
 
     @property
@@ -60,10 +59,11 @@ class Scheduler:
 
     def schedule(self, now: float) -> ScheduledStep | None:
         """The next step, or None when nothing can be computed before a step in flight comes back."""
-        step = self._form(now)
+        self._now = now
+        step = self._form()
         if not step.requests and not step.preempted and self._nothing_to_wait_for():
             with self._checked.overruled():
-                step = self._form(now)
+                step = self._form()
         self._preempted += step.preempted
         if not step.requests:
             return None
@@ -78,9 +78,10 @@ class Scheduler:
         pool = self.pool
         return pool.has_work and not any(request.num_in_flight for request in pool.requests.values())
 
-    def _form(self, now: float) -> ScheduledStep:
+    def _form(self) -> ScheduledStep:
         step = ScheduledStep(Batch(self._num_steps))
         someone_waits = len(self.policy) > 0
+        cause = "step"  # of waiting until the next step is formed, for whoever comes meanwhile
         if someone_waits:
             for request in self.policy.yields(self.pool.running):
                 self._preempt(request, step, "policy")
@@ -90,9 +91,10 @@ class Scheduler:
             if request.status is Status.RUNNING:  # an older one may have preempted it meanwhile
                 self._schedule_chunk(request, step, max_tokens)
         for request in behind:
-            self._publish(request)
-        if someone_waits and not step.preempted:
-            self._admit(step, now, max_tokens)
+            self.pool.publish(request)
+        if someone_waits:
+            cause = "memory" if step.preempted else self._admit(step, max_tokens)
+        self.pool.attribution.blame(cause if len(self.policy) else "step", self._now)
         return step
 
     def _schedule_decodes(self, step: ScheduledStep) -> list[Request]:
@@ -147,11 +149,6 @@ class Scheduler:
         limit = self.limits.max_num_batched_tokens - step.batch.num_tokens
         return wanted if wanted <= limit and self.policy.tokens(request, wanted, limit) > 0 else 0
 
-    def _publish(self, request: Request) -> None:
-        """Let others share the request's full blocks, even in the step that fills them: a step writes all its KV
-        before it reads any. Only once no preemption can take that step back."""
-        self.blocks.publish(request, min(request.num_computed, len(request.token_ids)))
-
     # ---- memory ----
 
     def _make_room(self, request: Request, count: int, step: ScheduledStep) -> bool:
@@ -189,116 +186,59 @@ class Scheduler:
     def _preempt(self, request: Request, step: ScheduledStep, reason: str) -> None:
         """Free the request's blocks and put it back in the queue; it recomputes later."""
         step.withdraw(request)
-        self.pool.preempt(request, self._num_steps)
+        self.pool.preempt(request, self._num_steps, self._now)
         step.preempted.append(Preemption(request.request_id, reason))
 
     # ---- admission ----
 
-    def _admit(self, step: ScheduledStep, now: float, max_tokens: int) -> None:
+    def _admit(self, step: ScheduledStep, max_tokens: int) -> str:
+        """Let in who fits. Why those who are left are left: the first reason that was met."""
         candidates = self.policy.candidates()
-        request = next(candidates, None)
+        request, cause = next(candidates, None), ""
         while request is not None:
             budget = max_tokens - step.batch.num_tokens
-            if budget <= 0 or not self.pool.has_free_row:
-                return
+            if budget <= 0:
+                return cause or "budget"
+            if not self.pool.has_free_row:
+                return cause or "slots"
             if not self.policy.admits(request, self.pool.running):
-                return
-            request = answer(candidates, self._try_admit(request, budget, step, now))
+                return cause or "policy"
+            refusal = self._try_admit(request, budget, step)
+            cause = cause or refusal
+            request = answer(candidates, not refusal)
+        return cause or "policy"
 
-    def _try_admit(self, request: Request, budget: int, step: ScheduledStep, now: float) -> bool:
-        """Move a waiting request into the step if memory allows."""
+    def _try_admit(self, request: Request, budget: int, step: ScheduledStep) -> str:
+        """Move a waiting request into the step. Why not, if it is not."""
         if request.num_in_flight:  # preempted a moment ago, its last result is still to come
-            return False
+            return "memory"
         pool, policy = self.pool, self.policy
         hits = self.blocks.match(request)
         reserved = max(policy.reserve(request, pool.running), request.num_tokens)
         if pool.num_resident + reserved > self.limits.max_kv_tokens or not self.blocks.fits(hits, reserved):
-            return False
+            return "memory"
         num_cached = len(hits) * self.blocks.block_size
         count = self._share(request, request.num_tokens - num_cached, budget, step)
         if count <= 0:
-            return False
-        pool.admit(request, hits, reserved if policy.reserves_ahead() else num_cached + count)
+            return "policy" if request.splittable else "budget"
+        places = reserved if policy.reserves_ahead() else num_cached + count
+        pool.admit(request, hits, places, self._now)
         step.batch.admissions.append(Admission(request.row, RowRequest.of(request)))
         step.batch.tables.append(TableUpdate(request.row, 0, list(request.block_ids)))
         step.put(request, count)
         pool.num_resident += count
-        self._publish(request)
+        self.pool.publish(request)
         if request.record.admitted_at is None:
-            request.record.admitted_at = now
-            request.record.num_cached_tokens = min(request.num_cached, request.num_prompt_tokens)
+            request.record.admitted_at = self._now
+            request.record.num_cached_tokens = request.num_cached
         policy.on_admit(request)
-        return True
+        return ""
 
     # ---- results ----
 
     def update(self, step: ScheduledStep, sampled: Sampled, now: float) -> list[Delta]:
         """Append the sampled tokens, finish and free what is done, and tell the news."""
-        deltas = self._end_with_errors(step, sampled.errors, now) if sampled.errors else []
-        ended: list[tuple[Request, Delta]] = []
-        if sampled.prompt_logprobs:
-            self._keep_prompt_logprobs(step, sampled)
-        samples = step.batch.samples
-        for index, (request, token_ids) in enumerate(zip(step.requests, sampled.token_ids, strict=True)):
-            if not samples[index]:
-                continue
-            request.num_in_flight -= 1
-            status = request.status
-            if status is Status.FINISHED or status is Status.LINGERING:
-                continue  # it ended while this step was in flight: the surplus token is dropped
-            if len(token_ids) != 1:
-                if not token_ids:
-                    deltas += self._end_with_errors(step, {index: NO_TOKEN}, now)
-                    continue
-                token_ids = tokens_to_end(request, token_ids)
-                request.num_tokens += len(token_ids) - 1
-            delta = Delta(request.request_id, token_ids)
-            deltas.append(delta)
-            known = request.token_ids
-            known += token_ids
-            record = request.record
-            record.last_token_at = now
-            if record.first_token_at is None:
-                record.first_token_at = now
-                delta.prompt_logprobs = request.prompt_logprobs or None
-            if sampled.logprobs and index in sampled.logprobs:
-                delta.logprobs = sampled.logprobs[index][: len(token_ids)]
-            may_end = token_ids[-1] in request.stop_ids or len(known) >= request.max_total
-            if may_end and KINDS[request.kind].ends(request, delta, sampled, index):
-                ended.append((request, delta))
-            elif request.num_computed >= (request.num_published + 1) * self.blocks.block_size:
-                self._publish(request)
-        for request in step.completed:
-            request.num_in_flight -= 1
-            if request.status in (Status.WAITING, Status.RUNNING):
-                deltas.append(delta := Delta(request.request_id, []))
-                if KINDS[request.kind].ends(request, delta, sampled, step.requests.index(request)):
-                    ended.append((request, delta))
-        if ended:
-            self.pool.finish(ended, now)
-            deltas += self.pool.retire(now)
-        return deltas
-
-    def _keep_prompt_logprobs(self, step: ScheduledStep, sampled: Sampled) -> None:
-        for index, positions in sampled.prompt_logprobs.items():
-            request = step.requests[index]
-            kept = request.prompt_logprobs or [None]  # nothing predicts the first token
-            first = step.batch.starts[index] + 1
-            if len(kept) >= first:  # else it was preempted meanwhile; computed anew, it says the same
-                kept[first : first + len(positions)] = positions
-                request.prompt_logprobs = kept
-
-    def _end_with_errors(
-        self, step: ScheduledStep, errors: dict[int, RequestFailure], now: float
-    ) -> list[Delta]:
-        deltas: list[Delta] = []
-        for index, failure in errors.items():
-            request = step.requests[index]
-            if request.status not in (Status.FINISHED, Status.LINGERING):  # else it has all its tokens
-                request.record.finish_reason = "error"
-                deltas += self.pool.abort(request, now)[1]
-                deltas[-1].error, deltas[-1].error_code = failure.message, failure.code
-        return deltas
+        return take_results(self.pool, step, sampled, now)
 
     def fail(self, step: ScheduledStep, message: str, now: float) -> list[Delta]:
         """A step went wrong: those to blame end with an error, all others start over from their known tokens.
@@ -306,9 +246,11 @@ class Scheduler:
         Until it is known who is to blame, the quarantine decides who runs. What the step left in memory is unknown,
         so nothing of it is kept. No step may be in flight.
         """
+        self._now = now
+        self.pool.attribution.step_failed(now)
         guilty = self._quarantine.judge(step)
         failure = RequestFailure("step_failed", message)
-        deltas = self._end_with_errors(step, dict.fromkeys(guilty, failure), now)
+        deltas = end_with_errors(self.pool, step, dict.fromkeys(guilty, failure), now)
         pool = self.pool
         for request in pool.requests.values():
             request.num_in_flight = 0

@@ -38,10 +38,10 @@ class Choice:
         return len(self.answer.output.token_ids)
 
 
-def usage_of(choices: list[Choice], scores_only: bool = False) -> dict[str, Any]:
+def usage_of(choices: list[Choice]) -> dict[str, Any]:
     firsts = {id(choice.prompt): choice for choice in reversed(choices)}.values()  # of each prompt
     num_prompt = sum(len(choice.prompt.prompt_token_ids) for choice in firsts)
-    num_output = 0 if scores_only else sum(choice.num_tokens for choice in choices)
+    num_output = sum(choice.num_tokens for choice in choices)
     num_cached = sum(choice.answer.record.num_cached_tokens for choice in firsts)
     return {
         "prompt_tokens": num_prompt,
@@ -68,14 +68,12 @@ class ResponseFormatter:
         with_ids: bool = False,
         with_usage: bool = False,
         with_prompt_logprobs: bool = False,
-        scores_only: bool = False,
     ) -> None:
         self._head = {"id": request_id, "object": "", "created": created, "model": model}
         self._tokenizer = tokenizer
         self._num_logprobs = num_logprobs
         self._with_ids = with_ids
         self._with_prompt_logprobs = with_prompt_logprobs
-        self._scores_only = scores_only  # the answer itself is not sent
         self._plain = num_logprobs is None and not with_ids
         self._usage = {"usage": None} if with_usage else {}
         self._suffix = b""
@@ -101,7 +99,7 @@ class ResponseFormatter:
         raise NotImplementedError
 
     def usage(self, choices: list[Choice]) -> bytes:
-        return self._event([], usage=usage_of(choices, self._scores_only)) if self._usage else b""
+        return self._event([], usage=usage_of(choices)) if self._usage else b""
 
     def whole(self, choices: list[Choice]) -> bytes:
         raise NotImplementedError
@@ -120,12 +118,9 @@ class ResponseFormatter:
 class CompletionFormatter(ResponseFormatter):
     object_whole = object_event = "text_completion"
 
-    def more(self, choice: Choice, text: str) -> bytes:
-        return super().more(choice, "" if self._scores_only else text)
-
     def end(self, choice: Choice, text: str) -> bytes:
         output = choice.answer.output
-        fields = self._fields(choice, "" if self._scores_only else text)
+        fields = self._fields(choice, text)
         return self._event(
             [{**fields, "finish_reason": output.finish_reason, "stop_reason": output.stop_reason}]
         )
@@ -137,7 +132,7 @@ class CompletionFormatter(ResponseFormatter):
         if self._num_logprobs is not None:
             logprobs = completion_logprobs(ids, positions, self._num_logprobs, self._tokenizer, choice.offset)
             choice.offset += sum(map(len, logprobs["tokens"]))
-        more = {} if self._scores_only else self._new_ids(choice)
+        more = self._new_ids(choice)
         if self._with_ids and choice.num_sent == 0:
             more["prompt_token_ids"] = choice.prompt.prompt_token_ids
         choice.num_sent, choice.echoes = choice.num_tokens, False
@@ -153,8 +148,8 @@ class CompletionFormatter(ResponseFormatter):
     def _tokens(self, choice: Choice) -> tuple[list[int], list[Any]]:
         """Token ids and their positions' logprobs, as far as they are new."""
         output = choice.answer.output
-        ids: list[int] = [] if self._scores_only else output.token_ids[choice.num_sent :]
-        positions: list[Any] = [] if self._scores_only else (output.logprobs or [])[choice.num_sent :]
+        ids: list[int] = output.token_ids[choice.num_sent :]
+        positions: list[Any] = (output.logprobs or [])[choice.num_sent :]
         if choice.echoes:
             ids = [*choice.prompt.prompt_token_ids, *ids]
             positions = [*(choice.prompt.prompt_logprobs or []), *positions]
@@ -165,7 +160,7 @@ class CompletionFormatter(ResponseFormatter):
         for choice in choices:
             output = choice.answer.output
             choice.num_sent = 0
-            fields = self._fields(choice, "" if self._scores_only else choice.answer.take_text())
+            fields = self._fields(choice, choice.answer.take_text())
             fields |= {"finish_reason": output.finish_reason, "stop_reason": output.stop_reason}
             if self._with_prompt_logprobs:
                 fields["prompt_logprobs"] = prompt_logprobs(choice.prompt.prompt_logprobs)
@@ -175,7 +170,7 @@ class CompletionFormatter(ResponseFormatter):
                 **self._head,
                 "object": self.object_whole,
                 "choices": items,
-                "usage": usage_of(choices, self._scores_only),
+                "usage": usage_of(choices),
             }
         )
 

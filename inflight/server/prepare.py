@@ -24,7 +24,7 @@ class GenerationParams:
     sampling: SamplingParams
     num_logprobs: int | None = None
     echo: bool = False
-    scores_only: bool = False
+    kind: str = "generate"  # of the requests
 
 
 # ---- parameters ----
@@ -41,7 +41,7 @@ def completion_params(state: ServerState, body: CompletionBody) -> GenerationPar
         if body.echo:
             asked["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
     params = _params(state, body, asked)
-    return GenerationParams(params, body.logprobs, bool(body.echo), scores_only)
+    return GenerationParams(params, body.logprobs, bool(body.echo), "score" if scores_only else "generate")
 
 
 def chat_params(state: ServerState, body: ChatBody) -> GenerationParams:
@@ -228,4 +228,5 @@ def _prepared(
         tenant=caller.tenant(body.user),
         cache_salt=caller.salt(body.cache_salt or ""),
         text=text,
+        kind=params.kind,
     )

@@ -175,6 +175,12 @@ def test_a_resumed_request_can_be_resumed() -> None:
     assert (again.token_ids, again.num_prompt_tokens, again.max_total) == ([1, 2, 4, 5, 6], 2, 10)
 
 
+def test_a_request_without_outputs_starts_over() -> None:
+    request = make_request([1, 2], 0, params=SamplingParams(), kind="score", splittable=False)
+    again = request.resumed([])
+    assert (again.kind, again.splittable, again.token_ids, again.max_tokens) == ("score", False, [1, 2], 0)
+
+
 # ---- all or none ----
 
 

@@ -214,6 +214,14 @@ class EngineMachine(RuleBasedStateMachine):
         self.limits_hold()
         usage = self.engine.scheduler.pool.usage()
         assert usage.num_used == usage.num_tokens == 0
+        for last in self.engine.finished.values():
+            assert last.record is not None
+            assert last.record.finished_at is not None
+            found = last.record.breakdown
+            assert found.total == pytest.approx(last.record.finished_at - last.record.arrived_at, abs=1e-12)
+            parts = (found.prefill, found.prefill_of_others, found.decode, found.preempted, found.held)
+            assert min(*found.queue.values(), *parts) >= 0
+            assert found.preempted == 0 or last.record.num_preemptions > 0
         num_preemptions = sum(request.record.num_preemptions for request in self.requests.values())
         assert self.engine.core.stats().num_preemptions == num_preemptions
         if not self.aborted:  # else the last of them may have come when there was nothing left to do

@@ -165,8 +165,13 @@ def test_scoring_a_prompt_alone(live: Live, llm: LLM) -> None:
     (choice,) = answer["choices"]
     assert choice["text"] == PROMPT
     assert choice["finish_reason"] == "length"
-    assert len(choice["logprobs"]["tokens"]) == len(whole.prompt_token_ids)
+    found = zip(whole.prompt_logprobs[1:], whole.prompt_token_ids[1:], strict=True)
+    scores = [None, *(position[token_id].logprob for position, token_id in found)]
+    assert choice["logprobs"]["token_logprobs"] == pytest.approx(scores, abs=1e-5)
     assert answer["usage"]["completion_tokens"] == 0
+    assert answer["usage"]["prompt_tokens"] == len(whole.prompt_token_ids)
+    record = live.http.get(f"/v1/requests/{answer['id']}").json()["answers"][0]
+    assert record["num_output_tokens"] == 0, "nothing is generated to be dropped"
     events = stream(live, PATH, {"prompt": PROMPT, "max_tokens": 0, "echo": True})
     assert "".join(event["choices"][0]["text"] for event in events) == PROMPT
 

@@ -46,7 +46,6 @@ async def completions(request: Request) -> Response:
         return CompletionFormatter(
             *(request_id, created, model, state.frontend.tokenizer),
             num_logprobs=params.num_logprobs,
-            scores_only=params.scores_only,
             **_common(body),
         )
 
