@@ -165,6 +165,8 @@ def prepare_completion(
         if text is not None and tokenizer is not None:
             _check_characters(state, len(text))
             prompt = tokenizer.encode(text)
+        elif bool in set(map(type, prompt)):  # Python takes them for 0 and 1
+            raise _bad_prompt("prompt has true or false among its token ids")
         found.append(_prepared(state, caller, body, params, prompt, text))
     return found
 

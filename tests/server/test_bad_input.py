@@ -61,6 +61,8 @@ ROWS: list[tuple[str, dict[str, Any], str | None, str]] = [
     (COMPLETIONS, {"prompt": [10**6]}, "prompt", "token id 1000000"),
     (COMPLETIONS, {"prompt": [10**30]}, "prompt", "token id"),
     (COMPLETIONS, {"prompt": [1, 2.5]}, "prompt", "integers"),
+    (COMPLETIONS, {"prompt": [False]}, "prompt", "true or false"),
+    (COMPLETIONS, {"prompt": [[1], [2, True]]}, "prompt", "true or false"),
     (COMPLETIONS, {"prompt": [[1], ["a"]]}, "prompt", "integers"),
     (COMPLETIONS, {"logit_bias": {"99999": 1}}, "logit_bias", "99999"),
     (COMPLETIONS, {"logit_bias": {"-1": 1}}, "logit_bias", "-1"),
