@@ -149,7 +149,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 async def test_a_stream_that_is_cut_anywhere_and_resumed_is_the_same(case: str, engine: AsyncEngine) -> None:
     whole = await run(engine, engine.client, CASES[case])
-    for every in range(1, LENGTH + 1):
+    for every in (1, 2, 3, 5, LENGTH):
         client = Cutting(engine.client, every)
         resumed = await run(engine, client, CASES[case])
         assert client.num_cuts >= CASES[case].n
@@ -202,6 +202,9 @@ class Refusing(Cutting):
         self._num_taken -= 1
         await super().add(request)
 
+    def stream(self, request_id: str) -> AsyncGenerator[Delta]:
+        return self._inner.stream(request_id)  # as it is: one that is left before it was read aborts
+
 
 async def until_idle(engine: AsyncEngine) -> None:
     async with asyncio.timeout(60):
@@ -218,6 +221,10 @@ async def test_a_refused_request_takes_the_others_with_it(num_taken: int, engine
     with pytest.raises(QueueFullError):
         await generation.start()
     await until_idle(engine)
+    for request_id in generation.request_ids[:num_taken]:
+        state = await engine.client.describe(request_id)
+        assert state is not None
+        assert state.record.finish_reason == "abort"
 
 
 async def test_a_start_that_is_cancelled_leaves_nothing(engine: AsyncEngine) -> None:

@@ -223,23 +223,25 @@ def test_time_limits(streamed: bool, backend: Backend) -> None:
     try:
         for first, whole, status, code in (
             (0.02, 60.0, 503, "first_token_timeout"),
-            (60.0, 0.3, 504, "request_timeout"),
+            (60.0, 1.0, 504, "request_timeout"),
             (60.0, 0.02, 504, "request_timeout"),
         ):
+            # On a busy machine a short time may be over before the stream has begun.
+            statuses = {status} if not streamed else {200} if whole == 1.0 else {200, status}
             with live_server(backend, first_token_timeout=first, request_timeout=whole) as live:
-                error = failed(live, {**ENDLESS, "stream": streamed}, 200 if streamed else status)
+                error = failed(live, {**ENDLESS, "stream": streamed}, statuses)
                 assert error["code"] == code
                 live.wait_until_idle()
     finally:
         backend.core.observers.remove(slow)
 
 
-def failed(live: Live, body: dict[str, Any], status: int) -> Any:
+def failed(live: Live, body: dict[str, Any], statuses: set[int]) -> Any:
     """The error of a request; in a stream it is the last event, and there is no end mark."""
     with live.http.stream("POST", PATH, json=body) as response:
-        assert response.status_code == status
+        assert response.status_code in statuses
         text = response.read().decode()
-    if status != 200:
+    if response.status_code != 200:
         return json.loads(text)["error"]
     assert "[DONE]" not in text
     return json.loads(text.strip().split("\n\n")[-1].removeprefix("data: "))["error"]
