@@ -17,6 +17,7 @@ from functools import partial
 
 import torch
 
+from benchmarks.cpu_sampling import SamplingResult, measure_sampling, show_sampling
 from inflight.attention.backend import AttentionInputs, KVShape
 from inflight.attention.cpu import CpuAttention, HeadAttention, TorchCpuAttention
 from inflight.layers.kernels import Kernels, Linear
@@ -134,7 +135,7 @@ def measure_attention(name: str, backend: HeadAttention, context: int, repeats: 
 
 def run(
     library: Library | None, sizes: list[int], repeats: int
-) -> tuple[list[LinearResult], list[AttentionResult]]:
+) -> tuple[list[LinearResult], list[AttentionResult], list[SamplingResult]]:
     linears: list[LinearResult] = []
     for shape in SHAPES:
         contenders: list[tuple[str, Kernels, torch.dtype]] = [("torch", TorchKernels(), torch.float32)]
@@ -151,10 +152,12 @@ def run(
         for context in (128, 1024)
         for name, backend in backends
     ]
-    return linears, attentions
+    return linears, attentions, measure_sampling(library, repeats)
 
 
-def show(linears: list[LinearResult], attentions: list[AttentionResult]) -> None:
+def show(
+    linears: list[LinearResult], attentions: list[AttentionResult], samplings: list[SamplingResult]
+) -> None:
     print(f"{'layer':<9}{'kernels':<13}{'tokens':>6}{'ms':>10}{'best ms':>10}{'GFLOP/s':>10}{'GB/s':>8}")
     for r in linears:
         print(
@@ -175,6 +178,7 @@ def show(linears: list[LinearResult], attentions: list[AttentionResult]) -> None
             f"batch {a.batch} context {a.context:>5}  {a.backend:<13}{a.milliseconds:>9.3f}"
             f"{a.best_milliseconds:>9.3f}{a.gigabytes:>8.1f}"
         )
+    show_sampling(samplings)
 
 
 def main() -> None:
@@ -183,12 +187,17 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 16, 128, 512])
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
-    linears, attentions = run(native_library(), options.tokens, options.repeats)
+    linears, attentions, samplings = run(native_library(), options.tokens, options.repeats)
     if options.json:
-        found = {"threads": torch.get_num_threads(), "linear": linears, "attention": attentions}
+        found = {
+            "threads": torch.get_num_threads(),
+            "linear": linears,
+            "attention": attentions,
+            "sampling": samplings,
+        }
         print(json.dumps(found, default=asdict, indent=1))
     else:
-        show(linears, attentions)
+        show(linears, attentions, samplings)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from inflight.attention.backend import AttentionInputs
 from inflight.execution.results import ScoredRows, Ticket
-from inflight.execution.sampling import SampledTensors, Sampler, SamplingRows, prompt_logprobs
+from inflight.execution.sampling import SampledTensors, Sampler, cpu_sampler, prompt_logprobs
 from inflight.models.decoder import Decoder
 from inflight.scheduling import Batch, Sampled
 
@@ -20,7 +20,7 @@ WORTH_SHARING = 1 << 21
 
 
 class ModelRunner:
-    """Implements `Runner`: permanent rows, one forward pass a step, one vectorised sampling pass."""
+    """Implements `Runner` on a CPU: permanent rows, one forward pass and one sampling pass per step."""
 
     def __init__(
         self, decoder: Decoder, num_blocks: int, block_size: int, max_rows: int, max_len: int
@@ -29,17 +29,17 @@ class ModelRunner:
         self.block_size = block_size
         self.caches = decoder.attention.allocate(decoder.kv_shape(block_size), num_blocks, decoder.device)
         self.rows = Rows(max_rows, max_len, block_size, decoder.device)
-        self.sampling = SamplingRows(max_rows, decoder.spec.vocab_size, decoder.device)
-        self.sampler = Sampler(self.sampling)
+        self.sampler = cpu_sampler(max_rows, decoder.spec.vocab_size)
         self.scored = ScoredRows()
-        self._num_threads = torch.get_num_threads()
+        # The compiled sampler has threads of its own.
+        self._sampling_threads = torch.get_num_threads() if isinstance(self.sampler, Sampler) else 1
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> Ticket:
         with torch_threads(1):
             self.rows.apply(batch)
             for row, request in batch.admissions:
-                self.sampling.set(row, request)
+                self.sampler.state.set(row, request)
             self.scored.admit(batch.admissions)
             inputs = build_inputs(batch, self.rows, self.block_size)
         ticket = Ticket(len(batch), inputs.sampling_entries, None, {})
@@ -68,7 +68,7 @@ class ModelRunner:
         """
         logits = self.decoder.logits(hidden)
         rows = [batch.rows[entry] for entry in inputs.sampling_entries]
-        with torch_threads(self._num_threads if logits.numel() >= WORTH_SHARING else 1):
+        with torch_threads(self._sampling_threads if logits.numel() >= WORTH_SHARING else 1):
             sampled = self.sampler.sample(logits, rows, inputs.sampling_lengths, self.rows.tokens)
             self.rows.append(inputs.sampling_rows, inputs.sampling_lengths, sampled.token_ids)
         return sampled

@@ -43,6 +43,9 @@ class Library:
         self.gate_gelu_tanh = self._bind("gate_gelu_tanh", _P, _P, _L, _L, _I)
         strided = (_P, _L, _L)
         self.attend = self._bind("attend", *strided * 3, *(_P,) * 7, *(_L,) * 8, _F, _I)
+        scores = (_P, _P, _P, _L, _I)
+        self.sample = self._bind("sample", _P, _L, _L, *(_P,) * 4, _L, _P, _P, *scores)
+        self.score = self._bind("score", _P, _L, _L, _P, *scores)
 
     def _bind(self, name: str, *arguments: type, result: type | None = None) -> _Function:
         function = getattr(self._dll, f"inflight_{name}")

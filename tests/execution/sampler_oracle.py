@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from inflight.execution.sampling import SampledTensors, Sampler, SamplingRows
+from inflight.execution.sampling import (
+    NativeSampler,
+    NativeSamplingRows,
+    SampledTensors,
+    Sampler,
+    SamplingRows,
+)
+from inflight.native.library import native_library
 from inflight.request import Request, SamplingParams
 from inflight.scheduling import RowRequest
 
@@ -101,19 +108,19 @@ def adjusted(job: Job) -> Floats:
 
 def kept(x: Floats, params: SamplingParams, slack: float) -> set[int]:
     """Who takes part in the draw; x is tempered. `slack` moves the thresholds that rounding may move."""
-    order = [int(i) for i in np.lexsort((np.arange(len(x)), -x)) if x[i] > -np.inf]
+    order = np.lexsort((np.arange(len(x)), -x))
+    order = order[x[order] > -np.inf]
     top = x[order[0]]
     if params.min_p > 0:
-        order = [i for i in order if i == order[0] or x[i] >= top + np.log(params.min_p) - slack]
+        reaches = x[order] >= top + np.log(params.min_p) - slack
+        order = order[reaches | (order == order[0])]
     if params.top_k:
         order = order[: params.top_k]
     if params.top_p < 1:
         mass = np.exp(x[order] - top)
         before = np.cumsum(mass) - mass
-        order = [
-            i for i, done in zip(order, before, strict=True) if done < (params.top_p + slack) * mass.sum()
-        ]
-    return set(order) or {int(np.argmax(x))}
+        order = order[before < (params.top_p + slack) * mass.sum()]
+    return set(order.tolist()) or {int(np.argmax(x))}
 
 
 def acceptable(job: Job) -> set[int]:
@@ -126,24 +133,35 @@ def acceptable(job: Job) -> set[int]:
     noise = -np.log(-np.log1p(-uniform(bits(job.seed, position, np.arange(len(x), dtype=np.uint64)))))
     answers: set[int] = set()
     for slack in (-1e-5, 0.0, 1e-5):
-        scores = {i: x[i] + noise[i] for i in kept(x, job.params, slack)}
-        best = max(scores.values())
-        answers |= {i for i, score in scores.items() if score >= best - 1e-4}
+        ids = np.array(sorted(kept(x, job.params, slack)))
+        scores = x[ids] + noise[ids]
+        answers |= set(ids[scores >= scores.max() - 1e-4].tolist())
     return answers
+
+
+def make_sampler(kind: str, max_rows: int, vocab_size: int, device: str = "cpu") -> Sampler | NativeSampler:
+    if kind == "torch":
+        return Sampler(SamplingRows(max_rows, vocab_size, device))
+    library = native_library()
+    assert library is not None
+    return NativeSampler(library, NativeSamplingRows(max_rows, vocab_size))
 
 
 @dataclass
 class Bench:
     """Jobs in rows of a small table."""
 
+    default_kind: ClassVar[str] = "torch"
+
     jobs: Sequence[Job]
     max_rows: int = 16
     max_len: int = 64
     device: str = "cpu"
+    kind: str = field(default_factory=lambda: Bench.default_kind)  # of sampler: "torch" or "native"
 
     def __post_init__(self) -> None:
-        self.state = SamplingRows(self.max_rows, len(self.jobs[0].logits), self.device)
-        self.sampler = Sampler(self.state)
+        self.sampler = make_sampler(self.kind, self.max_rows, len(self.jobs[0].logits), self.device)
+        self.state: Any = self.sampler.state  # that kind's rows
         self.tokens = torch.full((self.max_rows, self.max_len), GARBAGE, dtype=torch.int32)
         # Rows from the top down: an entry's index is never by chance its row.
         self.rows = [self.max_rows - 1 - i for i in range(len(self.jobs))]

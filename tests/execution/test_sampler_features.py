@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from inflight.errors import EngineError
-from inflight.execution.sampling import HAS_NO_TOKEN, IS_NOT_FINITE, Sampler, SamplingRows
-from inflight.execution.sampling.candidates import top_candidates
-from tests.execution.sampler_oracle import Bench, acceptable, job, sample_one
+from inflight.execution.sampling import HAS_NO_TOKEN, IS_NOT_FINITE
+from tests.execution.sampler_oracle import Bench, acceptable, job, make_sampler, sample_one
+
+pytestmark = pytest.mark.usefixtures("each_sampler")
 
 FALLING = [5.0, 4.0, 3.0, 2.0, 1.0, 0.0, -1.0, -2.0]
 
@@ -102,14 +103,6 @@ def test_a_restriction_changes_nothing_while_the_winner_is_allowed() -> None:
         assert [f for f, unbound in zip(found, free, strict=True) if unbound in best] == [
             unbound for unbound in free if unbound in best
         ]
-
-
-def test_the_order_of_candidates_is_total() -> None:
-    logits = torch.tensor([[0.0, -0.0, 1.0, -1.0, -math.inf, 1e-45, -1e-45, 0.0]])
-    for width in range(1, 9):
-        values, token_ids = top_candidates(logits, width)
-        assert token_ids.tolist() == [[2, 5, 0, 1, 7, 6, 3, 4][:width]]
-        assert torch.equal(values, logits.gather(1, token_ids))
 
 
 # Forbidding.
@@ -253,24 +246,7 @@ def test_a_row_serves_its_next_request_by_the_new_parameters() -> None:
     assert bench.sample().to_host().token_ids == [0]
 
 
-def test_an_empty_step_samples_nothing() -> None:
-    sampler = Sampler(SamplingRows(4, 8, "cpu"))
+def test_an_empty_step_samples_nothing(each_sampler: str) -> None:
+    sampler = make_sampler(each_sampler, 4, 8)
     sampled = sampler.sample(torch.empty(0, 8), [], torch.empty(0).long(), torch.zeros(4, 4).int())
     assert sampled.to_host().token_ids == []
-
-
-def test_a_greedy_batch_costs_no_more_than_two_reductions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Features that nobody uses are never entered."""
-    from inflight.execution.sampling import sampler
-
-    for name in ("adjust", "draw_dense", "draw_nucleus", "draw_top_k", "score", "race_key"):
-        monkeypatch.setattr(sampler, name, None)
-    jobs = [job(FALLING, temperature=0, top_p=0.5, top_k=3, min_p=0.1) for _ in range(3)]
-    assert Bench(jobs).sample().to_host().token_ids == [0, 0, 0]
-
-
-def test_a_temperature_only_batch_never_sorts(monkeypatch: pytest.MonkeyPatch) -> None:
-    from inflight.execution.sampling import candidates
-
-    monkeypatch.setattr(candidates, "top_candidates", None)
-    assert 0 <= sample_one(job(FALLING, temperature=0.7, min_p=0.1)) < 8

@@ -9,10 +9,21 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from inflight.events import PositionLogprobs
-from inflight.execution.sampling import prompt_logprobs
+from inflight.execution.sampling import LogprobTensors, prompt_logprobs
+from inflight.execution.sampling.logprobs import score
 from tests.execution.sampler_oracle import Bench, job
+
+pytestmark = pytest.mark.usefixtures("each_sampler")
+
+
+def prompt_scores(logits: Tensor, targets: Tensor, num: int) -> LogprobTensors:
+    """By the sampler that is tested."""
+    if Bench.default_kind == "native":
+        return prompt_logprobs(logits, targets, num)
+    return score(logits, targets, (min(num, logits.shape[1]),) * len(logits))
 
 
 def wanted(logits: NDArray[Any], target: int, num: int) -> list[tuple[int, float, int]]:
@@ -81,19 +92,19 @@ def test_prompt_positions_list_the_target_first_and_every_id_once(num: int) -> N
     rng = np.random.default_rng(num)
     logits = np.round(rng.normal(size=(70, 40)), 1).astype(np.float32)
     targets = rng.integers(0, 40, 70)
-    found = prompt_logprobs(torch.from_numpy(logits), torch.from_numpy(targets), num).fetch().to_host()
+    found = prompt_scores(torch.from_numpy(logits), torch.from_numpy(targets), num).fetch().to_host()
     assert len(found) == 70
     for row, target, position in zip(logits, targets.tolist(), found, strict=True):
         check(position, wanted(row, target, num))
 
 
 def test_no_prompt_positions_no_logprobs() -> None:
-    assert prompt_logprobs(torch.empty(0, 40), torch.empty(0).long(), 5).to_host() == []
+    assert prompt_scores(torch.empty(0, 40), torch.empty(0).long(), 5).to_host() == []
 
 
 def test_a_position_does_not_depend_on_the_chunk_it_is_in() -> None:
     torch.manual_seed(0)
     logits, targets = torch.randn(9, 20_000), torch.randint(0, 20_000, (9,))
-    whole = prompt_logprobs(logits, targets, 3).to_host()
-    parts = [prompt_logprobs(logits[i : i + 1], targets[i : i + 1], 3).to_host()[0] for i in range(9)]
+    whole = prompt_scores(logits, targets, 3).to_host()
+    parts = [prompt_scores(logits[i : i + 1], targets[i : i + 1], 3).to_host()[0] for i in range(9)]
     assert whole == parts

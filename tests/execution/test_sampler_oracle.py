@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
 from inflight.request import SEED_RANGE, SamplingParams
 from tests.execution.sampler_oracle import Bench, Job, acceptable, adjusted
+
+pytestmark = pytest.mark.usefixtures("each_sampler")
 
 VOCAB = 50
 ids = st.integers(0, VOCAB - 1)

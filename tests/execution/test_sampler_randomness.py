@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from inflight.execution.sampling import Sampler, SamplingRows
 from inflight.execution.sampling.randomness import RaceKey, race_bits, race_key, seed_words, uniform
 from inflight.request import SEED_RANGE, Request, SamplingParams
 from inflight.scheduling import RowRequest
@@ -109,12 +108,12 @@ def test_uniforms_lie_strictly_inside_and_keep_their_resolution() -> None:
     assert torch.isfinite((-torch.log1p(-found)).log()).all()
 
 
-def draws(params: SamplingParams, logits: list[float], num: int) -> Tensor:
+def draws(kind: str, params: SamplingParams, logits: list[float], num: int) -> Tensor:
     """`num` draws: 256 seeds times num / 256 positions."""
-    state = SamplingRows(256, len(logits), "cpu")
-    sampler = Sampler(state)
+    sampler = oracle.make_sampler(kind, 256, len(logits))
     for row in range(256):
-        state.set(row, RowRequest.of(Request("r", [0], params, max_tokens=1, seed=1000 + row)))
+        request = Request("r", [0], params, max_tokens=1, seed=1000 + row)
+        sampler.state.set(row, RowRequest.of(request))
     tokens = torch.zeros(256, 1, dtype=torch.int32)
     repeated = torch.tensor(logits).repeat(256, 1)
     found = [
@@ -134,25 +133,45 @@ def draws(params: SamplingParams, logits: list[float], num: int) -> Tensor:
         ({"min_p": 0.15}, 4),
     ],
 )
-def test_draws_follow_the_distribution(options: dict[str, float], kept: int) -> None:
+def test_draws_follow_the_distribution(each_sampler: str, options: dict[str, float], kept: int) -> None:
     params = SamplingParams(**options)  # type: ignore[arg-type]
     logits = [0.0, 2.0, -1.0, 1.5, 0.25, -3.0, 1.0, -0.5]
     num = 256 * 50
     probs = torch.tensor(logits, dtype=torch.float64).div(params.temperature).softmax(0)
     probs[probs.argsort(descending=True)[kept:]] = 0
     expected = num * probs / probs.sum()
-    counts = torch.bincount(draws(params, logits, num), minlength=8).double()
+    counts = torch.bincount(draws(each_sampler, params, logits, num), minlength=8).double()
     assert (counts[expected == 0] == 0).all()
     likely = expected > 0
     statistic = ((counts - expected)[likely] ** 2 / expected[likely]).sum()
     assert statistic < 30  # at most 7 degrees of freedom: p = 0.0001
 
 
-def test_a_rare_token_of_a_large_vocabulary_is_drawn_as_often_as_it_should_be() -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{"temperature": 0.6}, {"top_k": 40}, {"top_p": 0.7}, {"min_p": 0.05}, {"top_k": 90, "top_p": 0.9}],
+)
+def test_draws_of_many_tokens_follow_the_distribution(each_sampler: str, options: dict[str, float]) -> None:
+    params = SamplingParams(**options)  # type: ignore[arg-type]
+    logits = np.random.default_rng(6).normal(scale=1.5, size=300).astype(np.float32)
+    num = 256 * 60
+    x = logits.astype(np.float64) / params.temperature
+    kept = sorted(oracle.kept(x, params, 0.0))
+    probs = np.exp(x[kept]) / np.exp(x[kept]).sum()
+    counts = torch.bincount(draws(each_sampler, params, logits.tolist(), num), minlength=300).numpy()
+    assert counts[kept].sum() == num
+    likely = num * probs >= 8  # the others are taken together
+    expected = np.append(num * probs[likely], num * probs[~likely].sum() + 1e-9)
+    found = np.append(counts[kept][likely], counts[kept][~likely].sum())
+    freedom = int(likely.sum())
+    assert ((found - expected) ** 2 / expected).sum() < freedom + 5 * np.sqrt(2 * freedom)
+
+
+def test_a_rare_token_of_a_large_vocabulary_is_drawn_as_often_as_it_should_be(each_sampler: str) -> None:
     """Half of the mass lies on 20,000 tokens of 25e-6 each, which must all have their chance."""
     size = 20_000
     logits = [0.0] * size + [float(np.log(size))]
-    found = draws(SamplingParams(), logits, 256 * 2)
+    found = draws(each_sampler, SamplingParams(), logits, 256 * 2)
     rare = found[found < size]
     assert abs(len(rare) / len(found) - 0.5) < 0.13  # deviation 0.022
     assert abs(rare.double().mean() / size - 0.5) < 0.11  # deviation 0.018

@@ -1,6 +1,10 @@
-"""Sampling: permanent parameters a row (`SamplingRows`), one token a row and step (`Sampler`)."""
+"""Sampling: permanent parameters per row, one token per row and step.
 
-from inflight.execution.sampling.logprobs import LogprobTensors, prompt_logprobs
+`Sampler` over `SamplingRows` does it in torch on any device; `cpu_sampler` gives the compiled one where it can be had.
+"""
+
+from inflight.execution.sampling.logprobs import LogprobTensors
+from inflight.execution.sampling.native import NativeSampler, NativeSamplingRows
 from inflight.execution.sampling.rows import SamplingRows
 from inflight.execution.sampling.sampler import (
     HAS_NO_TOKEN,
@@ -9,14 +13,18 @@ from inflight.execution.sampling.sampler import (
     SampledTensors,
     Sampler,
 )
+from inflight.execution.sampling.select import cpu_sampler, prompt_logprobs
 
 __all__ = [
     "HAS_NO_TOKEN",
     "IS_NOT_FINITE",
     "HostSample",
     "LogprobTensors",
+    "NativeSampler",
+    "NativeSamplingRows",
     "SampledTensors",
     "Sampler",
     "SamplingRows",
+    "cpu_sampler",
     "prompt_logprobs",
 ]

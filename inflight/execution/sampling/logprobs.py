@@ -40,11 +40,6 @@ def fetch(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
-def prompt_logprobs(logits: Tensor, target_ids: Tensor, num: int) -> LogprobTensors:
-    """The prompt tokens target_ids [P] int64 and the top `num` under logits [P, V] that predict them."""
-    return score(logits, target_ids, (min(num, logits.shape[1]),) * len(logits))
-
-
 def score(logits: Tensor, target_ids: Tensor, counts: tuple[int, ...]) -> LogprobTensors:
     """Targets [P] int64 and the most likely tokens of raw logits [P, V]; `counts` may not exceed V."""
     shape = (len(logits), 1 + max(counts, default=0))

@@ -1,0 +1,185 @@
+"""Sampling by the compiled library: what each row asks for, packed when it is admitted, and one call per step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from inflight.errors import EngineError
+from inflight.execution.sampling.logprobs import LogprobTensors
+from inflight.execution.sampling.randomness import seed_words
+from inflight.execution.sampling.rows import MAX_TEMPERATURE, MIN_REPETITION_PENALTY, MIN_TEMPERATURE
+from inflight.execution.sampling.sampler import SampledTensors
+from inflight.execution.sampling.token_bits import token_bits
+from inflight.native.library import Library
+from inflight.request import SamplingParams
+from inflight.scheduling import RowRequest
+
+# `Row` in native/sampling.cpp, where each field is explained.
+_FLOATS = ("temperature", "log_min_p", "top_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
+_INTS = (
+    *("seed_low", "seed_high", "top_k", "num_prompt_tokens", "min_length", "argmax"),
+    *("num_logprobs", "penalises", "num_stops", "num_biases", "num_bad_words"),
+)
+_POINTERS = ("mask", "stops", "bias_ids", "biases", "bad_words")
+ROW = np.dtype(
+    [(name, np.float32) for name in _FLOATS]
+    + [(name, np.int32) for name in _INTS]
+    + [(name, np.int64) for name in _POINTERS],
+    align=True,
+)
+
+
+class NativeSamplingRows:
+    """Permanent sampling parameters of `max_rows` rows, as the library reads them."""
+
+    def __init__(self, max_rows: int, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.num_logprobs: dict[int, int] = {}  # of the rows that ask for logprobs
+        self._table = np.zeros(max_rows, ROW)
+        self._lists: dict[int, tuple[NDArray[np.generic], ...]] = {}  # what rows in use point to
+
+    def set(self, row: int, request: RowRequest) -> None:
+        """`request` takes `row`."""
+        params = request.params
+        greedy = params.temperature < MIN_TEMPERATURE
+        top_k = params.top_k if 0 < params.top_k < self.vocab_size else 0
+        self.clear(row)
+        if params.logprobs is not None:
+            self.num_logprobs[row] = min(params.logprobs, self.vocab_size)
+        bias = {i: value for i, value in (params.logit_bias or {}).items() if i < self.vocab_size}
+        stops = self._known(request.stop_ids) if params.min_tokens > 0 else []
+        words = [word for word in request.bad_word_ids if word and len(self._known(word)) == len(word)]
+        allowed = params.allowed_token_ids
+        self._lists[row] = lists = (
+            np.empty(0) if allowed is None else token_bits(allowed, self.vocab_size),
+            np.array(stops, dtype=np.int32),
+            np.array([*bias], dtype=np.int32),
+            np.array([*bias.values()], dtype=np.float32),
+            np.array([part for word in words for part in (len(word), *word)], dtype=np.int32),
+        )
+        self._table[row] = (
+            1.0 if greedy else min(params.temperature, MAX_TEMPERATURE),
+            math.log(params.min_p) if params.min_p > 0 else -math.inf,
+            params.top_p,
+            max(params.repetition_penalty, MIN_REPETITION_PENALTY),
+            params.frequency_penalty,
+            params.presence_penalty,
+            *seed_words(request.seed),
+            top_k,
+            request.num_prompt_tokens,
+            request.num_prompt_tokens + min(params.min_tokens, request.max_tokens),
+            greedy or top_k == 1,
+            self.num_logprobs.get(row, -1),
+            _has_penalties(params),
+            len(stops),
+            len(bias),
+            len(words),
+            *(part.ctypes.data if part.size else 0 for part in lists),
+        )
+
+    def clear(self, row: int) -> None:
+        """`row` is free."""
+        self._lists.pop(row, None)
+        self.num_logprobs.pop(row, None)
+
+    def address(self, rows: Iterable[int]) -> int:
+        """Where the table is, for a step of these rows."""
+        for row in rows:
+            if row not in self._lists:
+                raise EngineError(f"row {row} was asked to sample but holds no request: call set() first")
+        return self._table.ctypes.data
+
+    def _known(self, ids: Iterable[int]) -> list[int]:
+        # An id outside the vocabulary can never be sampled, and the library does not look for one.
+        return [i for i in ids if 0 <= i < self.vocab_size]
+
+
+class NativeSampler:
+    """`Sampler` in one call of the library: threads take whole rows, so a row's bits are the same in any company."""
+
+    def __init__(self, library: Library, state: NativeSamplingRows) -> None:
+        self.state = state
+        self._library = library
+
+    def sample(self, logits: Tensor, rows: Sequence[int], lengths: Tensor, tokens: Tensor) -> SampledTensors:
+        """Choose token number lengths[i] of row rows[i] from logits[i].
+
+        logits [S, V] float32, contiguous, are overwritten. lengths [S] int32 or int64 count the tokens of
+        each row before the new one. tokens [max_rows, max_len] int32 hold them.
+        """
+        table = self.state.address(rows)
+        _check(logits, self.state.vocab_size)
+        if tokens.dtype != torch.int32 or tokens.stride(1) != 1:
+            raise EngineError(
+                f"tokens are {tokens.dtype} with strides {tokens.stride()}: allowed is dense int32"
+            )
+        asked = self.state.num_logprobs
+        entries = tuple(i for i, row in enumerate(rows) if row in asked) if asked else ()
+        counts = tuple(asked[rows[i]] for i in entries)
+        logprobs = _empty_logprobs(counts) if entries else None
+        row_ids = torch.tensor(rows, dtype=torch.int64)
+        lengths = lengths.to(torch.int64).contiguous()
+        token_ids = torch.empty(len(rows), dtype=torch.int64)
+        bad = torch.empty(len(rows), dtype=torch.uint8)
+        self._library.sample(
+            logits.data_ptr(),
+            len(rows),
+            self.state.vocab_size,
+            table,
+            row_ids.data_ptr(),
+            lengths.data_ptr(),
+            tokens.data_ptr(),
+            tokens.stride(0),
+            token_ids.data_ptr(),
+            bad.data_ptr(),
+            *_places(logprobs),
+            self._library.threads,
+        )
+        return SampledTensors(token_ids, bad, logprobs, entries)
+
+
+def native_score(library: Library, logits: Tensor, target_ids: Tensor, num: int) -> LogprobTensors:
+    """Targets [P] int64 and the top `num` of raw logits [P, V]; `num` may not exceed V."""
+    _check(logits, logits.shape[1])
+    target_ids = target_ids.contiguous()
+    found = _empty_logprobs((num,) * len(logits))
+    library.score(
+        logits.data_ptr(),
+        len(logits),
+        logits.shape[1],
+        target_ids.data_ptr(),
+        *_places(found),
+        library.threads,
+    )
+    return found
+
+
+def _empty_logprobs(counts: tuple[int, ...]) -> LogprobTensors:
+    shape = (len(counts), 1 + max(counts, default=0))
+    ids, ranks = torch.empty(2, *shape, dtype=torch.int64)
+    return LogprobTensors(ids, torch.empty(shape), ranks, counts)
+
+
+def _places(to: LogprobTensors | None) -> tuple[int | None, int | None, int | None, int]:
+    """Where the library writes logprobs, and how many per position."""
+    if to is None:
+        return None, None, None, 0
+    return to.token_ids.data_ptr(), to.logprobs.data_ptr(), to.ranks.data_ptr(), to.ranks.shape[1]
+
+
+def _check(logits: Tensor, vocab_size: int) -> None:
+    if logits.dtype != torch.float32 or not logits.is_contiguous() or logits.shape[1] != vocab_size:
+        raise EngineError(
+            f"logits are {logits.dtype} {list(logits.shape)} with strides {logits.stride()}: "
+            f"allowed is float32 [S, {vocab_size}] without gaps"
+        )
+
+
+def _has_penalties(params: SamplingParams) -> bool:
+    return params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0

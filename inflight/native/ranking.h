@@ -1,0 +1,200 @@
+// A row of logits ranked by (logit, greatest first; id, lowest first), without a sort.
+//
+// Logits are taken in blocks whose greatest one is known, so a search looks only where something can be found.
+// Sums run over the blocks in order: a row's numbers do not depend on the threads or on the other rows.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <vector>
+
+#include "vectors.h"
+
+namespace inflight {
+
+constexpr int64_t kBlock = 128;  // tokens of a block, a multiple of kWidth
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+// The beginning of the ranking that ends with the token `id` of this logit. top_k, top_p and min_p all keep one.
+struct Cut {
+    float logit;
+    int32_t id;
+
+    bool keeps(float x, int32_t token) const { return x > logit || (x == logit && token <= id); }
+};
+
+// Keeps whatever is not forbidden, that is, not -inf.
+constexpr Cut kEveryToken{std::numeric_limits<float>::lowest(), std::numeric_limits<int32_t>::max()};
+
+struct Candidate {
+    float logit;
+    int32_t id;
+};
+
+inline bool ranks_before(const Candidate& a, const Candidate& b) {
+    return a.logit > b.logit || (a.logit == b.logit && a.id < b.id);
+}
+
+// Floats as integers in the same order; 0.0 and -0.0 are one.
+inline int32_t order_key(float x) {
+    const int32_t word = bits<int32_t>(x + 0.0f);
+    return word ^ (word >> 31 & 0x7FFFFFFF);
+}
+
+inline float of_order_key(int64_t key) {
+    const int32_t word = static_cast<int32_t>(key);
+    return bits<float>(word ^ (word >> 31 & 0x7FFFFFFF));
+}
+
+inline bool any(IntVec mask) {
+    int32_t lanes[kWidth], found = 0;
+    store(lanes, mask);
+    for (int32_t lane : lanes) found |= lane;
+    return found != 0;
+}
+
+class Ranking {
+  public:
+    // Reads all logits once. They must stay where they are, unchanged, for as long as the ranking is asked.
+    void read(const float* logits, int64_t size) {
+        logits_ = logits;
+        size_ = size;
+        num_blocks_ = (size + kBlock - 1) / kBlock;
+        std::fill(tail_, tail_ + kBlock, -kInfinity);
+        const int64_t whole = size / kBlock * kBlock;
+        std::copy(logits + whole, logits + size, tail_);
+        tops_.assign((num_blocks_ + kWidth - 1) / kWidth * kWidth, -kInfinity);
+        IntVec nan{};
+        for (int64_t b = 0; b < num_blocks_; ++b) {
+            const float* x = block(b);
+            Vec top = load<Vec>(x);
+            nan |= top != top;
+            for (int64_t i = kWidth; i < kBlock; i += kWidth) {
+                const Vec v = load<Vec>(x + i);
+                nan |= v != v;
+                top = larger(v, top);
+            }
+            tops_[b] = inflight::max(top);
+        }
+        top_block_ = std::max_element(tops_.begin(), tops_.begin() + num_blocks_) - tops_.begin();
+        bad_ = any(nan) || !std::isfinite(tops_[top_block_]);
+    }
+
+    int64_t size() const { return size_; }
+    int64_t num_blocks() const { return num_blocks_; }
+    float logit(int64_t token) const { return logits_[token]; }
+    float top() const { return tops_[top_block_]; }
+    int64_t top_block() const { return top_block_; }
+
+    // NaN or inf among the logits, or -inf everywhere. Nothing else may be asked then.
+    bool bad() const { return bad_; }
+
+    // The greatest logit of each block; there are as many as fill vectors, the last ones -inf.
+    const float* tops() const { return tops_.data(); }
+
+    // kBlock logits. Behind the last token they are -inf.
+    const float* block(int64_t b) const {
+        return (b + 1) * kBlock <= size_ ? logits_ + b * kBlock : tail_;
+    }
+
+    // The most likely token, of equals the lower id.
+    int64_t first() const {
+        const float* x = block(top_block_);
+        return top_block_ * kBlock + (std::find(x, x + kBlock, top()) - x);
+    }
+
+    // How many tokens have this logit or a greater one, which is not -inf.
+    int64_t count_from(float logit) const {
+        int64_t count = 0;
+        for (int64_t b = 0; b < num_blocks_; ++b) {
+            if (tops_[b] < logit) continue;
+            const float* x = block(b);
+            IntVec found{};
+            for (int64_t i = 0; i < kBlock; i += kWidth) found -= load<Vec>(x + i) >= logit;
+            int32_t lanes[kWidth];
+            store(lanes, found);
+            for (int32_t lane : lanes) count += lane;
+        }
+        return count;
+    }
+
+    // How many tokens have a greater logit.
+    int64_t count_above(float logit) const { return count_from(std::nextafter(logit, kInfinity)); }
+
+    // The sum of exp((logit - top) * scale) over the tokens that `cut` keeps.
+    double mass(const Cut& cut, float scale) const {
+        double total = 0.0;
+        const bool all = cut.logit == kEveryToken.logit && cut.id == kEveryToken.id;
+        for (int64_t b = 0; b < num_blocks_; ++b) {
+            if (tops_[b] < cut.logit) continue;
+            total += all ? block_mass(block(b), scale) : block_mass(block(b), scale, cut, b * kBlock);
+        }
+        return total;
+    }
+
+    // The `count` best tokens with at least this logit, or all if there are fewer; the worst of `count` is the last.
+    void best(int64_t count, float least, std::vector<Candidate>& found) {
+        found.clear();
+        if (count <= 0) return;
+        if (count < num_blocks_) {  // as many blocks have a token that is at least as good as the last of their tops
+            order_.assign(tops_.begin(), tops_.begin() + num_blocks_);
+            std::nth_element(order_.begin(), order_.begin() + count - 1, order_.end(), std::greater<float>());
+            least = std::max(least, order_[count - 1]);
+        } else if (2 * count < size_) {
+            least = reached(count, least);
+        }
+        for (int64_t b = 0; b < num_blocks_; ++b) {
+            if (tops_[b] < least) continue;
+            const float* x = block(b);
+            const int64_t exist = std::min(kBlock, size_ - b * kBlock);
+            for (int64_t i = 0; i < exist; ++i)
+                if (x[i] >= least) found.push_back({x[i], static_cast<int32_t>(b * kBlock + i)});
+        }
+        if (static_cast<int64_t>(found.size()) < count) return;
+        std::nth_element(found.begin(), found.begin() + count - 1, found.end(), ranks_before);
+        found.resize(count);
+    }
+
+  private:
+    // A logit that at least `count` tokens reach, and if possible no more than twice as many; `least` if there are fewer.
+    float reached(int64_t count, float least) const {
+        const float finite = std::max(least, kEveryToken.logit);
+        if (count_from(finite) <= 2 * count) return least;
+        int64_t low = order_key(finite), high = static_cast<int64_t>(order_key(top())) + 1;
+        while (high - low > 1) {
+            const int64_t middle = low + (high - low) / 2;
+            const int64_t found = count_from(of_order_key(middle));
+            (found >= count ? low : high) = middle;
+            if (found >= count && found <= 2 * count) break;
+        }
+        return of_order_key(low);
+    }
+
+    Vec mass_of(Vec logits, float scale) const { return exp((logits - top()) * scale); }
+
+    double block_mass(const float* x, float scale) const {
+        Vec total{};
+        for (int64_t i = 0; i < kBlock; i += kWidth) total += mass_of(load<Vec>(x + i), scale);
+        return sum(total);
+    }
+
+    double block_mass(const float* x, float scale, const Cut& cut, int64_t first) const {
+        Vec total{};
+        for (int64_t i = 0; i < kBlock; i += kWidth) {
+            const Vec v = load<Vec>(x + i);
+            const IntVec ids = lane_numbers() + static_cast<int32_t>(first + i);
+            const IntVec kept = (v > cut.logit) | ((v == cut.logit) & (ids <= cut.id));
+            total += kept ? mass_of(v, scale) : Vec{};
+        }
+        return sum(total);
+    }
+
+    const float* logits_ = nullptr;
+    int64_t size_ = 0, num_blocks_ = 0, top_block_ = 0;
+    bool bad_ = true;
+    float tail_[kBlock];  // a copy of the last block, if it is not whole
+    std::vector<float> tops_, order_;
+};
+
+}  // namespace inflight
