@@ -62,6 +62,11 @@ class FileTrace:
     def clear(self) -> None:
         self._files.clear()
 
+    def stop(self) -> None:
+        """Before the interpreter ends, and with it what an event needs."""
+        threading.setprofile(None)
+        sys.setprofile(None)
+
     def files(self) -> list[str]:
         return [str(Path(name).relative_to(ROOT)) for name in list(self._files)]
 
@@ -186,7 +191,10 @@ def main() -> None:
     if given.way == "engine":
         engine(FileTrace(), given.written)
     elif given.json:
-        print(json.dumps(WAYS[given.way](FileTrace(), given.device)))
+        trace = FileTrace()
+        files = WAYS[given.way](trace, given.device)
+        trace.stop()
+        print(json.dumps(files))
     else:
         for way in [given.way] if given.way else WAYS:
             files = files_of(way, given.device)
