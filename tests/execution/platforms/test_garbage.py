@@ -27,9 +27,10 @@ def test_a_gpus_runner_freezes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gc.get_freeze_count() == before
 
 
-def test_loading_a_model_freezes_nothing() -> None:
+def test_an_engine_leaves_the_collector_as_it_was() -> None:
     before = gc.get_freeze_count()
-    with LLM():
+    with LLM() as llm:
+        llm.generate([[1, 2, 3]], use_tqdm=False)
         assert gc.get_freeze_count() == before
         assert gc.isenabled()
 
@@ -39,6 +40,6 @@ def test_only_processes_of_our_own_are_frozen() -> None:
     found = {
         str(path.relative_to(root))
         for path in root.rglob("*.py")
-        if re.search(r"gc\.(freeze|disable)\(", path.read_text())
+        if re.search(r"gc\.freeze\(", path.read_text())
     }
     assert found == OWNERS
