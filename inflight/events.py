@@ -56,12 +56,12 @@ class Preemption(NamedTuple):
     reason: str
 
 
-class Arrival(NamedTuple):
+class ArrivalRecord(NamedTuple):
     request_id: str
     at: float
 
 
-class Abort(NamedTuple):
+class AbortRecord(NamedTuple):
     """A request was ended from outside: by its owner, or for a stop string."""
 
     request_id: str
@@ -118,8 +118,8 @@ class StepRecord:
     began_at: float = 0.0  # when the device did: it was launched, and the step before it was over
     updated_at: float = 0.0  # when its results, there at finished_at, had been taken in
     engine_id: str = ""
-    arrived: tuple[Arrival, ...] = ()  # since the record before
-    aborted: tuple[Abort, ...] = ()  # since the record before
+    arrived: tuple[ArrivalRecord, ...] = ()  # since the record before
+    aborted: tuple[AbortRecord, ...] = ()  # since the record before
 
 
 # Why nobody was admitted: the step that is computed was formed before ("step"); there was no room for more KV

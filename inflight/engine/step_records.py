@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from inflight.events import Abort, Arrival, Delta, SlotRecord, StepRecord
+from inflight.events import AbortRecord, ArrivalRecord, Delta, SlotRecord, StepRecord
 from inflight.scheduling import RequestPool, ScheduledStep
 
 logger = logging.getLogger(__name__)
@@ -33,17 +33,17 @@ class StepRecords:
     def __init__(self, engine_id: str) -> None:
         self.engine_id = engine_id
         self.observers: list[StepObserver] = []
-        self._arrived: list[Arrival] = []
-        self._aborted: list[Abort] = []
+        self._arrived: list[ArrivalRecord] = []
+        self._aborted: list[AbortRecord] = []
 
     def arrival(self, request_id: str, now: float) -> None:
         if self.observers:
-            self._arrived.append(Arrival(request_id, now))
+            self._arrived.append(ArrivalRecord(request_id, now))
 
     def abort(self, request_id: str, reason: str, pool: RequestPool, now: float) -> None:
         """If nothing is left to do, no step will tell of it: then this does."""
         if self.observers:
-            self._aborted.append(Abort(request_id, now, reason))
+            self._aborted.append(AbortRecord(request_id, now, reason))
             if not pool.has_work:
                 self._tell(StepRecord(NO_STEP, now, now, (), (), (), (), (), 0, 0, pool.usage()))
 

@@ -333,9 +333,9 @@ def test_records_tell_when(depth: int) -> None:
     arrived = [one for record in engine.records for one in record.arrived]
     assert [one.request_id for one in arrived] == list(engine.outputs)
     for one in arrived:
-        record = engine.finished[one.request_id].record
-        assert record is not None
-        assert one.at == record.arrived_at
+        life = engine.finished[one.request_id].record
+        assert life is not None
+        assert one.at == life.arrived_at
 
 
 def test_aborts_are_told_even_if_nothing_is_left_to_do() -> None:

@@ -17,7 +17,7 @@ from tests.helpers import make_request
 from tests.timed import TimedRunner, timed
 
 
-class Scene:
+class TimedScene:
     """Requests in an engine with these limits; whatever ends is in `found`."""
 
     def __init__(
@@ -58,7 +58,7 @@ def waited(found: TimeBreakdown) -> dict[str, float]:
 
 
 def test_alone_all_time_is_its_own() -> None:
-    scene = Scene()
+    scene = TimedScene()
     scene.add("a", 40, 5)
     found = scene.run()["a"]
     assert waited(found) == {}
@@ -68,7 +68,7 @@ def test_alone_all_time_is_its_own() -> None:
 
 
 def test_prompts_of_others_beside_its_decodes() -> None:
-    scene = Scene()
+    scene = TimedScene()
     scene.add("a", 10, 8)
     scene.step(3)
     scene.add("b", 200, 1)
@@ -80,7 +80,7 @@ def test_prompts_of_others_beside_its_decodes() -> None:
 
 def test_the_first_step_beside_a_prompt_is_shared_by_tokens() -> None:
     """Nothing is known yet of steps without prompts."""
-    scene = Scene(max_num_batched_tokens=100)
+    scene = TimedScene(max_num_batched_tokens=100)
     scene.add("a", 10, 2)
     scene.add("b", 180, 1)
     scene.step(2)
@@ -88,32 +88,32 @@ def test_the_first_step_beside_a_prompt_is_shared_by_tokens() -> None:
 
 
 def test_waiting_for_a_slot() -> None:
-    scene = Scene(max_num_seqs=1)
+    scene = TimedScene(max_num_seqs=1)
     scene.add("a", 10, 3)
     scene.add("b", 10, 1)
     assert waited(scene.run()["b"]) == {"slots": pytest.approx(timed(10) + 2 * timed(1))}
 
 
 def test_waiting_for_tokens_of_a_step() -> None:
-    scene = Scene(max_num_batched_tokens=100)
+    scene = TimedScene(max_num_batched_tokens=100)
     scene.add("a", 150, 1)
     scene.add("b", 10, 1)
     assert waited(scene.run()["b"]) == {"budget": pytest.approx(timed(100))}
 
 
 def test_waiting_for_memory_and_for_a_policy() -> None:
-    scene = Scene(num_blocks=4)
+    scene = TimedScene(num_blocks=4)
     scene.add("a", 30, 3)
     scene.add("b", 48, 1)
     assert waited(scene.run()["b"]) == {"memory": pytest.approx(timed(30) + 2 * timed(1))}
-    scene = Scene(Sequential())
+    scene = TimedScene(Sequential())
     scene.add("a", 30, 3)
     scene.add("b", 48, 1)
     assert waited(scene.run()["b"]) == {"policy": pytest.approx(timed(30) + 2 * timed(1))}
 
 
 def test_who_comes_while_a_step_is_computed_waits_for_the_next() -> None:
-    scene = Scene()
+    scene = TimedScene()
     scene.add("a", 10, 3)
     scene.step()
     start = scene.runner.now
@@ -131,7 +131,7 @@ def test_preempted_and_computed_again() -> None:
         def yields(self, running: Sequence[Request]) -> Sequence[Request]:
             return running[1:]
 
-    scene = Scene(Turns(headroom=0), max_num_seqs=2)
+    scene = TimedScene(Turns(headroom=0), max_num_seqs=2)
     scene.add("a", 10, 9)
     scene.add("b", 20, 9)
     scene.step(3)
@@ -145,7 +145,7 @@ def test_preempted_and_computed_again() -> None:
 
 
 def test_held_by_a_static_batch() -> None:
-    scene = Scene(Static())
+    scene = TimedScene(Static())
     scene.add("a", 10, 2)
     scene.add("b", 10, 6)
     found = scene.run()
@@ -154,7 +154,7 @@ def test_held_by_a_static_batch() -> None:
 
 
 def test_so_far() -> None:
-    scene = Scene(max_num_seqs=1)
+    scene = TimedScene(max_num_seqs=1)
     scene.add("a", 10, 9)
     b = scene.add("b", 10, 1)
     scene.step(2)
