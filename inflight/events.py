@@ -56,6 +56,19 @@ class Preemption(NamedTuple):
     reason: str
 
 
+class ArrivalRecord(NamedTuple):
+    request_id: str
+    at: float
+
+
+class AbortRecord(NamedTuple):
+    """A request was ended from outside: by its owner, or for a stop string."""
+
+    request_id: str
+    at: float
+    reason: str
+
+
 class SlotRecord(NamedTuple):
     """One slot's work in one step: tokens [start, start + num_tokens) of a request."""
 
@@ -87,7 +100,7 @@ class KVUsage:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One step of the engine, as anyone may watch it."""
+    """One step of the engine, as anyone may watch it. Without slots: the last request was aborted between steps."""
 
     step: int
     started_at: float
@@ -101,6 +114,12 @@ class StepRecord:
     num_waiting: int
     kv: KVUsage
     error: str | None = None  # the step failed, or was in flight beside one that did: nothing of it counts
+    scheduled_at: float = 0.0  # when the scheduler began to form it; launched at started_at
+    began_at: float = 0.0  # when the device did: it was launched, and the step before it was over
+    updated_at: float = 0.0  # when its results, there at finished_at, had been taken in
+    engine_id: str = ""
+    arrived: tuple[ArrivalRecord, ...] = ()  # since the record before
+    aborted: tuple[AbortRecord, ...] = ()  # since the record before
 
 
 # Why nobody was admitted: the step that is computed was formed before ("step"); there was no room for more KV

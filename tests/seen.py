@@ -27,7 +27,7 @@ class SeenBatch:
         return [start + count for start, count in zip(self.batch.starts, self.batch.counts, strict=True)]
 
 
-class Rows:
+class SeenRows:
     def __init__(self) -> None:
         self._requests: dict[int, RowRequest] = {}
 

@@ -9,6 +9,7 @@ from threading import Event, Thread
 logger = logging.getLogger(__name__)
 
 INTERVAL = 0.1  # seconds between readings; the driver itself averages over about as long
+MIN_READINGS = 20  # that say something: in fewer, the ends of a run count for as much as its middle
 
 
 class _Utilization(ctypes.Structure):
@@ -26,8 +27,9 @@ class GpuMonitor:
 
     @property
     def utilization(self) -> float | None:
-        """Share of the time in which the GPU computed, or None where it is not known."""
-        return sum(self._readings) / len(self._readings) / 100 if self._readings else None
+        """Share of the time in which the GPU computed, or None where it is not known: too short a time, too."""
+        enough = len(self._readings) >= MIN_READINGS
+        return sum(self._readings) / len(self._readings) / 100 if enough else None
 
     def __enter__(self) -> GpuMonitor:
         if self._device is not None:

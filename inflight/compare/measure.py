@@ -76,6 +76,9 @@ def measure(
     device = engine.decoder.device
     with GpuMonitor(device.index or 0 if device.type == "cuda" else None) as monitor:
         _serve(core, jobs, requests, watch, progress or (lambda _: None))
+    utilization = monitor.utilization
+    if utilization is None and device.type == "cuda":
+        utilization = _busy_share(watch)
     return StrategyRun(
         strategy,
         num_slots,
@@ -83,8 +86,14 @@ def measure(
         watch.steps,
         watch.begins,
         watch.ends,
-        monitor.utilization,
+        utilization,
     )
+
+
+def _busy_share(watch: _StepRecorder) -> float:
+    """Share of the time that the steps themselves took, for a run too short for the driver's readings."""
+    busy = sum(record.finished_at - record.began_at for record in watch.steps)
+    return busy / watch.ends[-1]
 
 
 def _serve(

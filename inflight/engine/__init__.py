@@ -1,9 +1,10 @@
 """The loop, and handles on it. Knows runners only through their protocol."""
 
 from inflight.engine.client import EngineClient, Health, ModelFacts, RequestState
-from inflight.engine.core import EngineCore, EngineStats, StepObserver
+from inflight.engine.core import EngineCore, EngineStats
 from inflight.engine.inproc import InprocClient
 from inflight.engine.runner import Runner
+from inflight.engine.step_records import StepObserver
 
 __all__ = [
     "EngineClient",

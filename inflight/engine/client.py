@@ -6,7 +6,8 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from inflight.engine.core import EngineStats, StepObserver
+from inflight.engine.core import EngineStats
+from inflight.engine.step_records import StepObserver
 from inflight.events import Delta, RequestRecord
 from inflight.request import Request
 

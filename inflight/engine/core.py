@@ -6,22 +6,21 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from inflight.engine.runner import Runner
+from inflight.engine.step_records import LaunchedStep, StepRecords
 from inflight.engine.step_time import StepTimes
 from inflight.errors import DeviceLostError, EngineError, QueueFullError
-from inflight.events import Delta, KVUsage, SlotRecord, StepRecord
+from inflight.events import Delta, KVUsage
 from inflight.request import Request
 from inflight.scheduling import Sampled, ScheduledStep, Scheduler
 
 logger = logging.getLogger(__name__)
 
 MARGIN = 0.001  # seconds by which a step is launched before the device needs it
-
-StepObserver = Callable[[StepRecord], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +49,16 @@ class EngineCore:
         pipeline_depth: int = 1,
         max_queue: int | None = None,
         clock: Callable[[], float] = time.monotonic,
+        engine_id: str = "0",
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.pipeline_depth = pipeline_depth
         self.max_queue = max_queue
         self.clock = clock
-        self.observers: list[StepObserver] = []
-        self._in_flight: deque[tuple[ScheduledStep, Any, float]] = deque()  # step, ticket, launched when
+        self._records = StepRecords(engine_id)
+        self.observers = self._records.observers
+        self._in_flight: deque[LaunchedStep] = deque()
         self._collected_at = -math.inf
         self._step_times = StepTimes()
         # Seconds that the last steps took from being scheduled to being launched.
@@ -69,14 +70,20 @@ class EngineCore:
     def add(self, request: Request) -> None:
         if self.max_queue is not None and self.scheduler.pool.num_waiting >= self.max_queue:
             raise QueueFullError(f"{self.max_queue} requests are waiting, which is the limit (max_queue)")
-        request.record.arrived_at = self.clock()
+        request.record.arrived_at = now = self.clock()
         self.scheduler.add(request)
+        self._records.arrival(request.request_id, now)
         self._num_prompt_tokens += request.num_prompt_tokens
 
     def abort(self, request_id: str, reason: str = "abort") -> tuple[int, list[Delta]]:
         """End a request. The number of blocks freed, and its last delta; (0, []) if there is no such request."""
-        request = self.scheduler.pool.requests.get(request_id)
-        return self.scheduler.pool.abort(request, self.clock(), reason) if request else (0, [])
+        pool, now = self.scheduler.pool, self.clock()
+        request = pool.requests.get(request_id)
+        if request is None:
+            return 0, []
+        found = pool.abort(request, now, reason)
+        self._records.abort(request_id, reason, pool, now)
+        return found
 
     @property
     def has_work(self) -> bool:
@@ -89,13 +96,13 @@ class EngineCore:
         the device will not be over before."""
         if self.pipeline_depth == 1 or len(self._in_flight) != 1:
             return 0.0
-        step, _, started_at = self._in_flight[0]
-        over_at = self._began_at(started_at) + self._step_times.estimate(step.batch)
+        launched = self._in_flight[0]
+        over_at = self._began_at(launched) + self._step_times.estimate(launched.step.batch)
         return max(0.0, over_at - max(self._leads) - MARGIN - self.clock())
 
-    def _began_at(self, started_at: float) -> float:
+    def _began_at(self, launched: LaunchedStep) -> float:
         """A step begins when it is launched or, if that is later, when the step before it is done."""
-        return max(started_at, self._collected_at)
+        return max(launched.started_at, self._collected_at)
 
     def step(self) -> list[Delta]:
         """Launch the next batch, then collect the one that is due. An error of a step ends the request that caused
@@ -105,11 +112,12 @@ class EngineCore:
         if step is not None:
             started_at = self.clock()
             try:
-                self._in_flight.append((step, self.runner.launch(step.batch), started_at))
+                ticket = self.runner.launch(step.batch)
             except DeviceLostError:
                 raise
             except Exception as error:
-                return self._fail(step, error, started_at)
+                return self._fail(LaunchedStep(step, None, scheduled_at, started_at), error)
+            self._in_flight.append(LaunchedStep(step, ticket, scheduled_at, started_at))
             self._leads.append(self.clock() - scheduled_at)
             if len(self._in_flight) < self.pipeline_depth:
                 return []
@@ -127,33 +135,34 @@ class EngineCore:
         return step
 
     def _collect(self) -> list[Delta]:
-        step, ticket, started_at = self._in_flight.popleft()
+        launched = self._in_flight.popleft()
         try:
-            sampled: Sampled = self.runner.collect(ticket)
+            sampled: Sampled = self.runner.collect(launched.ticket)
         except DeviceLostError:
             raise
         except Exception as error:
-            return self._fail(step, error, started_at)
-        now, batch = self.clock(), step.batch
-        seconds = now - self._began_at(started_at)
-        self._step_times.observe(batch, seconds)
-        self.scheduler.token_budget.observe(batch.num_tokens, seconds, batch.num_tokens > len(batch))
+            return self._fail(launched, error)
+        now, batch = self.clock(), launched.step.batch
+        began_at = self._began_at(launched)
+        self._step_times.observe(batch, now - began_at)
+        self.scheduler.token_budget.observe(batch.num_tokens, now - began_at, batch.num_tokens > len(batch))
         self._collected_at = now
-        deltas = self.scheduler.update(step, sampled, now)
+        deltas = self.scheduler.update(launched.step, sampled, now)
         self._num_steps += 1
         self._num_output_tokens += sum(len(delta.token_ids) for delta in deltas)
         if self.observers:
-            self._observe(step, deltas, started_at, now)
+            self._records.step(launched, deltas, self.scheduler.pool, began_at, now, self.clock())
         if not self.has_work:
             self.scheduler.pool.check_idle()
         return deltas
 
-    def _fail(self, step: ScheduledStep, error: Exception, started_at: float) -> list[Delta]:
+    def _fail(self, launched: LaunchedStep, error: Exception) -> list[Delta]:
         beside = list(self._in_flight)  # what was launched around the failed step is void
         self._in_flight.clear()
-        for _, ticket, _ in beside:
+        step = launched.step
+        for other in beside:
             try:
-                self.runner.collect(ticket)
+                self.runner.collect(other.ticket)
             except DeviceLostError:
                 raise
             except Exception:
@@ -168,47 +177,15 @@ class EngineCore:
             len(step),
             exc_info=error,
         )
-        failed = [(other, launched_at, ()) for other, _, launched_at in beside]
-        for other, launched_at, news in sorted(
-            [*failed, (step, started_at, deltas)], key=lambda one: one[0].step
-        ):
-            self._num_failed_steps += 1
-            if self.observers:
-                self._observe(other, news, launched_at, now, message)
+        self._num_failed_steps += 1 + len(beside)
+        if self.observers:
+            for other in sorted((launched, *beside), key=lambda other: other.step.step):
+                news = deltas if other is launched else ()
+                began_at = self._began_at(other)
+                self._records.step(other, news, self.scheduler.pool, began_at, now, self.clock(), message)
         return deltas
 
     # ---- what it shows ----
-
-    def _observe(
-        self,
-        step: ScheduledStep,
-        deltas: Sequence[Delta],
-        started_at: float,
-        now: float,
-        error: str | None = None,
-    ) -> None:
-        batch = step.batch
-        slots = tuple(
-            SlotRecord(row, request.request_id, start, count, samples, start >= request.num_prompt_tokens)
-            for request, row, start, count, samples in zip(
-                step.requests, batch.rows, batch.starts, batch.counts, batch.samples, strict=True
-            )
-        )
-        record = StepRecord(
-            step=batch.step,
-            started_at=started_at,
-            finished_at=now,
-            slots=slots,
-            admitted_ids=tuple(admission.request.request_id for admission in batch.admissions),
-            preempted=tuple(step.preempted),
-            finished_ids=tuple(delta.request_id for delta in deltas if delta.finish_reason),
-            idle_rows=tuple(request.row for request in self.scheduler.pool.lingering),
-            num_running=len(self.scheduler.pool.running),
-            num_waiting=self.scheduler.pool.num_waiting,
-            kv=step.kv,
-            error=error,
-        )
-        notify(self.observers, record)
 
     def stats(self) -> EngineStats:
         cache = self.scheduler.blocks.cache
@@ -228,15 +205,5 @@ class EngineCore:
     def close(self) -> None:
         """Wait for what is in flight and give back the runner's memory."""
         while self._in_flight:
-            self.runner.collect(self._in_flight.popleft()[1])
+            self.runner.collect(self._in_flight.popleft().ticket)
         self.runner.close()
-
-
-def notify(observers: list[StepObserver], record: StepRecord) -> None:
-    """Call all of them with the record. Whoever watches must not hurt who is watched: one that fails is dropped."""
-    for observer in observers[:]:
-        try:
-            observer(record)
-        except Exception:
-            logger.exception("an observer of steps failed and is called no more")
-            observers.remove(observer)

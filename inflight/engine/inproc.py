@@ -11,9 +11,10 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from inflight.engine.client import Health, ModelFacts, RequestState
-from inflight.engine.core import EngineCore, EngineStats, StepObserver, notify
+from inflight.engine.core import EngineCore, EngineStats
 from inflight.engine.delta_queue import DeltaQueue, DeltaStream
 from inflight.engine.history import History, state_of
+from inflight.engine.step_records import StepObserver, notify
 from inflight.errors import EngineDeadError, RequestError
 from inflight.events import Delta, StepRecord
 from inflight.request import Request

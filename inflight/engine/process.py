@@ -15,9 +15,10 @@ import msgspec
 
 from inflight.config import EngineConfig, ProcessConfig
 from inflight.engine.client import Health, ModelFacts, RequestState
-from inflight.engine.core import EngineStats, StepObserver, notify
+from inflight.engine.core import EngineStats
 from inflight.engine.delta_queue import DeltaQueue, DeltaStream
 from inflight.engine.history import History
+from inflight.engine.step_records import StepObserver, notify
 from inflight.engine.supervisor import EngineEnded, EngineStalled, LoadProgress, Supervisor
 from inflight.engine.wire import Abort, Ack, Describe, Message, Ready, Reply, StepOutputs, Watch, encode_add
 from inflight.errors import ConfigError, EngineDeadError, InflightError, QueueFullError, RequestError

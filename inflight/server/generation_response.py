@@ -141,7 +141,9 @@ class GenerationResponse(Response):
                     if not num_open:
                         break
                 if data:
+                    started_at = time.perf_counter()
                     await send({"type": "http.response.body", "body": data, "more_body": True})
+                    self._logged.client_seconds += time.perf_counter() - started_at
         end = data + formatter.usage(choices) + DONE
         await send({"type": "http.response.body", "body": end, "more_body": False})
 

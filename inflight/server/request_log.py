@@ -32,6 +32,7 @@ class LoggedRequest:
     started_at: float = field(default_factory=time.perf_counter)
     first_token_at: float | None = None
     ended_at: float | None = None
+    client_seconds: float = 0.0  # of waiting for the client to take in what was sent
     outcome: Outcome | None = None
     generation: Generation | None = None  # while it runs
     engine_ids: list[str] = field(default_factory=list)  # one per answer

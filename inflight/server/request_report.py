@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 
 from inflight.engine import RequestState
 from inflight.errors import EngineError
 from inflight.events import RequestRecord
 from inflight.server.request_log import LoggedRequest
-from inflight.server.schemas.service import AnswerReport, RequestReport, Status, Waited
+from inflight.server.schemas.service import AnswerReport, Breakdown, RequestReport, Status, Waited
 from inflight.server.state import ServerState
 
 
@@ -33,9 +34,10 @@ async def report_of(state: ServerState, logged: LoggedRequest) -> RequestReport:
         tenant=logged.tenant,
         total_seconds=ended_at - logged.started_at,
         first_token_seconds=None if first is None else first - logged.started_at,
+        client_seconds=logged.client_seconds,
         answers=answers,
         waited_for=waited,
-        why=_why(answers, waited),
+        why=_why(answers, waited, logged.client_seconds),
     )
 
 
@@ -69,6 +71,7 @@ def _answer(index: int, state: RequestState) -> AnswerReport:
         queued_seconds=_between(record, "arrived_at", "admitted_at"),
         prefill_seconds=_between(record, "admitted_at", "first_token_at"),
         decode_seconds=_between(record, "first_token_at", "last_token_at"),
+        breakdown=Breakdown(**asdict(record.breakdown)),
     )
 
 
@@ -77,29 +80,56 @@ def _between(record: RequestRecord, first: str, last: str) -> float | None:
     return None if start is None or end is None else end - start
 
 
-def _why(answers: list[AnswerReport], waited: Waited) -> str:
+_QUEUE_CAUSES = {
+    "step": "until the next step was formed",
+    "memory": "for want of memory",
+    "slots": "for want of a slot",
+    "budget": "for a share of a step",
+    "policy": "by the policy's choice",
+}
+_WORTH_TELLING = 0.001  # seconds
+
+
+def _why(answers: list[AnswerReport], waited: Waited, client_seconds: float) -> str:
     """A sentence for people, about the answer that took longest."""
     if not answers:
         return "It has not reached the engine."
-
-    def total(answer: AnswerReport) -> float:
-        return sum(
-            part or 0.0 for part in (answer.queued_seconds, answer.prefill_seconds, answer.decode_seconds)
-        )
-
-    slowest = max(answers, key=total)
+    slowest = max(answers, key=_seconds)
     if slowest.queued_seconds is None:
         return f"It waits for a place; {waited.num_requests} requests are before it."
-    behind = f" behind {waited.num_requests} others" if waited.num_requests else ""
-    parts = [f"{slowest.queued_seconds:.3f} s in the queue{behind}"]
+    parts = [_queue(slowest, waited)]
+    found = slowest.breakdown
     if slowest.prefill_seconds is not None:
         fresh = slowest.num_prompt_tokens - slowest.num_cached_tokens
         parts.append(
-            f"{slowest.prefill_seconds:.3f} s for the prompt "
+            f"{found.prefill:.3f} s for the prompt "
             f"({fresh} tokens computed, {slowest.num_cached_tokens} cached)"
         )
     if slowest.decode_seconds is not None:
-        parts.append(f"{slowest.decode_seconds:.3f} s for {slowest.num_output_tokens} tokens")
+        parts.append(f"{found.decode:.3f} s for {slowest.num_output_tokens} tokens")
+    if found.prefill_of_others >= _WORTH_TELLING:
+        parts.append(f"{found.prefill_of_others:.3f} s for prompts of others beside them")
     if slowest.num_preemptions:
-        parts.append(f"preempted {slowest.num_preemptions} times")
+        parts.append(f"{found.preempted:.3f} s preempted, {slowest.num_preemptions} times")
+    if found.held >= _WORTH_TELLING:
+        parts.append(f"{found.held:.3f} s kept by the policy")
+    if client_seconds >= _WORTH_TELLING:
+        parts.append(f"{client_seconds:.3f} s of waiting for the client to read")
     return ", ".join(parts) + "."
+
+
+def _seconds(answer: AnswerReport) -> float:
+    found = answer.breakdown
+    running = found.prefill + found.prefill_of_others + found.decode
+    return sum(found.queue.values()) + running + found.preempted + found.held
+
+
+def _queue(answer: AnswerReport, waited: Waited) -> str:
+    behind = f" behind {waited.num_requests} others" if waited.num_requests else ""
+    causes = [
+        f"{seconds:.3f} s {_QUEUE_CAUSES[cause]}"
+        for cause, seconds in answer.breakdown.queue.items()
+        if seconds >= _WORTH_TELLING
+    ]
+    because = f" ({', '.join(causes)})" if causes else ""
+    return f"{answer.queued_seconds:.3f} s in the queue{behind}{because}"

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from inflight.compare import gpu
+from inflight.compare import gpu, measure
+from tests.helpers import FakeEngine, make_request
 
 
 class Driver:
@@ -33,10 +34,25 @@ def test_readings_are_averaged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda _: driver)
     monkeypatch.setattr(gpu, "_open", lambda library, device: ctypes.c_void_p())  # noqa: ARG005
     monkeypatch.setattr(gpu, "INTERVAL", 0.001)
+    monkeypatch.setattr(gpu, "MIN_READINGS", 2)
     with gpu.GpuMonitor(0) as monitor:
         while driver.asked < 3:
             pass
     assert monitor.utilization == pytest.approx(0.6)
+    monkeypatch.setattr(gpu, "MIN_READINGS", 3)
+    assert monitor.utilization is None, "two readings of a short run say nothing"
+
+
+def test_a_short_run_is_as_busy_as_its_steps_say() -> None:
+    engine = FakeEngine()
+    recorder = measure._StepRecorder(origin=engine.core.clock())
+    engine.core.observers.append(recorder)
+    engine.add(make_request([1, 2], 5))
+    engine.run()
+    share = measure._busy_share(recorder)
+    busy = sum(record.finished_at - record.began_at for record in engine.records)
+    assert 0 < share < 1
+    assert share == pytest.approx(busy / (engine.records[-1].finished_at - recorder.origin))
 
 
 def test_a_missing_driver_is_told_and_costs_only_the_figure(

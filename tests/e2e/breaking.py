@@ -7,7 +7,7 @@ from typing import Any
 
 from inflight.engine import EngineCore
 from inflight.scheduling import Batch, Sampled
-from tests.seen import Rows, SeenBatch
+from tests.seen import SeenBatch, SeenRows
 
 
 class BreakingRunner:
@@ -45,7 +45,7 @@ class PoisonedRunner:
 
     def __init__(self, core: EngineCore, fault: Callable[[SeenBatch], bool], method: str = "launch") -> None:
         self.real = core.runner
-        self.rows = Rows()
+        self.rows = SeenRows()
         self.fault = fault
         self.method = method
         core.runner = self

@@ -17,7 +17,7 @@ from inflight.engine.fake import FakeRunner
 from inflight.errors import KVBudgetError
 from inflight.kv import BlockManager, ChainHashCache
 from inflight.scheduling import Batch, Limits, Sampled, Scheduler, make_policy
-from tests.seen import Rows
+from tests.seen import SeenRows
 
 BUILD = "tests.engine.faulty:build"
 NUM_BLOCKS = 4096
@@ -29,7 +29,7 @@ class FaultyRunner(FakeRunner):
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         super().__init__(num_blocks, block_size)
-        self._seen = Rows()
+        self._seen = SeenRows()
 
     def launch(self, batch: Batch) -> Sampled:
         for request in self._seen.see(batch).requests:

@@ -310,3 +310,44 @@ def test_a_request_that_ends_with_a_failed_step_is_in_its_record() -> None:
     engine.run()
     assert [record.finished_ids for record in engine.records] == [(alone.request_id,)]
     assert engine.records[0].error == "TypeError in step 0"
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_records_tell_when(depth: int) -> None:
+    engine = FakeEngine(pipeline_depth=depth)
+    for index in range(3):
+        engine.add(make_request([index] * 3, 4))
+        engine.step()
+    engine.run()
+    for record in engine.records:
+        assert record.engine_id == "0"
+        assert (
+            record.scheduled_at
+            < record.started_at
+            <= record.began_at
+            < record.finished_at
+            < record.updated_at
+        )
+    ends = [record.finished_at for record in engine.records]
+    assert all(later.began_at >= end for end, later in zip(ends, engine.records[1:], strict=False))
+    arrived = [one for record in engine.records for one in record.arrived]
+    assert [one.request_id for one in arrived] == list(engine.outputs)
+    for one in arrived:
+        life = engine.finished[one.request_id].record
+        assert life is not None
+        assert one.at == life.arrived_at
+
+
+def test_aborts_are_told_even_if_nothing_is_left_to_do() -> None:
+    engine = FakeEngine()
+    first, second = engine.add(make_request([1], 9)), engine.add(make_request([2], 9))
+    engine.step()
+    engine.core.abort(first.request_id, "stop")
+    assert len(engine.records) == 1
+    engine.step()
+    ((name, at, reason),) = engine.records[-1].aborted
+    assert (name, reason) == (first.request_id, "stop")
+    assert engine.records[-2].finished_at < at < engine.records[-1].finished_at
+    engine.core.abort(second.request_id)
+    assert [one.request_id for one in engine.records[-1].aborted] == [second.request_id]
+    assert (engine.records[-1].step, engine.records[-1].slots) == (-1, ())

@@ -32,7 +32,18 @@ from inflight.engine.wire import (
     encode_add,
 )
 from inflight.errors import EngineError, InflightError, RequestError
-from inflight.events import Delta, KVUsage, Preemption, RequestRecord, SlotRecord, StepRecord, TokenLogprob
+from inflight.events import (
+    AbortRecord,
+    ArrivalRecord,
+    Delta,
+    KVUsage,
+    Preemption,
+    RequestRecord,
+    SlotRecord,
+    StepRecord,
+    TimeBreakdown,
+    TokenLogprob,
+)
 from inflight.request import Request, SamplingParams
 from tests.helpers import make_request
 
@@ -47,9 +58,10 @@ id_lists = st.lists(ids, max_size=5)
 times = st.floats(allow_nan=False)
 positions = st.lists(st.builds(TokenLogprob, ids, times, counts), max_size=3).map(tuple)
 reasons = st.none() | st.sampled_from(["stop", "length", "abort", "error"])
+breakdowns = st.builds(TimeBreakdown, st.dictionaries(texts, times, max_size=2), *[times] * 5)
 records = st.builds(
     RequestRecord, texts, texts, st.integers(-(2**31), 2**31), counts, times, *[st.none() | times] * 4,
-    counts, counts, counts, reasons, st.none() | ids,
+    counts, counts, counts, reasons, st.none() | ids, breakdowns,
 )  # fmt: skip
 usages = st.builds(KVUsage, *[counts] * 6)
 stats = st.builds(EngineStats, *[counts] * 9, usages)
@@ -60,10 +72,13 @@ deltas = st.builds(
 )  # fmt: skip
 slots = st.builds(SlotRecord, ids, texts, ids, ids, st.booleans(), st.booleans())
 names = st.lists(texts, max_size=3).map(tuple)
+arrivals = st.lists(st.builds(ArrivalRecord, texts, times), max_size=3).map(tuple)
+aborts = st.lists(st.builds(AbortRecord, texts, times, texts), max_size=3).map(tuple)
 preemptions = st.lists(st.builds(Preemption, texts, texts), max_size=3).map(tuple)
 steps = st.builds(
     StepRecord, counts, times, times, st.lists(slots, max_size=3).map(tuple), names, preemptions, names,
     st.lists(ids, max_size=3).map(tuple), counts, counts, usages, st.none() | texts,
+    times, times, times, texts, arrivals, aborts,
 )  # fmt: skip
 states = st.builds(
     RequestState, records, st.sampled_from(["waiting", "running", "finished"]), *[counts] * 3, names, counts

@@ -14,7 +14,7 @@ from inflight.config import EngineConfig
 from inflight.engine import EngineCore, ModelFacts
 from inflight.loading import load_core
 from inflight.scheduling import Batch, Sampled
-from tests.seen import Rows
+from tests.seen import SeenRows
 
 BUILD = "tests.server.faulty:build"
 HANG, RAISE, SLOW = 1900, 1901, 1902  # first tokens of prompts
@@ -47,7 +47,7 @@ class FaultyRunner:
 
     def __init__(self, real: Any) -> None:
         self._real = real
-        self._rows = Rows()
+        self._rows = SeenRows()
 
     def launch(self, batch: Batch) -> Any:
         seen = self._rows.see(batch)

@@ -168,7 +168,12 @@ def test_the_story_of_a_request(live: Live) -> None:
         assert answer["num_output_tokens"] == 5
         for name in ("queued_seconds", "prefill_seconds", "decode_seconds"):
             assert 0 <= answer[name] <= story["total_seconds"]
+        found = answer["breakdown"]
+        total = sum(found["queue"].values()) + sum(found[name] for name in found if name != "queue")
+        parts = [answer[name] for name in ("queued_seconds", "prefill_seconds", "decode_seconds")]
+        assert total == pytest.approx(sum(parts), abs=1e-6), "the engine lets it go with its last token"
     assert "4 tokens computed, 96 cached" in story["why"]
+    assert story["client_seconds"] >= 0
 
 
 def test_the_story_of_one_that_waits(live: Live, backend: Backend) -> None:

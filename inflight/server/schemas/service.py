@@ -34,6 +34,17 @@ class Version(BaseModel):
     version: str
 
 
+class Breakdown(BaseModel):
+    """Where an answer's time in the engine went, in seconds. The parts add up to it."""
+
+    queue: dict[str, float]  # by cause: step, memory, slots, budget, policy
+    prefill: float
+    prefill_of_others: float
+    decode: float
+    preempted: float
+    held: float
+
+
 class AnswerReport(BaseModel):
     """What happened to one answer of a request; times in seconds, null where it has not come so far."""
 
@@ -47,6 +58,7 @@ class AnswerReport(BaseModel):
     queued_seconds: float | None
     prefill_seconds: float | None
     decode_seconds: float | None
+    breakdown: Breakdown
 
 
 class Waited(BaseModel):
@@ -70,6 +82,7 @@ class RequestReport(BaseModel):
     tenant: str
     total_seconds: float
     first_token_seconds: float | None
+    client_seconds: float  # that the server waited for the client to take in what it sent
     answers: list[AnswerReport]
     waited_for: Waited
     why: str

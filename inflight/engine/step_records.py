@@ -1,0 +1,100 @@
+"""What the engine tells those who watch it: a record of every step, and of what happened since the one before."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from inflight.events import AbortRecord, ArrivalRecord, Delta, SlotRecord, StepRecord
+from inflight.scheduling import RequestPool, ScheduledStep
+
+logger = logging.getLogger(__name__)
+
+NO_STEP = -1  # the number of a record that tells of no step
+
+StepObserver = Callable[[StepRecord], None]
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A step in flight."""
+
+    step: ScheduledStep
+    ticket: Any
+    scheduled_at: float
+    started_at: float
+
+
+class StepRecords:
+    """Costs nothing while nobody watches."""
+
+    def __init__(self, engine_id: str) -> None:
+        self.engine_id = engine_id
+        self.observers: list[StepObserver] = []
+        self._arrived: list[ArrivalRecord] = []
+        self._aborted: list[AbortRecord] = []
+
+    def arrival(self, request_id: str, now: float) -> None:
+        if self.observers:
+            self._arrived.append(ArrivalRecord(request_id, now))
+
+    def abort(self, request_id: str, reason: str, pool: RequestPool, now: float) -> None:
+        """If nothing is left to do, no step will tell of it: then this does."""
+        if self.observers:
+            self._aborted.append(AbortRecord(request_id, now, reason))
+            if not pool.has_work:
+                self._tell(StepRecord(NO_STEP, now, now, (), (), (), (), (), 0, 0, pool.usage()))
+
+    def step(
+        self,
+        launched: LaunchedStep,
+        deltas: Sequence[Delta],
+        pool: RequestPool,
+        began_at: float,
+        finished_at: float,
+        updated_at: float,
+        error: str | None = None,
+    ) -> None:
+        step, batch = launched.step, launched.step.batch
+        slots = tuple(
+            SlotRecord(row, request.request_id, start, count, samples, start >= request.num_prompt_tokens)
+            for request, row, start, count, samples in zip(
+                step.requests, batch.rows, batch.starts, batch.counts, batch.samples, strict=True
+            )
+        )
+        record = StepRecord(
+            step=batch.step,
+            started_at=launched.started_at,
+            finished_at=finished_at,
+            slots=slots,
+            admitted_ids=tuple(admission.request.request_id for admission in batch.admissions),
+            preempted=tuple(step.preempted),
+            finished_ids=tuple(delta.request_id for delta in deltas if delta.finish_reason),
+            idle_rows=tuple(request.row for request in pool.lingering),
+            num_running=len(pool.running),
+            num_waiting=pool.num_waiting,
+            kv=step.kv,
+            error=error,
+            scheduled_at=launched.scheduled_at,
+            began_at=began_at,
+            updated_at=updated_at,
+        )
+        self._tell(record)
+
+    def _tell(self, record: StepRecord) -> None:
+        arrived, aborted = tuple(self._arrived), tuple(self._aborted)
+        self._arrived.clear()
+        self._aborted.clear()
+        notify(self.observers, replace(record, engine_id=self.engine_id, arrived=arrived, aborted=aborted))
+
+
+def notify(observers: list[StepObserver], record: StepRecord) -> None:
+    """Call all of them with the record. Whoever watches must not hurt who is watched: one that fails is dropped."""
+    for observer in observers[:]:
+        try:
+            observer(record)
+        except Exception:
+            logger.exception("an observer of steps failed and is called no more")
+            observers.remove(observer)

@@ -1,0 +1,164 @@
+"""Where the time of a request goes, on a clock that only steps move. That the parts add up is in test_machine.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from inflight.engine.core import EngineCore
+from inflight.events import TimeBreakdown
+from inflight.kv import BlockManager, NoPrefixCache
+from inflight.request import Request
+from inflight.scheduling import Limits, Policy, Scheduler, TokenBudget
+from inflight.scheduling.policies.sequential import Sequential
+from inflight.scheduling.policies.static import Static
+from tests.helpers import make_request
+from tests.timed import TimedRunner, timed
+
+
+class TimedScene:
+    """Requests in an engine with these limits; whatever ends is in `found`."""
+
+    def __init__(
+        self,
+        policy: Policy | None = None,
+        num_blocks: int = 64,
+        max_num_seqs: int = 8,
+        max_num_batched_tokens: int = 256,
+    ) -> None:
+        self.runner = TimedRunner(num_blocks, 16, ())
+        limits = Limits(max_num_seqs, max_num_batched_tokens, 1 << 30)
+        blocks = BlockManager(num_blocks, 16, NoPrefixCache())
+        if policy is None:  # one that nobody waits in is false, too
+            policy = Policy(headroom=0)
+        scheduler = Scheduler(limits, policy, blocks, TokenBudget(max_num_batched_tokens))
+        self.core = EngineCore(scheduler, self.runner, clock=lambda: self.runner.now)
+        self.found: dict[str, TimeBreakdown] = {}
+
+    def add(self, name: str, num_prompt: int, max_tokens: int) -> Request:
+        request = make_request([3] * num_prompt, max_tokens, name)
+        self.core.add(request)
+        return request
+
+    def step(self, count: int = 1) -> None:
+        for _ in range(count):
+            for delta in self.core.step():
+                if delta.record is not None:
+                    self.found[delta.request_id] = delta.record.breakdown
+
+    def run(self) -> dict[str, TimeBreakdown]:
+        while self.core.has_work:
+            self.step()
+        return self.found
+
+
+def waited(found: TimeBreakdown) -> dict[str, float]:
+    return {cause: seconds for cause, seconds in found.queue.items() if seconds}
+
+
+def test_alone_all_time_is_its_own() -> None:
+    scene = TimedScene()
+    scene.add("a", 40, 5)
+    found = scene.run()["a"]
+    assert waited(found) == {}
+    assert found.prefill == pytest.approx(timed(40))
+    assert found.decode == pytest.approx(4 * timed(1))
+    assert (found.prefill_of_others, found.preempted, found.held) == (0, 0, 0)
+
+
+def test_prompts_of_others_beside_its_decodes() -> None:
+    scene = TimedScene()
+    scene.add("a", 10, 8)
+    scene.step(3)
+    scene.add("b", 200, 1)
+    found = scene.run()
+    assert found["a"].prefill_of_others == pytest.approx(timed(201) - timed(1))
+    assert found["a"].decode == pytest.approx(7 * timed(1))
+    assert found["b"].prefill == pytest.approx(timed(201))
+
+
+def test_the_first_step_beside_a_prompt_is_shared_by_tokens() -> None:
+    """Nothing is known yet of steps without prompts."""
+    scene = TimedScene(max_num_batched_tokens=100)
+    scene.add("a", 10, 2)
+    scene.add("b", 180, 1)
+    scene.step(2)
+    assert scene.found["a"].prefill_of_others == pytest.approx(timed(91) * 89 / 91)
+
+
+def test_waiting_for_a_slot() -> None:
+    scene = TimedScene(max_num_seqs=1)
+    scene.add("a", 10, 3)
+    scene.add("b", 10, 1)
+    assert waited(scene.run()["b"]) == {"slots": pytest.approx(timed(10) + 2 * timed(1))}
+
+
+def test_waiting_for_tokens_of_a_step() -> None:
+    scene = TimedScene(max_num_batched_tokens=100)
+    scene.add("a", 150, 1)
+    scene.add("b", 10, 1)
+    assert waited(scene.run()["b"]) == {"budget": pytest.approx(timed(100))}
+
+
+def test_waiting_for_memory_and_for_a_policy() -> None:
+    scene = TimedScene(num_blocks=4)
+    scene.add("a", 30, 3)
+    scene.add("b", 48, 1)
+    assert waited(scene.run()["b"]) == {"memory": pytest.approx(timed(30) + 2 * timed(1))}
+    scene = TimedScene(Sequential())
+    scene.add("a", 30, 3)
+    scene.add("b", 48, 1)
+    assert waited(scene.run()["b"]) == {"policy": pytest.approx(timed(30) + 2 * timed(1))}
+
+
+def test_who_comes_while_a_step_is_computed_waits_for_the_next() -> None:
+    scene = TimedScene()
+    scene.add("a", 10, 3)
+    scene.step()
+    start = scene.runner.now
+    b = scene.add("b", 10, 1)
+    scene.runner.now += 0.5  # the loop was busy elsewhere
+    scene.step()
+    assert b.record.arrived_at == start
+    assert waited(scene.found["b"]) == {"step": pytest.approx(0.5)}
+
+
+def test_preempted_and_computed_again() -> None:
+    class Turns(Policy):
+        """The younger one makes way as soon as someone waits."""
+
+        def yields(self, running: Sequence[Request]) -> Sequence[Request]:
+            return running[1:]
+
+    scene = TimedScene(Turns(headroom=0), max_num_seqs=2)
+    scene.add("a", 10, 9)
+    scene.add("b", 20, 9)
+    scene.step(3)
+    scene.add("c", 10, 1)
+    scene.step()
+    b = scene.core.scheduler.pool.requests["b"].record
+    assert b.num_preemptions == 1
+    found = scene.run()
+    assert found["b"].preempted > 0
+    assert found["b"].prefill > timed(30), "its prompt was computed twice"
+
+
+def test_held_by_a_static_batch() -> None:
+    scene = TimedScene(Static())
+    scene.add("a", 10, 2)
+    scene.add("b", 10, 6)
+    found = scene.run()
+    assert found["a"].held == pytest.approx(4 * timed(1))
+    assert found["b"].held == 0
+
+
+def test_so_far() -> None:
+    scene = TimedScene(max_num_seqs=1)
+    scene.add("a", 10, 9)
+    b = scene.add("b", 10, 1)
+    scene.step(2)
+    pool = scene.core.scheduler.pool
+    for _ in range(2):  # looking changes nothing
+        found = pool.attribution.breakdown(b, scene.runner.now)
+        assert found.total == pytest.approx(timed(10) + timed(1))
