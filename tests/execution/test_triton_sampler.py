@@ -86,9 +86,8 @@ class Drawn:
 class KernelBench:
     """Jobs in rows of the kernels, the same rows as those of a `Bench`."""
 
-    def __init__(self, bench: Bench, group: int, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, bench: Bench, group: int) -> None:
         self.bench = bench
-        self.dtype = dtype
         self.vocab_size = len(bench.jobs[0].logits)
         self.tokens = bench.tokens.to(DEVICE, copy=True)
         self.rows = DrawRows(bench.max_rows, self.vocab_size, DEVICE)
@@ -107,7 +106,7 @@ class KernelBench:
         ids = _ints([UNTOUCHED] * len(entries))
         bad = _ints([UNTOUCHED] * len(entries))
         draw(
-            torch.from_numpy(logits).to(DEVICE, self.dtype),
+            torch.from_numpy(logits).to(DEVICE),
             _ints([rows[i] if i >= 0 else -1 for i in entries]),
             _ints(lengths),
             self.rows,
@@ -139,19 +138,17 @@ def told(wanted: WantedLogprobs, counts: list[int]) -> dict[int, PositionLogprob
     return dict(zip(asking, positions, strict=True))
 
 
-def draw_jobs(
-    bench: Bench, entries: list[int], group: int, dtype: torch.dtype = torch.float32
-) -> tuple[list[int], list[int], Tensor]:
+def draw_jobs(bench: Bench, entries: list[int], group: int) -> tuple[list[int], list[int], Tensor]:
     """Ids, bad flags and the table of tokens after the kernels drew for these jobs; -1 is a padding entry."""
-    found = KernelBench(bench, group, dtype).draw(entries)
+    found = KernelBench(bench, group).draw(entries)
     return found.ids, found.bad, found.tokens
 
 
-def agree(jobs: list[Job], group: int, dtype: torch.dtype = torch.float32) -> list[int]:
+def agree(jobs: list[Job], group: int) -> list[int]:
     """The torch sampler and the kernels choose and tell the same."""
     bench = Bench(jobs, max_rows=len(jobs) + 1, device=DEVICE)
     wanted = bench.sample().to_host()
-    found = KernelBench(bench, group, dtype).draw(list(range(len(jobs))))
+    found = KernelBench(bench, group).draw(list(range(len(jobs))))
     assert found.ids == wanted.token_ids
     assert found.bad == wanted.bad
     assert found.logprobs.keys() == wanted.logprobs.keys()
@@ -198,15 +195,6 @@ def test_any_mixture_of_rows_draws_what_the_torch_sampler_draws(
         for options in (*MIXTURE, *SPECIAL)
     ]
     agree(jobs, group)
-
-
-def test_bfloat16_logits_draw_what_the_same_numbers_in_float32_draw() -> None:
-    rng = np.random.default_rng(5)
-    jobs = []
-    for seed, options in enumerate(MIXTURE):
-        logits = torch.from_numpy(some_logits(rng, 300, "plain")).bfloat16().float().numpy()
-        jobs.append(job(logits, seed=seed, **options))
-    agree(jobs, 16, torch.bfloat16)
 
 
 def test_of_equal_logits_the_lower_ids_are_allowed() -> None:

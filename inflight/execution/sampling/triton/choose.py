@@ -297,7 +297,7 @@ def _race_again(
 
 @triton.jit
 def _load(logits, token_ids, exists):
-    return tl.load(logits + token_ids, mask=exists, other=-float("inf")).to(tl.float32)
+    return tl.load(logits + token_ids, mask=exists, other=-float("inf"))
 
 
 @triton.jit

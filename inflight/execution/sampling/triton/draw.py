@@ -138,7 +138,7 @@ def draw(
 ) -> None:
     """Choose token number lengths[i] of row rows[i] from logits[i], and write it to tokens and out_ids[i].
 
-    logits [S, V] float32, bfloat16 or float16, contiguous in the last dimension, are left as they are.
+    logits [S, V] float32, contiguous in the last dimension, are left as they are.
     rows [S] int32; a negative one is padding, and writes nothing. lengths [S] int32 count the tokens of each row before
     the new one. tokens [max_rows, max_len] int32. out_ids [S] int32. out_bad [S] int32: 0, or how the entry is bad; its
     token is then some token of the vocabulary.

@@ -84,7 +84,7 @@ def logprobs_kernel(
     result = results + place * 3 * width
 
     target = tl.load(targets + entry)
-    logit = tl.load(x + target).to(tl.float32)
+    logit = tl.load(x + target)
     num_listed = list_groups(listed, keys, key_of(logit), GROUPS)
     rank, _ = rank_and_mass(
         x, vocab_size, listed, num_listed, key_of(logit), -1, top, 1.0, -float("inf"), GROUP, TILE

@@ -132,7 +132,7 @@ def ids_of_chunk(chunk, GROUPS: tl.constexpr, GROUP: tl.constexpr):
 @triton.jit
 def load_chunk(logits, token_ids, vocab_size):
     """What is no number is inf: such a row is bad."""
-    x = tl.load(logits + token_ids, mask=token_ids < vocab_size, other=-float("inf")).to(tl.float32)
+    x = tl.load(logits + token_ids, mask=token_ids < vocab_size, other=-float("inf"))
     return tl.where(x == x, x, float("inf"))
 
 

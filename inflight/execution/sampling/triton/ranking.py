@@ -56,7 +56,7 @@ def load_listed(logits, vocab_size, group_list, start, num_listed, GROUP: tl.con
     groups = tl.load(group_list + at, mask=at < num_listed, other=0)
     ids = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     exists = (at < num_listed)[:, None] & (ids < vocab_size)
-    return tl.load(logits + ids, mask=exists, other=-float("inf")).to(tl.float32), ids, exists
+    return tl.load(logits + ids, mask=exists, other=-float("inf")), ids, exists
 
 
 @triton.jit
