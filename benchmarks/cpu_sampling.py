@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from inflight.execution.runner import torch_threads
 from inflight.execution.sampling import NativeSampler, NativeSamplingRows, Sampler, SamplingRows
 from inflight.native.library import Library
 from inflight.request import Request, SamplingParams
@@ -63,7 +64,9 @@ def measure_sampling(library: Library | None, repeats: int) -> list[SamplingResu
                 prompt, params = tokens[row, : LENGTH // 2].tolist(), SamplingParams(**options)
                 request = Request("", prompt, params, max_tokens=LENGTH, seed=row)
                 sampler.state.set(row, RowRequest.of(request))
-            seconds = [_step(sampler, logits.clone(), tokens) for _ in range(repeats + 1)][1:]
+            # As the runner has it: torch's threads, which spin when idle, stand in the way of others.
+            with torch_threads(torch.get_num_threads() if name == "torch" else 1):
+                seconds = [_step(sampler, logits.clone(), tokens) for _ in range(repeats + 1)][1:]
             results.append(SamplingResult(case, name, statistics.median(seconds) * 1e3, min(seconds) * 1e3))
     return results
 
