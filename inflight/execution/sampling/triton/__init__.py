@@ -8,7 +8,7 @@ from inflight.execution.sampling.triton.draw import (
     read_logprobs,
     score_all,
 )
-from inflight.execution.sampling.triton.rows import DrawRows, token_bits
+from inflight.execution.sampling.triton.rows import DrawRows
 
 __all__ = [
     "MAX_LOGPROBS",
@@ -18,5 +18,4 @@ __all__ = [
     "draw",
     "read_logprobs",
     "score_all",
-    "token_bits",
 ]

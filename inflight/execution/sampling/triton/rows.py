@@ -17,11 +17,11 @@ from inflight.execution.sampling.rows import (
     MIN_REPETITION_PENALTY,
     MIN_TEMPERATURE,
 )
+from inflight.execution.sampling.token_bits import WORD, token_bits
 from inflight.execution.sampling.triton.forbid import start_rows_kernel
 from inflight.execution.sampling.triton.layout import BIAS, FORBID, LOGPROBS, MASK, PENALTIES, ROW, WORDS
 from inflight.scheduling import RowRequest
 
-WORD = 32  # tokens of a word of bits
 START_SIZE = 2048
 STOP_RULE = -1  # in place of a rule's length: see `forbid.py`
 
@@ -143,14 +143,6 @@ class DrawRows:
         if self.device.type == "cuda":
             return tensor.pin_memory().to(self.device, non_blocking=True)
         return tensor
-
-
-def token_bits(token_ids: Sequence[int], vocab_size: int) -> NDArray[np.int32]:
-    """A bit for each token of the vocabulary, the lowest of a word first."""
-    chosen = np.zeros(-(-vocab_size // WORD) * WORD, dtype=bool)
-    ids = np.array(token_ids, dtype=np.int64)
-    chosen[ids[(ids >= 0) & (ids < vocab_size)]] = True
-    return np.packbits(chosen, bitorder="little").view(np.int32)
 
 
 def _has_penalties(request: RowRequest) -> bool:
