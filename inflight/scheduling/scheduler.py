@@ -230,7 +230,7 @@ class Scheduler:
         self.pool.publish(request)
         if request.record.admitted_at is None:
             request.record.admitted_at = self._now
-            request.record.num_cached_tokens = request.num_cached
+            request.record.num_cached_tokens = min(request.num_cached, request.num_prompt_tokens)
         policy.on_admit(request)
         return ""
 
