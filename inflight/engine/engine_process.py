@@ -9,12 +9,15 @@ import os
 import secrets
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import zmq
@@ -32,6 +35,8 @@ END_TIMEOUT = 5.0  # seconds that a process gets to end by itself
 LAST_WORDS_TIMEOUT = 5.0  # seconds for what a dead process has said to get here
 CONNECTION_TIMEOUT = 0.5  # seconds after its end to see that it had connected at all
 POLL = 0.01
+FOLDER = "inflight-"  # how folders of sockets begin
+MAX_FOLDER_AGE = 3600.0  # seconds; a process connects, and its folder goes, long before
 NUM_DESCRIPTORS = 40  # that a process and its sockets need here, generously
 
 
@@ -87,7 +92,8 @@ class EngineProcess:
             socket.set_hwm(0)  # what is on its way is bounded by the engine's outbox and by the open calls
             socket.linger = 0
         self._monitor = self._up.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
-        self._folder = tempfile.mkdtemp(prefix="inflight-")  # mode 0700
+        _remove_leftovers()
+        self._folder = tempfile.mkdtemp(prefix=FOLDER)  # mode 0700
         if zmq.has("ipc") and len(self._folder) + len("/down") <= MAX_IPC_PATH:
             self._up.bind(f"ipc://{self._folder}/up")
             self._down.bind(f"ipc://{self._folder}/down")
@@ -249,6 +255,18 @@ class EngineProcess:
     @property
     def process_id(self) -> int | None:
         return None if self._process is None else self._process.pid
+
+
+def _remove_leftovers() -> None:
+    """Folders of sockets whose owner was killed before its process had connected. Nothing else is touched."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER}*"):
+        with contextlib.suppress(OSError):  # gone meanwhile, or not ours to look into
+            status = folder.lstat()
+            ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+            if ours and time.time() - status.st_mtime > MAX_FOLDER_AGE:
+                left = list(folder.iterdir())
+                if {path.name for path in left} <= {"up", "down"} and all(map(Path.is_socket, left)):
+                    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _check_descriptors() -> None:

@@ -7,7 +7,9 @@ import contextlib
 import gc
 import os
 import resource
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -559,6 +561,23 @@ async def test_a_start_that_is_cancelled_leaves_nothing(folder: Path) -> None:
     with pytest.raises(asyncio.CancelledError):
         await starting
     assert list(folder.iterdir()) == []
+
+
+async def test_folders_that_killed_servers_left_are_removed(folder: Path) -> None:
+    left, young, other = (folder / f"inflight-{name}" for name in ("left", "young", "other"))
+    for path in (left, young, other):
+        path.mkdir()
+    for path, name in ((left, "up"), (left, "down"), (young, "up")):
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(path / name))
+    (other / "notes.txt").touch()
+    for path in (left, other):
+        os.utime(path, (0, 0))
+    client = await start()
+    await client.close()
+    assert sorted(folder.iterdir()) == [other, young]
+    shutil.rmtree(young)
+    shutil.rmtree(other)
 
 
 async def test_progress_is_passed_on() -> None:
