@@ -143,13 +143,22 @@ class ProcessConfig:
         above=0,
         at_most=math.inf,
     )
-    kill_stalled_after: float | None = option(
-        None,
+    kill_silent_after: float | None = option(
+        60.0,
         PYTHON,
-        "Seconds without a step before it is killed and restarted.",
+        "Seconds without a sign of life before it is killed and restarted; None: never.",
+        unit="seconds",
         above=0,
         at_most=math.inf,
-        unset="never",
+    )
+    kill_stalled_after: float | None = option(
+        # Longer than the longest step: thousands of prompt tokens of a large model on a slow CPU take minutes.
+        900.0,
+        SCHEDULING,
+        "Seconds without a step, with work to do, before the engine is killed and restarted.",
+        unit="seconds",
+        above=0,
+        at_most=math.inf,
     )
     log_format: str = option("text", WATCHING, "text, or json: one object a line.", choices=("text", "json"))
 

@@ -97,6 +97,7 @@ def test_values_at_the_edge_are_taken(options: dict[str, Any]) -> None:
         {"heartbeat": 0},
         {"silent_after": None},
         {"kill_stalled_after": -1.0},
+        {"kill_silent_after": 0},
         {"log_format": "xml"},
     ],
 )
@@ -105,6 +106,7 @@ def test_how_a_process_is_watched_is_checked(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=name):
         ProcessConfig(**wrong)
     assert ProcessConfig(max_restarts=0, kill_stalled_after=None).max_restarts == 0
+    assert ProcessConfig().kill_stalled_after == 900, "by default, and after the slowest step"
 
 
 def test_a_configuration_is_made_again_from_its_options() -> None:

@@ -9,18 +9,22 @@ import os
 import secrets
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from inflight.engine.wire import SECRET_LENGTH, Codec, ConnectionInfo, Message, Stop, ToFront
+from inflight.errors import EngineDeadError
 
 logger = logging.getLogger(__name__)
 
@@ -31,12 +35,20 @@ END_TIMEOUT = 5.0  # seconds that a process gets to end by itself
 LAST_WORDS_TIMEOUT = 5.0  # seconds for what a dead process has said to get here
 CONNECTION_TIMEOUT = 0.5  # seconds after its end to see that it had connected at all
 POLL = 0.01
+FOLDER = "inflight-"  # how folders of sockets begin
+MAX_FOLDER_AGE = 3600.0  # seconds; a process connects, and its folder goes, long before
+NUM_DESCRIPTORS = 40  # that a process and its sockets need here, generously
+
+
+class ProcessNotStartedError(EngineDeadError):
+    """The system gave no process: no descriptor, no folder for its sockets, no memory. That may pass."""
 
 
 class EngineProcess:
     """A process with its sockets: `send` it messages, and `receive` what it says."""
 
     def __init__(self, log_format: str) -> None:
+        """Raises ProcessNotStartedError, and leaves nothing behind, where the system has not what it needs."""
         self.exited = asyncio.Event()  # set once the process is gone and all it said is here
         self.returncode: int | None = None
         self.reason: str | None = None  # why it ended, where that is known
@@ -47,41 +59,48 @@ class EngineProcess:
         self._killed = False
         secret = secrets.token_bytes(SECRET_LENGTH)
         self.codec: Codec[ToFront] = Codec(secret, ToFront)
+        self._connected = self._disconnected = False
+        self._spoke = False
+        self._folder: str | None = None
         self._context = zmq.Context()
+        try:
+            _check_descriptors()
+            self._open_sockets()
+            connection = ConnectionInfo(
+                self._up.get_string(zmq.LAST_ENDPOINT),
+                self._down.get_string(zmq.LAST_ENDPOINT),
+                secret.hex(),
+                os.getpid(),
+                logging.getLogger("inflight").getEffectiveLevel(),
+                log_format,
+            )
+            # The thread that starts a process must live as long as it does: for the system, it is the parent.
+            threading.Thread(
+                target=self._live, args=(connection,), name="inflight-engine-process", daemon=True
+            ).start()
+        except (OSError, zmq.ZMQError, RuntimeError) as error:  # the last: no more threads
+            self._context.destroy(linger=0)
+            self._remove_folder()
+            raise ProcessNotStartedError(f"the engine process could not be started: {error}") from error
+        self._loop.add_reader(self._up.fileno(), self.take_frames)
+
+    def _open_sockets(self) -> None:
+        """Sockets that only this user can reach; where there are no such, the secret alone keeps others out."""
         self._up = self._context.socket(zmq.PULL)
         self._down = self._context.socket(zmq.PUSH)
         for socket in (self._up, self._down):
             socket.set_hwm(0)  # what is on its way is bounded by the engine's outbox and by the open calls
             socket.linger = 0
         self._monitor = self._up.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
-        self._connected = self._disconnected = False
-        self._spoke = False
-        self._folder = self._bind()
-        connection = ConnectionInfo(
-            self._up.get_string(zmq.LAST_ENDPOINT),
-            self._down.get_string(zmq.LAST_ENDPOINT),
-            secret.hex(),
-            os.getpid(),
-            logging.getLogger("inflight").getEffectiveLevel(),
-            log_format,
-        )
-        self._loop.add_reader(self._up.fileno(), self.take_frames)
-        # The thread that starts a process must live as long as it does: for the system, it is the parent.
-        threading.Thread(
-            target=self._live, args=(connection,), name="inflight-engine-process", daemon=True
-        ).start()
-
-    def _bind(self) -> str | None:
-        """Sockets that only this user can reach; where there are no such, the secret alone keeps others out."""
-        folder = tempfile.mkdtemp(prefix="inflight-")  # mode 0700
-        if zmq.has("ipc") and len(folder) + len("/down") <= MAX_IPC_PATH:
-            self._up.bind(f"ipc://{folder}/up")
-            self._down.bind(f"ipc://{folder}/down")
-            return folder
-        os.rmdir(folder)
+        _remove_leftovers()
+        self._folder = tempfile.mkdtemp(prefix=FOLDER)  # mode 0700
+        if zmq.has("ipc") and len(self._folder) + len("/down") <= MAX_IPC_PATH:
+            self._up.bind(f"ipc://{self._folder}/up")
+            self._down.bind(f"ipc://{self._folder}/down")
+            return
+        self._remove_folder()
         for socket in (self._up, self._down):
             socket.bind("tcp://127.0.0.1:*")
-        return None
 
     # ---- its thread ----
 
@@ -236,6 +255,29 @@ class EngineProcess:
     @property
     def process_id(self) -> int | None:
         return None if self._process is None else self._process.pid
+
+
+def _remove_leftovers() -> None:
+    """Folders of sockets whose owner was killed before its process had connected. Nothing else is touched."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER}*"):
+        with contextlib.suppress(OSError):  # gone meanwhile, or not ours to look into
+            status = folder.lstat()
+            ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+            if ours and time.time() - status.st_mtime > MAX_FOLDER_AGE:
+                left = list(folder.iterdir())
+                if {path.name for path in left} <= {"up", "down"} and all(map(Path.is_socket, left)):
+                    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _check_descriptors() -> None:
+    """Raise OSError now if there are too few: libzmq ends the process when it finds none at a bad moment."""
+    taken: list[int] = []
+    try:
+        for _ in range(NUM_DESCRIPTORS):
+            taken.append(os.open(os.devnull, os.O_RDONLY))
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
 
 
 def _how(code: int | None) -> str:

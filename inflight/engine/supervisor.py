@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from inflight.config import ProcessConfig
 from inflight.engine.client import Health
-from inflight.engine.engine_process import EngineProcess
+from inflight.engine.engine_process import EngineProcess, ProcessNotStartedError
 from inflight.engine.wire import Failed, Heartbeat, Progress, Ready, Start, StepOutputs, Stopped
 from inflight.errors import EngineDeadError, InflightError
 
@@ -20,7 +20,9 @@ logger = logging.getLogger(__name__)
 
 LoadProgress = Callable[[int, int], None]  # bytes done, bytes in all
 
-FIRST_PAUSE = 0.5  # seconds before a second restart in a row; then twice as long each time
+# Seconds before a second restart in a row, and how much longer each pause is than the one before, up to a limit:
+# what is short for a moment (memory, descriptors, a folder) must not use up the restarts at once.
+FIRST_PAUSE, PAUSE_GROWTH, LONGEST_PAUSE = 1.0, 3.0, 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,8 @@ class Supervisor:
                     self._progress(num_done, num_total)
                 case Failed(problem):
                     raise problem.error()
+        if process.process_id is None:
+            raise ProcessNotStartedError(process.reason)
         raise EngineDeadError(f"{process.reason} while it was starting")
 
     async def messages(self) -> AsyncGenerator[Ready | StepOutputs | EngineStalled | EngineEnded]:
@@ -105,7 +109,6 @@ class Supervisor:
 
     async def _follow(self, process: EngineProcess) -> AsyncGenerator[StepOutputs | EngineStalled]:
         """One process to its end, with an eye on its progress."""
-        limit = self._process.kill_stalled_after
         while not _is_over(process):
             message = await process.receive(self._process.heartbeat)
             if message is not None:
@@ -123,34 +126,51 @@ class Supervisor:
             trouble = self.trouble()
             if trouble is not None:
                 yield EngineStalled(trouble)
-                if limit is not None and self._clock() - min(self._progress_at, self._heard_at) >= limit:
+                if self._hangs():
                     process.kill(f"the engine was killed: {trouble}")
 
+    def _hangs(self) -> bool:
+        """Whether it has stalled or been silent for so long that it will not come back by itself."""
+        now, limits = self._clock(), self._process
+        return (
+            limits.kill_silent_after is not None and now - self._heard_at >= limits.kill_silent_after
+        ) or (
+            self.working
+            and limits.kill_stalled_after is not None
+            and now - self._progress_at >= limits.kill_stalled_after
+        )
+
     async def _restart(self) -> Ready | None:
-        pause = 0.0
-        while self._may_restart():
+        """The next process that is ready; None when the engine is given up. Whatever goes wrong is tried again."""
+        began, pause = self._clock(), 0.0
+        while self._may_restart(began):
             await asyncio.sleep(pause)
-            pause = max(FIRST_PAUSE, 2 * pause)
+            pause = min(max(FIRST_PAUSE, PAUSE_GROWTH * pause), LONGEST_PAUSE)
             try:
                 ready = await self.launch()
-            except InflightError as error:
-                logger.error("the engine could not be restarted: %s", error)
+            except ProcessNotStartedError as error:  # no fault of the engine: this counts as no restart
+                logger.error("%s; it is tried again in %g seconds", error, pause)
+            except Exception as error:
+                expected = isinstance(error, InflightError)
+                logger.error("the engine could not be restarted: %s", error, exc_info=not expected)
+                self._count_restart()
             else:
                 logger.warning("the engine process was restarted")
+                self._count_restart()
                 return ready
         self.state = "dead"
-        logger.error("the engine is not restarted any more: %d times were enough", len(self._restarts))
+        logger.error("the engine is not restarted any more, after %d restarts", len(self._restarts))
         return None
 
-    def _may_restart(self) -> bool:
-        now = self._clock()
-        while self._restarts and self._restarts[0] <= now - self._process.restart_window:
+    def _may_restart(self, began: float) -> bool:
+        now, window = self._clock(), self._process.restart_window
+        while self._restarts and self._restarts[0] <= now - window:
             self._restarts.popleft()
-        if len(self._restarts) >= self._process.max_restarts:
-            return False
-        self._restarts.append(now)
+        return len(self._restarts) < self._process.max_restarts and now - began < window
+
+    def _count_restart(self) -> None:
+        self._restarts.append(self._clock())
         self._num_restarts += 1
-        return True
 
     def give_up(self, reason: str) -> None:
         """Kill the process for good."""

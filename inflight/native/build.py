@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import logging
 import os
 import platform
 import shutil
 import stat
 import subprocess
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from inflight.errors import InflightError
+
+logger = logging.getLogger(__name__)
 
 SOURCE_FOLDER = Path(__file__).parent
 COMPILERS = ("c++", "g++", "gcc", "clang++")
@@ -22,6 +27,8 @@ COMPILE_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-ffp-contract=fast", "-pthread")
 # Of each group, the first that the compiler accepts.
 OPTIONAL_FLAGS = (("-march=native", "-mcpu=native"), ("-mprefer-vector-width=512",))
 TIMEOUT = 120.0  # seconds for one run of the compiler
+SCRATCH = "building-"  # how folders begin in which a library is made
+MAX_SCRATCH_AGE = 3600.0  # seconds after which no one works there any more
 
 
 class NativeBuildError(InflightError):
@@ -44,14 +51,45 @@ def cache_folder() -> Path:
 
 
 def build(compiler: str, folder: Path) -> Path:
-    """The library for this machine in `folder`, compiled unless it is there."""
+    """The library for this machine in `folder`, compiled unless it is there undamaged."""
     prepare_folder(folder)
-    target = folder / f"inflight-{build_key(compiler)}.so"
-    if not target.exists():
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            made = _compile(compiler, Path(scratch))
-            os.replace(made, target)  # atomic: other processes see all of it or nothing
+    _remove_leftovers(folder)
+    key = build_key(compiler)
+    for found in sorted(folder.glob(f"inflight-{key}-*.so")):
+        if found.name == _name(key, found):
+            return found
+        logger.warning("the compiled CPU kernels in %s are damaged: they are compiled again", found)
+        found.unlink()
+    with tempfile.TemporaryDirectory(dir=folder, prefix=SCRATCH) as scratch:
+        made = _compile(compiler, Path(scratch))
+        target = folder / _name(key, made)
+        _sync(made)
+        os.replace(made, target)  # atomic: other processes see all of it or nothing
+    _sync(folder)
     return target
+
+
+def _name(key: str, library: Path) -> str:
+    """A library is named by its content: cut off or changed, it has the wrong name. To map a file that is too short
+    is to die of SIGBUS, so nothing else must find out."""
+    return f"inflight-{key}-{hashlib.sha256(library.read_bytes()).hexdigest()[:32]}.so"
+
+
+def _sync(path: Path) -> None:
+    """Have it on the disk, so that no loss of power leaves a name without its content."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Of compilations that were killed."""
+    for scratch in folder.glob(f"{SCRATCH}*"):
+        with contextlib.suppress(OSError):  # someone else removes it too
+            if time.time() - scratch.stat().st_mtime > MAX_SCRATCH_AGE:
+                shutil.rmtree(scratch, ignore_errors=True)
 
 
 def prepare_folder(folder: Path) -> None:

@@ -48,7 +48,9 @@ class Library:
         self.score = self._bind("score", _P, _L, _L, _P, *scores)
 
     def _bind(self, name: str, *arguments: type, result: type | None = None) -> _Function:
-        function = getattr(self._dll, f"inflight_{name}")
+        function = getattr(self._dll, f"inflight_{name}", None)
+        if function is None:
+            raise NativeBuildError(f"the compiled library has no function inflight_{name}")
         function.argtypes = arguments
         function.restype = result
         return function  # type: ignore[no-any-return]

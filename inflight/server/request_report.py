@@ -37,8 +37,22 @@ async def report_of(state: ServerState, logged: LoggedRequest) -> RequestReport:
         client_seconds=logged.client_seconds,
         answers=answers,
         waited_for=waited,
-        why=_why(answers, waited, logged.client_seconds),
+        why=await _lost(state, logged, answers) or _why(answers, waited, logged.client_seconds),
     )
+
+
+async def _lost(state: ServerState, logged: LoggedRequest, answers: list[AnswerReport]) -> str | None:
+    """Why nothing is known of how its time was spent, if the engine that knew is gone or does not answer."""
+    come = "before its first token" if logged.first_token_at is None else "after its first token"
+    if any(answer.finish_reason == "error" and answer.queued_seconds is None for answer in answers):
+        return f"The engine was lost {come}, and what it knew of this request with it."
+    if logged.outcome is not None or len(answers) == len(logged.engine_ids):
+        return None
+    health = await state.client.health()
+    if health.healthy:
+        return None
+    since = health.seconds_since_step
+    return f"It is in the engine, which is {health.state}: it made its last step {since:.0f} seconds ago, {come}."
 
 
 async def _describe(state: ServerState, logged: LoggedRequest, engine_id: str) -> RequestState | None:

@@ -18,7 +18,7 @@ import uvloop
 
 from inflight.async_engine import AsyncEngine
 from inflight.engine.supervisor import LoadProgress
-from inflight.errors import ConfigError
+from inflight.errors import ConfigError, EngineDeadError
 from inflight.logs import configure_logging
 from inflight.server.app import create_app
 from inflight.server.config import ServerConfig
@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 BACKLOG = 2048
 KEEP_ALIVE = 75  # seconds that an idle connection stays open
 POLL = 0.05
+HEALTH_POLL = 0.5  # seconds between two looks at whether the engine was given up
 
 T = TypeVar("T")
 
@@ -94,7 +95,8 @@ async def start_state(
 
 
 async def _serve(options: ServerConfig, keys: Keys, hosts: Hosts, listener: socket.socket) -> bool:
-    """Serve from the first moment on. False if it was told to stop before the model was there."""
+    """Serve from the first moment on. False if it was told to stop before the model was there. Raises
+    EngineDeadError once the engine is given up: whoever started the server can start another one, no one else can."""
     endpoint = options.otlp_traces_endpoint
     tracer: Tracer = NoTracer() if endpoint is None else OtelTracer(endpoint)
     server = Server(options)
@@ -106,13 +108,17 @@ async def _serve(options: ServerConfig, keys: Keys, hosts: Hosts, listener: sock
         if loaded is None:
             return False
         engine, state = loaded
+        watching = asyncio.create_task(server.watch(state))
         try:
             gc.collect()
             gc.freeze()  # what start-up made lives as long as the process: later collections need not look at it
             server.open(state)
             _announce(summary(state, listener.getsockname()), options.process.log_format)
             await serving
+            if watching.done():
+                raise EngineDeadError(f"the engine was given up, and so the server ends: {watching.result()}")
         finally:
+            watching.cancel()
             state.close()
             await engine.close()
     finally:
@@ -177,6 +183,15 @@ class Server(uvicorn.Server):
         """The model is there: let requests in."""
         self._state = state
         self.loading_app.open(create_app(state))
+
+    async def watch(self, state: ServerState) -> str:
+        """End the server once the engine is dead for good, and say why it is. While it drains it ends anyway."""
+        health = await state.client.health()
+        while health.state != "dead" or state.draining:
+            await asyncio.sleep(HEALTH_POLL)
+            health = await state.client.health()
+        self.should_exit = True
+        return health.error or "no reason is known"
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
         """A signal: drain; a second one: stop now."""

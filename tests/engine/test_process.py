@@ -6,7 +6,10 @@ import asyncio
 import contextlib
 import gc
 import os
+import resource
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +23,7 @@ import zmq
 
 from inflight.config import EngineConfig, ProcessConfig
 from inflight.engine import engine_process as child_module
+from inflight.engine import supervisor as supervisor_module
 from inflight.engine.fake import expected_tokens
 from inflight.engine.process import ProcessClient
 from inflight.errors import (
@@ -341,6 +345,84 @@ async def test_it_is_not_restarted_for_ever() -> None:
         assert (await client.health()).num_restarts == 1
 
 
+@pytest.fixture
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor_module, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(supervisor_module, "LONGEST_PAUSE", 0.02)
+
+
+@pytest.mark.usefixtures("no_pauses")
+async def test_a_folder_that_is_gone_for_a_moment_costs_no_restart(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running(ProcessConfig(max_restarts=1, heartbeat=0.05)) as client:
+        monkeypatch.setattr(tempfile, "tempdir", str(folder / "gone"))
+        os.kill(process_id(client), signal.SIGKILL)
+        await until(lambda: asyncio.sleep(0, caplog.text.count("could not be started") >= 5))
+        assert (await client.health()).state == "restarting"
+        monkeypatch.setattr(tempfile, "tempdir", str(folder))
+        await until_healthy(client)
+        assert (await client.health()).num_restarts == 1
+        assert await answer(client, [1], 3, "after") == expected_tokens([1], 3)
+
+
+@pytest.mark.usefixtures("no_pauses")
+async def test_descriptors_that_run_out_for_a_moment_cost_no_restart(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken: list[int] = []
+    async with running(ProcessConfig(max_restarts=1, heartbeat=0.05)) as client:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, limits[0]), limits[1]))
+            with contextlib.suppress(OSError):
+                while True:
+                    taken.append(os.open(os.devnull, os.O_RDONLY))
+            os.kill(process_id(client), signal.SIGKILL)
+            await until(lambda: asyncio.sleep(0, caplog.text.count("Too many open files") >= 5))
+        finally:
+            for descriptor in taken:
+                os.close(descriptor)
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        await until_healthy(client)
+        assert (await client.health()).num_restarts == 1
+        assert await answer(client, [1], 3, "after") == expected_tokens([1], 3)
+
+
+@pytest.mark.usefixtures("no_pauses")
+async def test_a_mistake_while_restarting_is_logged_and_tried_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running() as client:
+        real = client._supervisor.launch
+        mistakes = [KeyError("a mistake"), OSError("another")]
+
+        async def launch() -> Any:
+            if mistakes:
+                raise mistakes.pop()
+            return await real()
+
+        monkeypatch.setattr(client._supervisor, "launch", launch)
+        os.kill(process_id(client), signal.SIGKILL)
+        await until(lambda: asyncio.sleep(0, not mistakes))
+        await until_healthy(client)
+        assert caplog.text.count("the engine could not be restarted") == 2
+        assert await answer(client, [1], 3, "after") == expected_tokens([1], 3)
+
+
+@pytest.mark.usefixtures("no_pauses")
+async def test_a_process_that_never_starts_is_given_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(ProcessConfig(restart_window=0.3, heartbeat=0.05)) as client:
+        monkeypatch.setattr(tempfile, "tempdir", str(folder / "gone"))
+        os.kill(process_id(client), signal.SIGKILL)
+
+        async def dead() -> bool:
+            return (await client.health()).state == "dead"
+
+        await until(dead)
+        monkeypatch.setattr(tempfile, "tempdir", str(folder))
+
+
 async def test_a_loop_that_stops_says_why(client: ProcessClient) -> None:
     with pytest.raises(EngineDeadError, match=r"^the engine stopped: MemoryError: no more$"):
         await answer(client, [STOP], 3, "stop")
@@ -382,6 +464,27 @@ async def test_a_process_that_hangs_can_be_replaced() -> None:
             await answer(client, [HANG], 3, "stuck")
         await until_healthy(client)
         assert await answer(client, [1], 3, "after") == expected_tokens([1], 3)
+
+
+async def test_a_process_that_is_stopped_is_replaced_though_it_had_nothing_to_do() -> None:
+    limits = ProcessConfig(heartbeat=0.05, silent_after=1.0, kill_silent_after=1.5)
+    async with running(limits) as client:
+        os.kill(process_id(client), signal.SIGSTOP)
+        await until(lambda: asyncio.sleep(0, client._supervisor.health().num_restarts == 1))
+        await until_healthy(client)
+        assert await answer(client, [1], 3, "after") == expected_tokens([1], 3)
+
+
+async def test_an_idle_engine_is_not_killed_for_making_no_step() -> None:
+    limits = ProcessConfig(heartbeat=0.05, silent_after=0.5, kill_stalled_after=0.1)
+    async with running(limits) as client:
+        first = process_id(client)
+        os.kill(first, signal.SIGSTOP)
+        await until(lambda: asyncio.sleep(0, client._supervisor.trouble() is not None))
+        await asyncio.sleep(0.2)
+        os.kill(first, signal.SIGCONT)
+        await until_healthy(client)
+        assert process_id(client) == first
 
 
 async def test_a_process_that_falls_silent_is_unhealthy() -> None:
@@ -458,6 +561,23 @@ async def test_a_start_that_is_cancelled_leaves_nothing(folder: Path) -> None:
     with pytest.raises(asyncio.CancelledError):
         await starting
     assert list(folder.iterdir()) == []
+
+
+async def test_folders_that_killed_servers_left_are_removed(folder: Path) -> None:
+    left, young, other = (folder / f"inflight-{name}" for name in ("left", "young", "other"))
+    for path in (left, young, other):
+        path.mkdir()
+    for path, name in ((left, "up"), (left, "down"), (young, "up")):
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(path / name))
+    (other / "notes.txt").touch()
+    for path in (left, other):
+        os.utime(path, (0, 0))
+    client = await start()
+    await client.close()
+    assert sorted(folder.iterdir()) == [other, young]
+    shutil.rmtree(young)
+    shutil.rmtree(other)
 
 
 async def test_progress_is_passed_on() -> None:

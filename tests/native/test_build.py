@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from inflight.native import build as build_module
 from inflight.native.build import NativeBuildError, build, build_key, cache_folder, find_compiler
 from inflight.native.library import Library, open_library
 
@@ -44,6 +47,69 @@ def test_a_library_is_built_once(compiler: str, folder: Path) -> None:
 
 def test_a_library_loads(compiler: str, folder: Path) -> None:
     assert Library(build(compiler, folder)).panel >= 8
+
+
+def cut(library: Path) -> None:
+    os.truncate(library, 5000)
+
+
+def empty(library: Path) -> None:
+    os.truncate(library, 0)
+
+
+def change(library: Path) -> None:
+    content = bytearray(library.read_bytes())
+    content[len(content) // 2] ^= 1
+    library.write_bytes(content)
+
+
+def without_symbols(library: Path) -> None:
+    subprocess.run(["c++", "-shared", "-x", "c++", os.devnull, "-o", str(library)], check=True)
+
+
+@pytest.mark.parametrize("damage", [cut, empty, change, without_symbols])
+def test_a_damaged_library_is_built_again_once(
+    damage: Callable[[Path], None],
+    compiler: str,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    good, cache = build(compiler, folder), tmp_path / "native"
+    # The compiler's part takes long, and is the same each time.
+    monkeypatch.setattr(build_module, "_compile", lambda _, scratch: Path(shutil.copy(good, scratch)))
+    library = build(compiler, cache)
+    damage(library)
+    for _ in range(2):
+        assert open_library(compiler, cache) is not None
+        assert [entry.name for entry in cache.iterdir()] == [good.name]
+        assert caplog.text.count("compiled again") == 1
+
+
+def test_a_library_without_its_functions_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    hollow = script(
+        tmp_path / "hollow",
+        'while [ $# -gt 0 ]; do [ "$1" = -o ] && exec c++ -shared -x c++ /dev/null -o "$2"; shift; done; exit 0',
+    )
+    assert open_library(hollow, tmp_path / "cache") is None
+    assert "has no function inflight_panel" in caplog.text
+
+
+def test_what_killed_compilations_left_is_removed(compiler: str, folder: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "native"
+    shutil.copytree(folder, cache)
+    old, new = cache / "building-old", cache / "building-new"
+    for left in (old, new):
+        left.mkdir()
+        (left / "library.so").touch()
+    os.utime(old, (0, 0))
+    library = build(compiler, cache)
+    assert {entry.name for entry in cache.iterdir()} == {library.name, new.name}, (
+        "someone may work in the new one"
+    )
 
 
 def test_the_key_knows_the_compiler(compiler: str, tmp_path: Path) -> None:

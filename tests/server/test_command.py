@@ -119,6 +119,24 @@ def test_an_engine_that_dies_ends_its_streams_and_comes_back(llm: LLM) -> None:
         assert re.search(r"engine_restarts_total\{.*\} 1\.0", http.get("/metrics").text)
 
 
+def test_an_engine_that_is_given_up_ends_the_server() -> None:
+    """A supervisor of services can only restart what has ended."""
+    with serving("--max-restarts", "0") as (process, http, _):
+        with http.stream("POST", PATH, json={**GOOD, "max_tokens": 2000}) as response:
+            lines = response.iter_lines()
+            next(lines)
+            os.kill(worker_of(process), signal.SIGKILL)
+            last = [line for line in lines if line][-1]
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_unavailable"
+        assert process.wait(60) == 1
+        assert process.stderr is not None
+        said = process.stderr.read()
+    assert said.splitlines()[-1] == (
+        "inflight: the engine was given up, and so the server ends: the engine process ended by SIGKILL"
+    )
+    assert "Traceback" not in said
+
+
 def test_tls() -> None:
     folder = Path(__file__).parent / "tls"  # a certificate made for this test alone
     files = ("--ssl-keyfile", str(folder / "key.pem"), "--ssl-certfile", str(folder / "cert.pem"))

@@ -8,6 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from inflight import LLM
+from inflight.config import ProcessConfig
 from tests.server.faults.told import (
     Case,
     Told,
@@ -19,7 +20,7 @@ from tests.server.faults.told import (
     wait_for_running,
 )
 from tests.server.faulty import HANG, RAISE, hold_file, no_engine_starts
-from tests.server.live import Backend, Live, live_server
+from tests.server.live import Backend, Live, ProcessBackend, live_server
 
 
 def test_an_engine_that_is_killed(
@@ -67,12 +68,41 @@ def test_a_step_that_hangs(
         assert health(watched) == (503, "stalled")
         told = Told(watched, quick.body)
         assert (told.status, told.errors[0]["code"]) == (503, "engine_unavailable")
+        for logged in watched.state.request_log:
+            why = watched.http.get(f"/v1/requests/{logged.request_id}").json()["why"]
+            assert why.startswith("It is in the engine, which is stalled: it made its last step")
+            assert why.endswith("after its first token.")
     finally:
         hold_file(process_id(watched)).unlink(missing_ok=True)
     assert hanging.right(stuck.result())
     assert slow[0].right(neighbour.result())
     assert health(watched) == (200, "ok")
     assert quick.right(Told(watched, quick.body))
+
+
+def test_a_process_that_is_stopped_for_good(
+    threads: ThreadPoolExecutor, slow: list[Case], quick: Case
+) -> None:
+    process = ProcessBackend(ProcessConfig(heartbeat=0.05, silent_after=2.0, kill_silent_after=3.0))
+    try:
+        with live_server(process) as live:
+            stream = threads.submit(Told, live, {**slow[0].body, "stream": True, "request_id": "stuck"})
+            wait_for_running(live, 1)
+            live.wait_until(
+                "its token", lambda: all(entry.first_token_at for entry in live.state.request_log)
+            )
+            os.kill(process_id(live), signal.SIGSTOP)
+            told = stream.result()
+            assert [error["code"] for error in told.errors] == ["engine_unavailable"]
+            assert live.http.get("/v1/requests/stuck").json()["why"] == (
+                "The engine was lost after its first token, and what it knew of this request with it."
+            )
+            while health(live) != (200, "ok"):
+                time.sleep(0.01)
+            assert quick.right(Told(live, quick.body))
+            assert live.http.get("/v1/requests/stuck").json()["status"] == "failed"
+    finally:
+        process.close()
 
 
 def test_a_process_that_falls_silent(watched: Live, threads: ThreadPoolExecutor, slow: list[Case]) -> None:
