@@ -1,115 +1,246 @@
-"""The HTTP parser of uvicorn with bounds: size of headers, time to send them, number of connections."""
+"""The HTTP parser of uvicorn with bounds: size of headers, time to send them, requests and connections at a time."""
 
 from __future__ import annotations
 
 import asyncio
 from asyncio import TimerHandle
+from dataclasses import dataclass
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from inflight.server.errors import ApiError
+from inflight.server.framing import RequestFraming
+from inflight.server.hangup import HangupWatch
 
 
-def bounded_protocol(
-    max_header_size: int, read_timeout: float, max_connections: int
-) -> type[HttpToolsProtocol]:
-    """A protocol class with these bounds; uvicorn makes one instance a connection."""
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    max_header_size: int
+    read_timeout: float
+    max_connections: int
 
-    class BoundedProtocol(HttpToolsProtocol):
-        def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **options)
-            self._num_header_bytes = 0  # of the request whose headers are being read
-            self._in_headers = True
-            self._in_body = False
-            self._header_timer: TimerHandle | None = None
-            self._rest_timer: TimerHandle | None = None  # for a body that goes on after its answer
 
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            super().connection_made(transport)
-            if len(self.connections) > max_connections:
-                self._refuse(ApiError(503, "there are too many connections", code="too_many_connections"))
-            else:
-                self._header_timer = self.loop.call_later(read_timeout, self._too_slow)
+class HeldFlow(FlowControl):
+    """Reading can be held: then whoever waits for a body does not resume it."""
 
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._stop_timers()
-            super().connection_lost(exc)
+    is_held = False
 
-        def data_received(self, data: bytes) -> None:
-            if self.transport.is_closing():
+    def hold(self) -> None:
+        self.is_held = True
+        self.pause_reading()
+
+    def release(self) -> None:
+        self.is_held = False
+        self.resume_reading()
+
+    def resume_reading(self) -> None:
+        if not self.is_held:
+            super().resume_reading()
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """One connection. Behind the request that is answered at most one more is taken from it."""
+
+    limits: ConnectionLimits
+    hangups: HangupWatch
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._framing = RequestFraming()
+        self._num_header_bytes = 0  # of the request whose headers are being read
+        self._in_body = False
+        self._answered: RequestResponseCycle | None = None  # the request that is, or was last
+        self._held = b""  # what came behind the request that waits
+        self._refusal: ApiError | None = None  # of what came behind the request that is answered
+        self._header_timer: TimerHandle | None = None
+        self._rest_timer: TimerHandle | None = None  # for a body that goes on after its answer
+
+    # ---- the connection ----
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.flow = self._flow = HeldFlow(transport)
+        self._descriptor: int = transport.get_extra_info("socket").fileno()
+        if len(self.connections) > self.limits.max_connections:
+            self._refuse(ApiError(503, "there are too many connections", code="too_many_connections"))
+        else:
+            self._start_header_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.hangups.remove(self._descriptor)
+        self._stop_timers()
+        self.pipeline.clear()
+        self._disconnect()
+        super().connection_lost(exc)
+
+    def eof_received(self) -> None:
+        """It is closed now, but not before all that was written is read: which may be never."""
+        self._disconnect()
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing() or self._refusal is not None:
+            return
+        if self._flow.is_held:
+            self._held += data
+        else:
+            self._feed(data)
+
+    def _feed(self, data: bytes) -> None:
+        """Give the parser one request after the other, until one has to wait."""
+        start = 0
+        while start < len(data) and not self.transport.is_closing() and self._refusal is None:
+            if self._flow.is_held:
+                self._held = data[start:]
                 return
-            if self._in_headers:
-                self._num_header_bytes += len(data)
-                if self._header_timer is None:  # the first bytes of a further request
-                    self._header_timer = self.loop.call_later(read_timeout, self._too_slow)
-            super().data_received(data)
-            # Bytes of a body may be in there too, but then the headers are complete.
-            if self._in_headers and self._num_header_bytes > max_header_size:
-                self._refuse_headers()
+            end = self._framing.advance(data, start, self.limits.max_header_size)
+            self._parse(data[start:end])
+            start = end
 
-        def on_message_begin(self) -> None:
-            self._in_headers = True
-            super().on_message_begin()
+    def _parse(self, data: bytes) -> None:
+        """Bytes of one request, either of its headers or of its body."""
+        if self._framing.num_extra_bytes > self.limits.max_header_size:
+            self._refuse_headers("chunk extensions and trailers")
+            return
+        if not self._in_body:
+            self._num_header_bytes += len(data)
+            if self._header_timer is None:  # the first bytes of a further request
+                self._start_header_timer()
+        super().data_received(data)
+        if self.transport.is_closing() or self._refusal is not None:
+            return
+        if self._in_body is self._framing.in_headers:
+            self.send_400_response("")  # the two do not agree where it ends
+        elif not self._in_body and self._num_header_bytes > self.limits.max_header_size:
+            self._refuse_headers("headers")
 
-        def on_headers_complete(self) -> None:
-            self._stop_timers()
-            self._in_headers = False
+    def _hold(self) -> None:
+        self._flow.hold()
+        self.hangups.add(self._descriptor, self._hung_up)
+
+    def _hung_up(self) -> None:
+        self._disconnect()
+        self.transport.close()
+
+    def _go_on(self) -> None:
+        """The request that waited is being answered: now there is room for another."""
+        if not self.transport.is_closing():
+            self.hangups.remove(self._descriptor)
+            data, self._held = self._held, b""
+            self._flow.release()
+            self._feed(data)
+
+    # ---- requests ----
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._in_body:  # trailers are no one's: the headers were looked at before they came
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._stop_timers()
+        self._num_header_bytes = 0
+        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if size > self.limits.max_header_size:
+            self._refuse_headers("headers")
+        elif not self.transport.is_closing():
+            super().on_headers_complete()
             self._in_body = True
-            self._num_header_bytes = 0
-            size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
-            if size > max_header_size:
-                self._refuse_headers()
-            elif not self.transport.is_closing():
-                super().on_headers_complete()
+            self._framing.headers_complete(self.headers)
+            if self.pipeline:  # this one waits, and all behind it
+                self._hold()
 
-        def on_body(self, body: bytes) -> None:
-            if not self.transport.is_closing():
-                super().on_body(body)
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._answered = cycle
+        super()._start_asgi_task(cycle, app)
 
-        def on_message_complete(self) -> None:
-            if not self.transport.is_closing():
-                super().on_message_complete()
-            self._stop_timers()
-            self._in_headers = True
-            self._in_body = False
+    def on_body(self, body: bytes) -> None:
+        if not self.transport.is_closing():
+            super().on_body(body)
 
-        def on_response_complete(self) -> None:
-            super().on_response_complete()
-            # Most clients send all of a body before they look at the answer; for a while it is read on.
-            if self._in_body and not self.pipeline and not self.transport.is_closing():
-                self._rest_timer = self.loop.call_later(read_timeout, self._too_slow)
+    def on_message_complete(self) -> None:
+        if not self.transport.is_closing() and self._in_body:
+            super().on_message_complete()
+        self._stop_timers()
+        self._in_body = False
 
-        def send_400_response(self, msg: str) -> None:  # noqa: ARG002
-            self._refuse(ApiError(400, "this is not HTTP that the server understands", code="invalid_http"))
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing():
+            return
+        if self._flow.is_held and self._refusal is None:
+            self.loop.call_soon(self._go_on)
+        elif self._refusal is not None and self._is_idle():
+            self._send_and_close(self._refusal)
+        # Most clients send all of a body before they look at the answer; for a while it is read on.
+        elif self._in_body and self._is_idle():
+            self._rest_timer = self.loop.call_later(self.limits.read_timeout, self._too_slow)
 
-        def _unsupported_upgrade_warning(self) -> None:
-            """Whoever would like another protocol gets this one: nothing to warn of."""
+    def _is_idle(self) -> bool:
+        """Every request that has come is answered."""
+        return not self.pipeline and (self._answered is None or self._answered.response_complete)
 
-        def _stop_timers(self) -> None:
-            for timer in (self._header_timer, self._rest_timer):
-                if timer is not None:
-                    timer.cancel()
-            self._header_timer = self._rest_timer = None
+    # ---- time ----
 
-        def _too_slow(self) -> None:
-            if not self.transport.is_closing():
-                self.transport.close()
+    def _start_header_timer(self) -> None:
+        self._header_timer = self.loop.call_later(self.limits.read_timeout, self._too_slow)
 
-        def _refuse_headers(self) -> None:
-            message = f"the headers are larger than {max_header_size} bytes, which is the limit"
-            self._refuse(ApiError(431, message, code="headers_too_large"))
+    def _stop_timers(self) -> None:
+        for timer in (self._header_timer, self._rest_timer):
+            if timer is not None:
+                timer.cancel()
+        self._header_timer = self._rest_timer = None
 
-        def _refuse(self, error: ApiError) -> None:
-            if self.transport.is_closing():
-                return
-            body = error.body()
-            self.transport.write(
-                STATUS_LINE[error.status]
-                + b"content-type: application/json\r\nconnection: close\r\n"
-                + b"content-length: %d\r\n\r\n" % len(body)
-                + body
-            )
+    def _too_slow(self) -> None:
+        if not self.transport.is_closing():
             self.transport.close()
 
-    return BoundedProtocol
+    # ---- refusals ----
+
+    def send_400_response(self, msg: str) -> None:  # noqa: ARG002
+        self._refuse(ApiError(400, "this is not HTTP that the server understands", code="invalid_http"))
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Whoever would like another protocol gets this one: nothing to warn of."""
+
+    def _refuse_headers(self, what: str) -> None:
+        message = f"the {what} are larger than {self.limits.max_header_size} bytes, which is the limit"
+        self._refuse(ApiError(431, message, code="headers_too_large"))
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer what is being read with this, and close. Requests before it get their answers first."""
+        if self.transport.is_closing() or self._refusal is not None:
+            return
+        if self._in_body:  # the app has this request already, and may have answered it
+            if self._answered is None or self._answered.response_started:
+                self.transport.close()
+            else:
+                self._send_and_close(error)
+            self._disconnect()
+        elif self._is_idle():
+            self._send_and_close(error)
+        else:
+            self._refusal = error
+            self._hold()
+
+    def _disconnect(self) -> None:
+        """Whoever makes the answer should stop."""
+        if self._answered is not None and not self._answered.response_complete:
+            self._answered.disconnected = True
+            self._answered.message_event.set()
+
+    def _send_and_close(self, error: ApiError) -> None:
+        body = error.body()
+        self.transport.write(
+            STATUS_LINE[error.status]
+            + b"content-type: application/json\r\nconnection: close\r\n"
+            + b"content-length: %d\r\n\r\n" % len(body)
+            + body
+        )
+        self.transport.close()
+
+
+def bounded_protocol(limits: ConnectionLimits, loop: asyncio.AbstractEventLoop) -> type[BoundedProtocol]:
+    """A protocol class of one server; uvicorn makes one instance per connection."""
+    return type("LimitedProtocol", (BoundedProtocol,), {"limits": limits, "hangups": HangupWatch(loop)})

@@ -25,7 +25,7 @@ from inflight.server.config import ServerConfig
 from inflight.server.keys import Keys, load_keys
 from inflight.server.loading_app import LoadingApp
 from inflight.server.middleware import Hosts
-from inflight.server.protocol import bounded_protocol
+from inflight.server.protocol import ConnectionLimits, bounded_protocol
 from inflight.server.state import ServerState
 from inflight.server.summary import summary
 from inflight.server.tracing import NoTracer, OtelTracer, Tracer
@@ -140,10 +140,12 @@ class Server(uvicorn.Server):
 
     def __init__(self, options: ServerConfig) -> None:
         self.loading_app = LoadingApp()
+        self._loop = asyncio.get_running_loop()
+        limits = ConnectionLimits(options.max_header_size, options.read_timeout, options.max_connections)
         super().__init__(
             uvicorn.Config(
                 self.loading_app,
-                http=bounded_protocol(options.max_header_size, options.read_timeout, options.max_connections),
+                http=bounded_protocol(limits, self._loop),
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -162,7 +164,6 @@ class Server(uvicorn.Server):
         self._state: ServerState | None = None
         self._loading: asyncio.Future[Any] | None = None
         self._drain: asyncio.Task[None] | None = None
-        self._loop = asyncio.get_running_loop()
 
     async def wait_for(self, loading: Coroutine[Any, Any, T]) -> T | None:
         """What the loading gives; None if the server is told to stop first."""

@@ -139,6 +139,49 @@ def test_large_headers_are_refused(lines: bytes, small: Live) -> None:
     assert answer.startswith(b"HTTP/1.1 431 ") or answer == b""  # a reset may overtake the answer
 
 
+CHUNKED = f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n".encode() + (
+    b"transfer-encoding: chunked\r\n\r\n"
+)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        b"0\r\n" + b"x-trailer: y\r\n" * 400,
+        b"0\r\nx-trailer: " + b"y" * 4000,
+        b"1;" + b"x" * 4000,
+        b"1;extension=value\r\n{\r\n" * 400,
+    ],
+)
+def test_trailers_and_chunk_extensions_count_as_headers(lines: bytes, small: Live) -> None:
+    with connect(small) as connection:
+        connection.sendall(CHUNKED + lines)
+        answer = reply(connection)
+    assert answer.startswith(b"HTTP/1.1 431 ")
+    assert b"headers_too_large" in answer
+
+
+@pytest.mark.parametrize("path", [PATH, "/nothing"])
+def test_trailers_without_end_are_not_read(path: str, small: Live) -> None:
+    with connect(small) as connection:
+        connection.sendall(CHUNKED.replace(PATH.encode(), path.encode()) + b"0\r\n")
+        with pytest.raises(ConnectionError):
+            send_lines(connection)
+
+
+def send_lines(connection: socket.socket) -> None:
+    for _ in range(10_000):
+        connection.sendall(b"x-trailer: " + b"y" * 1024 + b"\r\n")
+
+
+def test_many_small_chunks_and_a_trailer_are_fine(small: Live) -> None:
+    body = json.dumps(GOOD).encode().ljust(3000)
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body)
+    with connect(small) as connection:
+        connection.sendall(CHUNKED + chunks + b"0\r\nconnection: close\r\n\r\n")
+        assert connection.recv(12) == b"HTTP/1.1 200"
+
+
 def test_a_long_url_is_refused(small: Live) -> None:
     assert small.http.get("/health?" + "x" * 3000).status_code == 431
 
