@@ -82,9 +82,18 @@ class ServerConfig:
     max_logprobs: int = option(20, LIMITS, "Most likely tokens reported for a position.", at_least=0)
     max_stop_strings: int = option(16, LIMITS, "Stop strings of a request.", at_least=0)
     max_stop_length: int = option(256, LIMITS, "Characters of a stop string or bad word.", at_least=1)
-    max_connections: int = option(4096, LIMITS, "Open connections.", at_least=1)
+    max_connections: int = option(
+        4096, LIMITS, "Open connections; a few of them are kept for /health and /ready.", at_least=1
+    )
     read_timeout: float = option(
         30.0, LIMITS, "Seconds for a client to send headers, and again its body.", above=0, unit="seconds"
+    )
+    write_timeout: float = option(
+        60.0,
+        LIMITS,
+        "Seconds that a client may read nothing of what it is sent.",
+        above=0,
+        unit="seconds",
     )
     first_token_timeout: float = option(300.0, LIMITS, "Seconds to the first token.", above=0, unit="seconds")
     request_timeout: float = option(3600.0, LIMITS, "Seconds for a whole request.", above=0, unit="seconds")

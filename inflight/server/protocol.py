@@ -14,13 +14,23 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from inflight.server.errors import ApiError
 from inflight.server.framing import RequestFraming
 from inflight.server.hangup import HangupWatch
+from inflight.server.write_timer import WriteTimer
+
+PROBES = (b"/health", b"/ready")  # paths that are answered even if all connections are taken
+MAX_RESERVED = 64
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
     max_header_size: int
     read_timeout: float
+    write_timeout: float
     max_connections: int
+
+    @property
+    def num_reserved(self) -> int:
+        """Connections, of all, that are kept for probes."""
+        return min(MAX_RESERVED, -(-self.max_connections // 8), self.max_connections - 1)
 
 
 class HeldFlow(FlowControl):
@@ -46,6 +56,9 @@ class BoundedProtocol(HttpToolsProtocol):
 
     limits: ConnectionLimits
     hangups: HangupWatch
+    reserved: dict[
+        BoundedProtocol, None
+    ]  # the connections of the server that only probes may use; the oldest is first
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -64,12 +77,23 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         self.flow = self._flow = HeldFlow(transport)
         self._descriptor: int = transport.get_extra_info("socket").fileno()
-        if len(self.connections) > self.limits.max_connections:
-            self._refuse(ApiError(503, "there are too many connections", code="too_many_connections"))
-        else:
-            self._start_header_timer()
+        self._write_timer = WriteTimer(self.loop, transport, self.limits.write_timeout)
+        self._start_header_timer()
+        num_others = len(self.connections) - len(self.reserved)
+        if num_others > self.limits.max_connections - self.limits.num_reserved:
+            self._reserve()
+
+    def _reserve(self) -> None:
+        """All other connections are taken: this one is for a probe, in place of one that had more time to send it."""
+        self.reserved[self] = None
+        if len(self.reserved) > self.limits.num_reserved:
+            oldest = next(iter(self.reserved))
+            del self.reserved[oldest]
+            oldest._refuse_connection()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.reserved.pop(self, None)
+        self._write_timer.stop()
         self.hangups.remove(self._descriptor)
         self._stop_timers()
         self.pipeline.clear()
@@ -79,6 +103,15 @@ class BoundedProtocol(HttpToolsProtocol):
     def eof_received(self) -> None:
         """It is closed now, but not before all that was written is read: which may be never."""
         self._disconnect()
+        self._write_timer.start()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._write_timer.start()
+
+    def resume_writing(self) -> None:
+        self._write_timer.stop()
+        super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing() or self._refusal is not None:
@@ -122,7 +155,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _hung_up(self) -> None:
         self._disconnect()
-        self.transport.close()
+        self._close()
 
     def _go_on(self) -> None:
         """The request that waited is being answered: now there is room for another."""
@@ -144,8 +177,11 @@ class BoundedProtocol(HttpToolsProtocol):
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > self.limits.max_header_size:
             self._refuse_headers("headers")
+        elif self in self.reserved and self.url.partition(b"?")[0] not in PROBES:
+            self._refuse_connection()
         elif not self.transport.is_closing():
             super().on_headers_complete()
+            self.cycle.keep_alive &= self not in self.reserved
             self._in_body = True
             self._framing.headers_complete(self.headers)
             if self.pipeline:  # this one waits, and all behind it
@@ -153,6 +189,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._answered = cycle
+        if not self.flow.write_paused:  # what it writes comes on top; if too much is not read, it is paused
+            self._write_timer.stop()
         super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
@@ -167,6 +205,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if self._is_idle():
+            self._write_timer.start()
         if self.transport.is_closing():
             return
         if self._flow.is_held and self._refusal is None:
@@ -194,7 +234,12 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _too_slow(self) -> None:
         if not self.transport.is_closing():
-            self.transport.close()
+            self._close()
+
+    def _close(self) -> None:
+        """As soon as all that was written is read, or too slowly."""
+        self.transport.close()
+        self._write_timer.start()
 
     # ---- refusals ----
 
@@ -208,13 +253,16 @@ class BoundedProtocol(HttpToolsProtocol):
         message = f"the {what} are larger than {self.limits.max_header_size} bytes, which is the limit"
         self._refuse(ApiError(431, message, code="headers_too_large"))
 
+    def _refuse_connection(self) -> None:
+        self._refuse(ApiError(503, "there are too many connections", code="too_many_connections"))
+
     def _refuse(self, error: ApiError) -> None:
         """Answer what is being read with this, and close. Requests before it get their answers first."""
         if self.transport.is_closing() or self._refusal is not None:
             return
         if self._in_body:  # the app has this request already, and may have answered it
             if self._answered is None or self._answered.response_started:
-                self.transport.close()
+                self._close()
             else:
                 self._send_and_close(error)
             self._disconnect()
@@ -238,9 +286,10 @@ class BoundedProtocol(HttpToolsProtocol):
             + b"content-length: %d\r\n\r\n" % len(body)
             + body
         )
-        self.transport.close()
+        self._close()
 
 
 def bounded_protocol(limits: ConnectionLimits, loop: asyncio.AbstractEventLoop) -> type[BoundedProtocol]:
     """A protocol class of one server; uvicorn makes one instance per connection."""
-    return type("LimitedProtocol", (BoundedProtocol,), {"limits": limits, "hangups": HangupWatch(loop)})
+    shared = {"limits": limits, "hangups": HangupWatch(loop), "reserved": {}}
+    return type("LimitedProtocol", (BoundedProtocol,), shared)

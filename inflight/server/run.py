@@ -22,6 +22,7 @@ from inflight.errors import ConfigError, EngineDeadError
 from inflight.logs import configure_logging
 from inflight.server.app import create_app
 from inflight.server.config import ServerConfig
+from inflight.server.descriptors import connections_that_fit
 from inflight.server.keys import Keys, load_keys
 from inflight.server.loading_app import LoadingApp
 from inflight.server.middleware import Hosts
@@ -141,7 +142,12 @@ class Server(uvicorn.Server):
     def __init__(self, options: ServerConfig) -> None:
         self.loading_app = LoadingApp()
         self._loop = asyncio.get_running_loop()
-        limits = ConnectionLimits(options.max_header_size, options.read_timeout, options.max_connections)
+        limits = ConnectionLimits(
+            max_header_size=options.max_header_size,
+            read_timeout=options.read_timeout,
+            write_timeout=options.write_timeout,
+            max_connections=connections_that_fit(options.max_connections),
+        )
         super().__init__(
             uvicorn.Config(
                 self.loading_app,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import time
@@ -204,14 +205,31 @@ def test_what_is_not_http(small: Live) -> None:
 
 def test_too_many_connections(small: Live) -> None:
     small.http.get("/health")
-    held = [connect(small) for _ in range(7)]
-    small.wait_until("all of them", lambda: len(small.server.server_state.connections) >= 8)
-    with connect(small) as one_more:
-        assert reply(one_more).startswith(b"HTTP/1.1 503 ")
-    assert small.http.get("/health").status_code == 200
-    for connection in held:
-        connection.close()
-    small.wait_until("room", lambda: len(small.server.server_state.connections) < 8)
+    with contextlib.ExitStack() as held:
+        for _ in range(6):  # seven in all; the eighth is kept for probes
+            held.enter_context(connect(small))
+        small.wait_until("all of them", lambda: len(small.server.server_state.connections) == 7)
+        for head, status in (
+            (b"GET /v1/models", b"503"),
+            (b"POST /v1/completions", b"503"),
+            (b"GET /health", b"200"),
+            (b"HEAD /ready?x=y", b"200"),
+        ):
+            with connect(small) as one_more:
+                one_more.sendall(head + b" HTTP/1.1\r\nhost: localhost\r\n\r\n")
+                answer = reply(one_more)
+            assert answer.startswith(b"HTTP/1.1 " + status), head
+            assert b"connection: close" in answer
+            assert (b"too_many_connections" in answer) is (status == b"503")
+            small.wait_until("its end", lambda: len(small.server.server_state.connections) == 7)
+        # Whoever takes that one too, and sends nothing, loses it to the next.
+        silent = [held.enter_context(connect(small)) for _ in range(20)]
+        with connect(small) as probe:
+            probe.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            assert reply(probe).startswith(b"HTTP/1.1 200 ")
+        assert reply(silent[0]).startswith(b"HTTP/1.1 503 ")
+        assert small.http.get("/v1/models").status_code == 200
+    small.wait_until("room", lambda: len(small.server.server_state.connections) < 7)
 
 
 def test_several_requests_on_one_connection(small: Live) -> None:

@@ -1,0 +1,103 @@
+"""Clients that do not read what they are sent."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from typing import Any, cast
+
+import pytest
+
+from inflight.server.protocol import BoundedProtocol
+from inflight.server.write_timer import MIN_PROGRESS, WriteTimer
+from tests.server.live import Backend, Live, live_server
+from tests.server.test_life import slow_steps
+
+
+class _Pipe:
+    """As much of a transport as the timer looks at."""
+
+    size = 0
+    aborted = False
+
+    def get_write_buffer_size(self) -> int:
+        return self.size
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+async def test_whoever_reads_a_little_is_waited_for() -> None:
+    pipe = _Pipe()
+    timer = WriteTimer(asyncio.get_running_loop(), cast(Any, pipe), 1000.0)
+    pipe.size = 10 * MIN_PROGRESS
+    timer.start()
+    for _ in range(10):
+        pipe.size -= MIN_PROGRESS
+        timer.check()
+        assert not pipe.aborted
+    pipe.size = 100
+    timer.start()
+    pipe.size = 99
+    timer.check()
+    assert pipe.aborted
+    timer.stop()
+
+
+@pytest.fixture(scope="module")
+def impatient(backend: Backend) -> Iterator[Live]:
+    with live_server(backend, write_timeout=0.2) as live:
+        yield live
+
+
+def connect(live: Live) -> socket.socket:
+    """With as little room on the way as there can be."""
+    host, _, port = live.url.removeprefix("http://").partition(":")
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect((host, int(port)))
+    live.wait_until("a connection", lambda: len(live.server.server_state.connections) == 1)
+    (protocol,) = live.server.server_state.connections
+    assert isinstance(protocol, BoundedProtocol)
+    protocol.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    return connection
+
+
+GET = "GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n{}\r\n"
+
+
+@pytest.mark.parametrize(
+    "requests",
+    [
+        GET.format("connection: close\r\n"),
+        GET.format(""),
+        GET.format("") * 20,
+        GET.format("") + "nonsense\r\n\r\n",
+        GET.format("") + "GET /he",
+    ],
+)
+def test_an_answer_that_no_one_reads(requests: str, impatient: Live) -> None:
+    with connect(impatient) as connection:
+        connection.sendall(requests.encode())
+        impatient.wait_until("its end", lambda: not impatient.server.server_state.connections)
+        impatient.wait_until("that of its requests", lambda: not impatient.server.server_state.tasks)
+
+
+def test_a_stream_that_no_one_reads(impatient: Live) -> None:
+    body = (
+        '{"prompt": [5, 6], "max_tokens": 2000, "ignore_eos": true, "n": 16, "stream": true, "logprobs": 20}'
+    )
+    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    with connect(impatient) as connection:
+        connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n{body}".encode())
+        impatient.wait_until("a start", lambda: len(impatient.state.request_log) == 1)
+        impatient.wait_until("its end", lambda: not impatient.server.server_state.connections)
+    impatient.wait_until_idle()
+
+
+def test_an_answer_that_takes_longer_is_not_cut(impatient: Live, backend: Backend) -> None:
+    """Nothing is unread while nothing is sent."""
+    with slow_steps(backend, 0.01):
+        found = impatient.complete([5, 6], max_tokens=40, ignore_eos=True)
+    assert found["usage"]["completion_tokens"] == 40
