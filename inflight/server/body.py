@@ -74,10 +74,11 @@ async def _discard(request: Request, max_bytes: int) -> None:
 
 
 def _check_kind(request: Request) -> None:
-    """JSON, or nothing said. A page of another origin can send plain text without being allowed to."""
-    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
+    """JSON, and said to be. A page of another origin can send plain text, or say nothing, without being allowed to."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        message = f"the content type is {kind:.100}: it must be application/json (-H 'Content-Type: application/json')"
+        what = f"the content type is {kind:.100}" if kind else "there is no content type"
+        message = f"{what}: it must be application/json (-H 'Content-Type: application/json')"
         raise ApiError(415, message, code="unsupported_media_type")
 
 

@@ -1,4 +1,4 @@
-"""What every request passes before any route: an id for the logs, the host that it is for, and its key."""
+"""What every request passes before any route: an id for the logs, the host it is for, the page it is from, its key."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from inflight.errors import ConfigError
 from inflight.logs import request_id as current_request_id
 from inflight.server.errors import ApiError, of_exception
 from inflight.server.keys import Caller
+from inflight.server.origins import Origins
 
 if TYPE_CHECKING:
     from inflight.server.state import ServerState
@@ -37,6 +38,7 @@ class AccessMiddleware:
     def __init__(self, app: ASGIApp, state: ServerState) -> None:
         self._app = app
         self._state = state
+        self._origins = Origins(state.options.allowed_origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -55,6 +57,7 @@ class AccessMiddleware:
 
         try:
             self._state.hosts.check(scope)
+            self._origins.check(scope)
             scope["inflight.caller"] = self._caller(scope)
         except ApiError as error:
             scope["inflight.caller"] = None

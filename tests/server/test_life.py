@@ -17,6 +17,7 @@ from tests.e2e.breaking import BreakingRunner
 from tests.server.live import Backend, Live, live_server, stream
 
 PATH = "/v1/completions"
+POST = f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 ENDLESS = {"prompt": [5, 6], "max_tokens": 2000, "temperature": 0, "ignore_eos": True}
 GOOD = {"prompt": [5, 6], "max_tokens": 40, "temperature": 0, "ignore_eos": True}
 
@@ -51,7 +52,7 @@ def test_a_client_that_leaves_frees_its_blocks(
     host, _, port = live.url.removeprefix("http://").partition(":")
     with slow_steps(backend, 0.002), ThreadPoolExecutor(1) as threads:
         with socket.create_connection((host, int(port))) as connection:
-            head = f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
+            head = f"{POST}content-length: {len(body)}\r\n\r\n"
             connection.sendall(head.encode() + body)
             live.wait_until("blocks in use", lambda: backend.core.scheduler.pool.usage().num_used >= 2 * n)
             neighbour = threads.submit(live.complete, **GOOD)
@@ -68,7 +69,7 @@ def test_a_reader_that_does_not_read_stalls_no_one(backend: Backend, text: str) 
         with socket.socket() as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             connection.connect((host, int(port)))
-            head = f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
+            head = f"{POST}content-length: {len(body)}\r\n\r\n"
             connection.sendall(head.encode() + body)
             live.wait_until("a start", lambda: len(live.state.request_log) == 1)
             assert live.complete(**GOOD)["choices"][0]["text"] == text

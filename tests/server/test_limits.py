@@ -14,6 +14,7 @@ import pytest
 from tests.server.live import Backend, Live, live_server
 
 PATH = "/v1/completions"
+POST = f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 GOOD = {"prompt": [5, 6], "max_tokens": 4, "temperature": 0}
 ENDLESS = {"prompt": [5, 6], "max_tokens": 2000, "temperature": 0, "ignore_eos": True}
 
@@ -63,9 +64,7 @@ def test_a_large_chunked_body_is_refused(small: Live) -> None:
 
 def test_a_body_without_end_is_refused_while_it_comes(small: Live) -> None:
     with connect(small) as connection:
-        connection.sendall(
-            f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n".encode()
-        )
+        connection.sendall(f"{POST}transfer-encoding: chunked\r\n\r\n".encode())
         try:
             for _ in range(10_000):
                 connection.sendall(b"400\r\n" + b"x" * 1024 + b"\r\n")
@@ -76,17 +75,13 @@ def test_a_body_without_end_is_refused_while_it_comes(small: Live) -> None:
 
 def test_a_declared_length_is_not_waited_for(small: Live) -> None:
     with connect(small) as connection:
-        connection.sendall(
-            f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99999999999\r\n\r\n".encode()
-        )
+        connection.sendall(f"{POST}content-length: 99999999999\r\n\r\n".encode())
         assert reply(connection).startswith(b"HTTP/1.1 413 ")
 
 
 def test_a_body_that_does_not_come(small: Live) -> None:
     with connect(small) as connection:
-        connection.sendall(
-            f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 10\r\n\r\n{{".encode()
-        )
+        connection.sendall(f"{POST}content-length: 10\r\n\r\n{{".encode())
         assert reply(connection).startswith(b"HTTP/1.1 408 ")
 
 
@@ -109,9 +104,7 @@ def test_who_leaves_before_the_body_is_there(small: Live, caplog: pytest.LogCapt
     responses = small.state.metrics.responses
     before = responses[PATH, "499"]
     with connect(small) as connection:
-        connection.sendall(
-            f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 10\r\n\r\n{{".encode()
-        )
+        connection.sendall(f"{POST}content-length: 10\r\n\r\n{{".encode())
     small.wait_until("its line in the log", lambda: responses[PATH, "499"] == before + 1)
     assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
 
@@ -140,9 +133,7 @@ def test_large_headers_are_refused(lines: bytes, small: Live) -> None:
     assert answer.startswith(b"HTTP/1.1 431 ") or answer == b""  # a reset may overtake the answer
 
 
-CHUNKED = f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n".encode() + (
-    b"transfer-encoding: chunked\r\n\r\n"
-)
+CHUNKED = POST.encode() + (b"transfer-encoding: chunked\r\n\r\n")
 
 
 @pytest.mark.parametrize(
@@ -234,7 +225,7 @@ def test_too_many_connections(small: Live) -> None:
 
 def test_several_requests_on_one_connection(small: Live) -> None:
     body = json.dumps(GOOD).encode()
-    one = f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+    one = f"{POST}content-length: {len(body)}\r\n\r\n".encode() + body
     with connect(small) as connection:
         connection.sendall(one * 3)  # at once
         found = b""

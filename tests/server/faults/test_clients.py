@@ -28,7 +28,10 @@ def connect(live: Live) -> socket.socket:
 
 def send(connection: socket.socket, body: dict[str, Any]) -> None:
     content = json.dumps(body).encode()
-    head = f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: {len(content)}\r\n\r\n"
+    head = (
+        f"POST {PATH} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json\r\n"
+    )
+    head += f"content-length: {len(content)}\r\n\r\n"
     connection.sendall(head.encode() + content)
 
 
