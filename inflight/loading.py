@@ -85,6 +85,8 @@ def load_engine(config: EngineConfig, progress: LoadProgress | None = None) -> L
     checkpoint = open_checkpoint(_model(config), model.revision, model.load_format, model.hf_config)
     tokenizer = _load_tokenizer(config, checkpoint)
     spec = decoder_spec(checkpoint.config)
+    recommended = default_sampling(checkpoint.generation_config)
+    eos = eos_token_ids(checkpoint.config, checkpoint.generation_config)
     context = resolve_context(spec, model.max_model_len)
     dtype = resolve_dtype(model.dtype, checkpoint.config)
     decoder = load_decoder(
@@ -106,11 +108,9 @@ def load_engine(config: EngineConfig, progress: LoadProgress | None = None) -> L
         logger.warning("the KV memory holds %d tokens: max_model_len is cut from %d", max_model_len, context)
     logger.info("%s; %d KV blocks of %d tokens", place.describe(), num_blocks, config.cache.block_size)
     core = _build_core(config, policy, place, decoder, num_blocks, max_model_len)
-    eos = eos_token_ids(checkpoint.config, checkpoint.generation_config)
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         eos = tuple(dict.fromkeys((*eos, tokenizer.eos_token_id)))
     input_processor = InputProcessor.create(tokenizer, spec.vocab_size, max_model_len, eos, model.seed)
-    recommended = default_sampling(checkpoint.generation_config)
     return LoadedEngine(config, tokenizer, input_processor, recommended, place, core, decoder)
 
 

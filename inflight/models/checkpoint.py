@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from inflight.errors import ModelError, WeightsError
+from inflight.model_files import inside, read_object
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -37,14 +37,11 @@ def open_checkpoint(
     if dummy and hf_config is not None and not Path(model).is_dir():
         return Checkpoint(None, dict(hf_config))
     folder = _folder(model, revision, weights=not dummy)
-    config = dict(hf_config) if hf_config is not None else _read_object(folder / CONFIG, ModelError)
-    generation = folder / GENERATION_CONFIG
-    return Checkpoint(
-        folder,
-        config,
-        _read_object(generation, ModelError) if generation.is_file() else {},
-        () if dummy else _weight_files(folder),
-    )
+    config = dict(hf_config) if hf_config is not None else read_object(folder, CONFIG)
+    if config is None:
+        raise ModelError(f"{folder} has no {CONFIG}: is it the folder of a checkpoint?")
+    generation_config = read_object(folder, GENERATION_CONFIG) or {}
+    return Checkpoint(folder, config, generation_config, () if dummy else _weight_files(folder))
 
 
 def _folder(model: str, revision: str | None, weights: bool) -> Path:
@@ -89,8 +86,9 @@ def _download(model: str, revision: str | None, weights: bool) -> Path:
 def _weight_files(folder: Path) -> tuple[Path, ...]:
     if (folder / SINGLE).exists():
         return (_vetted(folder, SINGLE),)
-    if (folder / INDEX).exists():
-        weight_map = _read_object(folder / INDEX, WeightsError).get("weight_map")
+    index = read_object(folder, INDEX, WeightsError)
+    if index is not None:
+        weight_map = index.get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise WeightsError(f"{folder / INDEX} has no weight_map: it must map tensor names to files")
         return tuple(_vetted(folder, name) for name in sorted({str(file) for file in weight_map.values()}))
@@ -110,33 +108,9 @@ def _found_instead(folder: Path) -> str:
 
 
 def _vetted(folder: Path, name: str) -> Path:
-    """The file of that name, if it is one, and is in the folder for real.
-
-    The hub's cache keeps `snapshots/<revision>/<name>` as links into the `blobs` folder beside `snapshots`.
-    """
+    """The file of that name, if it is one, and is in the folder for real."""
     if Path(name).name != name or "\\" in name or name in (".", "..") or not name.endswith(".safetensors"):
         raise WeightsError(f"{folder / INDEX} names the file {name!r}: it must be a plain name.safetensors")
-    path = folder / name
-    if not path.is_file():
-        raise WeightsError(f"{path} is missing or not a file, though the checkpoint needs it")
-    real, home = path.resolve(), folder.resolve()
-    allowed = [home]
-    if home.parent.name == "snapshots":
-        allowed.append(home.parent.parent / "blobs")
-    if not any(real.is_relative_to(root) for root in allowed):
-        raise WeightsError(
-            f"{path} is a link out of its folder: weights must be in the checkpoint's own folder"
-        )
-    return path
-
-
-def _read_object(path: Path, error_type: type[ModelError]) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise error_type(f"{path.parent} has no {path.name}: is it the folder of a checkpoint?") from None
-    except (OSError, ValueError) as error:
-        raise error_type(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise error_type(f"{path} holds a {type(value).__name__}: it must be a JSON object")
-    return value
+    if not inside(folder, name, WeightsError).is_file():
+        raise WeightsError(f"{folder / name} is missing or not a file, though the checkpoint needs it")
+    return folder / name

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from inflight.errors import ConfigError, ModelError
+from inflight.errors import ConfigError, ModelError, ParameterError, shown
 from inflight.models.fields import Fields
 from inflight.models.spec import DecoderSpec
+from inflight.request import SamplingParams
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -39,8 +40,8 @@ def eos_token_ids(config: Mapping[str, Any], generation_config: Mapping[str, Any
         for token in value if isinstance(value, list) else [value]:
             if token is None:
                 continue
-            if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-                raise ModelError(f"eos_token_id is {value!r}: it must be a token id or a list of them")
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < 1 << 31:
+                raise ModelError(f"eos_token_id is {shown(value)}: it must be a token id or a list of them")
             ids[token] = None
     return tuple(ids)
 
@@ -52,7 +53,12 @@ def default_sampling(generation_config: Mapping[str, Any]) -> dict[str, Any]:
     """
     names = _ALWAYS if generation_config.get("do_sample") is False else _SAMPLING | _ALWAYS
     fields = Fields(generation_config, "generation_config.json")
-    return {ours: fields.values[theirs] for theirs, ours in names.items() if theirs in fields}
+    found = {ours: fields.values[theirs] for theirs, ours in names.items() if theirs in fields}
+    try:
+        SamplingParams(**found)
+    except ParameterError as error:  # now, and not at every request
+        raise ModelError(f"generation_config.json recommends what cannot be: {error}") from error
+    return found
 
 
 def resolve_context(spec: DecoderSpec, asked: int | None) -> int:

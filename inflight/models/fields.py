@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
-from inflight.errors import ModelError
+from inflight.errors import ModelError, shown
+
+_MOST = {"num_hidden_layers": 4096}
+_MOST_OTHERWISE = 1 << 24
+_MOST_FLOAT = sys.float_info.max  # an integer of JSON may be larger
 
 
 class Fields:
@@ -20,14 +24,16 @@ class Fields:
         return self.values.get(name) is not None
 
     def integer(self, name: str, default: int | None = None, least: int = 1) -> int:
+        """Up to a limit that no real model reaches, so that nothing made from it takes all memory."""
         value = self._get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise self.error(name, f"an integer of at least {least}")
+        most = _MOST.get(name, _MOST_OTHERWISE)
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise self.error(name, f"an integer from {least} to {most}")
         return value
 
     def number(self, name: str, default: float | None = None, above: float = 0.0) -> float:
         value = self._get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not above < value < math.inf:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not above < value <= _MOST_FLOAT:
             raise self.error(name, f"a finite number above {above:g}")
         return float(value)
 
@@ -46,7 +52,7 @@ class Fields:
     def numbers(self, name: str, length: int) -> tuple[float, ...]:
         value = self._get(name, None)
         numeric = isinstance(value, list) and all(
-            isinstance(item, int | float) and not isinstance(item, bool) and 0 < item < math.inf
+            isinstance(item, int | float) and not isinstance(item, bool) and 0 < item <= _MOST_FLOAT
             for item in value
         )
         if not numeric or len(value) != length:
@@ -66,8 +72,7 @@ class Fields:
         return Fields(value, f"{name} of {self.where}")
 
     def error(self, name: str, allowed: str) -> ModelError:
-        given = repr(self.values.get(name))
-        return ModelError(f"{name} in {self.where} is {given[:200]}: it must be {allowed}")
+        return ModelError(f"{name} in {self.where} is {shown(self.values.get(name))}: it must be {allowed}")
 
     def _get(self, name: str, default: Any) -> Any:
         value = self.values.get(name)

@@ -11,6 +11,8 @@ from inflight.errors import ModelError
 from inflight.layers.rotary import LinearScaling, Llama3Scaling, LongScaling, Rope, Scaling, YarnScaling
 from inflight.models.fields import Fields
 
+MAX_CONTEXT, MAX_DEFAULT_CONTEXT = 1 << 24, 1 << 20  # tokens
+
 
 def read_rope(config: Fields, layer_type: str, head_dim: int, partial: bool) -> Rope:
     """The rotary embedding of layers of `layer_type`. `partial`: the family may rotate a part of each head."""
@@ -37,16 +39,17 @@ def default_context(rope: Rope, max_position: int) -> tuple[int, int]:
     `max_position_embeddings`.
 
     Checkpoints that stretch with YaRN may declare the trained length or the stretched one. Those with
-    long and short factors do best at short prompts with the short ones: going further must be asked for.
+    long and short factors do best at short prompts with the short ones: going further must be asked for. So must
+    more than a million tokens: tables of positions are made at start, and a config may claim anything.
     """
     match rope.scaling:
         case YarnScaling(factor=factor, original_max_position=original):
-            longest = max(max_position, int(original * factor))
-            return longest, longest
+            longest = min(max(max_position, int(original * factor)), MAX_CONTEXT)
+            return longest, min(longest, MAX_DEFAULT_CONTEXT)
         case LongScaling(original_max_position=original):
-            return max_position, min(original, max_position)
+            return max_position, min(original, max_position, MAX_DEFAULT_CONTEXT)
         case _:
-            return max_position, max_position
+            return max_position, min(max_position, MAX_DEFAULT_CONTEXT)
 
 
 def _parameters(config: Fields, layer_type: str) -> Fields:

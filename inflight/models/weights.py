@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from inflight.models.checkpoint import Checkpoint
 from inflight.models.decoder import Decoder
 from inflight.models.families import decoder_spec
 from inflight.models.placement import Placement, placements
+from inflight.models.spec import DecoderSpec
 
 Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
 
@@ -50,7 +51,10 @@ def load_decoder(
     progress: Progress | None = None,
 ) -> Decoder:
     """The checkpoint's decoder with its weights in place."""
-    decoder = Decoder(decoder_spec(checkpoint.config), kernels, attention, dtype, device, max_position)
+    spec = decoder_spec(checkpoint.config)
+    if load_format != "dummy":
+        _check_sizes(spec, _read_headers(checkpoint.weight_files))
+    decoder = Decoder(spec, kernels, attention, dtype, device, max_position)
     if load_format == "dummy":
         fill_dummy(decoder, seed)
     else:
@@ -65,8 +69,9 @@ def load_weights(decoder: Decoder, checkpoint: Checkpoint, progress: Progress | 
     does not fit its config fails at once. Files are mapped, not read: weights are never held twice.
     """
     stored = _read_headers(checkpoint.weight_files)
-    wanted = {placement.name: placement for placement in placements(decoder, _variant(decoder, stored))}
-    _compare(decoder, wanted, stored)
+    variant = _variant(decoder.spec, stored)
+    wanted = {placement.name: placement for placement in placements(decoder, variant)}
+    _compare(decoder.spec, wanted, stored)
     total = sum(_num_bytes(stored[name]) for name in wanted)
     done = 0
     for file in checkpoint.weight_files:
@@ -123,39 +128,67 @@ def _open(file: Path) -> Iterator[Any]:
         raise WeightsError(f"{file} cannot be read, it may be truncated or damaged: {error}") from error
 
 
-def _variant(decoder: Decoder, stored: dict[str, _Stored]) -> int:
-    names = decoder.spec.names
+def _check_sizes(spec: DecoderSpec, stored: dict[str, _Stored]) -> None:
+    """Every matrix that a config calls for is there in its size. Before any memory is taken for it: a config may
+    claim anything, and the headers show what is there. What is left for later (norms, biases) is small."""
+    query, kv, hidden, inner = spec.query_size, spec.kv_size, spec.hidden_size, spec.intermediate_size
+    shapes = {
+        "attention.qkv": (query + 2 * kv, hidden),
+        "attention.qkv.q": (query, hidden),
+        "attention.qkv.k": (kv, hidden),
+        "attention.qkv.v": (kv, hidden),
+        "attention.output": (hidden, query),
+        "mlp.gate_up": (2 * inner, hidden),
+        "mlp.gate_up.gate": (inner, hidden),
+        "mlp.gate_up.up": (inner, hidden),
+        "mlp.down": (hidden, inner),
+    }
+    prefix = spec.names.prefixes[_variant(spec, stored)]
+    modules = [(module, shapes[target]) for module, target in spec.names.layer.items() if target in shapes]
+    wanted = {prefix + spec.names.embedding: (spec.vocab_size, hidden)}
+    for index in range(spec.num_layers):
+        wanted |= {f"{prefix}layers.{index}.{module}.weight": shape for module, shape in modules}
+    _check_shapes(spec, wanted, stored)
+
+
+def _check_shapes(
+    spec: DecoderSpec, wanted: Mapping[str, tuple[int, ...]], stored: dict[str, _Stored]
+) -> None:
+    missing = [name for name in wanted if name not in stored]
+    if missing:
+        raise WeightsError(
+            f"the weights lack {_some(missing)} that config.json calls for{_layers(spec, stored)}"
+        )
+    for name, shape in wanted.items():
+        found = stored[name]
+        if found.shape != shape:
+            raise WeightsError(
+                f"{name} in {found.file.name} has shape {list(found.shape)}: config.json calls for {list(shape)}"
+            )
+
+
+def _variant(spec: DecoderSpec, stored: dict[str, _Stored]) -> int:
+    names = spec.names
     present = (i for i, prefix in enumerate(names.prefixes) if prefix + names.embedding in stored)
     return next(present, 0)
 
 
-def _compare(decoder: Decoder, wanted: dict[str, Placement], stored: dict[str, _Stored]) -> None:
+def _compare(spec: DecoderSpec, wanted: dict[str, Placement], stored: dict[str, _Stored]) -> None:
     """Every wanted tensor is there in the right shape, and nothing is there that the config does not know."""
-    missing = [name for name in wanted if name not in stored]
-    if missing:
-        raise WeightsError(
-            f"the weights lack {_some(missing)} that config.json calls for{_layers(decoder, stored)}"
-        )
-    for name, placement in wanted.items():
+    _check_shapes(spec, {name: placement.shape for name, placement in wanted.items()}, stored)
+    for name in wanted:
         found = stored[name]
-        if found.shape != placement.shape:
-            raise WeightsError(
-                f"{name} in {found.file.name} has shape {list(found.shape)}: config.json calls for "
-                f"{list(placement.shape)}"
-            )
         if found.dtype not in _ITEM_SIZES:
             raise WeightsError(
                 f"{name} in {found.file.name} is stored as {found.dtype}: known are {', '.join(_ITEM_SIZES)}"
             )
-    copies = set(decoder.spec.names.heads) if decoder.spec.tied_embeddings else set()
-    ignored = re.compile("|".join(decoder.spec.names.ignored))
+    copies = set(spec.names.heads) if spec.tied_embeddings else set()
+    ignored = re.compile("|".join(spec.names.ignored))
     surplus = [
         name for name in stored if name not in wanted and name not in copies and not ignored.search(name)
     ]
     if surplus:
-        raise WeightsError(
-            f"the weights have {_some(surplus)} unknown to config.json{_layers(decoder, stored)}"
-        )
+        raise WeightsError(f"the weights have {_some(surplus)} unknown to config.json{_layers(spec, stored)}")
     for name in copies & stored.keys():
         _check_copy(next(iter(wanted)), name, stored)
 
@@ -171,10 +204,10 @@ def _check_copy(embedding: str, head: str, stored: dict[str, _Stored]) -> None:
             )
 
 
-def _layers(decoder: Decoder, stored: dict[str, _Stored]) -> str:
+def _layers(spec: DecoderSpec, stored: dict[str, _Stored]) -> str:
     """A hint for the most common cause."""
     found = {int(match[1]) for name in stored if (match := re.search(r"\blayers\.(\d+)\.", name))}
-    said = decoder.spec.num_layers
+    said = spec.num_layers
     return (
         f" (num_hidden_layers is {said}, the weights have {len(found)} layers)" if len(found) != said else ""
     )

@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from inflight.errors import ModelError
+from inflight.model_files import read_object, read_text
 
 # The names under which templates and configurations know special tokens.
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
+MORE_TEMPLATES = "additional_chat_templates"  # a folder
+
 ChatTemplateSource = str | dict[str, str]  # one template, or several by name
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file; an absent file is an empty one."""
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{path} holds a {type(content).__name__}: it must be a JSON object")
-    return content
 
 
 def special_tokens(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     """Named special tokens; tokenizer_config.json wins over the older special_tokens_map.json."""
-    named = {**read_json(folder / "special_tokens_map.json"), **config}
+    named = {**(read_object(folder, "special_tokens_map.json") or {}), **config}
     found = {}
     for name in SPECIAL_NAMES:
         value = named.get(name)
@@ -43,7 +32,7 @@ def added_tokens(folder: Path, config: dict[str, Any]) -> dict[int, dict[str, An
     """Tokens that tokenizer_config.json or added_tokens.json declare, by id, in the order of their ids."""
     declared: dict[int, dict[str, Any]] = {}
     try:
-        for text, token_id in read_json(folder / "added_tokens.json").items():
+        for text, token_id in (read_object(folder, "added_tokens.json") or {}).items():
             declared[int(token_id)] = {"content": text}
         for token_id, token in (config.get("added_tokens_decoder") or {}).items():
             if isinstance(token, dict) and isinstance(token.get("content"), str):
@@ -67,13 +56,15 @@ def chat_template(folder: Path, config: dict[str, Any]) -> ChatTemplateSource | 
                 f"chat_template in tokenizer_config.json lists {entry!r:.100}: it needs name and template"
             )
         templates[str(entry["name"])] = str(entry["template"])
-    older = read_json(folder / "chat_template.json").get("chat_template")
+    older = (read_object(folder, "chat_template.json") or {}).get("chat_template")
     if isinstance(older, str):
         templates["default"] = older
-    if (folder / "chat_template.jinja").is_file():
-        templates["default"] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        templates[path.stem] = path.read_text(encoding="utf-8")
+    names = ["chat_template.jinja"]
+    names += sorted(f"{MORE_TEMPLATES}/{path.name}" for path in (folder / MORE_TEMPLATES).glob("*.jinja"))
+    for name in names:
+        source = read_text(folder, name)
+        if source is not None:
+            templates["default" if name == "chat_template.jinja" else Path(name).stem] = source
     if not templates:
         return None
     return templates["default"] if list(templates) == ["default"] else templates

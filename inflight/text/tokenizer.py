@@ -4,16 +4,33 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from inflight.errors import ModelError, PromptError
+from inflight.errors import InflightError, ModelError, PromptError
+from inflight.model_files import MAX_TOKENIZER_BYTES, read_file, read_object
 from inflight.text import files
 from inflight.text.pieces import ByteDecoder
+
+
+class TokenizerPanicError(InflightError, RuntimeError):
+    """The `tokenizers` package came upon a mistake of its own, or a tokenizer.json that makes no sense."""
+
+
+@contextmanager
+def no_panic() -> Iterator[None]:
+    """Panics of its Rust code are no `Exception`, and would pass whoever ends one request and goes on."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise TokenizerPanicError(f"the tokenizer panicked: {error}") from error
 
 
 class Tokenizer:
@@ -53,24 +70,31 @@ class Tokenizer:
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
         """The tokenizer of a checkpoint's folder."""
-        path = Path(folder) / "tokenizer.json"
-        if not path.is_file():
-            raise ModelError(_missing(Path(folder)))
+        folder = Path(folder)
+        content = read_file(folder, "tokenizer.json", MAX_TOKENIZER_BYTES)
+        if content is None:
+            raise ModelError(_missing(folder))
+        config = read_object(folder, "tokenizer_config.json") or {}
+        specials = files.special_tokens(folder, config)
+        declared, template = files.added_tokens(folder, config), files.chat_template(folder, config)
         try:
-            backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the package raises bare Exception
-            raise ModelError(f"{path} cannot be read: {error}") from error
-        config = files.read_json(path.parent / "tokenizer_config.json")
-        specials = files.special_tokens(path.parent, config)
-        _complete(backend, files.added_tokens(path.parent, config), specials)
-        tokenizer = cls(
-            backend,
-            specials=specials,
-            add_bos=config.get("add_bos_token") is True,
-            add_eos=config.get("add_eos_token") is True,
-            chat_template=files.chat_template(path.parent, config),
-        )
-        tokenizer.folder = path.parent
+            with no_panic():
+                backend = tokenizers.Tokenizer.from_buffer(content)
+                _complete(backend, declared, specials)
+                tokenizer = cls(
+                    backend,
+                    specials=specials,
+                    add_bos=config.get("add_bos_token") is True,
+                    add_eos=config.get("add_eos_token") is True,
+                    chat_template=template,
+                )
+                tokenizer.encode("One text, to see whether it can: é 1.")
+        except (
+            Exception
+        ) as error:  # the package raises bare Exception, and a damaged file makes ours raise others
+            reason = " ".join(str(error).split())[:300]
+            raise ModelError(f"{folder / 'tokenizer.json'} cannot be used: {reason}") from error
+        tokenizer.folder = folder
         return tokenizer
 
     @cached_property
@@ -96,7 +120,8 @@ class Tokenizer:
             _check_text(text)
         backend = self._backend if parse_special else self._plain_backend()
         # The fast variant leaves out the offsets, which cost more than the ids.
-        encodings = backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        with no_panic():
+            encodings = backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         if not parse_special:
             for encoding in encodings:
                 self._check_plain(encoding)
@@ -110,7 +135,8 @@ class Tokenizer:
         if self.byte_decoder is not None and self.byte_decoder.own:
             hidden = self.special_ids if skip_special_tokens else frozenset()
             return self.byte_decoder.decode([token_id for token_id in known if token_id not in hidden])
-        text: str = self._backend.decode(known, skip_special_tokens=skip_special_tokens)
+        with no_panic():
+            text: str = self._backend.decode(known, skip_special_tokens=skip_special_tokens)
         return text
 
     def text_of(self, token_id: int) -> str:

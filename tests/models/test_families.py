@@ -53,7 +53,7 @@ def test_a_missing_field_is_named(name: str) -> None:
     ("change", "words"),
     [
         ({"hidden_size": "64"}, "hidden_size in config.json is '64'"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers .* at least 1"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers .* from 1 to 4096"),
         ({"num_key_value_heads": 3}, "num_key_value_heads .* divisor of num_attention_heads, 4"),
         ({"hidden_size": 66}, "divisor of hidden_size, 66"),
         ({"head_dim": 15}, "15 rotary features"),

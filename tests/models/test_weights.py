@@ -79,7 +79,7 @@ def test_wrong_number_format(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_layers", "words"), [(2, "have .* and 6 more unknown"), (4, "lack .* and 6 more")]
+    ("num_layers", "words"), [(2, "have .* and 6 more unknown"), (4, "lack .* and 4 more")]
 )
 def test_layer_counts_that_differ(folder: Path, num_layers: int, words: str) -> None:
     edit_config(folder, num_hidden_layers=num_layers)
