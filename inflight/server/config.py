@@ -82,6 +82,12 @@ class ServerConfig:
     max_logprobs: int = option(20, LIMITS, "Most likely tokens reported for a position.", at_least=0)
     max_stop_strings: int = option(16, LIMITS, "Stop strings of a request.", at_least=0)
     max_stop_length: int = option(256, LIMITS, "Characters of a stop string or bad word.", at_least=1)
+    max_listed_tokens: int = option(
+        16384,
+        LIMITS,
+        "Tokens of bad words, stop ids, biases and allowed ids, together and times the answers.",
+        at_least=0,
+    )
     max_connections: int = option(4096, LIMITS, "Open connections.", at_least=1)
     read_timeout: float = option(
         30.0, LIMITS, "Seconds for a client to send headers, and again its body.", above=0, unit="seconds"
