@@ -88,6 +88,9 @@ class ServerConfig:
         "Tokens of bad words, stop ids, biases and allowed ids, together and times the answers.",
         at_least=0,
     )
+    max_tokenize_size: int = option(
+        1 << 20, LIMITS, "Characters that /tokenize takes, and ids that /detokenize takes.", at_least=1
+    )
     max_connections: int = option(4096, LIMITS, "Open connections.", at_least=1)
     read_timeout: float = option(
         30.0, LIMITS, "Seconds for a client to send headers, and again its body.", above=0, unit="seconds"
