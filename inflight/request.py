@@ -67,6 +67,10 @@ def _within(
         raise ParameterError(f"{what or name} is {value!r}: it must be in {allowed}", param=name)
 
 
+def _in_bias_range(token_id: int, value: float) -> bool:
+    return token_id >= 0 and -100 <= value <= 100
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the tokens of one request are chosen and when they end.
@@ -169,13 +173,16 @@ class SamplingParams:
         for key, value in (self.logit_bias or {}).items():
             # JSON has only string keys.
             token_id = int(key) if isinstance(key, str) and key.isdecimal() and len(key) < 20 else key
-            _integer("logit_bias", token_id, 0, what="a token id in logit_bias")
-            _within("logit_bias", value, -100, 100, what=f"logit_bias[{token_id}]")
+            if type(token_id) is not int or type(value) is not float or not _in_bias_range(token_id, value):
+                _integer("logit_bias", token_id, 0, what="a token id in logit_bias")
+                _within("logit_bias", value, -100, 100, what=f"logit_bias[{token_id}]")
             bias[token_id] = float(value)
         object.__setattr__(self, "logit_bias", bias or None)
         for name in ("stop_token_ids", "allowed_token_ids"):
-            for token_id in getattr(self, name) or ():
-                _integer(name, token_id, 0, what=f"an id in {name}")
+            ids = getattr(self, name)
+            if ids and (set(map(type, ids)) != {int} or min(ids) < 0):
+                for token_id in ids:
+                    _integer(name, token_id, 0, what=f"an id in {name}")
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

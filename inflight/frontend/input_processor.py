@@ -90,9 +90,7 @@ class InputProcessor:
         stop_ids = frozenset(params.stop_token_ids or ())
         if not params.ignore_eos:
             stop_ids |= frozenset(self.eos_token_ids)
-        bad_words: tuple[tuple[int, ...], ...] = ()
-        if params.bad_words:
-            bad_words = bad_word_ids(self._need_tokenizer("bad_words", "bad_words"), params.bad_words)
+        bad_words = self._bad_word_ids(params)
         if params.stop_strings:
             self._need_tokenizer("stop strings", "stop")
         number = next(self._counter)
@@ -114,6 +112,30 @@ class InputProcessor:
             )
             for index in range(params.n)
         ]
+
+    def check_listed(self, params: SamplingParams, num_answers: int, limit: int) -> None:
+        """Lists cost every answer that has them, and others' steps wait for that: all of them together, times the
+        answers, are bounded. Raises ParameterError that names the longest."""
+        sizes = {
+            "stop_token_ids": len(params.stop_token_ids or ()),
+            "allowed_token_ids": len(params.allowed_token_ids or ()),
+            "logit_bias": len(params.logit_bias or ()),
+        }
+        if sum(sizes.values()) * num_answers <= limit:
+            sizes["bad_words"] = sum(map(len, self._bad_word_ids(params)))
+        total = sum(sizes.values())
+        if total * num_answers > limit:
+            raise ParameterError(
+                f"bad_words, stop_token_ids, logit_bias and allowed_token_ids have {total} tokens for each of "
+                f"{num_answers} answers: at most {limit} are allowed in one request, over all answers",
+                param=max(sizes, key=sizes.__getitem__),
+                code="too_many_listed_tokens",
+            )
+
+    def _bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        if not params.bad_words:
+            return ()
+        return bad_word_ids(self._need_tokenizer("bad_words", "bad_words"), params.bad_words)
 
     def _need_tokenizer(self, what: str, param: str | None = None) -> Tokenizer:
         if self.tokenizer is None:
@@ -194,6 +216,10 @@ def _as_ids(ids: Any) -> array[int]:
             f"a prompt is of type {type(ids).__name__}: it must be {_PROMPT_KINDS}", param="prompt"
         )
     items = ids if isinstance(ids, list) else list(ids)
+    if bool in set(map(type, items)):  # Python takes them for 0 and 1
+        raise PromptError(
+            "the prompt has True or False among its token ids: ids must be integers", param="prompt"
+        )
     try:
         return array("q", items)
     except (TypeError, OverflowError):

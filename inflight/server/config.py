@@ -82,6 +82,15 @@ class ServerConfig:
     max_logprobs: int = option(20, LIMITS, "Most likely tokens reported for a position.", at_least=0)
     max_stop_strings: int = option(16, LIMITS, "Stop strings of a request.", at_least=0)
     max_stop_length: int = option(256, LIMITS, "Characters of a stop string or bad word.", at_least=1)
+    max_listed_tokens: int = option(
+        16384,
+        LIMITS,
+        "Tokens of bad words, stop ids, biases and allowed ids, together and times the answers.",
+        at_least=0,
+    )
+    max_tokenize_size: int = option(
+        1 << 20, LIMITS, "Characters that /tokenize takes, and ids that /detokenize takes.", at_least=1
+    )
     max_connections: int = option(
         4096, LIMITS, "Open connections; a few of them are kept for /health and /ready.", at_least=1
     )

@@ -8,7 +8,8 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,15 @@ class Caller:
 
     def leave(self) -> None:
         self.num_running -= 1
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """For the time of one request. Raises ApiError when that is one too many."""
+        self.enter()
+        try:
+            yield
+        finally:
+            self.leave()
 
     def _take_from_allowance(self, per_minute: float) -> None:
         """A bucket that holds a minute's requests and fills evenly."""

@@ -160,6 +160,7 @@ def prepare_completion(
 ) -> list[OutputProcessor]:
     tokenizer = state.frontend.tokenizer
     found = []
+    _check_listed(state, params, len(prompts))
     for prompt in prompts:
         text = prompt if isinstance(prompt, str) else None
         if text is not None and tokenizer is not None:
@@ -169,6 +170,11 @@ def prepare_completion(
             raise _bad_prompt("prompt has true or false among its token ids")
         found.append(_prepared(state, caller, body, params, prompt, text))
     return found
+
+
+def _check_listed(state: ServerState, params: GenerationParams, num_prompts: int) -> None:
+    num_answers = num_prompts * params.sampling.n
+    state.frontend.input_processor.check_listed(params.sampling, num_answers, state.options.max_listed_tokens)
 
 
 def _check_characters(state: ServerState, num_characters: int) -> None:
@@ -190,6 +196,7 @@ def prepare_chat(
     _check_characters(
         state, sum(len(c) if isinstance(c, str) else sum(len(part.text) for part in c) for c in contents)
     )
+    _check_listed(state, params, 1)
     text, token_ids = chat_tokens(state, body)
     return [_prepared(state, caller, body, params, token_ids, text)]
 

@@ -26,6 +26,7 @@ from inflight.server.tracing import NoTracer, Tracer
 T = TypeVar("T")
 
 TEXT_THREADS = 4  # that tokenize and render beside the event loop
+SERVICE_THREADS = 2  # that do so for /tokenize and /detokenize: no chat waits for them
 
 
 @dataclass(eq=False)
@@ -45,6 +46,7 @@ class ServerState:
         self.metrics = Metrics(self.names[0], self.options.metrics_compat == "vllm")
         self.request_log = RequestLog(self.options.request_history)
         self.threads = ThreadPoolExecutor(TEXT_THREADS, "inflight-text")
+        self.service_threads = ThreadPoolExecutor(SERVICE_THREADS, "inflight-service")
 
     def check_model(self, name: str | None) -> str:
         """The name to answer with. Raises ApiError 404 for a model that is not served."""
@@ -63,8 +65,13 @@ class ServerState:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self.threads, work)
 
+    async def in_service_thread(self, work: Callable[[], T]) -> T:
+        """What the work gives; of what asks only about texts, and so never takes a thread from answers."""
+        return await asyncio.get_running_loop().run_in_executor(self.service_threads, work)
+
     def close(self) -> None:
-        self.threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self.threads, self.service_threads):
+            threads.shutdown(wait=False, cancel_futures=True)
         self.tracer.close()
 
 

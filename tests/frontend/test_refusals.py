@@ -55,9 +55,12 @@ PARAMETERS: list[tuple[str, list[Any]]] = [
     ("prompt_logprobs", [-1, 101]),
     ("stop", [5, [""], [3], ["x"] * 65, ["x" * 1025]]),
     ("bad_words", ["text", [""], [3]]),
-    ("stop_token_ids", ["text", 5, [-1], ["x"]]),
-    ("allowed_token_ids", ["text", [], [-1]]),
-    ("logit_bias", [[5], {"x": 1}, {-1: 1}, {5: 1000}, {5: "a"}]),
+    ("stop_token_ids", ["text", 5, [-1], ["x"], [5, True]]),
+    ("allowed_token_ids", ["text", [], [-1], [True], [5, 6.0]]),
+    (
+        "logit_bias",
+        [[5], {"x": 1}, {-1: 1.0}, {5: 1000.0}, {5: float("nan")}, {5: "a"}, {5: True}, {True: 1.0}],
+    ),
 ]
 
 
@@ -84,6 +87,8 @@ def test_parameters_that_do_not_go_together() -> None:
         ([-1], "prompt", None),
         ([2**70], "prompt", None),
         (["x", 5], "prompt", None),
+        ([5, True], "prompt", None),
+        ({"prompt_token_ids": (False,)}, "prompt", None),
         (b"bytes", "prompt", None),
         (5, "prompt", None),
         ({"prompt": 5}, "prompt", None),
@@ -116,6 +121,35 @@ def test_prompts(prompt: Any, param: str | None, code: str | None, tokenizer: To
 def test_what_only_the_model_can_tell(params: Any, more: dict[str, Any], param: str) -> None:
     given = InputProcessor.create(None, 320, 64, (), 0)
     check(lambda: given.requests("r", [5], params, **more), ParameterError, param)
+
+
+LISTED: list[tuple[str, Any, int]] = [  # the tokens of each
+    ("stop_token_ids", [5] * 12, 12),
+    ("allowed_token_ids", range(12), 12),
+    ("logit_bias", {str(i): 1 for i in range(12)}, 12),
+    ("bad_words", ["qqqqqq"], 12),  # alone and after a space
+]
+
+
+@pytest.mark.parametrize(("name", "value", "size"), LISTED, ids=[name for name, _, _ in LISTED])
+def test_lists_times_answers(name: str, value: Any, size: int, tokenizer: Tokenizer) -> None:
+    given, code = InputProcessor.create(tokenizer, 320, 64, (), 0), "too_many_listed_tokens"
+    params = SamplingParams(n=3, **{name: value})
+    if name == "bad_words":
+        size = sum(map(len, given.requests("r", [5], params)[1][0].bad_word_ids))
+        assert size > 4
+    given.check_listed(params, 3, 3 * size)
+    check(lambda: given.check_listed(params, 3, 3 * size - 1), ParameterError, name, code)
+    check(lambda: given.check_listed(params, 4, 3 * size), ParameterError, name, code)
+
+
+def test_all_lists_count_together() -> None:
+    given = InputProcessor.create(None, 320, 64, (), 0)
+    params = SamplingParams(stop_token_ids=[5] * 5, logit_bias={5: 1, 6: 1}, allowed_token_ids=[7])
+    given.check_listed(params, 2, 16)
+    check(
+        lambda: given.check_listed(params, 2, 15), ParameterError, "stop_token_ids", "too_many_listed_tokens"
+    )
 
 
 def test_text_without_a_tokenizer() -> None:

@@ -106,6 +106,22 @@ def test_rate(keyed: Live) -> None:
     assert keyed.http.get("/v1/models", headers=headers).status_code == 200
 
 
+@pytest.mark.parametrize(("path", "body"), [("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [5]})])
+def test_what_asks_about_tokens_counts_too(path: str, body: Any, backend: Backend, tmp_path: Path) -> None:
+    (tmp_path / "keys.yaml").write_text(FILE.replace("key_env: BOBS_KEY", "key: bob-secret"))
+    with live_server(backend, keys=str(tmp_path / "keys.yaml")) as live:
+        answers = [live.post(path, body, headers=bearer("bob-secret")) for _ in range(4)]
+        assert [answer.status_code for answer in answers] == [200, 200, 200, 429]
+        assert answers[3].json()["error"]["code"] == "rate_limit_exceeded"
+        assert int(answers[3].headers["retry-after"]) > 1
+        with live.http.stream("POST", PATH, json=ENDLESS, headers=bearer("carol-secret")):
+            refused = live.post(path, body, headers=bearer("carol-secret"))
+            assert refused.json()["error"]["code"] == "concurrency_limit_exceeded"
+        live.wait_until_idle()
+        assert live.post(path, body, headers=bearer("carol-secret")).status_code == 200
+        assert not any(caller.num_running for caller in live.state.keys.callers)
+
+
 def test_prefixes_are_a_keys_own_unless_shared(keyed: Live) -> None:
     def cached(key: str, prompt: list[int]) -> int:
         response = keyed.post(PATH, {**GOOD, "prompt": prompt}, headers=bearer(key))

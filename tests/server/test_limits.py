@@ -235,6 +235,32 @@ def test_several_requests_on_one_connection(small: Live) -> None:
             found += part
 
 
+# ---- lists ----
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"bad_words": ["nothing of the kind"], "n": 10},
+        {"bad_words": ["nothing of the kind"], "prompt": [[5], [6], [7], [8]], "n": 2},
+        {"stop_token_ids": [5] * 10, "n": 7},
+        {"logit_bias": {str(number): 1 for number in range(65)}},
+        {"allowed_token_ids": [*range(30)], "prompt": ["a", "b", "c"]},
+    ],
+)
+def test_lists_are_bounded_times_the_answers(body: dict[str, Any], backend: Backend) -> None:
+    with live_server(backend, max_listed_tokens=64) as live:
+        response = live.post(PATH, {**GOOD, **body})
+        assert response.status_code == 400
+        assert response.json()["error"]["code"] == "too_many_listed_tokens"
+        assert response.json()["error"]["param"] == next(iter(body))
+        chat = {"messages": [{"role": "user", "content": "x"}], **body, "n": 64}
+        chat.pop("prompt", None)
+        assert live.post("/v1/chat/completions", chat).json()["error"]["code"] == "too_many_listed_tokens"
+        first = {name: value for name, value in body.items() if name not in ("n", "prompt", "logit_bias")}
+        assert live.post(PATH, {**GOOD, **first}).status_code == 200
+
+
 # ---- the queue and time ----
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import inflight
 from inflight import LLM
+from inflight.server.state import SERVICE_THREADS
 from tests.server.live import Backend, Live, live_server, stream
 
 
@@ -80,6 +83,45 @@ def test_refusals(path: str, body: dict[str, Any], message: str, live: Live) -> 
     response = live.post(path, body)
     assert response.status_code == 400
     assert message in response.json()["error"]["message"]
+
+
+def test_texts_that_are_too_long(backend: Backend) -> None:
+    message = {"role": "user", "content": "x"}
+    hidden = {"role": "assistant", "tool_calls": [{"function": {"arguments": {"y" * 101: 1}}}]}
+    with live_server(backend, max_tokenize_size=100) as live:
+        for path, body, param in (
+            ("/tokenize", {"prompt": "x" * 101}, "prompt"),
+            ("/tokenize", {"messages": [{"role": "user", "content": "x" * 101}]}, "messages"),
+            ("/tokenize", {"messages": [{**message, "name": "x" * 101}]}, "messages"),
+            ("/tokenize", {"messages": [message, hidden]}, "messages"),
+            ("/tokenize", {"messages": [message], "chat_template_kwargs": {"x": "y" * 101}}, "messages"),
+            ("/detokenize", {"tokens": [5] * 101}, "tokens"),
+        ):
+            response = live.post(path, body)
+            assert response.status_code == 400
+            error = response.json()["error"]
+            assert (error["code"], error["param"]) == ("text_too_long", param)
+        assert live.post("/tokenize", {"prompt": "x" * 100}).status_code == 200
+        assert live.post("/detokenize", {"tokens": [5] * 100}).status_code == 200
+
+
+def test_chats_do_not_wait_for_what_asks_about_tokens(backend: Backend) -> None:
+    with live_server(backend) as live:
+        go_on = threading.Event()
+        state = live.state
+        held = [state.service_threads.submit(go_on.wait) for _ in range(2 * SERVICE_THREADS)]
+        try:
+            with ThreadPoolExecutor(1) as asking:
+                asked = asking.submit(live.post, "/tokenize", {"prompt": "x"})
+                chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+                for _ in range(4):
+                    assert live.post("/v1/chat/completions", chat).status_code == 200
+                assert not asked.done()
+                go_on.set()
+                assert asked.result().status_code == 200
+        finally:
+            go_on.set()
+        assert all(future.result() for future in held)
 
 
 def test_the_page_needs_nothing_else(live: Live) -> None:

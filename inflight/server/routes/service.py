@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -55,6 +57,7 @@ async def tokenize(request: Request) -> Response:
     body = await read_json(request, TokenizeBody, options.max_body_size, options.read_timeout)
     state.check_model(body.model)
     tokenizer = _tokenizer(state)
+    _check_size(state, *_characters(body))
 
     def answer() -> Response:
         if body.prompt is not None:
@@ -67,7 +70,8 @@ async def tokenize(request: Request) -> Response:
             Tokens(count=len(token_ids), max_model_len=length, tokens=token_ids, token_strs=spelled)
         )
 
-    return await state.in_thread_if(True, answer)
+    with caller_of(request).counted():
+        return await state.in_service_thread(answer)
 
 
 @router.post("/detokenize", **documented(DetokenizeBody, DetokenizedText))
@@ -77,6 +81,7 @@ async def detokenize(request: Request) -> Response:
     body = await read_json(request, DetokenizeBody, options.max_body_size, options.read_timeout)
     state.check_model(body.model)
     tokenizer, size = _tokenizer(state), state.frontend.input_processor.vocab_size
+    _check_size(state, "tokens", len(body.tokens), "ids")
 
     def answer() -> Response:
         wrong = next((token_id for token_id in body.tokens if not 0 <= token_id < size), None)
@@ -84,7 +89,31 @@ async def detokenize(request: Request) -> Response:
             raise PromptError(f"tokens has the token id {wrong!r:.100}: ids must be from 0 to {size - 1}")
         return respond(DetokenizedText(prompt=tokenizer.decode(body.tokens, skip_special_tokens=False)))
 
-    return await state.in_thread_if(True, answer)
+    with caller_of(request).counted():
+        return await state.in_service_thread(answer)
+
+
+def _characters(body: TokenizeBody) -> tuple[str, int, str]:
+    if body.prompt is not None:
+        return "prompt", len(body.prompt), "characters"
+    messages = [message.given() for message in body.messages or ()]
+    return "messages", _num_characters([messages, body.chat_template_kwargs]), "characters"
+
+
+def _num_characters(value: Any) -> int:
+    """Of all that a template may put into the prompt, not the contents of messages alone."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_num_characters, (*value, *value.values())))
+    return sum(map(_num_characters, value)) if isinstance(value, list) else 0
+
+
+def _check_size(state: ServerState, name: str, size: int, unit: str) -> None:
+    limit = state.options.max_tokenize_size
+    if size > limit:
+        message = f"{name} has {size} {unit}: at most {limit} are allowed here"
+        raise ApiError(400, message, code="text_too_long", param=name)
 
 
 def _tokenizer(state: ServerState) -> Tokenizer:

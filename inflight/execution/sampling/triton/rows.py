@@ -167,7 +167,8 @@ def _rules_of(request: RowRequest, vocab_size: int) -> list[_Rule]:
     rules: list[_Rule] = []
     if request.params.min_tokens > 0:
         rules += [(i, STOP_RULE, ()) for i in sorted(request.stop_ids) if 0 <= i < vocab_size]
-    for word in request.bad_word_ids:
+    # By length: rules are compared in blocks, each for as long as its longest takes.
+    for word in sorted(request.bad_word_ids, key=len):
         if word and all(0 <= i < vocab_size for i in word):
             rules.append((word[-1], len(word) - 1, word[:-1]))
     return rules
