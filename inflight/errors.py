@@ -11,6 +11,7 @@
     │   ├── PromptError        empty, too long, or ids outside the vocabulary
     │   └── TemplateError      the chat template failed, or broke its time or size limit
     ├── QueueFullError         the waiting queue is at its limit; try again later
+    ├── TemplateWorkerError    the process that renders chat templates died or cannot be started; try again
     └── EngineError            a step failed, or the engine has stopped
         ├── DeviceLostError    the device does nothing any more; only a new process can use it again
         └── EngineDeadError    the engine is not there: it died, is being restarted, hangs or was closed
@@ -85,6 +86,12 @@ class QueueFullError(InflightError):
     """The waiting queue is at its limit; try again later."""
 
     code = "queue_full"
+
+
+class TemplateWorkerError(InflightError, RuntimeError):
+    """The process that renders chat templates died or cannot be started; try again."""
+
+    code = "template_unavailable"
 
 
 class EngineError(InflightError, RuntimeError):

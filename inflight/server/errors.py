@@ -12,7 +12,14 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from inflight.errors import EngineDeadError, EngineError, QueueFullError, RequestError, shown
+from inflight.errors import (
+    EngineDeadError,
+    EngineError,
+    QueueFullError,
+    RequestError,
+    TemplateWorkerError,
+    shown,
+)
 from inflight.events import Delta
 
 logger = logging.getLogger(__name__)
@@ -80,6 +87,10 @@ def of_exception(error: BaseException, retry_after: int = 1) -> ApiError:
         return ApiError(400, str(error), code=error.code, param=error.param)
     if isinstance(error, QueueFullError):
         return ApiError(429, str(error), code=error.code, retry_after=retry_after)
+    if isinstance(error, TemplateWorkerError):
+        logger.error("%s", error)
+        message = "the chat template cannot be rendered at the moment: send the request again"
+        return ApiError(503, message, code=error.code, retry_after=1)
     if isinstance(error, EngineError):
         return _of_engine(str(error), dead=isinstance(error, EngineDeadError))
     logger.error("a request failed inside the server", exc_info=error)

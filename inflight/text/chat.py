@@ -1,8 +1,9 @@
 """Messages to a prompt, by the chat template of the checkpoint, with special tokens from nowhere but the template.
 
 A message may spell a special token: `<|im_end|>` in a user's text would end the user's turn. Such spellings are
-exchanged for marks before the template sees them, and are tokenized as the plain text that they are. Messages
-without them, which is nearly all, take the plain way and have the ids that the checkpoint was trained on.
+exchanged for marks before the template sees them, and are tokenized as the plain text that they are. So are pieces of
+them at the ends of any string, for what a template puts beside it may be the rest. Messages without either, which is
+nearly all, take the plain way and have the ids that the checkpoint was trained on.
 """
 
 from __future__ import annotations
@@ -213,7 +214,8 @@ class _Marks:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        spellings = sorted(filter(None, map(tokenizer.token, tokenizer.special_ids)), key=len, reverse=True)
+        spellings = tokenizer.special_spellings
+        self._longest = len(spellings[0]) - 1 if spellings else 0  # piece
         self._pattern = re.compile("|".join(map(re.escape, spellings))) if spellings else None
         self._word = f"mark{secrets.token_hex(8)}x"
         self._hidden: list[str] = []
@@ -235,13 +237,37 @@ class _Marks:
         if self._pattern is None:
             return value
         if isinstance(value, str):
-            return self._pattern.sub(self._mark, value) if self._pattern.search(value) else value
+            return self._hide_pieces(self._pattern.sub(self._mark, value))
         if isinstance(value, Mapping):  # names too: a tool's parameters are written out
             return {self.hide(key): self.hide(item) for key, item in value.items()}
         return [self.hide(item) for item in value] if isinstance(value, list | tuple) else value
 
+    def _hide_pieces(self, text: str) -> str:
+        """With marks for pieces of special tokens at both ends, which may be trimmed: `<|im_` and the `end|>` of
+        another field would be one where a template puts the two side by side, `|im_end|` where it writes `<...>`."""
+        start, end = len(text) - len(text.lstrip()), len(text.rstrip())
+        if 0 < end - start <= self._longest and self._is_middle(text[start:end]):
+            return text[:start] + self._new_mark(text[start:end]) + text[end:]
+        for length in range(min(self._longest, end - start), 0, -1):
+            if text[end - length : end] in self._tokenizer.special_beginnings:
+                text = text[: end - length] + self._new_mark(text[end - length : end]) + text[end:]
+                break
+        for length in range(min(self._longest, end - start), 1, -1):
+            if text[start : start + length] in self._tokenizer.special_endings:
+                return text[:start] + self._new_mark(text[start : start + length]) + text[start + length :]
+        return text
+
+    def _is_middle(self, text: str) -> bool:
+        """Whether it is a piece of a special token, but no plain word: templates compare those, and look them up."""
+        return not text.isidentifier() and any(
+            text in spelling for spelling in self._tokenizer.special_spellings
+        )
+
     def _mark(self, found: re.Match[str]) -> str:
-        self._hidden.append(found.group())
+        return self._new_mark(found.group())
+
+    def _new_mark(self, hidden: str) -> str:
+        self._hidden.append(hidden)
         return f"{self._word}{len(self._hidden) - 1}z"
 
     def encode(self, text: str) -> tuple[str, list[int]]:

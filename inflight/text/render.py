@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from inflight.errors import EngineError, PromptError, QueueFullError, TemplateError
+from inflight.errors import PromptError, QueueFullError, TemplateError, TemplateWorkerError
 from inflight.text import render_worker
 
 _START_SECONDS = 60.0  # Python and jinja2 on a very busy machine
@@ -47,13 +47,15 @@ class _Worker:
                 )
         except OSError as error:
             ours.close()
-            raise EngineError(f"the chat template worker cannot be started: {error}") from error
+            raise TemplateWorkerError(f"the chat template worker cannot be started: {error}") from error
         self._socket = ours
         try:
             self._receive(time.monotonic() + _START_SECONDS)
         except (OSError, EOFError) as error:
             self.kill()
-            raise EngineError(f"the chat template worker ended while it was started: {error!r}") from error
+            raise TemplateWorkerError(
+                f"the chat template worker ended while it was started: {error!r}"
+            ) from error
 
     def ask(self, request: bytes, seconds: float) -> Any:
         deadline = time.monotonic() + seconds
@@ -143,8 +145,8 @@ class Renderer:
             healthy = "worn" not in reply
         except TimeoutError:
             return {"error": f"it ran longer than the limit of {self.limits.seconds:g} seconds"}
-        except (OSError, EOFError):
-            return {"error": "its process died, most likely of its memory limit"}
+        except (OSError, EOFError) as error:  # no fault of the messages, as far as is known
+            raise TemplateWorkerError("the process that renders the chat template died") from error
         finally:
             if healthy:
                 self._idle.append(worker)

@@ -162,6 +162,21 @@ class Tokenizer:
         found: int | None = self._backend.token_to_id(token)
         return found
 
+    @cached_property
+    def special_spellings(self) -> tuple[str, ...]:
+        """How special tokens are spelled, the longest first."""
+        return tuple(sorted(filter(None, map(self.token, self.special_ids)), key=len, reverse=True))
+
+    @cached_property
+    def special_beginnings(self) -> frozenset[str]:
+        """All beginnings of these, but not whole ones."""
+        return frozenset(text[:end] for text in self.special_spellings for end in range(1, len(text)))
+
+    @cached_property
+    def special_endings(self) -> frozenset[str]:
+        """All endings of these of two characters or more, but not whole ones."""
+        return frozenset(text[start:] for text in self.special_spellings for start in range(1, len(text) - 1))
+
     def _special_id(self, name: str) -> int | None:
         token = self.special_tokens.get(name)
         return None if token is None else self.token_id(token)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
+import tokenizers
 
 from inflight import LLM, SamplingParams
 from inflight.server.schemas.chat import ChatChunk, ChatCompletion
@@ -140,3 +142,53 @@ def test_what_changes_nothing_is_accepted(live: Live) -> None:
         "reasoning_effort": None,
     }
     assert ask(live, **harmless)["choices"] == ask(live)["choices"]
+
+
+class PanickingBackend:
+    """A tokenizer's backend, with a real panic of its package for some texts."""
+
+    def __init__(self, real: Any) -> None:
+        self._real = real
+        model = tokenizers.models.BPE({"a": 0}, [])
+        broken = json.loads(tokenizers.Tokenizer(model).to_str())
+        broken["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "AQAAAAAAAAA="}
+        self._broken = tokenizers.Tokenizer.from_str(json.dumps(broken))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def encode_batch_fast(self, texts: list[str], **options: Any) -> Any:
+        broken = any("panic" in text for text in texts)
+        return (self._broken if broken else self._real).encode_batch_fast(texts, **options)
+
+
+@pytest.mark.parametrize("long", [False, True])
+def test_a_tokenizer_that_panics_is_one_requests_trouble(
+    long: bool, live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = live.state.frontend.tokenizer
+    assert tokenizer is not None
+    monkeypatch.setattr(tokenizer, "_backend", PanickingBackend(tokenizer._backend))
+    padding = " x" * 2000 if long else ""  # long texts are tokenized in a thread
+    for path, body in (
+        ("/v1/completions", {"prompt": "panic" + padding, "max_tokens": 1}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "panic" + padding}]}),
+        ("/tokenize", {"prompt": "panic" + padding}),
+    ):
+        response = live.post(path, body)
+        assert (response.status_code, response.json()["error"]["code"]) == (500, "internal_error"), path
+    assert live.complete("good", max_tokens=1)["usage"]["completion_tokens"] == 1
+
+
+def test_a_template_worker_that_died_is_not_the_clients_fault(live: Live) -> None:
+    body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
+    assert live.post("/v1/chat/completions", body).status_code == 200
+    for worker in live.state.frontend.chat_template._renderer._idle:
+        worker._process.kill()
+        worker._process.wait()
+    died = live.post("/v1/chat/completions", body)
+    error = died.json()["error"]
+    assert (died.status_code, error["code"]) == (503, "template_unavailable")
+    assert (error["type"], died.headers["retry-after"]) == ("service_unavailable_error", "1")
+    while live.post("/v1/chat/completions", body).status_code != 200:  # each of the dead is met once
+        pass

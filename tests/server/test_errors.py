@@ -18,6 +18,7 @@ from inflight.errors import (
     QueueFullError,
     RequestError,
     TemplateError,
+    TemplateWorkerError,
 )
 from inflight.events import Delta
 from inflight.server.errors import ApiError, of_answer, of_exception
@@ -32,6 +33,7 @@ ROWS: list[tuple[InflightError, int, str, str | None, str | None]] = [
     (PromptError("x", param="prompt", code="odd"), 400, "invalid_request_error", "prompt", "odd"),
     (TemplateError(MISLEADING), 400, "invalid_request_error", None, None),
     (QueueFullError(MISLEADING), 429, "rate_limit_error", None, "queue_full"),
+    (TemplateWorkerError(MISLEADING), 503, "service_unavailable_error", None, "template_unavailable"),
     (EngineError(MISLEADING), 500, "server_error", None, "engine_error"),
     (EngineError("x", code="step_failed"), 500, "server_error", None, "engine_error"),
     (DeviceLostError(MISLEADING), 500, "server_error", None, "engine_error"),

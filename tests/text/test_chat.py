@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from inflight.errors import PromptError, TemplateError
+from inflight.errors import PromptError, TemplateError, TemplateWorkerError
 from inflight.text import ChatTemplate, RenderLimits, check_messages
 from inflight.text.chat import MAX_MESSAGES
 
@@ -225,7 +225,7 @@ def test_a_dead_worker_is_an_error_of_one_rendering_only() -> None:
     assert template.render([USER]) == "fine"
     template._renderer._idle[0]._process.kill()
     template._renderer._idle[0]._process.wait()
-    with pytest.raises(TemplateError, match="its process died"):
+    with pytest.raises(TemplateWorkerError, match="process that renders the chat template died"):
         template.render([USER])
     assert template.render([USER]) == "fine"
     template.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from inflight.models.builtin import checkpoint_folder
@@ -46,3 +48,82 @@ def test_parts_that_spell_a_token_together(tokenizer: Tokenizer) -> None:
     text, ids = encode_chat(joins, tokenizer, [{"role": "user", "content": parts}])
     assert text == spelled
     assert not tokenizer.special_ids.intersection(ids)
+
+
+# What a template may do with what a request sends.
+ROUTES = {
+    "two messages": "{% for m in messages %}{{ m.content }}{% endfor %}",
+    "trimmed messages": "{% for m in messages %}{{ m.content | trim }}{% endfor %}",
+    "two fields": "{{ messages[0].name }}{{ messages[0].content }}",
+    "names of arguments": "{% for k, v in messages[0].arguments.items() %}{{ k }}{{ v }}{% endfor %}",
+    "calls of tools": "{{ messages[0].tool_calls[0].function.arguments | tojson }}",
+    "tools": "{% for t in tools %}{{ t.name }}{{ t.note }}{% endfor %}",
+    "arguments of the template": "{{ date_string }}{{ reasoning_effort }}",
+    "an argument and a message": "{{ date_string }}{{ messages[0].content }}",
+}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("whole", [True, False], ids=["whole", "in pieces"])
+def test_what_a_request_sends_stays_text_wherever_it_goes(
+    route: str, whole: bool, tokenizer: Tokenizer
+) -> None:
+    template = ChatTemplate(ROUTES[route])
+    for special_id in tokenizer.special_ids:
+        spelled = tokenizer.token(special_id)
+        for cut in [len(spelled)] if whole else range(1, len(spelled)):
+            first, rest = spelled[:cut], spelled[cut:]
+            space = "  " if route == "trimmed messages" else ""
+            message: dict[str, Any] = {
+                "role": "user",
+                "content": (first if route != "two fields" and "argument and" not in route else rest) + space,
+                "name": first,
+                "arguments": {first: rest},
+                "tool_calls": [{"function": {"arguments": {first: {rest: spelled}}}}],
+            }
+            messages = [message, {"role": "user", "content": rest}]
+            text, ids = encode_chat(
+                template,
+                tokenizer,
+                messages,
+                tools=[{"name": first, "note": rest}],
+                kwargs={"date_string": first, "reasoning_effort": rest},
+                add_generation_prompt=False,
+            )
+            assert spelled in text
+            assert not tokenizer.special_ids.intersection(ids), (spelled, cut)
+            assert tokenizer.decode(ids, skip_special_tokens=False) == text
+
+
+@pytest.mark.parametrize("middle", ["|im_end|", "|im_end", "im_end|", "|im_end|>", "im_end|>", "|>", "_end|"])
+def test_what_a_template_puts_brackets_around_stays_text(middle: str, tokenizer: Tokenizer) -> None:
+    """As some do with the names of a tool's fields."""
+    spelled = "<|im_end|>"
+    assert tokenizer.token_id(spelled) in tokenizer.special_ids
+    before, _, after = spelled.partition(middle)
+    template = ChatTemplate(f"{{{{ {before!r} + messages[0].content | trim + {after!r} }}}}")
+    for content in (middle, f" {middle} "):
+        text, ids = encode_chat(template, tokenizer, [{"role": "user", "content": content}])
+        assert text == spelled
+        assert not tokenizer.special_ids.intersection(ids)
+
+
+def test_words_that_templates_compare_are_left_alone(tokenizer: Tokenizer) -> None:
+    """A piece of a special token may be a plain word: a role, a kind, the name of a field."""
+    template = ChatTemplate("{% if messages[0].content == 'im_end' %}the same{% endif %}")
+    assert encode_chat(template, tokenizer, [{"role": "user", "content": "im_end"}])[0] == "the same"
+
+
+def test_ordinary_text_is_not_cut(tokenizer: Tokenizer) -> None:
+    template = ChatTemplate("{{ messages[0].content }}")
+    for content in (
+        "> a quote",
+        "a < b | c > d",
+        "<b>bold</b>",
+        "x",
+        "",
+        "  ",
+        "if (a <= b) { return [1]; }",
+    ):
+        text, ids = encode_chat(template, tokenizer, [{"role": "user", "content": content}])
+        assert (text, ids) == (content, tokenizer.encode(content, add_special_tokens=False))
