@@ -16,6 +16,7 @@ from inflight.bench.command import app as bench_app
 from inflight.compare.command import compare
 from inflight.config import ENGINE_OPTIONS
 from inflight.errors import EngineError, InflightError, PromptError
+from inflight.interrupts import interrupts_end_at_once
 from inflight.option_sources import argument, with_flags
 from inflight.outputs import RequestOutput
 from inflight.server.command import serve
@@ -111,7 +112,8 @@ def generate(
 def _answer(
     model: str | None, engine: dict[str, Any], prompts: list[str], chat: bool, asked: dict[str, Any]
 ) -> list[RequestOutput]:
-    from inflight import LLM, SamplingParams  # torch is loaded only now
+    with interrupts_end_at_once():
+        from inflight import LLM, SamplingParams  # torch is loaded only now
 
     llm = LLM(model, **engine)
     # What is not asked for is the checkpoint's recommendation; answers end by themselves or at the context's end.

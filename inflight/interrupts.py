@@ -1,7 +1,9 @@
-"""Ctrl-C that waits for a good moment: work cut short at any line would leave its books half written."""
+"""Ctrl-C that waits for a good moment, since work cut short at any line would leave its books half written; or that
+ends everything at once, where there is nothing to lose."""
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -39,3 +41,23 @@ def held_interrupts() -> Iterator[Callable[[], None]]:
     finally:
         signal.signal(signal.SIGINT, handler)
     let_go()
+
+
+@contextmanager
+def interrupts_end_at_once() -> Iterator[None]:
+    """Within this, Ctrl-C ends the process with one line: for imports, which take seconds and leave nothing to clean
+    up, but would show where they were, in whatever state. One that is ignored stays so."""
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    signal.signal(signal.SIGINT, _end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
+def _end(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+    os.write(2, b"inflight: interrupted\n")
+    os._exit(130)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from inflight.interrupts import held_interrupts
+from inflight.interrupts import held_interrupts, interrupts_end_at_once
 
 
 @pytest.fixture(autouse=True)
@@ -133,3 +137,42 @@ def test_other_threads_have_none() -> None:
     thread.start()
     thread.join()
     assert done == [signal.default_int_handler]
+
+
+# ---- imports ----
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [
+        ("typer", ["--version"]),
+        ("torch", ["generate", "-p", "x"]),
+        ("torch", ["compare"]),
+        ("uvicorn", ["serve", "--port", "0"]),
+    ],
+)
+def test_ctrl_c_while_imports_last_is_one_line(module: str, arguments: list[str], tmp_path: Path) -> None:
+    """The module is one that presses it: it stands before the real one on the path."""
+    (tmp_path / f"{module}.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
+    found = subprocess.run(
+        [sys.executable, "-m", "inflight", *arguments],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (found.returncode, found.stdout, found.stderr) == (130, "", "inflight: interrupted\n")
+
+
+def test_after_imports_it_is_as_before() -> None:
+    with interrupts_end_at_once():
+        pass
+    with pytest.raises(KeyboardInterrupt):
+        ctrl_c()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with interrupts_end_at_once():
+        ctrl_c()
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    signal.signal(signal.SIGINT, signal.default_int_handler)

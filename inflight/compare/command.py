@@ -15,6 +15,7 @@ from rich.console import Console
 from inflight.config import ENGINE_OPTIONS, EngineConfig
 from inflight.console import check_writable, progress_bar
 from inflight.errors import ConfigError, ParameterError
+from inflight.interrupts import interrupts_end_at_once
 from inflight.option_sources import argument
 
 if TYPE_CHECKING:
@@ -68,9 +69,10 @@ def compare(
 ) -> None:
     """Run the same requests one at a time, in static batches and with continuous batching, and show why it matters."""
     names = _check(strategies, html, svg, png)
-    from inflight.compare.report import compare as run_comparison  # torch is loaded only now
-    from inflight.compare.workload import Arrival, Workload
-    from inflight.loading import load_engine
+    with interrupts_end_at_once():
+        from inflight.compare.report import compare as run_comparison  # torch is loaded only now
+        from inflight.compare.workload import Arrival, Workload
+        from inflight.loading import load_engine
 
     workload = Workload(requests, Arrival.parse(arrival), lengths, max_tokens, temperature, seed)
     engine = load_engine(EngineConfig.create(model, max_num_seqs=batch_size, policy=names[0]))

@@ -208,7 +208,11 @@ class EngineLoop:
 
 
 def main() -> int:
-    for number in (signal.SIGINT, signal.SIGTERM):  # whoever started this one ends it, in order
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+        signal.SIGHUP,
+    ):  # whoever started this one ends it, in order
         signal.signal(number, signal.SIG_IGN)
     connection = msgspec.json.decode(sys.stdin.buffer.readline(), type=ConnectionInfo)
     _die_with(connection.parent_id)

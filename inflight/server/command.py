@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from inflight.interrupts import interrupts_end_at_once
 from inflight.option_sources import argument, gather, with_flags
 from inflight.server.config import SERVE_OPTIONS, ServerConfig
 
@@ -27,6 +28,7 @@ def serve(
     if model is not None:
         flags["model"] = model
     options = ServerConfig.create(**gather(SERVE_OPTIONS, flags, os.environ, config))
-    from inflight.server.run import run  # torch and the server's packages are loaded only now
+    with interrupts_end_at_once():
+        from inflight.server.run import run  # torch and the server's packages are loaded only now
 
     run(options)

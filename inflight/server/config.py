@@ -125,7 +125,7 @@ class ServerConfig:
     )
 
     shutdown_timeout: float = option(
-        30.0, LIFE, "Seconds that streams may go on after SIGTERM.", at_least=0, unit="seconds"
+        30.0, LIFE, "Seconds that streams may go on after SIGTERM or SIGHUP.", at_least=0, unit="seconds"
     )
 
     def __post_init__(self) -> None:

@@ -14,6 +14,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from inflight.server.errors import ApiError
 from inflight.server.framing import RequestFraming
 from inflight.server.hangup import HangupWatch
+from inflight.server.unchunked import unchunked
 from inflight.server.write_timer import WriteTimer
 
 PROBES = (b"/health", b"/ready")  # paths that are answered even if all connections are taken
@@ -191,7 +192,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._answered = cycle
         if not self.flow.write_paused:  # what it writes comes on top; if too much is not read, it is paused
             self._write_timer.stop()
-        super()._start_asgi_task(cycle, app)
+        is_old = cycle.scope["http_version"] < "1.1"
+        super()._start_asgi_task(cycle, unchunked(app, cycle) if is_old else app)
 
     def on_body(self, body: bytes) -> None:
         if not self.transport.is_closing():

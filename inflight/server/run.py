@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import gc
 import logging
 import os
+import signal
 import socket
 import sys
-from collections.abc import Coroutine
+import threading
+from collections.abc import Coroutine, Generator
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -199,6 +202,20 @@ class Server(uvicorn.Server):
             health = await state.client.health()
         self.should_exit = True
         return health.error or "no reason is known"
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Those of uvicorn, and the end of a terminal, unless it is ignored (nohup)."""
+        before = signal.getsignal(signal.SIGHUP)
+        is_wanted = threading.current_thread() is threading.main_thread() and before is not signal.SIG_IGN
+        with super().capture_signals():
+            if is_wanted:
+                signal.signal(signal.SIGHUP, self.handle_exit)
+            try:
+                yield
+            finally:
+                if is_wanted:
+                    signal.signal(signal.SIGHUP, before)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
         """A signal: drain; a second one: stop now."""

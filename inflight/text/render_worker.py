@@ -147,7 +147,8 @@ def serve(connection: socket.socket) -> None:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
+    for number in (signal.SIGINT, signal.SIGHUP):  # a terminal's are for the parent
+        signal.signal(number, signal.SIG_IGN)
     limit = int(sys.argv[1])
     with contextlib.suppress(ValueError, OSError):  # some systems have no such limit
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

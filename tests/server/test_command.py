@@ -59,7 +59,8 @@ def serving(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], httpx.Clie
             yield process, http, said
 
 
-def test_a_stream_outlives_sigterm_and_the_exit_is_clean(llm: LLM) -> None:
+@pytest.mark.parametrize("number_of_signal", [signal.SIGTERM, signal.SIGHUP])
+def test_a_stream_outlives_signals_and_the_exit_is_clean(number_of_signal: int, llm: LLM) -> None:
     with serving("--shutdown-timeout", "60", "--log-format", "json") as (process, http, said):
         assert "inflight-builtin (bfloat16, context 2,048)" in said
         assert "1,024 blocks of 16 = 16,384 tokens" in said
@@ -74,7 +75,7 @@ def test_a_stream_outlives_sigterm_and_the_exit_is_clean(llm: LLM) -> None:
         with http.stream("POST", PATH, json=GOOD) as response:
             for number, line in enumerate(response.iter_lines()):
                 if number == 4:
-                    process.send_signal(signal.SIGTERM)
+                    process.send_signal(number_of_signal)
                 if line.startswith("data: {"):
                     text += json.loads(line[6:])["choices"][0]["text"]
         params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ from typing import Any
 import pytest
 
 from inflight import LLM, SamplingParams
+from inflight.server.config import ServerConfig
+from inflight.server.run import Server
 from tests.e2e.breaking import BreakingRunner
 from tests.server.live import Backend, Live, live_server, stream
 
@@ -241,3 +244,17 @@ def test_many_at_once_come_and_go(live: Live, backend: Backend, text: str) -> No
     live.wait_until_idle()
     usage = backend.core.scheduler.pool.usage()
     assert usage.num_free + usage.num_cached == usage.num_blocks
+
+
+@pytest.mark.parametrize("is_ignored", [False, True])
+async def test_the_end_of_a_terminal_is_heard_unless_it_is_ignored(is_ignored: bool) -> None:
+    before = signal.getsignal(signal.SIGHUP)
+    mine = signal.SIG_IGN if is_ignored else signal.SIG_DFL  # nohup ignores it
+    signal.signal(signal.SIGHUP, mine)
+    try:
+        server = Server(ServerConfig())
+        with server.capture_signals():
+            assert signal.getsignal(signal.SIGHUP) == (mine if is_ignored else server.handle_exit)
+        assert signal.getsignal(signal.SIGHUP) == mine
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -115,6 +115,25 @@ def test_another_protocol_is_not_spoken(small: Live, caplog: pytest.LogCaptureFi
     assert not caplog.records
 
 
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+@pytest.mark.parametrize("streamed", [True, False])
+def test_http_1_0_gets_no_chunks(version: str, streamed: bool, small: Live) -> None:
+    body = json.dumps({**GOOD, "stream": streamed}).encode()
+    head = (
+        POST.replace("HTTP/1.1", f"HTTP/{version}")
+        + f"connection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+    )
+    with connect(small) as connection:
+        connection.sendall(head.encode() + body)
+        start, _, content = reply(connection).partition(b"\r\n\r\n")
+    assert start.startswith(b"HTTP/1.1 200 ")
+    assert (b"transfer-encoding" in start) is (streamed and version == "1.1")
+    assert (b"content-length" in start) is not streamed
+    if version == "1.0":
+        assert content.startswith(b"data: {" if streamed else b"{")
+        assert content.endswith(b"data: [DONE]\n\n" if streamed else b"}")
+
+
 @pytest.mark.parametrize(
     "lines",
     [
