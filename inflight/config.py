@@ -90,7 +90,10 @@ class SchedulerConfig:
         None, SCHEDULING, "Tokens resident across all running requests.", at_least=1
     )
     max_queue: int | None = option(
-        None, LIMITS, "Waiting requests; one more is refused at once with 429.", at_least=1
+        None,
+        LIMITS,
+        "Waiting answers, beside those that can run at once; one more is refused with 429.",
+        at_least=1,
     )
     pipeline_depth: int | None = option(None, SCHEDULING, "Steps in flight, 1 or 2.", choices=(1, 2))
     target_step_ms: float | None = option(

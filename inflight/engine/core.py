@@ -63,17 +63,33 @@ class EngineCore:
         self._step_times = StepTimes()
         # Seconds that the last steps took from being scheduled to being launched.
         self._leads = deque((0.0,), maxlen=4)
+        self._num_left_waiting = 0  # by the last step that was scheduled
         self._num_prompt_tokens = self._num_output_tokens = self._num_steps = self._num_failed_steps = 0
 
     # ---- requests ----
 
     def add(self, request: Request) -> None:
-        if self.max_queue is not None and self.scheduler.pool.num_waiting >= self.max_queue:
-            raise QueueFullError(f"{self.max_queue} requests are waiting, which is the limit (max_queue)")
+        if self.max_queue is not None:
+            self._check_place(self.max_queue)
         request.record.arrived_at = now = self.clock()
         self.scheduler.add(request)
         self._records.arrival(request.request_id, now)
         self._num_prompt_tokens += request.num_prompt_tokens
+
+    def _check_place(self, max_queue: int) -> None:
+        """Whoever the next step can take in needs no place in the queue."""
+        pool = self.scheduler.pool
+        num_waiting = pool.num_waiting
+        if not num_waiting:
+            self._num_left_waiting = 0
+        # If a step left anyone waiting, it is not rows that are wanting.
+        num_free_rows = 0 if self._num_left_waiting else pool.num_free_rows
+        if num_waiting >= max_queue + num_free_rows:
+            rows = f", beside {num_free_rows} that can run at once (max_num_seqs)" if num_free_rows else ""
+            raise QueueFullError(
+                f"{num_waiting} requests are waiting: the queue has {max_queue} places (max_queue){rows}, and "
+                "every answer takes one"
+            )
 
     def abort(self, request_id: str, reason: str = "abort") -> tuple[int, list[Delta]]:
         """End a request. The number of blocks freed, and its last delta; (0, []) if there is no such request."""
@@ -132,6 +148,7 @@ class EngineCore:
                 raise EngineError(
                     f"{self.scheduler.pool.num_waiting} requests wait in an empty engine, but none of them fits"
                 )
+        self._num_left_waiting = self.scheduler.pool.num_waiting
         return step
 
     def _collect(self) -> list[Delta]:

@@ -53,8 +53,8 @@ class RequestPool:
         return bool(self.requests)
 
     @property
-    def has_free_row(self) -> bool:
-        return bool(self._free_rows)
+    def num_free_rows(self) -> int:
+        return len(self._free_rows)
 
     def usage(self) -> KVUsage:
         return self.blocks.usage(self.num_resident)

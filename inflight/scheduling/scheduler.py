@@ -199,7 +199,7 @@ class Scheduler:
             budget = max_tokens - step.batch.num_tokens
             if budget <= 0:
                 return cause or "budget"
-            if not self.pool.has_free_row:
+            if not self.pool.num_free_rows:
                 return cause or "slots"
             if not self.policy.admits(request, self.pool.running):
                 return cause or "policy"

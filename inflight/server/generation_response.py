@@ -63,7 +63,6 @@ class GenerationResponse(Response):
         self._events_begun = False
         self._generation: Generation | None = None
         self._choices: dict[str, Choice] = {}  # by the engine's request id
-        self._queued = False  # by the engine
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state, spec, options = self._state, self._spec, self._state.options
@@ -120,7 +119,7 @@ class GenerationResponse(Response):
         for prompt in prompts:
             state.metrics.max_tokens.add(prompt.answers[0].request.max_tokens)
         await generation.start()
-        self._queued = True
+        self._logged.queued = True
         self._caller.usage.began(sum(answer.request.num_prompt_tokens for _, answer in pairs))
         await (self._stream(generation) if spec.body.stream else self._collect(generation))
 
@@ -176,7 +175,7 @@ class GenerationResponse(Response):
         if delta.error is not None:
             raise of_answer(delta)
         if delta.record is not None:
-            self._logged.records[delta.request_id] = delta.record
+            self._state.request_log.answer_ended(self._logged, delta.record)
             self._state.metrics.ended(delta.record)
         return choice
 
@@ -225,7 +224,7 @@ class GenerationResponse(Response):
         state, logged = self._state, self._logged
         if self._generation is not None:
             await self._generation.close()
-            if self._queued:
+            if logged.queued:
                 self._count_waiting()
         self._caller.leave()
         state.request_log.close(logged, "finished" if error is None else "failed")

@@ -167,9 +167,20 @@ def load_keys(api_keys: Iterable[str], file: str | None) -> Keys:
         if len(set(names)) < len(names):
             raise ConfigError(f"{file} has the name {_twice(names)!r} twice")
     keys = [key for key, _ in found]
+    for number, (key, caller) in enumerate(found, 1):
+        if not _can_be_sent(key):
+            which = f"the key of {caller.name!r}" if caller.name else f"API key {number}"
+            raise ConfigError(
+                f"{which} has spaces around it, or characters that are not printable ASCII: no client could send it"
+            )
     if len(set(keys)) < len(keys):
         raise ConfigError("an API key is given twice")
     return Keys(found)
+
+
+def _can_be_sent(key: str) -> bool:
+    """Whether a header carries a key as it is: spaces around it are lost, and other letters have no one spelling."""
+    return key.isascii() and key.isprintable() and key == key.strip() != ""
 
 
 def _twice(names: list[str]) -> str:

@@ -13,6 +13,7 @@ from inflight.frontend import Generation
 from inflight.server.cancel_scope import CancelScope
 from inflight.server.errors import ApiError
 from inflight.server.keys import Caller
+from inflight.server.queue_pace import QueuePace
 
 Outcome = Literal["finished", "failed", "cancelled"]
 
@@ -35,6 +36,7 @@ class LoggedRequest:
     client_seconds: float = 0.0  # of waiting for the client to take in what was sent
     outcome: Outcome | None = None
     generation: Generation | None = None  # while it runs
+    queued: bool = False  # the engine has taken it
     engine_ids: list[str] = field(default_factory=list)  # one per answer
     records: dict[str, RequestRecord] = field(default_factory=dict)  # of answers that have ended
 
@@ -51,8 +53,7 @@ class RequestLog:
         self._running: dict[tuple[str, str], LoggedRequest] = {}
         self._finished: OrderedDict[tuple[str, str], LoggedRequest] = OrderedDict()
         self._by_engine_id: dict[str, LoggedRequest] = {}
-        self._seconds_between_ends = 0.0  # a moving average
-        self._last_end = time.perf_counter()
+        self.pace = QueuePace()
 
     def __len__(self) -> int:
         """How many run."""
@@ -66,6 +67,8 @@ class RequestLog:
         if logged.key in self._running:
             message = f"request_id is {logged.request_id!r}: a request of that id is running"
             raise ApiError(400, message, code="request_id_in_use", param="request_id")
+        if not self._running:
+            self.pace.began()
         self._running[logged.key] = logged
 
     def set_generation(self, logged: LoggedRequest, generation: Generation) -> None:
@@ -74,12 +77,17 @@ class RequestLog:
         for engine_id in logged.engine_ids:
             self._by_engine_id[engine_id] = logged
 
+    def answer_ended(self, logged: LoggedRequest, record: RequestRecord) -> None:
+        """The engine has ended one of its answers."""
+        logged.records[record.request_id] = record
+        self.pace.ended(1)
+
     def close(self, logged: LoggedRequest, outcome: Outcome) -> None:
+        if logged.queued:  # what was refused has freed no place
+            self.pace.ended(len(logged.engine_ids) - len(logged.records))
         logged.outcome = logged.outcome or outcome
         logged.generation = None
-        logged.ended_at = now = time.perf_counter()
-        self._seconds_between_ends += 0.2 * (now - self._last_end - self._seconds_between_ends)
-        self._last_end = now
+        logged.ended_at = time.perf_counter()
         del self._running[logged.key]
         old = self._finished.pop(logged.key, None)
         self._finished[logged.key] = logged
@@ -103,5 +111,5 @@ class RequestLog:
         return list(dict.fromkeys(names))
 
     def retry_after(self) -> int:
-        """Seconds until a place in the queue is likely free: about the time between two ends."""
-        return min(60, max(1, round(self._seconds_between_ends)))
+        """Seconds until a place in the queue is likely free."""
+        return self.pace.seconds_to_place(self._running.values())

@@ -129,9 +129,29 @@ def test_an_entry_that_fails_ends_alone() -> None:
 def test_queue_limit() -> None:
     engine = FakeEngine(max_num_seqs=1)
     engine.core.max_queue = 2
-    for index in range(2):
+    for index in range(3):  # one can run at once
         engine.add(make_request([index]))
+    with pytest.raises(QueueFullError, match=r"2 places \(max_queue\), beside 1 .* \(max_num_seqs\)"):
+        engine.core.add(make_request([9]))
+    engine.step()
+    with pytest.raises(QueueFullError, match=r"2 requests are waiting: .* 2 places \(max_queue\), and"):
+        engine.core.add(make_request([9]))
+    engine.run()
+
+
+def test_free_rows_are_places_unless_something_else_is_wanting() -> None:
+    engine = FakeEngine(max_num_seqs=8, num_blocks=4, block_size=4)
+    engine.core.max_queue = 1
+    requests = [engine.add(make_request([index] * 12, 4)) for index in range(3)]
+    engine.step()
+    assert engine.core.stats().num_waiting == 2  # for want of memory: the other rows help no one
     with pytest.raises(QueueFullError, match="2 requests are waiting"):
+        engine.core.add(make_request([9]))
+    for request in requests:
+        engine.core.abort(request.request_id)
+    for index in range(9):  # nothing is known to be wanting any more
+        engine.add(make_request([index]))
+    with pytest.raises(QueueFullError):
         engine.core.add(make_request([9]))
     engine.run()
 

@@ -225,6 +225,25 @@ def test_keys_files_that_cannot_work(content: str, message: str, tmp_path: Path)
         load_keys([], str(file))
 
 
+@pytest.mark.parametrize(
+    "key", [" secret", "secret ", "secret\n", "\tsecret", "sécret", "sec\u00a0ret", "sec\x00ret"]
+)
+def test_keys_that_no_client_could_send(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="API key 2 has spaces around it") as caught:
+        load_keys(["good", key], None)
+    assert key.strip() not in str(caught.value)
+    file = tmp_path / "keys.json"
+    file.write_text(json.dumps({"keys": [{"name": "a", "key": key}]}))
+    with pytest.raises(ConfigError, match="the key of 'a' has spaces"):
+        load_keys([], str(file))
+    if "\x00" not in key:
+        monkeypatch.setenv("A_KEY", key)
+        file.write_text(json.dumps({"keys": [{"name": "a", "key_env": "A_KEY"}]}))
+        with pytest.raises(ConfigError, match="the key of 'a' has spaces"):
+            load_keys([], str(file))
+    load_keys(["with a space inside ~!"], None)
+
+
 def test_a_missing_keys_file() -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         load_keys([], "/nowhere/keys.yaml")

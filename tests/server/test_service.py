@@ -76,6 +76,7 @@ def test_tokens_of_messages(live: Live) -> None:
         ("/detokenize", {"tokens": [99999]}, "token id 99999"),
         ("/detokenize", {"tokens": [-1]}, "token id -1"),
         ("/detokenize", {"tokens": ["x"]}, "tokens[0] is 'x'"),
+        ("/detokenize", {"tokens": [5, True]}, "tokens[1] is True"),
         ("/detokenize", {}, "missing parameter: tokens"),
     ],
 )
