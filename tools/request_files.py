@@ -135,7 +135,8 @@ async def _serve_one(trace: FileTrace, device: str, in_process: bool, written: P
 async def _chat(port: int) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     body = json.dumps(BODY).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
+    head = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n"
+    head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
     writer.write(head.encode() + body)
     answer = await reader.readuntil(b"data: [DONE]\n\n")
     assert answer.startswith(b"HTTP/1.1 200"), answer
