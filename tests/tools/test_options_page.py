@@ -26,7 +26,7 @@ def spelled(option: Option) -> str:
 
 def test_limits_of_the_server_have_their_defaults() -> None:
     rows = ROW.findall((DOCS / "server.md").read_text(encoding="utf-8"))
-    assert len(rows) == 12
+    assert len(rows) == 13
     for flags, default in rows:
         found = [FLAGS[flag] for flag in re.findall(r"`(--[a-z-]+)`", flags)]
         assert default == ", ".join(map(spelled, found))
