@@ -1,0 +1,106 @@
+"""The table of limits in docs/server.md has all of them, as they are declared."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import inflight
+from inflight.frontend.input_processor import MAX_TENANT_LENGTH
+from inflight.option import LIMITS
+from inflight.request import (
+    MAX_BAD_WORDS,
+    MAX_LOGPROBS,
+    MAX_N,
+    MAX_SALT_LENGTH,
+    MAX_STOP_LENGTH,
+    MAX_STOP_STRINGS,
+)
+from inflight.server.body import MAX_PARTS, MAX_VALUES
+from inflight.server.config import SERVE_OPTIONS
+from inflight.server.protocol import MAX_RESERVED, ConnectionLimits
+from inflight.server.write_timer import MIN_PROGRESS
+from inflight.text.chat import MAX_MESSAGES
+from inflight.text.render import RenderLimits
+
+PACKAGE = Path(inflight.__file__).parent
+PAGE = (PACKAGE.parent / "docs" / "server.md").read_text()
+FLAG, CODE = re.compile(r"`(--[a-z-]+)`"), re.compile(r"`([a-z]+_?[a-z_]*)`")
+RAISED = re.compile(r'code(?:: str)? ?= ?"([a-z]+_?[a-z_]*)"')
+RENDER = RenderLimits()
+BYTES = {"max_body_size", "max_header_size"}
+
+# What the table says where the declaration's default is not all of it, or there is no declaration.
+AT_MOST = {
+    "max_logprobs": f"20, at most {MAX_LOGPROBS}",
+    "max_stop_strings": f"16, at most {MAX_STOP_STRINGS}",
+    "max_stop_length": f"256, a stop string's at most {MAX_STOP_LENGTH:,}",
+}
+CONSTANTS = {
+    "keys, objects and lists of a body, together": f"{MAX_PARTS:,}",
+    "values of a body, as the ids of prompts": f"{MAX_VALUES:,}",
+    "requests of a connection behind the one that is answered": "1",
+    "of these, kept for `GET /health` and `/ready`": f"an eighth, at most {MAX_RESERVED}",
+    "`n`, whatever `--max-answers`": str(MAX_N),
+    "bad words": f"{MAX_BAD_WORDS:,}",
+    "messages of a conversation": f"{MAX_MESSAGES:,}",
+    "characters of `user`, and of `cache_salt`": f"{MAX_TENANT_LENGTH}, {MAX_SALT_LENGTH}",
+    "a chat template's time, its output, its input as JSON": (
+        f"{RENDER.seconds:g} s, {RENDER.max_characters >> 20} Mi characters, {RENDER.max_input_bytes >> 20} MiB"
+    ),
+    "chat templates rendered at a time": str(RENDER.max_workers),
+    "rate and concurrency of a key": "none",
+}
+ELSEWHERE = {"request_history", "shutdown_timeout"}  # limits of other groups of options
+
+
+def rows() -> list[list[str]]:
+    section = PAGE.partition("## Limits\n")[2].partition("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def declared(name: str) -> str:
+    option = SERVE_OPTIONS[name]
+    default = option.default
+    if name in AT_MOST:
+        assert AT_MOST[name].startswith(str(default))
+        return AT_MOST[name]
+    if default is None:
+        return option.unset
+    if name in BYTES:
+        return f"{default >> 20} MiB" if default >= 1 << 20 else f"{default >> 10} KiB"
+    return f"{default:,g} s" if option.unit == "seconds" else f"{default:,}"
+
+
+def test_every_limit_is_there_as_it_is_declared() -> None:
+    by_flag, others = {}, {}
+    for what, flag, default, _ in rows():
+        found = FLAG.fullmatch(flag)
+        if found is not None:
+            by_flag[found[1].removeprefix("--").replace("-", "_")] = default
+        else:
+            others[what] = default
+    options = {name for name, option in SERVE_OPTIONS.items() if option.panel == LIMITS} | ELSEWHERE
+    assert by_flag == {name: declared(name) for name in options}
+    assert others == CONSTANTS
+
+
+def test_figures_inside_the_rows() -> None:
+    text = "\n".join(" ".join(row) for row in rows())
+    assert f"(less than {MIN_PROGRESS >> 10} KiB)" in text
+    assert ConnectionLimits(1, 1, 1, max_connections=80).num_reserved == 10
+    assert f"after {RENDER.seconds:g} s" in text
+
+
+def test_every_code_is_told_and_is_one_that_the_server_has() -> None:
+    files = [
+        *(PACKAGE / "server").rglob("*.py"),
+        *(PACKAGE / "frontend").rglob("*.py"),
+        PACKAGE / "errors.py",
+    ]
+    raised = {code for path in files for code in RAISED.findall(path.read_text())}
+    errors = set(CODE.findall(PAGE.partition("## Errors\n")[2].partition("`message` is for people")[0]))
+    limits = {code for *_, answer in rows() for code in CODE.findall(answer)}
+    assert raised - errors == {"disconnected"}  # which no one is there to read
+    assert limits <= raised
