@@ -26,7 +26,7 @@ def spelled(option: Option) -> str:
 
 def test_limits_of_the_server_have_their_defaults() -> None:
     rows = ROW.findall((DOCS / "server.md").read_text(encoding="utf-8"))
-    assert len(rows) == 15
+    assert len(rows) >= 15  # that they are all is another test: server/test_limits_table.py
     for flags, default in rows:
         found = [FLAGS[flag] for flag in re.findall(r"`(--[a-z-]+)`", flags)]
         assert default == ", ".join(map(spelled, found))
