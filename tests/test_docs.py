@@ -23,6 +23,18 @@ def test_every_file_that_a_page_names_exists(page: str) -> None:
     assert sorted(name for name in named if not exists(name)) == []
 
 
+def test_every_test_that_the_promises_name_exists() -> None:
+    text = (ROOT / "docs" / "security.md").read_text()
+    named = set(re.findall(r"tests/[\w/]+\.py", text))
+    assert len(named) > 20
+    assert sorted(name for name in named if not (ROOT / name).is_file()) == []
+    modules = set(re.findall(r"python -m benchmarks\.(\w+)", text))
+    assert all((ROOT / "benchmarks" / f"{module}.py").is_file() for module in modules)
+    promises = re.findall(r"^\| (?!promise|---)(.+?) \| (.+) \|$", text, re.M)
+    assert len(promises) > 10
+    assert all("`tests/" in tests for _, tests in promises)
+
+
 def test_the_walk_is_complete() -> None:
     """A request runs through no file that the page does not name. (How the list is found: tools/request_files.py.)"""
     from tools.request_files import files_of
