@@ -10,6 +10,7 @@ _NEWLINES = re.compile(rb"[\r\n]+")
 _NEWLINE = re.compile(rb"\r?\n")
 _BLANK_LINE = re.compile(rb"\n\r?\n")
 _CHUNK_SIZE = re.compile(rb"[0-9a-fA-F]{1,16}")
+_PLAIN_SIZE = re.compile(rb"([0-9a-fA-F]{1,16})\r\n")
 
 
 class _Part(Enum):
@@ -73,6 +74,18 @@ class RequestFraming:
         found = _NEWLINE.match(data, start) or _BLANK_LINE.search(data, start)
         return len(data) if found is None else found.end()
 
+    @staticmethod
+    def _whole_chunks(data: bytes, start: int) -> int:
+        """Past those without extensions that have come as a whole. There may be one for every byte of a body."""
+        size_at, end = _PLAIN_SIZE.match, len(data)
+        while (size := size_at(data, start)) is not None:
+            num = int(size[1], 16)
+            after = size.end() + num + 2
+            if not num or after > end:
+                break
+            start = after
+        return start
+
     def _skip(self, data: bytes, start: int) -> int:
         num = min(self._num_left, len(data) - start)
         self._num_left -= num
@@ -82,6 +95,8 @@ class RequestFraming:
 
     def _read_line(self, data: bytes, start: int) -> int:
         """A chunk's size with its extensions, or a trailer."""
+        if self._part is _Part.CHUNK_SIZE and not self._line:
+            start = self._whole_chunks(data, start)
         newline = data.find(b"\n", start)
         end = len(data) if newline < 0 else newline + 1
         self._line += data[start:end]
