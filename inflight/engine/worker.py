@@ -214,7 +214,10 @@ def main() -> int:
         signal.SIGHUP,
     ):  # whoever started this one ends it, in order
         signal.signal(number, signal.SIG_IGN)
-    connection = msgspec.json.decode(sys.stdin.buffer.readline(), type=ConnectionInfo)
+    line = sys.stdin.buffer.readline()
+    if not line:  # whoever started this one was told to stop meanwhile
+        return 0
+    connection = msgspec.json.decode(line, type=ConnectionInfo)
     _die_with(connection.parent_id)
     configure_logging(connection.log_level, connection.log_format, process="engine")
     sockets = EngineSockets(connection)

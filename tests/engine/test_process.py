@@ -684,3 +684,9 @@ async def test_a_mistake_while_reading_leaves_no_one_waiting(
     assert (health.healthy, health.state) == (False, "dead")
     with pytest.raises(EngineDeadError, match="KeyError"):
         await client.add(make_request([1, 2], 3, "later"))
+
+
+def test_a_process_whose_parent_stopped_before_it_began_is_quiet() -> None:
+    command = child_module.COMMAND
+    found = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=120, check=False)
+    assert (found.returncode, found.stdout, found.stderr) == (0, b"", b"")
