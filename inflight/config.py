@@ -83,7 +83,7 @@ class SchedulerConfig:
         "continuous", SCHEDULING, "continuous, static, sequential, priority, fair, or module:Class."
     )
     max_num_seqs: int | None = option(
-        None, SCHEDULING, "Requests in the running batch.", at_least=1, unset="512 on a GPU, 256 on a CPU"
+        None, SCHEDULING, "Requests in the running batch.", at_least=1, unset="1,024 on a GPU, 256 on a CPU"
     )
     max_num_batched_tokens: int | None = option(None, SCHEDULING, "Tokens computed in one step.", at_least=1)
     max_kv_tokens: int | None = option(

@@ -7,11 +7,13 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 # Below each bound, sizes are this far apart.
-DECODE_STEPS = ((1, 1), (2, 2), (8, 4), (64, 8), (256, 16), (1 << 30, 32))
+DECODE_STEPS = ((1, 1), (2, 2), (8, 4), (64, 8), (256, 16), (512, 32), (1 << 30, 128))
 TOKEN_STEPS = ((16, 16), (256, 64), (1024, 128), (2048, 256), (4096, 512), (1 << 30, 1024))
+# More samples in a step with chunks are rare: such shapes are captured when they are met.
+USUAL_SAMPLES = 512
 # Sampling takes the smaller a part of a step with chunks, the more tokens it has: few sizes are enough, and up to each
 # bound these, beside as many as there can be.
-SAMPLE_SIZES = ((1024, (64, 256)), (1 << 30, (64,)))
+SAMPLE_SIZES = ((1024, (64, 256, USUAL_SAMPLES)), (1 << 30, (64, USUAL_SAMPLES)))
 # Room for chunks costs time, see `Items`; more of them in one step are rare.
 FEW_CHUNKS = 32
 
@@ -50,7 +52,8 @@ class Buckets:
         return mixed, self.decode(entries, prefix=True, short_context=True)
 
     def usual(self) -> list[StepShape]:
-        """What nearly all steps are like, those that take the most memory first."""
+        """What nearly all steps are like, those that take the most memory first: what is captured later finds room in
+        what the largest took."""
         decodes = [
             self.decode(size, prefix=False, short_context=short_context)
             for size in self.decodes
@@ -60,6 +63,7 @@ class Buckets:
             self.mixed(tokens, size, 1, size, prefix=False)
             for tokens in self.tokens
             for size in self._samples(tokens)
+            if size <= USUAL_SAMPLES or tokens == self.tokens[-1]
         ]
         return sorted({*decodes, *mixed}, key=lambda shape: (-shape.num_tokens, -shape.num_samples))
 

@@ -35,7 +35,7 @@ PROBE_BLOCKS = 2  # enough to run steps that are only measured
 class CudaPlatform:
     """Implements `Platform`."""
 
-    max_num_seqs = 512
+    max_num_seqs = 1024
     max_num_batched_tokens = 8192
     pipeline_depth = 2
     target_step_ms = 14.0
