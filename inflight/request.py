@@ -237,7 +237,11 @@ class Request:
     tenant: str = ""
     cache_salt: str = ""
     num_prompt_tokens: int = 0  # 0: all of token_ids; less when resuming a request that has outputs
-    kind: str = "generate"  # or "score": the logprobs of the prompt's tokens, with max_tokens 0
+    # Or, with max_tokens 0, "score": the logprobs of the prompt's tokens, or "pool": what the model's head returns.
+    kind: str = "generate"
+    second_segment: int = (
+        0  # where the second of a pair of texts begins, for models that tell them apart; 0: one text
+    )
     max_chunk: int = sys.maxsize  # tokens that one step may compute of it
     splittable: bool = True  # else all its tokens are computed in one step, as bidirectional attention needs
     # token_ids as they came, side by side in memory: for what copies or hashes them. Empty: made from token_ids.
@@ -309,6 +313,7 @@ class Request:
             num_prompt_tokens=self.num_prompt_tokens,
             kind=self.kind,
             splittable=self.splittable,
+            second_segment=self.second_segment,
         )
 
     def known_ids(self) -> array[int]:

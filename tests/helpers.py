@@ -41,6 +41,7 @@ class FakeEngine:
     records: list[StepRecord] = field(default_factory=list)
     outputs: dict[str, list[int]] = field(default_factory=dict)
     scores: dict[str, list[PositionLogprobs | None]] = field(default_factory=dict)
+    vectors: dict[str, bytes] = field(default_factory=dict)
     finished: dict[str, Delta] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -74,6 +75,8 @@ class FakeEngine:
             if delta.prompt_logprobs is not None:
                 assert delta.request_id not in self.scores, "a prompt's logprobs come once"
                 self.scores[delta.request_id] = delta.prompt_logprobs
+            if delta.vector is not None:
+                self.vectors[delta.request_id] = delta.vector
             if delta.finish_reason:
                 assert delta.request_id not in self.finished, "a request ends once"
                 self.finished[delta.request_id] = delta

@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol
 from inflight.engine.core import EngineStats
 from inflight.engine.step_records import StepObserver
 from inflight.events import Delta, RequestRecord
+from inflight.pooling import PoolingFacts
 from inflight.request import Request
 
 
@@ -39,6 +40,8 @@ class ModelFacts:
     block_size: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    generates: bool = True  # else it has a head alone
+    pooling: PoolingFacts | None = None  # of its head, where it has one
 
     @property
     def num_full_requests(self) -> int:

@@ -17,6 +17,7 @@ def merge(earlier: Delta, later: Delta) -> Delta:
     if earlier.logprobs is not None:
         earlier.logprobs += later.logprobs or []
         later.logprobs = earlier.logprobs
+    later.vector = later.vector or earlier.vector
     later.prompt_logprobs = later.prompt_logprobs or earlier.prompt_logprobs
     return later
 

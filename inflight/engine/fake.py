@@ -8,6 +8,7 @@ right output is known: `expected_tokens`.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,6 +50,17 @@ def expected_scores(prompt: Sequence[int]) -> list[PositionLogprobs | None]:
     return [None, *(_score(prompt[end], places[:end]) for end in range(1, len(prompt)))]
 
 
+def _pooled(places: Sequence[Any]) -> bytes:
+    return array("f", [crc32(repr(places).encode()) % 1000, len(places)]).tobytes()
+
+
+def expected_vector(prompt: Sequence[int]) -> list[float]:
+    """What the fake model's head returns for a text."""
+    return array(
+        "f", _pooled([_place(token_id, position) for position, token_id in enumerate(prompt)])
+    ).tolist()
+
+
 @dataclass(slots=True)
 class _Row:
     request: RowRequest
@@ -84,7 +96,17 @@ class FakeRunner:
             self._sample(self.rows[row], start + count) if samples else []
             for row, start, count, samples in entries
         ]
-        return Sampled(token_ids, prompt_logprobs={entry: found for entry, found in scores.items() if found})
+        vectors = {
+            entry: _pooled(self._places(self.rows[row], start + count))
+            for entry, (row, start, count, _) in enumerate(entries)
+            if self.rows[row].request.kind == "pool"
+            and start + count == self.rows[row].request.num_prompt_tokens
+        }
+        return Sampled(
+            token_ids,
+            prompt_logprobs={entry: found for entry, found in scores.items() if found},
+            vectors=vectors,
+        )
 
     def _write(self, row: _Row, start: int, count: int) -> None:
         for position in range(start, start + count):

@@ -74,6 +74,7 @@ class NewRequest(msgspec.Struct, array_like=True, frozen=True):
     num_prompt_tokens: int
     kind: str
     splittable: bool
+    second_segment: int
 
     def __post_init__(self) -> None:
         if not self.first_ids or len(self.first_ids) % 8:

@@ -31,6 +31,7 @@ class RowRequest:
     stop_ids: frozenset[int]
     bad_word_ids: tuple[tuple[int, ...], ...]
     kind: str
+    second_segment: int
 
     @classmethod
     def of(cls, request: Request) -> RowRequest:
@@ -44,6 +45,7 @@ class RowRequest:
             request.stop_ids,
             request.bad_word_ids,
             request.kind,
+            request.second_segment,
         )
 
 
@@ -96,4 +98,6 @@ class Sampled:
     logprobs: dict[int, list[PositionLogprobs]] = field(default_factory=dict)
     # For tokens starts[i] + 1 ... of entry i's prompt, as far as this chunk predicts them.
     prompt_logprobs: dict[int, list[PositionLogprobs]] = field(default_factory=dict)
+    # What the model's head returns for the entries of kind "pool" that end here, float32 as they lie in memory.
+    vectors: dict[int, bytes] = field(default_factory=dict)
     errors: dict[int, RequestFailure] = field(default_factory=dict)  # entries whose request failed, alone

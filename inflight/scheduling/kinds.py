@@ -56,4 +56,16 @@ class Scoring:
         return True
 
 
-KINDS: dict[str, RequestKind] = {"generate": Generating(), "score": Scoring()}
+class Pooling:
+    """One vector for all tokens: an embedding, or scores. It ends when they are computed."""
+
+    def ends(self, request: Request, delta: Delta, sampled: Sampled, entry: int) -> bool:
+        delta.vector = sampled.vectors.get(entry)
+        request.record.finish_reason = "stop"
+        if delta.vector is None:
+            request.record.finish_reason = "error"
+            delta.error, delta.error_code = "the step gave it no vector", "step_failed"
+        return True
+
+
+KINDS: dict[str, RequestKind] = {"generate": Generating(), "score": Scoring(), "pool": Pooling()}

@@ -48,11 +48,12 @@ def take_results(pool: RequestPool, step: ScheduledStep, sampled: Sampled, now: 
             ended.append((request, delta))
         elif request.num_computed >= (request.num_published + 1) * block_size:
             pool.publish(request)
-    for request in step.completed:
+    for index in step.completed:
+        request = step.requests[index]
         request.num_in_flight -= 1
         if request.status in (Status.WAITING, Status.RUNNING):
             deltas.append(delta := Delta(request.request_id, []))
-            if KINDS[request.kind].ends(request, delta, sampled, step.requests.index(request)):
+            if KINDS[request.kind].ends(request, delta, sampled, index):
                 ended.append((request, delta))
     if ended:
         pool.finish(ended, now)

@@ -13,7 +13,9 @@ from inflight.scheduling.batch import Batch
 class ScheduledStep:
     batch: Batch
     requests: list[Request] = field(default_factory=list)  # of the batch's entries
-    completed: list[Request] = field(default_factory=list)  # have all they need computed, and sample nothing
+    completed: list[int] = field(
+        default_factory=list
+    )  # entries whose request has all it needs, and samples nothing
     # Since the last step that was launched: a schedule that only preempts computes nothing.
     preempted: list[Preemption] = field(default_factory=list)
     kv: KVUsage = field(init=False)  # memory as the step finds it, once all is scheduled
@@ -44,7 +46,7 @@ class ScheduledStep:
         if samples:
             request.num_tokens += 1
         elif catches_up:
-            self.completed.append(request)
+            self.completed.append(len(self.requests) - 1)
         request.num_in_flight += catches_up
 
     def withdraw(self, request: Request) -> None:
@@ -57,6 +59,7 @@ class ScheduledStep:
         if batch.samples.pop(index):
             request.num_in_flight -= 1
             request.num_tokens -= 1
-        elif request in self.completed:
+        elif index in self.completed:
             request.num_in_flight -= 1
-            self.completed.remove(request)
+            self.completed.remove(index)
+        self.completed = [entry - (entry > index) for entry in self.completed]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 
-from inflight.engine.fake import expected_scores, expected_tokens
+from inflight.engine.fake import expected_scores, expected_tokens, expected_vector
 from inflight.errors import RequestError
 from inflight.events import TokenLogprob
 from inflight.request import SamplingParams
@@ -34,6 +36,22 @@ def test_a_scored_prompt_ends_when_it_is_computed(depth: int, policy: str, chunk
     computed = [slot for slot in slots if slot.request_id != other.request_id]
     assert sum(slot.num_tokens for slot in computed) == sum(map(len, prompts)), "and not a token more"
     assert not any(slot.samples for slot in computed)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("splittable", [True, False])
+def test_pooled_texts_end_with_their_vector_beside_one_that_generates(depth: int, splittable: bool) -> None:
+    engine = FakeEngine("continuous", pipeline_depth=depth, max_num_batched_tokens=7)
+    texts = [[1, 2, 3, 4, 5], [7], [1, 2, 3, 4, 9, 9], [1, 2, 3, 4, 5]]
+    pooled = [engine.add(make_request(text, 0, kind="pool", splittable=splittable)) for text in texts]
+    other = engine.add(make_request([8, 8], 6))
+    engine.run()
+    for request, text in zip(pooled, texts, strict=True):
+        name = request.request_id
+        assert array("f", engine.vectors[name]).tolist() == expected_vector(text)
+        assert engine.outputs[name] == []
+        assert engine.finished[name].finish_reason == "stop"
+    assert engine.outputs[other.request_id] == expected_tokens([8, 8], 6)
 
 
 def test_a_scored_prompt_without_scores_is_only_computed() -> None:
