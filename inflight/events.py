@@ -41,12 +41,12 @@ class Delta:
     token_ids: list[int]
     logprobs: list[PositionLogprobs] | None = None  # one per token in token_ids
     prompt_logprobs: list[PositionLogprobs | None] | None = None  # whole prompt, sent once
-    vector: bytes | None = None  # what the model's head returns: float32 as they lie in memory
     finish_reason: str | None = None  # "stop", "length", "abort" or "error"
     stop_token_id: int | None = None  # the token id that ended it, when one did
     error: str | None = None  # the message, when finish_reason is "error"
     error_code: str | None = None  # beside it, for programs: one of those of RequestFailure
     record: RequestRecord | None = None  # set on the last delta
+    vector: bytes | None = None  # what the model's head returns: float32 as they lie in memory
 
 
 class Preemption(NamedTuple):

@@ -15,6 +15,7 @@ from tests.helpers import FakeEngine, make_request
 from tests.scheduling.several import SeveralRunner
 
 SCORES = SamplingParams(prompt_logprobs=0, temperature=0)
+GREEDY = SamplingParams(temperature=0)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -43,7 +44,9 @@ def test_a_scored_prompt_ends_when_it_is_computed(depth: int, policy: str, chunk
 def test_pooled_texts_end_with_their_vector_beside_one_that_generates(depth: int, splittable: bool) -> None:
     engine = FakeEngine("continuous", pipeline_depth=depth, max_num_batched_tokens=7)
     texts = [[1, 2, 3, 4, 5], [7], [1, 2, 3, 4, 9, 9], [1, 2, 3, 4, 5]]
-    pooled = [engine.add(make_request(text, 0, kind="pool", splittable=splittable)) for text in texts]
+    pooled = [
+        engine.add(make_request(text, 0, params=GREEDY, kind="pool", splittable=splittable)) for text in texts
+    ]
     other = engine.add(make_request([8, 8], 6))
     engine.run()
     for request, text in zip(pooled, texts, strict=True):
