@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from inflight.errors import ConfigError
+from inflight.layers import torch_ops
 from inflight.layers.composed import ComposedLinear
-from inflight.layers.kernels import Kernels, Linear, Reduce, check_activation, check_bias, check_weight
+from inflight.layers.kernels import Kernels, Linear, Reduce, check_bias, check_gate, check_weight
 from inflight.layers.torch_kernels import TorchKernels
 from inflight.native.library import Library, native_library
 
@@ -176,7 +177,9 @@ class NativeKernels:
         return x
 
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
-        check_activation(activation)
+        check_gate(activation)
+        if activation not in self._gates:
+            return torch_ops.gate(gate_up, activation)
         gate_up = _dense(gate_up)
         num_tokens, width = gate_up.shape
         out = torch.empty(num_tokens, width // 2)
@@ -184,6 +187,14 @@ class NativeKernels:
             gate_up.data_ptr(), out.data_ptr(), num_tokens, width // 2, self._library.threads
         )
         return out
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        return torch_ops.layer_norm(x, weight, bias, eps)
+
+    def add_layer_norm(
+        self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        return torch_ops.add_layer_norm(residual, x, weight, bias, eps)
 
 
 def cpu_kernels() -> NativeKernels | TorchKernels:

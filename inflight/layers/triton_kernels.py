@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inflight.layers.kernels import Linear, Reduce, Residual, check_activation, check_bias, check_weight
-from inflight.layers.triton.elementwise import add_normed, embed, gate, rms_norm
+from inflight.layers import torch_ops
+from inflight.layers.kernels import Linear, Reduce, Residual, check_bias, check_gate, check_weight
+from inflight.layers.triton.elementwise import GATES, add_normed, embed, gate, rms_norm
 from inflight.layers.triton.medium_linear import medium_linear
 from inflight.layers.triton.multiply import SplitKWorkspace
 from inflight.layers.triton.next_norm import NextNorm
@@ -53,7 +54,18 @@ class TritonKernels:
         return rms_norm(x, weight, eps, self.pdl)
 
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
+        check_gate(activation)
+        if activation not in GATES:
+            return torch_ops.gate(gate_up, activation)
         return gate(gate_up, activation, self.pdl)
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        return torch_ops.layer_norm(x, weight, bias, eps)
+
+    def add_layer_norm(
+        self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        return torch_ops.add_layer_norm(residual, x, weight, bias, eps)
 
     def add(self, residual: Tensor, x: Tensor) -> Tensor:
         """In place."""
@@ -95,7 +107,7 @@ class TritonLinear:
         assert self.bias is not None
         self.bias[first_row : first_row + len(bias)].copy_(bias)
 
-    # ---- the decoder's operations ----
+    # ---- the operations of models ----
 
     def embed(self, ids: Tensor) -> Tensor:
         return self._kernels.embed(self.weight, ids)
@@ -103,14 +115,17 @@ class TritonLinear:
     def __call__(self, x: Tensor) -> Tensor:
         return self.normed(Residual(x, None), 0.0)
 
+    def activated(self, x: Tensor, activation: str) -> Tensor:
+        return torch_ops.activate(self(x), activation)
+
     def normed(self, residual: Residual, eps: float) -> Tensor:
         if self._is_fused(residual.x):
             return self._fused(residual, eps)
         return F.linear(self._norm(residual, eps), self.weight, self.bias)
 
     def gated(self, residual: Residual, eps: float, activation: str) -> Tensor:
-        check_activation(activation)
-        if self._is_fused(residual.x, gated=True):
+        check_gate(activation)
+        if activation in GATES and self._is_fused(residual.x, gated=True):
             return self._fused(residual, eps, activation=activation)
         return self._kernels.gate(self.normed(residual, eps), activation)
 
