@@ -14,13 +14,15 @@ from inflight.config import EngineConfig, ProcessConfig
 from inflight.engine import EngineClient, EngineStats, Health, InprocClient, ModelFacts, RequestState
 from inflight.errors import ConfigError, EngineError, ParameterError, RequestError
 from inflight.frontend import Frontend, Generation, Prompt
-from inflight.outputs import CompletionOutput, RequestOutput
+from inflight.outputs import Classifications, CompletionOutput, Embeddings, Ranking, RequestOutput, Scores
+from inflight.pooling import Scale
 from inflight.request import MAX_N, SamplingParams
 from inflight.text import Tokenizer
 
 if TYPE_CHECKING:
     from inflight.loading import LoadedEngine, LoadProgress
 
+Pair = tuple[str, str]
 OutputKind = Literal["cumulative", "delta", "final"]
 
 
@@ -150,6 +152,78 @@ class AsyncEngine:
             async for output in outputs:
                 output.prompt = text
                 yield output
+
+    # ---- embedding, classifying, scoring ----
+    #
+    # Texts of one call are computed a window at a time, so that other calls are served between them; cancelling the
+    # task aborts those that are in the engine. All take `request_id`, `priority`, `tenant` and `cache_salt` as
+    # `generate` does, and `on_record`, which is called with the RequestRecord of every text that is done. What is
+    # refused (RequestError) names the text, by its index.
+
+    async def embed(
+        self,
+        texts: Prompt | Sequence[Prompt],
+        *,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        truncate: bool = False,
+        **options: Any,
+    ) -> Embeddings:
+        """The embeddings of texts (or token ids, which are taken as they are).
+
+        `prompt_name` is one of the model's own prompts to put before each text, `prompt` another text to put there;
+        without either it is the model's default one, if it has one. `dimensions` cuts embeddings of models that were
+        trained for it. `normalize` makes their length 1, or not, whatever the checkpoint says. A text that is too long
+        is refused, or with `truncate` cut at its end.
+        """
+        raise NotImplementedError
+
+    async def classify(
+        self,
+        texts: Prompt | Pair | Sequence[Prompt | Pair],
+        *,
+        scale: Scale | None = None,
+        truncate: bool = False,
+        **options: Any,
+    ) -> Classifications:
+        """One number for each of the model's labels. A tuple of two texts is classified as a pair."""
+        raise NotImplementedError
+
+    async def score(
+        self,
+        query: str | Sequence[str],
+        documents: str | Sequence[str],
+        *,
+        scale: Scale | None = None,
+        instruction: str | None = None,
+        truncate: bool = False,
+        max_tokens_per_doc: int | None = None,
+        **options: Any,
+    ) -> Scores:
+        """How well each document answers the query: one query for all, or as many queries as documents.
+
+        `scale` is "logit", "sigmoid", "softmax" or "cosine", as far as the model has it; its own unless given.
+        `instruction` is for models whose template has one. A document that is too long is refused, or cut at its end
+        with `truncate`; `max_tokens_per_doc` cuts it to at most so many tokens. Queries are never cut.
+        """
+        raise NotImplementedError
+
+    async def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        top_n: int | None = None,
+        *,
+        scale: Scale | None = None,
+        instruction: str | None = None,
+        truncate: bool = False,
+        max_tokens_per_doc: int | None = None,
+        **options: Any,
+    ) -> Ranking:
+        """`score` for all documents, and the best of them first; the best `top_n` only, if given."""
+        raise NotImplementedError
 
     async def abort(self, request_id: str) -> int:
         """End a request; its stream ends with finish reason "abort". The number of KV blocks freed."""
