@@ -68,11 +68,18 @@ class TorchSequenceAttention:
             here = slice(first, first + length)
             first += length
             out[here] = F.scaled_dot_product_attention(
-                *(x[here].transpose(0, 1).unsqueeze(0) for x in (query, key, value)),
+                _batched(query[here]),
+                _batched(key[here]),
+                _batched(value[here]),
                 attn_mask=_near(length, window, qkv.device),
                 scale=scale,
             )[0].transpose(0, 1)
         return out.view(len(qkv), -1)
+
+
+def _batched(heads: Tensor) -> Tensor:
+    """[n, num_heads, head_dim] -> [1, num_heads, n, head_dim]"""
+    return heads.transpose(0, 1).unsqueeze(0)
 
 
 def _near(length: int, window: int | None, device: torch.device) -> Tensor | None:

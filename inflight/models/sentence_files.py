@@ -27,6 +27,8 @@ LENGTHS = tuple(
     f"sentence_{kind}_config.json"
     for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
+TOKENIZER = "tokenizer_config.json"
+MAX_LENGTH = 1 << 24  # beyond it, tokenizers mean that there is no limit
 MAX_MODULES = 16
 MAX_PROMPTS, MAX_PROMPT_LENGTH = 1024, 1 << 16
 
@@ -173,6 +175,13 @@ def torch_class(config: Fields, name: str, allowed: tuple[str, ...]) -> str:
     if not given.startswith("torch.nn.") or kind not in allowed:
         raise config.error(name, f"torch.nn's {', '.join(allowed)}")
     return kind
+
+
+def declared_length(folder: Path | None) -> int | None:
+    """Tokens of a text, as the tokenizer's files say; None where they do not, or say a number without meaning."""
+    config = {} if folder is None else read_object(folder, TOKENIZER) or {}
+    length = config.get("model_max_length")
+    return length if isinstance(length, int) and 0 < length <= MAX_LENGTH else None
 
 
 def _lengths(folder: Path) -> dict[str, Any]:

@@ -12,8 +12,10 @@ import torch
 
 from inflight.attention.backend import AttentionBackend
 from inflight.attention.cpu import ComposedAttention, cpu_attention
+from inflight.attention.sequences import TorchSequenceAttention
 from inflight.config import EngineConfig
 from inflight.errors import KVBudgetError
+from inflight.execution.platforms import EncoderKernels
 from inflight.execution.runner import ModelRunner
 from inflight.kv.budget import blocks_for_memory
 from inflight.layers.kernels import Kernels
@@ -33,6 +35,7 @@ class CpuPlatform:
     max_num_batched_tokens = 512
     pipeline_depth = 1
     target_step_ms = 100.0
+    max_text_tokens = 1024
 
     def kernels_and_attention(
         self,
@@ -66,6 +69,10 @@ class CpuPlatform:
     def runner(self, config: EngineConfig, decoder: Decoder, num_blocks: int, max_len: int) -> ModelRunner:
         max_rows = config.scheduler.max_num_seqs or self.max_num_seqs
         return ModelRunner(decoder, num_blocks, config.cache.block_size, max_rows, max_len)
+
+    def encoder_kernels(self, dtype: torch.dtype) -> EncoderKernels:  # noqa: ARG002
+        kernels = cpu_kernels()
+        return EncoderKernels(kernels, TorchSequenceAttention(kernels), kernels)
 
     def describe(self) -> str:
         library = native_library()

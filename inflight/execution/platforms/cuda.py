@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from inflight.attention.backend import AttentionBackend
+from inflight.attention.sequences import TorchSequenceAttention
 from inflight.attention.triton.backend import TritonAttention
 from inflight.attention.triton.tuning import choose
 from inflight.config import EngineConfig
@@ -18,8 +19,10 @@ from inflight.errors import ConfigError, KVBudgetError
 from inflight.execution.gpu.graphs import StepGraphs
 from inflight.execution.gpu.runner import GpuRunner
 from inflight.execution.gpu.shapes import token_sizes
+from inflight.execution.platforms import EncoderKernels
 from inflight.kv.budget import blocks_for_memory
 from inflight.layers.kernels import Kernels
+from inflight.layers.torch_kernels import TorchKernels
 from inflight.layers.triton_kernels import TritonKernels
 from inflight.models.decoder import Decoder
 from inflight.models.spec import DecoderSpec
@@ -39,6 +42,7 @@ class CudaPlatform:
     max_num_batched_tokens = 8192
     pipeline_depth = 2
     target_step_ms = 14.0
+    max_text_tokens = 16384
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -106,6 +110,12 @@ class CudaPlatform:
             runner.prepare(shapes)
             logger.info("captured %d shapes of step in %.1f s", len(shapes), time.perf_counter() - start)
         return runner
+
+    def encoder_kernels(self, dtype: torch.dtype) -> EncoderKernels:
+        attention = TorchSequenceAttention(TorchKernels(dtype, self.device))
+        return EncoderKernels(
+            TritonKernels(dtype, self.device), attention, TorchKernels(torch.float32, self.device)
+        )
 
     def describe(self) -> str:
         name = torch.cuda.get_device_name(self.device)
