@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeAlias
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from inflight.pooling import PairTemplate, PoolingFacts
 from inflight.text import TextFrame, Tokenizer, check_text
 
 Pair = tuple[str, str]  # read as one; for a score, a query and a document
-TextItem = str | array[int] | Pair  # token ids are taken as they are
+TextItem: TypeAlias = "str | array[int] | Pair"  # token ids are taken as they are
 
 CHARACTERS_COUNTED = (
     64  # for each token that fits: a text that is too long and has no more is told its length

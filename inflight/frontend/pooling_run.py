@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator
 from concurrent.futures import Executor
 
 from inflight.engine import EngineClient
-from inflight.errors import QueueFullError
+from inflight.errors import EngineError, QueueFullError
 from inflight.frontend.pooling import PoolingJob, PoolingProcessor, RequestContext
 from inflight.frontend.pooling_inputs import EncodedText
 from inflight.frontend.pooling_results import PooledVectors
@@ -47,7 +47,7 @@ class PoolingRun:
         self._num_tokens = 0  # of texts in the engine, or on their way
         self._running: set[str] = set()  # request ids
         self._freed = asyncio.Event()
-        self._has_begun = False
+        self._has_begun = self._aborted = False
         self._turn = asyncio.Lock()
         self.vectors = PooledVectors(job.num_texts, processor.facts.size)
 
@@ -90,6 +90,8 @@ class PoolingRun:
         while self._num_tokens and self._num_tokens + cost > self._window:
             self._freed.clear()
             await self._freed.wait()
+        if self._aborted:
+            raise EngineError("the call was aborted", code="aborted")
         self._num_tokens += cost
 
     async def _compute(self, index: int, text: EncodedText, cost: int) -> None:
@@ -126,4 +128,5 @@ class PoolingRun:
 
     async def abort(self) -> int:
         """End the call: `run` raises EngineError. The number of KV blocks freed."""
+        self._aborted = True
         return sum([await self._client.abort(request_id) for request_id in list(self._running)])
