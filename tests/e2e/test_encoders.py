@@ -23,6 +23,7 @@ from tests.encoder_checkpoints import (
     load,
     logits,
     make_encoder,
+    run,
     texts,
     vectors,
     write_pooling,
@@ -168,18 +169,9 @@ def test_numbers_that_are_not_finite_fail_one_request(tmp_path: Path) -> None:
     llm = LLM(tmp_path, device="cpu", skip_tokenizer_init=True, show_progress=False)
     good, bad, also_good = RAGGED[3], [9, 7, 12], RAGGED[5]
     expected = [vectors(llm._engine, [prompt])[0] for prompt in (good, also_good)]
-    core = llm._engine.core
-    found = {}
-    from tests.helpers import make_request
-
-    for index, prompt in enumerate((good, bad, also_good)):
-        core.add(make_request(prompt, 0, str(index), kind="pool", splittable=False))
-    while core.has_work:
-        for delta in core.step():
-            found[delta.request_id] = delta
-    assert found["1"].error_code == "logits_not_finite"
-    assert found["0"].vector == expected[0].tobytes()
-    assert found["2"].vector == expected[1].tobytes()
+    first, failed, last = run(llm._engine, (good, bad, also_good))
+    assert failed.error_code == "logits_not_finite"
+    assert [first.vector, last.vector] == [vector.tobytes() for vector in expected]
 
 
 def test_an_encoder_does_not_generate(folder: Path) -> None:
