@@ -28,6 +28,30 @@ class LinearTile:
     split_k: int = 1  # programs that share the features of one tile
 
 
+@dataclass(frozen=True, slots=True)
+class ElementTile:
+    """One program of a kernel that works element by element."""
+
+    block: int
+    num_warps: int
+
+
+ACTIVATE_TILE = ElementTile(block=2048, num_warps=4)
+
+
+@dataclass(frozen=True, slots=True)
+class NormTile:
+    """One program of a layer norm takes so many tokens."""
+
+    rows: int
+    num_warps: int
+
+
+def choose_norm(num_features: int) -> NormTile:
+    """A load of 16 bytes (8 elements of 2) for each thread."""
+    return NormTile(rows=1, num_warps=max(1, min(16, _padded(num_features) // 256)))
+
+
 def token_bucket(num_tokens: int) -> int:
     """Tokens are padded, so that few kernels are compiled: 16 cost a tensor core what 3 do."""
     return num_tokens if num_tokens <= 2 else max(16, 1 << (num_tokens - 1).bit_length())
