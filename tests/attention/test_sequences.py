@@ -13,7 +13,7 @@ from inflight.layers.torch_kernels import TorchKernels
 
 def sequences_of(lengths: list[int]) -> Sequences:
     starts = torch.tensor([0, *lengths]).cumsum(0).int()
-    return Sequences(starts, lengths, max(lengths))
+    return Sequences(starts, lengths, max(lengths, default=0))
 
 
 def positions_of(lengths: list[int]) -> Tensor:
