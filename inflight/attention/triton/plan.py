@@ -268,7 +268,7 @@ def plan_chunks(
 
 
 def plan_sequences(lengths: Ints, tile_positions: int) -> Ints:
-    """[num_items, SEQUENCE_FIELDS] of an encoder's sequences: at most one item per sequence more than tiles of tokens."""
+    """[num_items, SEQUENCE_FIELDS]: at most one item per sequence more than tiles of tokens."""
     tiles = -(-lengths // tile_positions)
     # Tiles of one sequence stand side by side, so that one finds the keys that another has fetched.
     longest_first = (-lengths).argsort(kind="stable")
