@@ -11,7 +11,7 @@ from inflight.triton_utils.padding import padded_empty
 from inflight.triton_utils.pdl import launch_dependents_then_wait, launch_options
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _layer_norm_kernel(
     residual,  # [num_tokens, num_features], or None
     x,  # the same
