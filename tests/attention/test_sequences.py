@@ -28,7 +28,7 @@ def attention(request: pytest.FixtureRequest) -> SequenceAttention:
 
 def sequences_of(lengths: list[int]) -> Sequences:
     starts = torch.tensor([0, *lengths]).cumsum(0).int()
-    return Sequences(starts, lengths, max(lengths))
+    return Sequences(starts, lengths, max(lengths, default=0))
 
 
 def positions_of(lengths: list[int]) -> Tensor:
