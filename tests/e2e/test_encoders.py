@@ -148,7 +148,7 @@ def test_a_step_is_as_full_as_its_budget_allows(engine: LoadedEngine) -> None:
     records: list[Any] = []
     engine.core.observers.append(records.append)
     vectors(engine, texts([30] * 9))
-    assert [record.num_tokens for record in records] == [90, 90, 90]
+    assert [sum(slot.num_tokens for slot in record.slots) for record in records] == [90, 90, 90]
     blocks = engine.core.scheduler.blocks
     assert blocks.pool.num_empty == blocks.pool.num_blocks
 
