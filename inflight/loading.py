@@ -6,12 +6,14 @@ import logging
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from inflight.config import EngineConfig, SchedulerConfig
 from inflight.engine import EngineCore, ModelFacts
 from inflight.errors import ConfigError, EngineError, ModelError
+from inflight.execution.encoder_runner import EncoderRunner
 from inflight.execution.platforms import Platform, platform
 from inflight.frontend import Frontend, InputProcessor
 from inflight.kv import BlockManager, ChainHashCache, NoPrefixCache
@@ -19,14 +21,25 @@ from inflight.kv.budget import fit_context
 from inflight.models.builtin import checkpoint_folder
 from inflight.models.checkpoint import Checkpoint, open_checkpoint
 from inflight.models.decoder import Decoder
-from inflight.models.defaults import default_sampling, eos_token_ids, resolve_context, resolve_dtype
+from inflight.models.defaults import (
+    default_sampling,
+    eos_token_ids,
+    resolve_context,
+    resolve_dtype,
+    resolve_text_length,
+)
+from inflight.models.encoder import PoolingEncoder
+from inflight.models.encoder_families import encoder_architecture, encoder_head, encoder_spec
+from inflight.models.encoder_weights import load_encoder
 from inflight.models.families import decoder_spec
+from inflight.models.sentence_files import declared_length, read_sentence_files
 from inflight.models.weights import load_decoder
-from inflight.scheduling import Limits, Policy, Scheduler, TimedTokenBudget, make_policy
+from inflight.scheduling import HEADROOM, Limits, Policy, Scheduler, TimedTokenBudget, make_policy
 from inflight.text import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+BuildCore = Callable[[EngineConfig, Policy], EngineCore]
 LoadProgress = Callable[[int, int], None]  # bytes done, bytes in all
 
 
@@ -36,13 +49,14 @@ class LoadedEngine(Frontend):
 
     platform: Platform
     core: EngineCore
-    decoder: Decoder
+    model: Decoder | PoolingEncoder
+    build_core: BuildCore
 
     @property
     def facts(self) -> ModelFacts:
         """What is to be known without holding the weights."""
         folder = None if self.tokenizer is None else self.tokenizer.folder
-        limits, pool = self.core.scheduler.limits, self.core.scheduler.blocks.pool
+        limits, blocks = self.core.scheduler.limits, self.core.scheduler.blocks
         return ModelFacts(
             model=_model(self.config),
             vocab_size=self.input_processor.vocab_size,
@@ -51,11 +65,13 @@ class LoadedEngine(Frontend):
             default_params=self.default_params,
             tokenizer_folder=None if folder is None else str(folder.absolute()),
             device=self.platform.describe(),
-            dtype=str(self.decoder.dtype).removeprefix("torch."),
-            num_blocks=pool.num_blocks,
-            block_size=self.config.cache.block_size,
+            dtype=str(self.model.dtype).removeprefix("torch."),
+            num_blocks=blocks.pool.num_blocks,
+            block_size=blocks.block_size,
             max_num_seqs=limits.max_num_seqs,
             max_num_batched_tokens=limits.max_num_batched_tokens,
+            generates=self.generates,
+            pooling=self.pooling,
         )
 
     def use(self, **scheduler_options: Any) -> EngineCore:
@@ -66,9 +82,8 @@ class LoadedEngine(Frontend):
         config = replace(self.config, scheduler=replace(self.config.scheduler, **scheduler_options))
         policy = _policy(config.scheduler)
         self.core.close()
-        num_blocks = self.core.scheduler.blocks.pool.num_blocks
         self.config = config
-        self.core = _build_core(config, policy, self.platform, self.decoder, num_blocks, self.max_model_len)
+        self.core = self.build_core(config, policy)
         return self.core
 
     def close(self) -> None:
@@ -84,6 +99,19 @@ def load_engine(config: EngineConfig, progress: LoadProgress | None = None) -> L
     place = platform(model.device)
     checkpoint = open_checkpoint(_model(config), model.revision, model.load_format, model.hf_config)
     tokenizer = _load_tokenizer(config, checkpoint)
+    load = _load_decoder if encoder_architecture(checkpoint.config) is None else _load_encoder
+    return load(config, policy, place, checkpoint, tokenizer, progress)
+
+
+def _load_decoder(
+    config: EngineConfig,
+    policy: Policy,
+    place: Platform,
+    checkpoint: Checkpoint,
+    tokenizer: Tokenizer | None,
+    progress: LoadProgress | None,
+) -> LoadedEngine:
+    model = config.model
     spec = decoder_spec(checkpoint.config)
     recommended = default_sampling(checkpoint.generation_config)
     eos = eos_token_ids(checkpoint.config, checkpoint.generation_config)
@@ -107,11 +135,61 @@ def load_engine(config: EngineConfig, progress: LoadProgress | None = None) -> L
     if max_model_len < context:
         logger.warning("the KV memory holds %d tokens: max_model_len is cut from %d", max_model_len, context)
     logger.info("%s; %d KV blocks of %d tokens", place.describe(), num_blocks, config.cache.block_size)
-    core = _build_core(config, policy, place, decoder, num_blocks, max_model_len)
+    build = partial(_decoder_core, place, decoder, num_blocks, max_model_len)
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         eos = tuple(dict.fromkeys((*eos, tokenizer.eos_token_id)))
     input_processor = InputProcessor.create(tokenizer, spec.vocab_size, max_model_len, eos, model.seed)
-    return LoadedEngine(config, tokenizer, input_processor, recommended, place, core, decoder)
+    return LoadedEngine(
+        config, tokenizer, input_processor, recommended, place, build(config, policy), decoder, build
+    )
+
+
+def _load_encoder(
+    config: EngineConfig,
+    policy: Policy,
+    place: Platform,
+    checkpoint: Checkpoint,
+    tokenizer: Tokenizer | None,
+    progress: LoadProgress | None,
+) -> LoadedEngine:
+    model, folder = config.model, checkpoint.folder
+    spec = encoder_spec(checkpoint.config)
+    files = None if folder is None else read_sentence_files(folder)
+    head = encoder_head(checkpoint.config, files, spec.hidden_size)
+    declared = (None if files is None else files.max_length, declared_length(folder))
+    max_model_len = resolve_text_length(spec.max_position, declared, model.max_model_len)
+    dtype = resolve_dtype(model.dtype, checkpoint.config)
+    kernels = place.encoder_kernels(spec, dtype)
+    encoder = load_encoder(
+        checkpoint,
+        spec,
+        head,
+        kernels.layers,
+        kernels.attention,
+        kernels.head,
+        dtype,
+        place.device,
+        max_position=max_model_len,
+        load_format=model.load_format,
+        seed=model.seed,
+        progress=progress,
+    )
+    logger.info("%s; texts of up to %d tokens", place.describe(), max_model_len)
+    build = partial(_encoder_core, place, encoder, max_model_len)
+    input_processor = InputProcessor.create(tokenizer, spec.vocab_size, max_model_len, (), model.seed)
+    core = build(config, policy)
+    return LoadedEngine(
+        config,
+        tokenizer,
+        input_processor,
+        {},
+        place,
+        core,
+        encoder,
+        build,
+        generates=False,
+        pooling=head.facts,
+    )
 
 
 def load_core(config: EngineConfig, progress: LoadProgress) -> tuple[EngineCore, ModelFacts]:
@@ -157,22 +235,16 @@ def _policy(options: SchedulerConfig) -> Policy:
     return policy
 
 
-def _build_core(
-    config: EngineConfig,
-    policy: Policy,
+def _decoder_core(
     place: Platform,
     decoder: Decoder,
     num_blocks: int,
     max_model_len: int,
+    config: EngineConfig,
+    policy: Policy,
 ) -> EngineCore:
     options, block_size = config.scheduler, config.cache.block_size
-    limits = Limits(
-        max_num_seqs=options.max_num_seqs or place.max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens or place.max_num_batched_tokens,
-        # Unless asked for, no limit but the blocks themselves: tokens of a shared prefix are resident in every
-        # request that has it, and there may be many more of them than places.
-        max_kv_tokens=options.max_kv_tokens or sys.maxsize,
-    )
+    limits = _limits(options, place, options.max_num_batched_tokens or place.max_num_batched_tokens)
     cache = ChainHashCache(block_size) if config.cache.enable_prefix_caching else NoPrefixCache()
     target = place.target_step_ms if options.target_step_ms is None else options.target_step_ms
     max_tokens = limits.max_num_batched_tokens
@@ -183,3 +255,34 @@ def _build_core(
     runner = place.runner(config, decoder, num_blocks, max_model_len)
     depth = options.pipeline_depth or place.pipeline_depth
     return EngineCore(scheduler, runner, depth, options.max_queue)
+
+
+def _encoder_core(
+    place: Platform, encoder: PoolingEncoder, max_model_len: int, config: EngineConfig, policy: Policy
+) -> EngineCore:
+    """An encoder keeps nothing between steps. Its blocks are one for each text, with no memory behind them, and enough
+    for what policies keep free besides."""
+    options = config.scheduler
+    max_tokens = options.max_num_batched_tokens or max(place.max_text_tokens, max_model_len)
+    if max_tokens < max_model_len:
+        raise ConfigError(
+            f"max_num_batched_tokens is {max_tokens}: an encoder computes a text in one step, so it must be at least "
+            f"max_model_len, {max_model_len}"
+        )
+    limits = _limits(options, place, max_tokens)
+    num_spare = -(-HEADROOM * limits.max_num_seqs // max_model_len) + 1
+    blocks = BlockManager(limits.max_num_seqs + num_spare, max_model_len, NoPrefixCache())
+    scheduler = Scheduler(limits, policy, blocks)
+    return EngineCore(
+        scheduler, EncoderRunner(encoder), options.pipeline_depth or place.pipeline_depth, options.max_queue
+    )
+
+
+def _limits(options: SchedulerConfig, place: Platform, max_num_batched_tokens: int) -> Limits:
+    return Limits(
+        max_num_seqs=options.max_num_seqs or place.max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        # Unless asked for, no limit but the blocks themselves: tokens of a shared prefix are resident in every
+        # request that has it, and there may be many more of them than places.
+        max_kv_tokens=options.max_kv_tokens or sys.maxsize,
+    )

@@ -2,6 +2,7 @@
 
     read_file     the bytes of a file, or None where there is none
     read_object   the JSON object in it
+    read_list     the JSON list in it
 
 A file must be in the folder for real, regular and of bounded size; what is wrong with it is told in one line.
 A link that leads out of the folder would let a checkpoint show the server's own files to its clients; a device or a
@@ -81,6 +82,22 @@ def read_text(folder: Path, name: str) -> str | None:
 
 def read_object(folder: Path, name: str, error: type[ModelError] = ModelError) -> dict[str, Any] | None:
     """The JSON object in a file."""
+    value = _read_json(folder, name, error)
+    if value is not None and not isinstance(value, dict):
+        raise error(f"{folder / name} holds a {type(value).__name__}: it must be a JSON object")
+    return value
+
+
+def read_list(folder: Path, name: str, error: type[ModelError] = ModelError) -> list[Any] | None:
+    """The JSON list in a file."""
+    value = _read_json(folder, name, error)
+    if value is not None and not isinstance(value, list):
+        raise error(f"{folder / name} holds a {type(value).__name__}: it must be a JSON list")
+    return value
+
+
+def _read_json(folder: Path, name: str, error: type[ModelError]) -> Any:
+    """None where there is no such file, which no file can say otherwise: null is an error."""
     content = read_file(folder, name, error=error)
     if content is None:
         return None
@@ -92,8 +109,8 @@ def read_object(folder: Path, name: str, error: type[ModelError] = ModelError) -
         raise error(f"{folder / name} cannot be read as JSON: it is nested deeper than {MAX_DEPTH}") from None
     except ValueError as problem:
         raise error(f"{folder / name} cannot be read as JSON: {_line(problem)}") from problem
-    if not isinstance(value, dict):
-        raise error(f"{folder / name} holds a {type(value).__name__}: it must be a JSON object")
+    if value is None:
+        raise error(f"{folder / name} holds a NoneType: it must be a JSON object or list")
     return value
 
 

@@ -73,7 +73,7 @@ def measure(
     ]
     watch = _StepRecorder()
     core.observers.append(watch)
-    device = engine.decoder.device
+    device = engine.platform.device
     with GpuMonitor(device.index or 0 if device.type == "cuda" else None) as monitor:
         _serve(core, jobs, requests, watch, progress or (lambda _: None))
     utilization = monitor.utilization

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from torch import Tensor
+
 from inflight.events import RequestFailure
 from inflight.execution.sampling import IS_NOT_FINITE, LogprobTensors, SampledTensors
 from inflight.scheduling import Admission, Batch, Sampled
@@ -14,12 +16,29 @@ from inflight.scheduling import Admission, Batch, Sampled
 PROMPT_LOGITS_AT_ONCE = 64
 
 NOT_FINITE = RequestFailure("logits_not_finite", "the model's logits are not finite")
+VECTOR_NOT_FINITE = RequestFailure("logits_not_finite", "the numbers of the model's head are not finite")
 NO_TOKEN = RequestFailure("no_token_allowed", "no token is allowed by the parameters")
 
 
 def failure(bad: int) -> RequestFailure:
     """Of an entry that is bad, by how it is."""
     return NOT_FINITE if bad == IS_NOT_FINITE else NO_TOKEN
+
+
+class StepVectors(NamedTuple):
+    """What the model's head returned for the entries of kind "pool" that end in a step."""
+
+    entries: list[int]
+    vectors: Tensor  # [len(entries), size] float32, in host memory or on their way there
+
+    def read_into(self, result: Sampled) -> None:
+        """A vector with NaN or inf in it fails its own request, as such logits do."""
+        finite = self.vectors.isfinite().all(-1).tolist()
+        for entry, vector, is_finite in zip(self.entries, self.vectors.numpy(), finite, strict=True):
+            if is_finite:
+                result.vectors[entry] = vector.tobytes()
+            else:
+                result.errors[entry] = VECTOR_NOT_FINITE
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from torch import Tensor
 
 from inflight.layers.kernels import Kernels, Reduce, Residual
+from inflight.layers.torch_ops import activate
 
 
 class ComposedLinear(ABC):
@@ -29,6 +30,9 @@ class ComposedLinear(ABC):
 
     @abstractmethod
     def __call__(self, x: Tensor) -> Tensor: ...
+
+    def activated(self, x: Tensor, activation: str) -> Tensor:
+        return activate(self(x), activation)
 
     def normed(self, residual: Residual, eps: float) -> Tensor:
         x, norm = residual.x, residual.norm

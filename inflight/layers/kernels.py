@@ -1,8 +1,8 @@
-"""The seam between the decoder and the arithmetic of one device.
+"""The seam between models and the arithmetic of one device.
 
-The decoder is written once, in terms of these operations, each as large as some device can do in one go. What reads a
-weight matrix belongs to a `Linear`, which owns how the matrix is stored, which kernels multiply it and how it is
-loaded: another storage format is another `Linear`. `Kernels` makes them, and does what needs no matrix.
+Decoder and encoder are written once, in terms of these operations, each as large as some device can do in one go. What
+reads a weight matrix belongs to a `Linear`, which owns how the matrix is stored, which kernels multiply it and how it
+is loaded: another storage format is another `Linear`. `Kernels` makes them, and does what needs no matrix.
 `TorchKernels` runs anywhere and is the reference, `NativeKernels` is the compiled CPU path (the Linears of both are
 put together from smaller operations: `composed.py`), `TritonKernels` the GPU path.
 """
@@ -18,7 +18,8 @@ from torch import Tensor
 
 from inflight.errors import ConfigError
 
-ACTIVATIONS = ("silu", "gelu_tanh")
+GATES = ("silu", "gelu_tanh", "gelu")  # "gelu" is the exact one, with erf
+ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu", "tanh")
 
 # Adds up the partial products [M, out_features] of layers that hold some columns each of one matrix. May overwrite its
 # argument.
@@ -56,11 +57,14 @@ class Linear(Protocol):
     def __call__(self, x: Tensor) -> Tensor:
         """[M, in_features] -> [M, out_features]."""
 
+    def activated(self, x: Tensor, activation: str) -> Tensor:
+        """activation(the product of x): one of ACTIVATIONS."""
+
     def normed(self, residual: Residual, eps: float) -> Tensor:
         """The product of rms_norm(x), or of x without a norm."""
 
     def gated(self, residual: Residual, eps: float, activation: str) -> Tensor:
-        """[T, hidden] -> [T, inner]: activation(first half) * second half of `normed`. "silu" or "gelu_tanh"."""
+        """[T, hidden] -> [T, inner]: activation(first half) * second half of `normed`. One of GATES."""
 
     def add_to(
         self, residual: Residual, x: Tensor, norm: Tensor | None, eps: float, next_norm: Tensor | None
@@ -73,7 +77,8 @@ class Linear(Protocol):
 
 
 class Kernels(Protocol):
-    """Activations are 2-D, [tokens, features], contiguous, in `compute_dtype`. Norm weights are float32."""
+    """Activations are 2-D, [tokens, features], contiguous, in `compute_dtype`. Norm weights and
+    biases are float32."""
 
     compute_dtype: torch.dtype
 
@@ -98,7 +103,15 @@ class Kernels(Protocol):
         """Normalise the last dimension, whatever the leading ones; statistics in float32."""
 
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
-        """[T, 2n] -> [T, n]: activation(first half) * second half. "silu" or "gelu_tanh"."""
+        """[T, 2n] -> [T, n]: activation(first half) * second half. One of GATES."""
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        """Normalise each token's features [T, n]; statistics in float32."""
+
+    def add_layer_norm(
+        self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        """layer_norm(residual + x). May overwrite the residual."""
 
     def add(self, residual: Tensor, x: Tensor) -> Tensor:
         """residual + x. May overwrite the residual."""
@@ -128,6 +141,11 @@ def check_bias(linear: Linear, has_bias: bool, bias: Tensor, first_row: int) -> 
             f"a bias of shape {list(bias.shape)} does not fit at row {first_row}: "
             f"the layer has {linear.out_features} outputs"
         )
+
+
+def check_gate(activation: str) -> None:
+    if activation not in GATES:
+        raise ConfigError(f"a gate's activation is {activation!r}: allowed is {', '.join(GATES)}")
 
 
 def check_activation(activation: str) -> None:

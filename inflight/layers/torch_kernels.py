@@ -1,4 +1,4 @@
-"""The decoder's arithmetic in plain torch: any device, any dtype, and the reference for faster ones."""
+"""The arithmetic of models in plain torch: any device, any dtype, and the reference for faster ones."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from inflight.layers import torch_ops
 from inflight.layers.composed import ComposedLinear
-from inflight.layers.kernels import Kernels, Linear, Reduce, check_activation, check_bias, check_weight
+from inflight.layers.kernels import Kernels, Linear, Reduce, check_bias, check_weight
 
 
 class TorchLinear(ComposedLinear):
@@ -87,6 +88,12 @@ class TorchKernels:
         return torch.cat((rotated, x[..., rotary_dim:]), dim=-1)
 
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
-        check_activation(activation)
-        gate, up = gate_up.chunk(2, dim=-1)
-        return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+        return torch_ops.gate(gate_up, activation)
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        return torch_ops.layer_norm(x, weight, bias, eps)
+
+    def add_layer_norm(
+        self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        return torch_ops.add_layer_norm(residual, x, weight, bias, eps)

@@ -8,13 +8,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inflight.layers.kernels import Linear, Reduce, Residual, check_activation, check_bias, check_weight
-from inflight.layers.triton.elementwise import add_normed, embed, gate, rms_norm
+from inflight.layers.kernels import (
+    Linear,
+    Reduce,
+    Residual,
+    check_activation,
+    check_bias,
+    check_gate,
+    check_weight,
+)
+from inflight.layers.triton.activated_linear import activated_linear
+from inflight.layers.triton.elementwise import activate_in_place, add_normed, embed, gate, rms_norm
+from inflight.layers.triton.layer_norm import add_layer_norm, layer_norm
 from inflight.layers.triton.medium_linear import medium_linear
 from inflight.layers.triton.multiply import SplitKWorkspace
 from inflight.layers.triton.next_norm import NextNorm
 from inflight.layers.triton.small_linear import small_linear
-from inflight.layers.triton.tuning import MAX_TOKENS, pays_medium, pays_small
+from inflight.layers.triton.tuning import MAX_TOKENS, can_describe, pays_activated, pays_medium, pays_small
 from inflight.triton_utils.pdl import supports_pdl
 
 
@@ -53,7 +63,16 @@ class TritonKernels:
         return rms_norm(x, weight, eps, self.pdl)
 
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
+        check_gate(activation)
         return gate(gate_up, activation, self.pdl)
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        return layer_norm(x, weight, bias, eps, self.pdl)
+
+    def add_layer_norm(
+        self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        return add_layer_norm(residual, x, weight, bias, eps, self.pdl)
 
     def add(self, residual: Tensor, x: Tensor) -> Tensor:
         """In place."""
@@ -95,7 +114,7 @@ class TritonLinear:
         assert self.bias is not None
         self.bias[first_row : first_row + len(bias)].copy_(bias)
 
-    # ---- the decoder's operations ----
+    # ---- the operations of models ----
 
     def embed(self, ids: Tensor) -> Tensor:
         return self._kernels.embed(self.weight, ids)
@@ -103,13 +122,20 @@ class TritonLinear:
     def __call__(self, x: Tensor) -> Tensor:
         return self.normed(Residual(x, None), 0.0)
 
+    def activated(self, x: Tensor, activation: str) -> Tensor:
+        check_activation(activation)
+        pdl = self._kernels.pdl
+        if pays_activated(len(x), self.out_features, x.element_size()) and can_describe(x, self.weight):
+            return activated_linear(x, self.weight, self.bias, activation, pdl)
+        return activate_in_place(self(x), activation, pdl)
+
     def normed(self, residual: Residual, eps: float) -> Tensor:
         if self._is_fused(residual.x):
             return self._fused(residual, eps)
         return F.linear(self._norm(residual, eps), self.weight, self.bias)
 
     def gated(self, residual: Residual, eps: float, activation: str) -> Tensor:
-        check_activation(activation)
+        check_gate(activation)
         if self._is_fused(residual.x, gated=True):
             return self._fused(residual, eps, activation=activation)
         return self._kernels.gate(self.normed(residual, eps), activation)

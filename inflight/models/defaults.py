@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -59,6 +59,16 @@ def default_sampling(generation_config: Mapping[str, Any]) -> dict[str, Any]:
     except ParameterError as error:  # now, and not at every request
         raise ModelError(f"generation_config.json recommends what cannot be: {error}") from error
     return found
+
+
+def resolve_text_length(longest: int, declared: Iterable[int | None], asked: int | None) -> int:
+    """The longest text to serve: what is asked, up to the positions that an encoder has, or the least of what its
+    files declare."""
+    if asked is None:
+        return min([longest, *(length for length in declared if length is not None)])
+    if asked > longest:
+        raise ConfigError(f"max_model_len is {asked}: the checkpoint has {longest} positions")
+    return asked
 
 
 def resolve_context(spec: DecoderSpec, asked: int | None) -> int:

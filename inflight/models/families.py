@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from inflight.errors import ModelError, UnknownArchitectureError
+from inflight.models.encoder_families import ENCODER_ARCHITECTURES
 from inflight.models.fields import Fields
 from inflight.models.rope_config import default_context, read_rope
 from inflight.models.spec import DecoderSpec, NormPlacement, QKNorm, WeightNames
@@ -174,8 +175,9 @@ def architecture_of(config: Mapping[str, Any]) -> str:
     for name in names:
         if name in FAMILIES:
             return name
+    known = (*FAMILIES, *ENCODER_ARCHITECTURES)
     raise UnknownArchitectureError(
-        f"cannot serve {', '.join(names)}: known architectures are {', '.join(FAMILIES)}"
+        f"cannot serve {', '.join(names)}: known architectures are {', '.join(known)}"
     )
 
 
@@ -193,7 +195,7 @@ def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
     architecture = architecture_of(config)
     family = FAMILIES[architecture]
     fields = Fields(text_config(config))
-    _check_supported(fields, family)
+    fields.check_supported(family.fixed)
     num_layers = fields.integer("num_hidden_layers")
     num_heads, num_kv_heads, head_dim = _heads(fields)
     layer_types = _layer_types(fields, family, num_layers)
@@ -232,18 +234,6 @@ def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
         tied_embeddings=fields.boolean("tie_word_embeddings", False),
         names=family.names,
     )
-
-
-def _check_supported(fields: Fields, family: Family) -> None:
-    if "quantization_config" in fields:
-        raise ModelError(
-            "config.json has a quantization_config: only bf16, fp16 and fp32 checkpoints can be served"
-        )
-    for name, allowed in family.fixed.items():
-        if fields.values.get(name) not in allowed:
-            raise fields.error(
-                name, " or ".join("null" if value is None else repr(value) for value in allowed)
-            )
 
 
 def _heads(fields: Fields) -> tuple[int, int, int]:

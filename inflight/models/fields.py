@@ -71,6 +71,18 @@ class Fields:
             raise self.error(name, "an object")
         return Fields(value, f"{name} of {self.where}")
 
+    def check_supported(self, fixed: Mapping[str, tuple[Any, ...]]) -> None:
+        """Refuse a model that computes otherwise. `fixed`: fields, and the values that they may have."""
+        if "quantization_config" in self:
+            raise ModelError(
+                f"{self.where} has a quantization_config: only bf16, fp16 and fp32 checkpoints can be served"
+            )
+        for name, allowed in fixed.items():
+            if self.values.get(name) not in allowed:
+                raise self.error(
+                    name, " or ".join("null" if value is None else repr(value) for value in allowed)
+                )
+
     def error(self, name: str, allowed: str) -> ModelError:
         return ModelError(f"{name} in {self.where} is {shown(self.values.get(name))}: it must be {allowed}")
 

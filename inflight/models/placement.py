@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 from torch import Tensor
 
 from inflight.models.decoder import Decoder
 from inflight.models.layer import Target
 from inflight.models.spec import DecoderSpec
-
-# (a tensor, or a run of its rows; the first of these rows)
-Store = Callable[[Tensor, int], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """One tensor that a decoder needs."""
-
-    name: str
-    shape: tuple[int, ...]
-    store: Store
-    is_norm: bool = False
+from inflight.models.tensors import Placement, into_rows, into_tensor
 
 
 def placements(decoder: Decoder, variant: int = 0) -> Iterator[Placement]:
@@ -34,7 +21,7 @@ def placements(decoder: Decoder, variant: int = 0) -> Iterator[Placement]:
     if decoder.embedding is None:
         yield Placement(prefix + names.embedding, table_shape, decoder.head.load)
     else:
-        yield Placement(prefix + names.embedding, table_shape, _into_table(decoder.embedding))
+        yield Placement(prefix + names.embedding, table_shape, into_tensor(decoder.embedding))
         yield Placement(names.heads[variant], table_shape, decoder.head.load)
     for index, layer in enumerate(decoder.layers):
         targets = layer.targets()
@@ -49,24 +36,11 @@ def _module(name: str, target: Target, spec: DecoderSpec) -> Iterator[Placement]
         yield _norm(f"{name}.weight", target, spec)
         return
     linear, count = target.linear, target.count
-    yield Placement(f"{name}.weight", (count, linear.in_features), _into_rows(linear.load, target.first))
+    yield Placement(f"{name}.weight", (count, linear.in_features), into_rows(linear.load, target.first))
     if target.bias:
-        yield Placement(f"{name}.bias", (count,), _into_rows(linear.load_bias, target.first))
-
-
-def _into_rows(load: Callable[[Tensor, int], None], base: int) -> Store:
-    return lambda tensor, first: load(tensor, base + first)
-
-
-def _into_table(table: Tensor) -> Store:
-    def store(tensor: Tensor, first: int) -> None:
-        table[first : first + len(tensor)].copy_(tensor)
-
-    return store
+        yield Placement(f"{name}.bias", (count,), into_rows(linear.load_bias, target.first))
 
 
 def _norm(name: str, target: Tensor, spec: DecoderSpec) -> Placement:
-    def store(tensor: Tensor, first: int) -> None:
-        target[first : first + len(tensor)].copy_(tensor).add_(spec.norm_offset)
-
-    return Placement(name, tuple(target.shape), store, is_norm=True)
+    store = into_tensor(target, spec.norm_offset)
+    return Placement(name, tuple(target.shape), store, dummy=1.0 - spec.norm_offset)

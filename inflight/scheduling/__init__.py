@@ -1,13 +1,14 @@
 """Who runs in each step. No tensors, no clock: times are given, never read."""
 
 from inflight.scheduling.batch import Admission, Batch, RowRequest, Sampled, TableUpdate
-from inflight.scheduling.policy import POLICIES, Policy, make_policy
+from inflight.scheduling.policy import HEADROOM, POLICIES, Policy, make_policy
 from inflight.scheduling.request_pool import Limits, RequestPool
 from inflight.scheduling.scheduler import Scheduler
 from inflight.scheduling.step import ScheduledStep
 from inflight.scheduling.token_budget import TimedTokenBudget, TokenBudget
 
 __all__ = [
+    "HEADROOM",
     "POLICIES",
     "Admission",
     "Batch",

@@ -11,6 +11,7 @@ import torch
 
 from inflight import LLM, RequestOutput, SamplingParams
 from inflight.errors import EngineError
+from inflight.models.decoder import Decoder
 from tests.e2e.breaking import BreakingRunner, PoisonedRunner, begins_with
 from tests.e2e.conftest import Folder
 from tests.e2e.policies import GREEDY_CONTINUOUS
@@ -131,7 +132,9 @@ def test_logits_that_are_not_finite_fail_one_request(depth: int, temperature: fl
     llm = LLM(folder(), num_blocks=24, block_size=4, pipeline_depth=depth)
     params = replace(GREEDY, temperature=temperature, seed=3)
     expected = answers(llm.generate(PROMPTS, params))
-    embedding = llm._engine.decoder.embedding
+    decoder = llm._engine.model
+    assert isinstance(decoder, Decoder)
+    embedding = decoder.embedding
     assert embedding is not None
     unused = set(range(20, 320)).difference(*expected).pop()
     embedding[unused] = torch.nan

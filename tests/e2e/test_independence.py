@@ -11,6 +11,7 @@ import pytest
 from inflight import LLM, SamplingParams
 from inflight.frontend.input_processor import InputProcessor
 from inflight.layers.native_kernels import NativeKernels
+from inflight.models.decoder import Decoder
 from inflight.outputs import RequestOutput
 from tests.e2e.conftest import Folder
 from tests.e2e.policies import GREEDY_CONTINUOUS
@@ -64,7 +65,9 @@ def check_same(
     llm: LLM, found: tuple[list[int], list[dict[int, float]]], alone: tuple[list[int], list[dict[int, float]]]
 ) -> None:
     assert found[0] == alone[0]
-    if isinstance(llm._engine.decoder.kernels, NativeKernels):
+    decoder = llm._engine.model
+    assert isinstance(decoder, Decoder)
+    if isinstance(decoder.kernels, NativeKernels):
         assert found[1] == alone[1]
     else:  # plain torch adds up in an order that depends on the shape of the batch
         for ours, theirs in zip(found[1], alone[1], strict=True):

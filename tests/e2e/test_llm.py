@@ -439,7 +439,7 @@ def test_ctrl_c_within_a_step_poisons_no_cache(
     llm = LLM(folder(), pipeline_depth=depth)
     prompt = list(range(10, 70))
     expected = only(LLM(folder()).generate(prompt, GREEDY)).token_ids
-    decoder = llm._engine.decoder
+    decoder = llm._engine.model
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt

@@ -20,7 +20,8 @@ from inflight.models.decoder import Decoder
 from inflight.models.families import decoder_spec
 from inflight.models.layer import LinearRows
 from inflight.models.placement import placements
-from inflight.models.weights import fill_dummy, load_decoder
+from inflight.models.tensors import fill_random
+from inflight.models.weights import load_decoder
 from tests.checkpoints import FAMILIES, write_checkpoint
 from tests.models.running import CPU, load, logprobs, prompt
 
@@ -176,7 +177,7 @@ def test_every_row_of_every_weight_is_placed_once(family: str) -> None:
     decoder = Decoder(spec, kernels, ComposedAttention(kernels, TorchCpuAttention()), torch.float32, CPU)
     placed = list(placements(decoder))
     assert len({placement.name for placement in placed}) == len(placed)
-    weights = sum(math.prod(placement.shape) for placement in placed if not placement.is_norm)
+    weights = sum(math.prod(placement.shape) for placement in placed if placement.dummy is None)
     targets = [target for layer in decoder.layers for target in layer.targets().values()]
     linears = {id(target.linear): target.linear for target in targets if isinstance(target, LinearRows)}
     assert len(linears) == 4 * spec.num_layers
@@ -189,5 +190,5 @@ def test_every_row_of_every_weight_is_placed_once(family: str) -> None:
 def test_refilling_replaces_all_weights() -> None:
     """Filling starts from any state: no weight is left as it was."""
     decoder = dummy("qwen2", seed=1)
-    fill_dummy(decoder, seed=2)
+    fill_random(placements(decoder), decoder.dtype, decoder.device, seed=2)
     assert torch.equal(logprobs(decoder, prompt()), logprobs(dummy("qwen2", seed=2), prompt()))

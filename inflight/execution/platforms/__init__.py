@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from inflight.attention.backend import AttentionBackend
+from inflight.attention.sequences import SequenceAttention
 from inflight.config import EngineConfig
 from inflight.engine.runner import Runner
 from inflight.errors import ConfigError
 from inflight.layers.kernels import Kernels
 from inflight.models.decoder import Decoder
+from inflight.models.encoder_spec import EncoderSpec
 from inflight.models.spec import DecoderSpec
+
+
+class EncoderKernels(NamedTuple):
+    layers: Kernels
+    attention: SequenceAttention
+    head: Kernels  # float32: a head is small, and what it returns is read to its last digits
 
 
 class Platform(Protocol):
@@ -24,6 +32,7 @@ class Platform(Protocol):
     max_num_batched_tokens: int  # unless asked for
     pipeline_depth: int  # unless asked for
     target_step_ms: float  # where it is left to the device
+    max_text_tokens: int  # of a step of an encoder, unless asked for
 
     def kernels_and_attention(
         self, spec: DecoderSpec, dtype: torch.dtype
@@ -39,6 +48,9 @@ class Platform(Protocol):
     def runner(
         self, config: EngineConfig, decoder: Decoder, num_blocks: int, max_len: int
     ) -> Runner[Any]: ...
+
+    def encoder_kernels(self, spec: EncoderSpec, dtype: torch.dtype) -> EncoderKernels:
+        """For an encoder whose weights are held as `dtype`."""
 
     def describe(self) -> str:
         """The device and what was chosen for it, in one line."""

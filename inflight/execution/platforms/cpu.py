@@ -12,13 +12,16 @@ import torch
 
 from inflight.attention.backend import AttentionBackend
 from inflight.attention.cpu import ComposedAttention, cpu_attention
+from inflight.attention.native_sequences import cpu_sequence_attention
 from inflight.config import EngineConfig
 from inflight.errors import KVBudgetError
+from inflight.execution.platforms import EncoderKernels
 from inflight.execution.runner import ModelRunner
 from inflight.kv.budget import blocks_for_memory
 from inflight.layers.kernels import Kernels
 from inflight.layers.native_kernels import cpu_kernels
 from inflight.models.decoder import Decoder
+from inflight.models.encoder_spec import EncoderSpec
 from inflight.models.spec import DecoderSpec
 from inflight.native.library import native_library
 
@@ -33,6 +36,7 @@ class CpuPlatform:
     max_num_batched_tokens = 512
     pipeline_depth = 1
     target_step_ms = 100.0
+    max_text_tokens = 1024
 
     def kernels_and_attention(
         self,
@@ -66,6 +70,14 @@ class CpuPlatform:
     def runner(self, config: EngineConfig, decoder: Decoder, num_blocks: int, max_len: int) -> ModelRunner:
         max_rows = config.scheduler.max_num_seqs or self.max_num_seqs
         return ModelRunner(decoder, num_blocks, config.cache.block_size, max_rows, max_len)
+
+    def encoder_kernels(
+        self,
+        spec: EncoderSpec,  # noqa: ARG002
+        dtype: torch.dtype,  # noqa: ARG002
+    ) -> EncoderKernels:
+        kernels = cpu_kernels()
+        return EncoderKernels(kernels, cpu_sequence_attention(kernels), kernels)
 
     def describe(self) -> str:
         library = native_library()

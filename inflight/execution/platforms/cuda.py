@@ -12,16 +12,20 @@ import torch
 
 from inflight.attention.backend import AttentionBackend
 from inflight.attention.triton.backend import TritonAttention
-from inflight.attention.triton.tuning import choose
+from inflight.attention.triton.sequences import TritonSequenceAttention
+from inflight.attention.triton.tuning import choose, choose_sequences
 from inflight.config import EngineConfig
 from inflight.errors import ConfigError, KVBudgetError
 from inflight.execution.gpu.graphs import StepGraphs
 from inflight.execution.gpu.runner import GpuRunner
 from inflight.execution.gpu.shapes import token_sizes
+from inflight.execution.platforms import EncoderKernels
 from inflight.kv.budget import blocks_for_memory
 from inflight.layers.kernels import Kernels
+from inflight.layers.torch_kernels import TorchKernels
 from inflight.layers.triton_kernels import TritonKernels
 from inflight.models.decoder import Decoder
+from inflight.models.encoder_spec import EncoderSpec
 from inflight.models.spec import DecoderSpec
 
 logger = logging.getLogger(__name__)
@@ -39,6 +43,7 @@ class CudaPlatform:
     max_num_batched_tokens = 8192
     pipeline_depth = 2
     target_step_ms = 14.0
+    max_text_tokens = 16384
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -106,6 +111,12 @@ class CudaPlatform:
             runner.prepare(shapes)
             logger.info("captured %d shapes of step in %.1f s", len(shapes), time.perf_counter() - start)
         return runner
+
+    def encoder_kernels(self, spec: EncoderSpec, dtype: torch.dtype) -> EncoderKernels:
+        attention = TritonSequenceAttention(choose_sequences(dtype, spec.head_dim, self.device))
+        return EncoderKernels(
+            TritonKernels(dtype, self.device), attention, TorchKernels(torch.float32, self.device)
+        )
 
     def describe(self) -> str:
         name = torch.cuda.get_device_name(self.device)

@@ -1,0 +1,90 @@
+"""Attention of encoders: every token of a sequence sees every other, and nothing is kept for later steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """The sequences of one step, side by side: B of them, T tokens, none between them."""
+
+    starts: Tensor  # [B + 1] int32, from 0 to T, on the device
+    lengths: list[int]  # [B]
+    max_len: int  # of these lengths
+
+
+class SequenceAttention(Protocol):
+    def attend(
+        self,
+        qkv: Tensor,  # [T, 3 * num_heads * head_dim], as projected; may be overwritten
+        num_heads: int,
+        head_dim: int,
+        scale: float,
+        window: int | None,  # a token at i sees those at j with |i - j| <= window; None: all of its sequence
+        sequences: Sequences,
+        # (cos_sin [max_position, rotary_dim] float32, cos in the first half and sin in the second; positions [T] int64)
+        rotary: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:  # [T, num_heads * head_dim]
+        """Rotate queries and keys, where asked to, and attend within each sequence."""
+
+
+class Rotation(Protocol):
+    def rotate(self, x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
+        """Rotary embedding of x [T, heads, head_dim]: the first rotary_dim features of each head, in halves
+        (feature i rotates with feature i + rotary_dim / 2). May work in place."""
+
+
+class TorchSequenceAttention:
+    """Implements `SequenceAttention` with torch alone, one sequence at a time: any device, and the reference."""
+
+    def __init__(self, kernels: Rotation) -> None:
+        self._kernels = kernels
+
+    def attend(
+        self,
+        qkv: Tensor,
+        num_heads: int,
+        head_dim: int,
+        scale: float,
+        window: int | None,
+        sequences: Sequences,
+        rotary: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        heads = qkv.view(len(qkv), 3, num_heads, head_dim)
+        query, key, value = heads.unbind(1)  # [T, num_heads, head_dim]
+        if rotary is not None:
+            cos_sin, positions = rotary
+            query = self._kernels.rotate(query, positions, cos_sin)
+            key = self._kernels.rotate(key, positions, cos_sin)
+        out = torch.empty(len(qkv), num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
+        first = 0
+        for length in sequences.lengths:
+            here = slice(first, first + length)
+            first += length
+            out[here] = F.scaled_dot_product_attention(
+                _batched(query[here]),
+                _batched(key[here]),
+                _batched(value[here]),
+                attn_mask=_near(length, window, qkv.device),
+                scale=scale,
+            )[0].transpose(0, 1)
+        return out.view(len(qkv), -1)
+
+
+def _batched(heads: Tensor) -> Tensor:
+    """[n, num_heads, head_dim] -> [1, num_heads, n, head_dim]"""
+    return heads.transpose(0, 1).unsqueeze(0)
+
+
+def _near(length: int, window: int | None, device: torch.device) -> Tensor | None:
+    """[length, length]: which tokens see which; None: all see all."""
+    if window is None or window >= length - 1:
+        return None
+    places = torch.arange(length, device=device)
+    return (places.unsqueeze(1) - places).abs() <= window

@@ -1,0 +1,108 @@
+"""Runs batches on an encoder, on a CPU or a GPU: the texts of a step side by side, one vector for each.
+
+Nothing stays between steps. A text cannot be split, so every entry of a batch was admitted in the same step, and all of
+its tokens came with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from inflight.attention.sequences import Sequences
+from inflight.errors import DeviceLostError
+from inflight.execution.results import StepVectors
+from inflight.models.encoder import PoolingEncoder, TextBatch
+from inflight.scheduling import Batch, RowRequest, Sampled
+
+Longs = NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class EncoderTicket:
+    """A launched step. Its vectors are on their way to host memory, and there once `done` has happened."""
+
+    pooled: StepVectors
+    done: torch.cuda.Event | None  # None where there is nothing to wait for
+
+
+class EncoderRunner:
+    """Implements `Runner`. On a GPU no part of `launch` waits for the device."""
+
+    def __init__(self, model: PoolingEncoder) -> None:
+        self._model = model
+        self._device = model.encoder.device
+
+    def launch(self, batch: Batch) -> EncoderTicket:
+        with self._watching_the_device():
+            return self._launch(batch)
+
+    @torch.inference_mode()
+    def _launch(self, batch: Batch) -> EncoderTicket:
+        requests = dict(batch.admissions)
+        texts = self._upload([requests[row] for row in batch.rows])
+        vectors = self._model.vectors(texts)
+        on_gpu = self._device.type == "cuda"
+        host = torch.empty(vectors.shape, dtype=vectors.dtype, pin_memory=on_gpu)
+        host.copy_(vectors, non_blocking=on_gpu)
+        done = None
+        if on_gpu:
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record()
+        return EncoderTicket(StepVectors(list(range(len(batch))), host), done)
+
+    def _upload(self, requests: list[RowRequest]) -> TextBatch:
+        """All that the device must know of a step, in one copy."""
+        lengths = [len(request.token_ids) for request in requests]
+        counts = np.array(lengths, dtype=np.int64)
+        starts = np.zeros(len(counts) + 1, dtype=np.int64)
+        np.cumsum(counts, out=starts[1:])
+        token_ids = np.concatenate([np.frombuffer(request.token_ids, dtype=np.int64) for request in requests])
+        positions = np.arange(len(token_ids)) - np.repeat(starts[:-1], counts)
+        parts = [starts, token_ids, positions]
+        seconds = np.array([request.second_segment for request in requests], dtype=np.int64)
+        if self._model.encoder.spec.num_segments > 1 and seconds.any():
+            # Of a single text no token is behind the beginning of a second one.
+            parts.append(positions >= np.repeat(np.where(seconds > 0, seconds, counts), counts))
+        placed = self._to_device(np.concatenate(parts, dtype=np.int64)).split([len(part) for part in parts])
+        sequences = Sequences(placed[0].int(), lengths, max(lengths))
+        return TextBatch(placed[1], placed[2], placed[3] if len(placed) > 3 else None, sequences)
+
+    def _to_device(self, values: Longs) -> Tensor:
+        host = torch.from_numpy(values)
+        return host.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else host
+
+    def collect(self, ticket: EncoderTicket) -> Sampled:
+        with self._watching_the_device():
+            if ticket.done is not None:
+                ticket.done.synchronize()
+        result = Sampled([[] for _ in ticket.pooled.entries])
+        ticket.pooled.read_into(result)
+        return result
+
+    def close(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()  # torch keeps what was freed; others may want it
+
+    @contextmanager
+    def _watching_the_device(self) -> Iterator[None]:
+        """After some errors (an illegal access, an ECC error) every later call fails too, until the process ends."""
+        if self._device.type != "cuda":
+            yield
+            return
+        torch.cuda.set_device(self._device)  # every thread has a device of its own: the first, unless told
+        try:
+            yield
+        except RuntimeError as error:
+            try:
+                torch.cuda.synchronize()
+            except RuntimeError:
+                raise DeviceLostError(f"the GPU is lost: {str(error).splitlines()[0]}") from error
+            raise

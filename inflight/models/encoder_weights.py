@@ -1,0 +1,112 @@
+"""Weights into an encoder and its head: from safetensors files, or made up."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from inflight.attention.sequences import SequenceAttention
+from inflight.errors import WeightsError
+from inflight.layers.kernels import Kernels
+from inflight.model_files import inside
+from inflight.models.checkpoint import SINGLE, Checkpoint
+from inflight.models.encoder import Encoder, PoolingEncoder
+from inflight.models.encoder_families import EncoderHead
+from inflight.models.encoder_spec import EncoderSpec
+from inflight.models.heads import LayeredHead, Pooler
+from inflight.models.tensors import (
+    Placement,
+    Progress,
+    StoredTensor,
+    check_dtypes,
+    check_shapes,
+    check_surplus,
+    fill,
+    fill_random,
+    layers_hint,
+    read_headers,
+)
+
+
+def load_encoder(
+    checkpoint: Checkpoint,
+    spec: EncoderSpec,
+    head: EncoderHead,
+    kernels: Kernels,
+    attention: SequenceAttention,
+    head_kernels: Kernels,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    max_position: int,
+    load_format: str = "auto",
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> PoolingEncoder:
+    """The checkpoint's encoder and head with their weights in place. Nothing is allocated before the headers of the
+    files are seen to hold what is needed, in its size, and nothing else."""
+    dummy = load_format == "dummy"
+    stored = {} if dummy else _read_headers(checkpoint, head)
+    prefix = _prefix(spec, stored)
+    if not dummy:
+        _compare(spec, head, prefix, stored)
+    encoder = Encoder(spec, kernels, attention, dtype, device, max_position)
+    in_features = spec.hidden_size * len(head.pooling)
+    layers = LayeredHead(in_features, head.layers, head_kernels, head_kernels.compute_dtype, device)
+    placed = [*_placements(encoder, prefix), *layers.placements()]
+    if dummy:
+        fill_random(placed, dtype, device, seed)
+    else:
+        fill({placement.name: placement for placement in placed}, stored, progress)
+    return PoolingEncoder(encoder, Pooler(head.pooling), layers)
+
+
+def _read_headers(checkpoint: Checkpoint, head: EncoderHead) -> dict[str, StoredTensor]:
+    """Of the encoder's files, and of the folders of head layers: names there begin with the folder's."""
+    stored = read_headers(checkpoint.weight_files, _known_as)
+    folders = dict.fromkeys(layer.module.partition("/")[0] for layer in head.layers if "/" in layer.module)
+    for name in folders:
+        assert checkpoint.folder is not None, "such layers are read from a folder"
+        file = _module_file(checkpoint.folder, name)
+        stored |= {f"{name}/{tensor}": found for tensor, found in read_headers([file]).items()}
+    return stored
+
+
+def _known_as(name: str) -> str:
+    """The first checkpoints name the two parts of a norm in Greek."""
+    return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
+
+
+def _module_file(folder: Path, name: str) -> Path:
+    path = f"{name}/{SINGLE}"
+    if not inside(folder, path, WeightsError).is_file():
+        raise WeightsError(f"{folder / path} is missing or not a file, though modules.json needs it")
+    return folder / path
+
+
+def _prefix(spec: EncoderSpec, stored: dict[str, StoredTensor]) -> str:
+    names = spec.names
+    present = (prefix for prefix in names.prefixes if f"{prefix}{names.tokens}.weight" in stored)
+    return next(present, names.prefixes[0])
+
+
+def _compare(spec: EncoderSpec, head: EncoderHead, prefix: str, stored: dict[str, StoredTensor]) -> None:
+    wanted = {tensor.name: tensor.shape for tensor in spec.tensors(prefix)}
+    wanted |= {name: shape for layer in head.layers for name, shape in layer.shapes()}
+    hint = layers_hint(spec.num_layers, stored)
+    check_shapes(wanted, stored, hint)
+    check_dtypes(wanted, stored)
+    unused = re.compile("|".join((*spec.names.ignored, *head.unused)))
+    check_surplus([name for name in stored if name not in wanted and not unused.search(name)], hint)
+
+
+def _placements(encoder: Encoder, prefix: str) -> Iterator[Placement]:
+    stores = encoder.stores()
+    for name, target, shape in encoder.spec.tensors(prefix):
+        dummy = None
+        if len(shape) == 1:
+            dummy = 1.0 if target.endswith("norm.weight") else 0.0
+        yield Placement(name, shape, stores[target], dummy)

@@ -1,0 +1,214 @@
+"""From the hidden states of a text to one vector: pooling, then the layers of a head.
+
+A head is data (`HeadLayer`s, as the checkpoint's files describe them) until it is made: BERT's pooler and classifier,
+the `Dense` modules of an embedder and the score of a decoder are all the same few layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from inflight.attention.sequences import Sequences
+from inflight.errors import ModelError
+from inflight.layers.kernels import Kernels, Linear
+from inflight.models.tensors import Placement, into_rows, into_tensor
+
+# As sentence-transformers names them.
+POOLINGS = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
+
+
+@dataclass(frozen=True, slots=True)
+class DenseLayer:
+    """activation(x @ W.T + b)"""
+
+    module: (
+        str  # the name of its tensors, less ".weight" and ".bias"; "2_Dense/linear" is in a folder of its own
+    )
+    in_features: int
+    out_features: int
+    bias: bool = True
+    activation: str | None = None
+
+    def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """By name: all its tensors."""
+        yield f"{self.module}.weight", (self.out_features, self.in_features)
+        if self.bias:
+            yield f"{self.module}.bias", (self.out_features,)
+
+
+@dataclass(frozen=True, slots=True)
+class NormLayer:
+    """A layer norm."""
+
+    module: str
+    in_features: int
+    eps: float
+    bias: bool = True
+
+    @property
+    def out_features(self) -> int:
+        return self.in_features
+
+    def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        yield f"{self.module}.weight", (self.in_features,)
+        if self.bias:
+            yield f"{self.module}.bias", (self.in_features,)
+
+
+HeadLayer = DenseLayer | NormLayer
+
+
+def head_size(in_features: int, layers: Sequence[HeadLayer]) -> int:
+    """How many numbers come out of these layers. Refuses those whose sizes do not fit each other."""
+    size = in_features
+    for layer in layers:
+        if layer.in_features != size:
+            raise ModelError(
+                f"{layer.module} takes {layer.in_features} features: what comes before it gives {size}"
+            )
+        size = layer.out_features
+    return size
+
+
+class Head(Protocol):
+    size: int  # numbers in a vector
+
+    def __call__(self, pooled: Tensor) -> Tensor:
+        """[B, features] -> [B, size] float32, each text by itself."""
+
+
+class LayeredHead:
+    """Implements `Head`: some layers one after the other, or none."""
+
+    def __init__(
+        self,
+        in_features: int,
+        layers: Sequence[HeadLayer],
+        kernels: Kernels,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.size = head_size(in_features, layers)
+        self._kernels = kernels
+        self._layers = [
+            _Dense(layer, kernels, dtype) if isinstance(layer, DenseLayer) else _Norm(layer, kernels, device)
+            for layer in layers
+        ]
+
+    def __call__(self, pooled: Tensor) -> Tensor:
+        x = pooled.to(self._kernels.compute_dtype)
+        for layer in self._layers:
+            x = layer(x)
+        return x.float()
+
+    def placements(self) -> Iterator[Placement]:
+        """Every tensor that it needs."""
+        for layer in self._layers:
+            stores = layer.stores()
+            for name, shape in layer.described.shapes():
+                store, dummy = stores[name.rpartition(".")[2]]
+                yield Placement(name, shape, store, dummy)
+
+
+class _Dense:
+    def __init__(self, layer: DenseLayer, kernels: Kernels, dtype: torch.dtype) -> None:
+        self.described = layer
+        self._linear: Linear = kernels.linear(layer.in_features, layer.out_features, dtype, layer.bias)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        activation = self.described.activation
+        return self._linear(x) if activation is None else self._linear.activated(x, activation)
+
+    def stores(self) -> dict[str, tuple[Callable[[Tensor, int], None], float | None]]:
+        linear = self._linear
+        return {"weight": (into_rows(linear.load, 0), None), "bias": (into_rows(linear.load_bias, 0), 0.0)}
+
+
+class _Norm:
+    def __init__(self, layer: NormLayer, kernels: Kernels, device: torch.device) -> None:
+        self.described = layer
+        self._kernels = kernels
+        self._weight = torch.ones(layer.in_features, dtype=torch.float32, device=device)
+        self._bias = torch.zeros_like(self._weight) if layer.bias else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._kernels.layer_norm(x, self._weight, self._bias, self.described.eps)
+
+    def stores(self) -> dict[str, tuple[Callable[[Tensor, int], None], float | None]]:
+        bias = {} if self._bias is None else {"bias": (into_tensor(self._bias), 0.0)}
+        return {"weight": (into_tensor(self._weight), 1.0), **bias}
+
+
+class Pooler:
+    """One vector for each sequence: what each of `modes` makes of its hidden states, joined in that order."""
+
+    def __init__(self, modes: Sequence[str]) -> None:
+        self.modes = tuple(modes)
+
+    def picked(self, sequences: Sequences) -> Tensor | None:
+        """[B] int64: the tokens whose hidden states are all that is needed; None: those of all tokens are."""
+        if self.modes == ("cls",):
+            return sequences.starts[:-1].long()
+        return sequences.starts[1:].long() - 1 if self.modes == ("lasttoken",) else None
+
+    def __call__(self, hidden: Tensor, sequences: Sequences) -> Tensor:
+        """[T, hidden] -> [B, len(modes) * hidden] float32"""
+        return torch.cat([_POOL[mode](hidden, sequences) for mode in self.modes], dim=1)
+
+
+def _cls(hidden: Tensor, sequences: Sequences) -> Tensor:
+    return hidden[sequences.starts[:-1].long()].float()
+
+
+def _last(hidden: Tensor, sequences: Sequences) -> Tensor:
+    return hidden[sequences.starts[1:].long() - 1].float()
+
+
+def _max(hidden: Tensor, sequences: Sequences) -> Tensor:
+    return _reduced(hidden, sequences, "max")
+
+
+def _mean(hidden: Tensor, sequences: Sequences) -> Tensor:
+    return _reduced(hidden, sequences, "sum") / _lengths(sequences)
+
+
+def _mean_sqrt(hidden: Tensor, sequences: Sequences) -> Tensor:
+    return _reduced(hidden, sequences, "sum") / _lengths(sequences).sqrt()
+
+
+def _weighted_mean(hidden: Tensor, sequences: Sequences) -> Tensor:
+    """Token i of a text, from 1, counts i times."""
+    lengths = _lengths(sequences)
+    starts = sequences.starts[:-1].repeat_interleave(lengths[:, 0].int(), output_size=len(hidden))
+    places = torch.arange(1, len(hidden) + 1, device=hidden.device) - starts
+    return _reduced(hidden * places.unsqueeze(1), sequences, "sum") / (lengths * (lengths + 1) / 2)
+
+
+def _lengths(sequences: Sequences) -> Tensor:
+    """[B, 1] float32"""
+    return sequences.starts.diff().float().unsqueeze(1)
+
+
+def _reduced(hidden: Tensor, sequences: Sequences, how: str) -> Tensor:
+    """[T, n] -> [B, n] float32, over the tokens of each sequence."""
+    wide = hidden.float()
+    if hidden.is_cuda:
+        return torch.segment_reduce(wide, how, offsets=sequences.starts.long(), axis=0, unsafe=True)
+    # One by one, so that nothing depends on the neighbours; and a sum over rows is faster than that of segments.
+    parts = torch.split(wide, sequences.lengths)
+    return torch.stack([part.amax(0) if how == "max" else part.sum(0) for part in parts])
+
+
+_POOL: dict[str, Callable[[Tensor, Sequences], Tensor]] = {
+    "cls": _cls,
+    "max": _max,
+    "mean": _mean,
+    "mean_sqrt_len_tokens": _mean_sqrt,
+    "weightedmean": _weighted_mean,
+    "lasttoken": _last,
+}

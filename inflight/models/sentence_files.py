@@ -1,0 +1,213 @@
+"""What the files of sentence-transformers say about an embedder: how tokens are pooled, what comes after, prompts.
+
+    modules.json                        the modules, in order
+    1_Pooling/config.json               and the like: the configuration of each
+    sentence_bert_config.json           how long a text may be
+    config_sentence_transformers.json   prompts
+
+A module that is not known here is refused by its name: leaving it out would change every embedding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from inflight.errors import ModelError, shown
+from inflight.model_files import inside, read_list, read_object
+from inflight.models.fields import Fields
+from inflight.models.heads import POOLINGS, DenseLayer, HeadLayer, NormLayer
+
+MODULES = "modules.json"
+PROMPTS = "config_sentence_transformers.json"
+# One for each kind of transformer, in the first years; now always the first.
+LENGTHS = tuple(
+    f"sentence_{kind}_config.json"
+    for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
+TOKENIZER = "tokenizer_config.json"
+MAX_LENGTH = 1 << 24  # beyond it, tokenizers mean that there is no limit
+MAX_MODULES = 16
+MAX_PROMPTS, MAX_PROMPT_LENGTH = 1024, 1 << 16
+
+# As older files write them, in the order in which their vectors are joined.
+_FLAGS = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+# By the last part of their names.
+_ACTIVATIONS = {
+    "Identity": None,
+    "Tanh": "tanh",
+    "ReLU": "relu",
+    "GELU": "gelu",
+    "SiLU": "silu",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SentenceFiles:
+    """What comes after a transformer's hidden states, and what stands before its texts."""
+
+    pooling: tuple[
+        str, ...
+    ] = ()  # of POOLINGS, joined in this order; none where the transformer itself ends in scores
+    width: int = 0  # of the hidden states that are pooled
+    head: tuple[HeadLayer, ...] = ()
+    normalize: bool = False
+    max_length: int | None = None  # tokens of a text; None: they do not say
+    lowercase: bool = False
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    default_prompt: str | None = None
+    similarity: str = "cosine"  # of two embeddings
+    activation: str | None = None  # of a cross-encoder's logits, as a torch class
+    folders: tuple[str, ...] = ()  # of modules with weights of their own, each in a model.safetensors
+
+
+def read_sentence_files(folder: Path) -> SentenceFiles | None:
+    """None where there is no modules.json: the folder is not of sentence-transformers."""
+    listed = read_list(folder, MODULES)
+    if listed is None:
+        return None
+    modules = [_module(folder, item) for item in listed[: MAX_MODULES + 1]]
+    if not 1 <= len(modules) <= MAX_MODULES or modules[0][0] != "Transformer":
+        raise ModelError(
+            f"{folder / MODULES} lists {', '.join(kind for kind, _ in modules) or 'nothing'}: it must begin with a "
+            f"Transformer and have at most {MAX_MODULES} modules"
+        )
+    if modules[0][1]:
+        raise ModelError(
+            f"{folder / MODULES} has its Transformer in {modules[0][1]!r}: give that folder's checkpoint"
+        )
+    found: dict[str, Any] = {}
+    head: list[HeadLayer] = []
+    for index, (kind, path) in enumerate(modules[1:], 1):
+        if "normalize" in found and kind != "Dropout":
+            raise ModelError(
+                f"{folder / MODULES} has {kind} after Normalize: only a last Normalize is supported"
+            )
+        if (kind == "Pooling") != (index == 1):
+            raise ModelError(
+                f"{folder / MODULES} has {kind} in place {index}: Pooling must come first, and once"
+            )
+        if kind == "Pooling":
+            found["pooling"], found["width"] = _pooling(_config(folder, path))
+        elif kind == "Dense":
+            head.append(_dense(_config(folder, path), path))
+        elif kind == "LayerNorm":
+            head.append(NormLayer(f"{path}/norm", _config(folder, path).integer("dimension"), eps=1e-5))
+        elif kind == "Normalize":
+            found["normalize"] = True
+    folders = tuple(dict.fromkeys(layer.module.partition("/")[0] for layer in head))
+    return SentenceFiles(head=tuple(head), folders=folders, **found, **_lengths(folder), **_prompts(folder))
+
+
+_KNOWN = ("Transformer", "Pooling", "Dense", "LayerNorm", "Normalize", "Dropout")
+
+
+def _module(folder: Path, item: Any) -> tuple[str, str]:
+    """(kind, sub-folder) of an entry of modules.json."""
+    if not isinstance(item, Mapping):
+        raise ModelError(f"{folder / MODULES} has the entry {shown(item)}: it must be an object")
+    fields = Fields(item, f"an entry of {MODULES}")
+    name, path = fields.string("type"), fields.string("path", "")
+    kind = name.rpartition(".")[2]
+    if not name.startswith("sentence_transformers.") or kind not in _KNOWN:
+        raise ModelError(
+            f"{folder / MODULES} has the module {shown(name)}, which is not supported: known are {', '.join(_KNOWN)}"
+        )
+    if path in (".", "..") or "/" in path or "\\" in path or "\0" in path:
+        raise fields.error("path", "the name of a folder beside it")
+    inside(folder, path)
+    return kind, path
+
+
+def _config(folder: Path, path: str) -> Fields:
+    name = f"{path}/config.json"
+    values = read_object(folder, name)
+    if values is None:
+        raise ModelError(f"{folder / name} is missing, though {MODULES} names it")
+    return Fields(values, name)
+
+
+def _pooling(config: Fields) -> tuple[tuple[str, ...], int]:
+    """(modes, features of a token)"""
+    given = config.values.get("pooling_mode")
+    if given is not None:
+        modes = [given] if isinstance(given, str) else config.strings("pooling_mode")
+        if not modes or len(modes) > len(POOLINGS) or not set(modes) <= set(POOLINGS):
+            raise config.error("pooling_mode", f"some of {', '.join(POOLINGS)}")
+    else:
+        modes = [mode for flag, mode in _FLAGS.items() if config.boolean(flag, False)]
+        if not modes:
+            raise ModelError(f"{config.where} says no pooling mode: it must be some of {', '.join(POOLINGS)}")
+    if not config.boolean("include_prompt", True):
+        raise config.error("include_prompt", "true: pooling that leaves out the prompt is not supported")
+    size = "embedding_dimension" if "embedding_dimension" in config else "word_embedding_dimension"
+    return tuple(modes), config.integer(size)
+
+
+def _dense(config: Fields, path: str) -> DenseLayer:
+    for name in ("module_input_name", "module_output_name"):
+        if config.string(name, "sentence_embedding") != "sentence_embedding":
+            raise config.error(name, "'sentence_embedding'")
+    if config.boolean("use_residual", False):
+        raise config.error("use_residual", "false")
+    return DenseLayer(
+        f"{path}/linear",
+        config.integer("in_features"),
+        config.integer("out_features"),
+        config.boolean("bias", True),
+        _ACTIVATIONS[torch_class(config, "activation_function", tuple(_ACTIVATIONS))],
+    )
+
+
+def torch_class(config: Fields, name: str, allowed: tuple[str, ...]) -> str:
+    """The last part of the name of a class of torch.nn, which is never imported by that name."""
+    given = config.string(name)
+    kind = given.rpartition(".")[2]
+    if not given.startswith("torch.nn.") or kind not in allowed:
+        raise config.error(name, f"torch.nn's {', '.join(allowed)}")
+    return kind
+
+
+def declared_length(folder: Path | None) -> int | None:
+    """Tokens of a text, as the tokenizer's files say; None where they do not, or say a number without meaning."""
+    config = {} if folder is None else read_object(folder, TOKENIZER) or {}
+    length = config.get("model_max_length")
+    return length if isinstance(length, int) and 0 < length <= MAX_LENGTH else None
+
+
+def _lengths(folder: Path) -> dict[str, Any]:
+    for name in LENGTHS:
+        values = read_object(folder, name)
+        if values is not None:
+            fields = Fields(values, name)
+            length = fields.integer("max_seq_length") if "max_seq_length" in fields else None
+            return {"max_length": length, "lowercase": fields.boolean("do_lower_case", False)}
+    return {}
+
+
+def _prompts(folder: Path) -> dict[str, Any]:
+    fields = Fields(read_object(folder, PROMPTS) or {}, PROMPTS)
+    prompts = fields.part("prompts").values if "prompts" in fields else {}
+    short = all(isinstance(text, str) and len(text) <= MAX_PROMPT_LENGTH for text in prompts.values())
+    if not short or len(prompts) > MAX_PROMPTS:
+        raise fields.error(
+            "prompts", f"at most {MAX_PROMPTS} texts of at most {MAX_PROMPT_LENGTH} characters"
+        )
+    default = fields.string("default_prompt_name") if "default_prompt_name" in fields else None
+    if default is not None and default not in prompts:
+        raise fields.error("default_prompt_name", f"one of {', '.join(prompts) or 'no prompts'}")
+    return {
+        "prompts": dict(prompts),
+        "default_prompt": default,
+        "similarity": fields.string("similarity_fn_name", "cosine"),
+        "activation": fields.string("activation_fn") if "activation_fn" in fields else None,
+    }
