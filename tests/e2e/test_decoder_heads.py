@@ -1,0 +1,182 @@
+"""Decoders with a head against transformers, and against themselves: however they are scheduled, and beside whom."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from inflight import LLM, SamplingParams
+from inflight.layers.native_kernels import NativeKernels
+from tests.checkpoints import FAMILIES
+from tests.e2e.policies import GREEDY_CONTINUOUS
+from tests.pooled import (
+    PooledEngine,
+    random_texts,
+    transformers_labels,
+    transformers_next,
+    write_classifier,
+    write_reranker,
+)
+
+QUERY = "What is the capital of France?"
+DOCUMENTS = ["Paris is the capital of France.", "London is large.", "A fox jumps over the lazy dog."]
+# Tight memory and small steps: chunks, hits and preemptions.
+SCARCE: dict[str, Any] = {
+    "block_size": 4,
+    "num_blocks": 54,
+    "max_num_batched_tokens": 8,
+    "policy": GREEDY_CONTINUOUS,
+    "max_model_len": 200,
+}
+
+
+@pytest.fixture(scope="module")
+def reranker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_reranker(tmp_path_factory.mktemp("models") / "Qwen3-Reranker-Tiny")
+
+
+def pair_ids(engine: PooledEngine) -> list[list[int]]:
+    """As the front makes them: what stands in the body is only text."""
+    facts, tokenizer = engine.loaded.facts.pooling, engine.loaded.tokenizer
+    assert facts is not None
+    assert facts.template is not None
+    assert tokenizer is not None
+    template = facts.template
+    before, after = (tokenizer.encode(text, False) for text in (template.prefix, template.suffix))
+    bodies = [
+        template.body.format(instruction=template.instruction, query=QUERY, document=document)
+        for document in DOCUMENTS
+    ]
+    return [[*before, *tokenizer.encode(body, False, parse_special=False), *after] for body in bodies]
+
+
+def model_card_log_softmax(folder: Path) -> NDArray[np.float32]:
+    """[documents, 2]: no and yes, as Qwen3-Reranker's card computes them."""
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    prefix = (
+        "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+        'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+    )
+    suffix = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    instruction = "Given a web search query, retrieve relevant passages that answer the query"
+    ids = [
+        [
+            token_id
+            for part in (
+                prefix,
+                f"<Instruct>: {instruction}\n<Query>: {QUERY}\n<Document>: {document}",
+                suffix,
+            )
+            for token_id in tokenizer.encode(part, add_special_tokens=False)
+        ]
+        for document in DOCUMENTS
+    ]
+    answers = [tokenizer.convert_tokens_to_ids("no"), tokenizer.convert_tokens_to_ids("yes")]
+    return log_softmax(transformers_next(folder, ids)[:, answers])
+
+
+def log_softmax(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
+    return torch.from_numpy(vectors).log_softmax(-1).numpy()
+
+
+def test_a_reranker_says_what_its_model_card_computes(reranker: Path) -> None:
+    engine = PooledEngine.load(reranker)
+    facts = engine.loaded.facts
+    assert facts.generates
+    assert facts.pooling is not None
+    assert (facts.pooling.size, facts.pooling.labels, facts.pooling.scale) == (2, ("no", "yes"), "softmax")
+    expected = model_card_log_softmax(reranker)
+    assert np.abs(np.diff(expected[:, 1])).min() > 1e-3  # else documents in a wrong order would pass
+    assert log_softmax(engine.pool(pair_ids(engine))) == pytest.approx(expected, abs=1e-4)
+
+
+def test_generation_and_scoring_share_batches_and_memory(reranker: Path) -> None:
+    """Chunked, preempted, hit, beside requests that generate: the same as alone, to the bit, for both."""
+    texts = random_texts(200, 61, 90, 5, 90, 61, shared=3)
+    prompts = random_texts(30, 9, 17, shared=2)
+    alone = PooledEngine.load(reranker)
+    one_by_one = [alone.pool([text])[0] for text in texts]
+    with LLM(reranker, show_progress=False) as llm:
+        params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+        answers = [llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids for prompt in prompts]
+    for depth in (1, 2):
+        engine = PooledEngine.load(reranker, pipeline_depth=depth, **SCARCE)
+        for name, prompt in enumerate(prompts):
+            engine.add(f"generates {name}", prompt, max_tokens=60)
+        found = engine.pool(texts)
+        assert [engine.tokens[f"generates {name}"] for name in range(len(prompts))] == answers
+        if isinstance(engine.loaded.model.kernels, NativeKernels):
+            assert found.tolist() == np.array(one_by_one).tolist()
+        assert found == pytest.approx(np.array(one_by_one), abs=1e-4)
+        ended = [engine.ended[str(index)].record for index in range(len(texts))]
+        assert any(record and record.num_preemptions for record in ended)
+        together = [
+            {slot.request_id.startswith("generates") for slot in record.slots} for record in engine.records
+        ]
+        assert {True, False} in together
+
+
+def test_what_documents_share_is_computed_once(reranker: Path) -> None:
+    shared, block_size = 40, 8
+    texts = random_texts(47, 55, 48, 60, 41, shared=shared)
+    engine = PooledEngine.load(reranker, block_size=block_size, max_num_batched_tokens=16)
+    engine.pool(texts)
+    assert engine.num_computed == shared + sum(len(text) - shared for text in texts)
+    engine.pool(texts)  # once more: of each, only the last block is not found
+    again = sum(len(text) - (len(text) - 1) // block_size * block_size for text in texts)
+    assert engine.num_computed == shared + sum(len(text) - shared for text in texts) + again
+
+
+def test_a_vector_that_is_not_finite_fails_its_request_alone(reranker: Path) -> None:
+    engine = PooledEngine.load(reranker)
+    head = engine.loaded.decoder.pooling_head
+    assert head is not None
+
+    class Broken:
+        size = 2
+
+        def __call__(self, pooled: Tensor) -> Tensor:
+            assert len(pooled) == 2
+            vectors = head(pooled)
+            vectors[0, 1] = torch.nan
+            return vectors
+
+    engine.loaded.decoder.pooling_head = Broken()
+    engine.add("generates", [1, 2, 3], max_tokens=4)
+    for name, text in enumerate(random_texts(5, 6)):
+        engine.add(str(name), text)
+    engine.run()
+    assert engine.ended["0"].error_code == "logits_not_finite"
+    assert "0" not in engine.vectors
+    assert np.isfinite(engine.vector("1")).all()
+    assert len(engine.tokens["generates"]) == 4
+
+
+@pytest.mark.parametrize(("family", "num_labels"), [(family, 3) for family in FAMILIES] + [("qwen3", 1)])
+def test_labels_are_those_of_transformers(family: str, num_labels: int, tmp_path: Path) -> None:
+    folder = write_classifier(tmp_path, family, num_labels)
+    texts = random_texts(60, 1, 33, 90, 60, shared=1)
+    engine = PooledEngine.load(folder, skip_tokenizer_init=True, **SCARCE)
+    facts = engine.loaded.facts
+    assert not facts.generates
+    assert facts.pooling is not None
+    assert (facts.pooling.task, facts.pooling.size, facts.pooling.scores) == ("classify", num_labels, None)
+    assert facts.pooling.labels == tuple(f"LABEL_{index}" for index in range(num_labels))
+    assert facts.pooling.scale == ("softmax" if num_labels > 1 else "sigmoid")
+    assert engine.pool(texts) == pytest.approx(transformers_labels(folder, texts), abs=1e-4)
+
+
+def test_a_model_without_a_language_head_gives_no_tokens(tmp_path: Path) -> None:
+    """The front refuses such requests; one that came through would fail alone."""
+    engine = PooledEngine.load(write_classifier(tmp_path, "llama", 2), skip_tokenizer_init=True)
+    engine.add("generates", [1, 2, 3], max_tokens=4)
+    assert np.isfinite(engine.pool([[4, 5]])).all()
+    assert engine.ended["generates"].finish_reason == "error"
