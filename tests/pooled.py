@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
 
 from inflight.config import EngineConfig
 from inflight.events import Delta, StepRecord
@@ -103,7 +105,64 @@ def write_classifier(folder: Path, family: str, num_labels: int, **overrides: An
     return folder
 
 
+def write_embedder(folder: Path, dense: int = 0) -> Path:
+    """A Qwen3 as Qwen3-Embedding stores it: a causal model's config, and a base model's tensors. With `dense`, a layer
+    of so many features comes behind it."""
+    import transformers
+
+    model = transformers.AutoModel.from_config(FAMILIES["qwen3"]())
+    randomise(model)
+    model.save_pretrained(folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": ["Qwen3ForCausalLM"]}))
+    kinds = ["Transformer", "Pooling", *(["Dense"] if dense else []), "Normalize"]
+    modules = [
+        {
+            "idx": index,
+            "path": f"{index}_{kind}" if index else "",
+            "type": f"sentence_transformers.models.{kind}",
+        }
+        for index, kind in enumerate(kinds)
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    _write_module(folder / "1_Pooling", {"word_embedding_dimension": 64, "pooling_mode_lasttoken": True})
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 128}))
+    (folder / "config_sentence_transformers.json").write_text(json.dumps({"prompts": {"query": "Query: "}}))
+    if dense:
+        config = {
+            "in_features": 64,
+            "out_features": dense,
+            "activation_function": "torch.nn.modules.activation.Tanh",
+        }
+        _write_module(folder / "2_Dense", config | {"bias": True})
+        generator = torch.Generator().manual_seed(8)
+        weight, bias = torch.randn(dense, 64, generator=generator), torch.randn(dense, generator=generator)
+        save_file(
+            {"linear.weight": weight * 0.1, "linear.bias": bias}, folder / "2_Dense" / "model.safetensors"
+        )
+    return folder
+
+
+def _write_module(folder: Path, config: dict[str, Any]) -> None:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 # ---- what transformers says ----
+
+
+@torch.inference_mode()
+def transformers_embeddings(folder: Path, texts: Sequence[Sequence[int]]) -> NDArray[np.float32]:
+    """The last token of each text, through the dense layer where there is one; not normalised."""
+    import transformers
+
+    model = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+    last = torch.stack([model(torch.tensor([list(ids)])).last_hidden_state[0, -1] for ids in texts])
+    file = folder / "2_Dense" / "model.safetensors"
+    if file.exists():
+        layer = load_file(file)
+        last = torch.tanh(last @ layer["linear.weight"].T + layer["linear.bias"])
+    return last.numpy()
 
 
 @torch.inference_mode()

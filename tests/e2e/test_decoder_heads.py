@@ -13,14 +13,17 @@ from torch import Tensor
 
 from inflight import LLM, SamplingParams
 from inflight.layers.native_kernels import NativeKernels
+from inflight.models.heads import Head
 from tests.checkpoints import FAMILIES
 from tests.e2e.policies import GREEDY_CONTINUOUS
 from tests.pooled import (
     PooledEngine,
     random_texts,
+    transformers_embeddings,
     transformers_labels,
     transformers_next,
     write_classifier,
+    write_embedder,
     write_reranker,
 )
 
@@ -136,20 +139,20 @@ def test_what_documents_share_is_computed_once(reranker: Path) -> None:
 
 
 def test_a_vector_that_is_not_finite_fails_its_request_alone(reranker: Path) -> None:
-    engine = PooledEngine.load(reranker)
-    head = engine.loaded.decoder.pooling_head
-    assert head is not None
-
     class Broken:
-        size = 2
+        def __init__(self, head: Head) -> None:
+            self.size, self.head = head.size, head
 
         def __call__(self, pooled: Tensor) -> Tensor:
             assert len(pooled) == 2
-            vectors = head(pooled)
+            vectors = self.head(pooled)
             vectors[0, 1] = torch.nan
             return vectors
 
-    engine.loaded.decoder.pooling_head = Broken()
+    engine = PooledEngine.load(reranker)
+    decoder = engine.loaded.decoder
+    assert decoder.pooling_head is not None
+    decoder.pooling_head = Broken(decoder.pooling_head)
     engine.add("generates", [1, 2, 3], max_tokens=4)
     for name, text in enumerate(random_texts(5, 6)):
         engine.add(str(name), text)
@@ -172,6 +175,22 @@ def test_labels_are_those_of_transformers(family: str, num_labels: int, tmp_path
     assert facts.pooling.labels == tuple(f"LABEL_{index}" for index in range(num_labels))
     assert facts.pooling.scale == ("softmax" if num_labels > 1 else "sigmoid")
     assert engine.pool(texts) == pytest.approx(transformers_labels(folder, texts), abs=1e-4)
+
+
+@pytest.mark.parametrize("dense", [0, 24])
+def test_embeddings_are_the_last_tokens_of_transformers(dense: int, tmp_path: Path) -> None:
+    folder = write_embedder(tmp_path, dense)
+    texts = random_texts(60, 1, 33, 90, 60, shared=1)
+    engine = PooledEngine.load(folder, skip_tokenizer_init=True, **SCARCE | {"max_model_len": None})
+    facts = engine.loaded.facts
+    assert not facts.generates
+    assert facts.max_model_len == 128
+    assert facts.pooling is not None
+    assert (facts.pooling.task, facts.pooling.size, facts.pooling.normalize) == ("embed", dense or 64, True)
+    assert (facts.pooling.scores, facts.pooling.prompts) == ("cosine", {"query": "Query: "})
+    assert engine.pool(texts) == pytest.approx(transformers_embeddings(folder, texts), abs=1e-4)
+    again = PooledEngine.load(folder, skip_tokenizer_init=True, load_format="dummy")
+    assert np.isfinite(again.pool(texts[:1])).all()
 
 
 def test_a_model_without_a_language_head_gives_no_tokens(tmp_path: Path) -> None:
