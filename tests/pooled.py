@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from inflight.config import EngineConfig
 from inflight.events import Delta, StepRecord
 from inflight.loading import LoadedEngine, load_engine
+from inflight.models.decoder import Decoder
 from inflight.request import Request, SamplingParams
 from tests.checkpoints import FAMILIES, make_model, randomise, write_tokenizer
 
@@ -73,6 +74,11 @@ class PooledEngine:
         assert self.ended[name].finish_reason == "stop", self.ended[name].error
         assert self.tokens[name] == []
         return np.frombuffer(self.vectors[name], dtype=np.float32)
+
+    @property
+    def decoder(self) -> Decoder:
+        assert isinstance(self.loaded.model, Decoder)
+        return self.loaded.model
 
     @property
     def num_computed(self) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from inflight.attention.backend import AttentionInputs
-from inflight.execution.results import PooledRows, StepVectors, ScoredRows, Ticket
+from inflight.execution.results import PooledRows, ScoredRows, StepVectors, Ticket
 from inflight.execution.sampling import SampledTensors, Sampler, cpu_sampler, prompt_logprobs
 from inflight.models.decoder import Decoder
 from inflight.scheduling import Batch, Sampled

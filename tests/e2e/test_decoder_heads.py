@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inflight import LLM, SamplingParams
+from inflight.errors import RequestError
 from inflight.layers.native_kernels import NativeKernels
 from inflight.models.heads import Head
 from tests.checkpoints import FAMILIES
@@ -44,23 +45,8 @@ def reranker(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_reranker(tmp_path_factory.mktemp("models") / "Qwen3-Reranker-Tiny")
 
 
-def pair_ids(engine: PooledEngine) -> list[list[int]]:
-    """As the front makes them: what stands in the body is only text."""
-    facts, tokenizer = engine.loaded.facts.pooling, engine.loaded.tokenizer
-    assert facts is not None
-    assert facts.template is not None
-    assert tokenizer is not None
-    template = facts.template
-    before, after = (tokenizer.encode(text, False) for text in (template.prefix, template.suffix))
-    bodies = [
-        template.body.format(instruction=template.instruction, query=QUERY, document=document)
-        for document in DOCUMENTS
-    ]
-    return [[*before, *tokenizer.encode(body, False, parse_special=False), *after] for body in bodies]
-
-
-def model_card_log_softmax(folder: Path) -> NDArray[np.float32]:
-    """[documents, 2]: no and yes, as Qwen3-Reranker's card computes them."""
+def model_card_scores(folder: Path) -> NDArray[np.float32]:
+    """The probability of yes for each document, as Qwen3-Reranker's card computes it."""
     import transformers
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -70,35 +56,26 @@ def model_card_log_softmax(folder: Path) -> NDArray[np.float32]:
     )
     suffix = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
     instruction = "Given a web search query, retrieve relevant passages that answer the query"
-    ids = [
-        [
-            token_id
-            for part in (
-                prefix,
-                f"<Instruct>: {instruction}\n<Query>: {QUERY}\n<Document>: {document}",
-                suffix,
-            )
-            for token_id in tokenizer.encode(part, add_special_tokens=False)
-        ]
-        for document in DOCUMENTS
+    bodies = [
+        f"<Instruct>: {instruction}\n<Query>: {QUERY}\n<Document>: {document}" for document in DOCUMENTS
     ]
-    answers = [tokenizer.convert_tokens_to_ids("no"), tokenizer.convert_tokens_to_ids("yes")]
-    return log_softmax(transformers_next(folder, ids)[:, answers])
+    before, after, *bodies = (
+        tokenizer.encode(text, add_special_tokens=False) for text in (prefix, suffix, *bodies)
+    )
+    logits = transformers_next(folder, [before + body + after for body in bodies])
+    both = torch.from_numpy(logits[:, [tokenizer.convert_tokens_to_ids(word) for word in ("no", "yes")]])
+    scores: NDArray[np.float32] = both.log_softmax(-1)[:, 1].exp().numpy()
+    return scores
 
 
-def log_softmax(vectors: NDArray[np.float32]) -> NDArray[np.float32]:
-    return torch.from_numpy(vectors).log_softmax(-1).numpy()
-
-
-def test_a_reranker_says_what_its_model_card_computes(reranker: Path) -> None:
-    engine = PooledEngine.load(reranker)
-    facts = engine.loaded.facts
-    assert facts.generates
-    assert facts.pooling is not None
-    assert (facts.pooling.size, facts.pooling.labels, facts.pooling.scale) == (2, ("no", "yes"), "softmax")
-    expected = model_card_log_softmax(reranker)
-    assert np.abs(np.diff(expected[:, 1])).min() > 1e-3  # else documents in a wrong order would pass
-    assert log_softmax(engine.pool(pair_ids(engine))) == pytest.approx(expected, abs=1e-4)
+def test_a_reranker_scores_as_its_model_card_does(reranker: Path) -> None:
+    expected = model_card_scores(reranker)
+    assert np.abs(np.diff(expected)).min() > 1e-3  # else documents in a wrong order would pass
+    with LLM(reranker, show_progress=False, max_num_batched_tokens=64) as llm:
+        found = llm.score(QUERY, DOCUMENTS, use_tqdm=False)
+        best = llm.rerank(QUERY, DOCUMENTS, top_n=1, use_tqdm=False)
+    assert [output.outputs.score for output in found] == pytest.approx(expected, abs=1e-5)
+    assert [result.index for result in best] == [int(expected.argmax())]
 
 
 def test_generation_and_scoring_share_batches_and_memory(reranker: Path) -> None:
@@ -116,7 +93,7 @@ def test_generation_and_scoring_share_batches_and_memory(reranker: Path) -> None
             engine.add(f"generates {name}", prompt, max_tokens=60)
         found = engine.pool(texts)
         assert [engine.tokens[f"generates {name}"] for name in range(len(prompts))] == answers
-        if isinstance(engine.loaded.model.kernels, NativeKernels):
+        if isinstance(engine.decoder.kernels, NativeKernels):
             assert found.tolist() == np.array(one_by_one).tolist()
         assert found == pytest.approx(np.array(one_by_one), abs=1e-4)
         ended = [engine.ended[str(index)].record for index in range(len(texts))]
@@ -150,7 +127,7 @@ def test_a_vector_that_is_not_finite_fails_its_request_alone(reranker: Path) -> 
             return vectors
 
     engine = PooledEngine.load(reranker)
-    decoder = engine.loaded.decoder
+    decoder = engine.decoder
     assert decoder.pooling_head is not None
     decoder.pooling_head = Broken(decoder.pooling_head)
     engine.add("generates", [1, 2, 3], max_tokens=4)
@@ -194,8 +171,14 @@ def test_embeddings_are_the_last_tokens_of_transformers(dense: int, tmp_path: Pa
 
 
 def test_a_model_without_a_language_head_gives_no_tokens(tmp_path: Path) -> None:
-    """The front refuses such requests; one that came through would fail alone."""
-    engine = PooledEngine.load(write_classifier(tmp_path, "llama", 2), skip_tokenizer_init=True)
+    """The front refuses such requests; one that came through fails alone."""
+    folder = write_classifier(tmp_path, "llama", 2)
+    with (
+        LLM(folder, skip_tokenizer_init=True, show_progress=False) as llm,
+        pytest.raises(RequestError, match="cannot generate: it can classify"),
+    ):
+        llm.generate([[1, 2, 3]], use_tqdm=False)
+    engine = PooledEngine.load(folder, skip_tokenizer_init=True)
     engine.add("generates", [1, 2, 3], max_tokens=4)
     assert np.isfinite(engine.pool([[4, 5]])).all()
     assert engine.ended["generates"].finish_reason == "error"

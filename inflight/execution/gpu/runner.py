@@ -22,8 +22,8 @@ from inflight.execution.gpu.shapes import Buckets, StepShape
 from inflight.execution.results import (
     PROMPT_LOGITS_AT_ONCE,
     PooledRows,
-    StepVectors,
     ScoredRows,
+    StepVectors,
     failure,
 )
 from inflight.execution.sampling.triton import DrawRows, SamplingWorkspace, draw, read_logprobs, score_all
