@@ -159,7 +159,7 @@ def _load_encoder(
     declared = (None if files is None else files.max_length, declared_length(folder))
     max_model_len = resolve_text_length(spec.max_position, declared, model.max_model_len)
     dtype = resolve_dtype(model.dtype, checkpoint.config)
-    kernels = place.encoder_kernels(dtype)
+    kernels = place.encoder_kernels(spec, dtype)
     encoder = load_encoder(
         checkpoint,
         spec,

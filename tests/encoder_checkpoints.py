@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inflight.config import EngineConfig
+from inflight.events import Delta
 from inflight.loading import LoadedEngine, load_engine
+from inflight.request import Request, SamplingParams
 from tests.checkpoints import VOCAB_SIZE, randomise
-from tests.helpers import make_request
 
 HIDDEN, LONGEST = 64, 96
 
@@ -93,17 +94,27 @@ def vectors(
     engine: LoadedEngine, prompts: Sequence[Sequence[int]], seconds: Sequence[int] = ()
 ) -> list[NDArray[np.float32]]:
     """What the engine returns for each, all in it at once. `seconds`: where the second texts of pairs begin."""
+    deltas = run(engine, prompts, seconds)
+    assert not [delta.error for delta in deltas if delta.error]
+    return [np.frombuffer(delta.vector or b"", dtype=np.float32) for delta in deltas]
+
+
+def run(engine: LoadedEngine, prompts: Sequence[Sequence[int]], seconds: Sequence[int] = ()) -> list[Delta]:
     core, found = engine.core, {}
     for index, prompt in enumerate(prompts):
-        second = seconds[index] if seconds else 0
         core.add(
-            make_request(list(prompt), 0, str(index), kind="pool", splittable=False, second_segment=second)
+            Request(
+                str(index),
+                list(prompt),
+                SamplingParams(),
+                max_tokens=0,
+                kind="pool",
+                splittable=False,
+                second_segment=seconds[index] if seconds else 0,
+            )
         )
     while core.has_work:
-        for delta in core.step():
-            assert delta.error is None, delta.error
-            assert delta.vector is not None
-            found[int(delta.request_id)] = np.frombuffer(delta.vector, dtype=np.float32)
+        found |= {int(delta.request_id): delta for delta in core.step()}
     return [found[index] for index in range(len(prompts))]
 
 

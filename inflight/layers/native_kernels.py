@@ -1,4 +1,4 @@
-"""The decoder's arithmetic on the compiled CPU library.
+"""The arithmetic of models on the compiled CPU library.
 
 Activations are float32. A token's result is the same bits whatever else is in the batch.
 """
@@ -9,11 +9,18 @@ import torch
 from torch import Tensor
 
 from inflight.errors import ConfigError
-from inflight.layers import torch_ops
 from inflight.layers.composed import ComposedLinear
-from inflight.layers.kernels import Kernels, Linear, Reduce, check_bias, check_gate, check_weight
+from inflight.layers.kernels import (
+    Kernels,
+    Linear,
+    Reduce,
+    check_activation,
+    check_bias,
+    check_gate,
+    check_weight,
+)
 from inflight.layers.torch_kernels import TorchKernels
-from inflight.native.library import Library, native_library
+from inflight.native.library import ACTIVATION_NUMBERS, Library, native_library
 
 LOAD_ROWS = 4096  # rows converted at a time, so that a large weight is never held twice
 
@@ -83,6 +90,13 @@ class NativeLinear(ComposedLinear):
         return out
 
     def __call__(self, x: Tensor) -> Tensor:
+        return self._product(x, 0)
+
+    def activated(self, x: Tensor, activation: str) -> Tensor:
+        check_activation(activation)
+        return self._product(x, ACTIVATION_NUMBERS[activation])
+
+    def _product(self, x: Tensor, activation: int) -> Tensor:
         x = _dense(x)
         num_tokens, features = x.shape
         if features != self.in_features:
@@ -97,6 +111,7 @@ class NativeLinear(ComposedLinear):
                 num_tokens,
                 features,
                 self.out_features,
+                activation,
                 self._library.threads,
             )
         return out
@@ -109,7 +124,11 @@ class NativeKernels:
 
     def __init__(self, library: Library) -> None:
         self._library = library
-        self._gates = {"silu": library.gate_silu, "gelu_tanh": library.gate_gelu_tanh}
+        self._gates = {
+            "silu": library.gate_silu,
+            "gelu_tanh": library.gate_gelu_tanh,
+            "gelu": library.gate_gelu,
+        }
 
     def linear(
         self,
@@ -144,9 +163,7 @@ class NativeKernels:
 
     def add(self, residual: Tensor, x: Tensor) -> Tensor:
         """In place."""
-        if x.shape != residual.shape:
-            raise ConfigError(f"x is {list(x.shape)} and residual {list(residual.shape)}: they must be alike")
-        x, residual = _dense(x), _dense(residual)
+        residual, x = _alike(residual, x)
         self._library.add(residual.data_ptr(), x.data_ptr(), x.numel(), self._library.threads)
         return residual
 
@@ -178,8 +195,6 @@ class NativeKernels:
 
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
         check_gate(activation)
-        if activation not in self._gates:
-            return torch_ops.gate(gate_up, activation)
         gate_up = _dense(gate_up)
         num_tokens, width = gate_up.shape
         out = torch.empty(num_tokens, width // 2)
@@ -189,12 +204,40 @@ class NativeKernels:
         return out
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        return torch_ops.layer_norm(x, weight, bias, eps)
+        x = _dense(x)
+        num_tokens, num_features = x.shape
+        weight, bias = _weight(weight, num_features), _bias(bias, num_features)
+        out = torch.empty(x.shape)
+        self._library.layer_norm(
+            x.data_ptr(),
+            weight.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            num_tokens,
+            num_features,
+            eps,
+            self._library.threads,
+        )
+        return out
 
     def add_layer_norm(
         self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float
     ) -> Tensor:
-        return torch_ops.add_layer_norm(residual, x, weight, bias, eps)
+        """In place."""
+        residual, x = _alike(residual, x)
+        num_tokens, num_features = x.shape
+        weight, bias = _weight(weight, num_features), _bias(bias, num_features)
+        self._library.add_layer_norm(
+            residual.data_ptr(),
+            x.data_ptr(),
+            weight.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            num_tokens,
+            num_features,
+            eps,
+            self._library.threads,
+        )
+        return residual
 
 
 def cpu_kernels() -> NativeKernels | TorchKernels:
@@ -212,6 +255,19 @@ def _weight(weight: Tensor, num_features: int) -> Tensor:
     if weight.shape != (num_features,):
         raise ConfigError(f"a norm's weight is {list(weight.shape)}: it must be [{num_features}]")
     return _dense(weight)
+
+
+def _bias(bias: Tensor | None, num_features: int) -> Tensor | None:
+    if bias is not None and bias.shape != (num_features,):
+        raise ConfigError(f"a norm's bias is {list(bias.shape)}: it must be [{num_features}]")
+    return None if bias is None else _dense(bias)
+
+
+def _alike(residual: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Both as the library reads them."""
+    if x.shape != residual.shape:
+        raise ConfigError(f"x is {list(x.shape)} and residual {list(residual.shape)}: they must be alike")
+    return _dense(residual), _dense(x)
 
 
 def _rows(x: Tensor) -> Tensor:

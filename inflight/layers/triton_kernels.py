@@ -8,14 +8,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inflight.layers import torch_ops
-from inflight.layers.kernels import Linear, Reduce, Residual, check_bias, check_gate, check_weight
-from inflight.layers.triton.elementwise import GATES, add_normed, embed, gate, rms_norm
+from inflight.layers.kernels import (
+    Linear,
+    Reduce,
+    Residual,
+    check_activation,
+    check_bias,
+    check_gate,
+    check_weight,
+)
+from inflight.layers.triton.activated_linear import activated_linear
+from inflight.layers.triton.elementwise import activate_in_place, add_normed, embed, gate, rms_norm
+from inflight.layers.triton.layer_norm import add_layer_norm, layer_norm
 from inflight.layers.triton.medium_linear import medium_linear
 from inflight.layers.triton.multiply import SplitKWorkspace
 from inflight.layers.triton.next_norm import NextNorm
 from inflight.layers.triton.small_linear import small_linear
-from inflight.layers.triton.tuning import MAX_TOKENS, pays_medium, pays_small
+from inflight.layers.triton.tuning import MAX_TOKENS, can_describe, pays_activated, pays_medium, pays_small
 from inflight.triton_utils.pdl import supports_pdl
 
 
@@ -55,17 +64,15 @@ class TritonKernels:
 
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
         check_gate(activation)
-        if activation not in GATES:
-            return torch_ops.gate(gate_up, activation)
         return gate(gate_up, activation, self.pdl)
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        return torch_ops.layer_norm(x, weight, bias, eps)
+        return layer_norm(x, weight, bias, eps, self.pdl)
 
     def add_layer_norm(
         self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float
     ) -> Tensor:
-        return torch_ops.add_layer_norm(residual, x, weight, bias, eps)
+        return add_layer_norm(residual, x, weight, bias, eps, self.pdl)
 
     def add(self, residual: Tensor, x: Tensor) -> Tensor:
         """In place."""
@@ -116,7 +123,11 @@ class TritonLinear:
         return self.normed(Residual(x, None), 0.0)
 
     def activated(self, x: Tensor, activation: str) -> Tensor:
-        return torch_ops.activate(self(x), activation)
+        check_activation(activation)
+        pdl = self._kernels.pdl
+        if pays_activated(len(x), self.out_features, x.element_size()) and can_describe(x, self.weight):
+            return activated_linear(x, self.weight, self.bias, activation, pdl)
+        return activate_in_place(self(x), activation, pdl)
 
     def normed(self, residual: Residual, eps: float) -> Tensor:
         if self._is_fused(residual.x):
@@ -125,7 +136,7 @@ class TritonLinear:
 
     def gated(self, residual: Residual, eps: float, activation: str) -> Tensor:
         check_gate(activation)
-        if activation in GATES and self._is_fused(residual.x, gated=True):
+        if self._is_fused(residual.x, gated=True):
             return self._fused(residual, eps, activation=activation)
         return self._kernels.gate(self.normed(residual, eps), activation)
 

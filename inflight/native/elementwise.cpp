@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "activations.h"
 #include "team.h"
-#include "vectors.h"
 
 namespace inflight {
 namespace {
@@ -40,28 +40,55 @@ void scale_row(const float* x, const float* weight, float* out, int64_t n, float
     for (; i < n; ++i) out[i] = x[i] * factor * weight[i];
 }
 
-inline Vec silu(Vec x) { return x / (1.0f + exp(-x)); }
+// Mean of a row, then the mean square around it: a row is small, and a second look at it more exact than a formula.
+struct Moments {
+    float mean, inverse_deviation;
+};
 
-inline Vec gelu_tanh(Vec x) {
-    // 0.5 * (1 + tanh(u)) is 1 / (1 + exp(-2u)).
-    Vec u = (x * x * x * 0.044715f + x) * 0.7978845608f;
-    return x / (1.0f + exp(-2.0f * u));
+Moments measure(const float* x, int64_t n, float eps) {
+    Vec sums{};
+    int64_t i = 0;
+    for (; i + kWidth <= n; i += kWidth) sums += load<Vec>(x + i);
+    float total = sum(sums);
+    for (; i < n; ++i) total += x[i];
+    const float mean = total / static_cast<float>(n);
+    Vec squares{};
+    for (i = 0; i + kWidth <= n; i += kWidth) {
+        const Vec centred = load<Vec>(x + i) - mean;
+        squares += centred * centred;
+    }
+    float square = sum(squares);
+    for (; i < n; ++i) square += (x[i] - mean) * (x[i] - mean);
+    return {mean, 1.0f / std::sqrt(square / static_cast<float>(n) + eps)};
 }
 
-template <Vec (*Activation)(Vec)>
+void standardize(const float* x, Moments moments, const float* weight, const float* bias, float* out, int64_t n) {
+    const float factor = moments.inverse_deviation, mean = moments.mean;
+    int64_t i = 0;
+    for (; i + kWidth <= n; i += kWidth) {
+        const Vec scaled = (load<Vec>(x + i) - mean) * factor * load<Vec>(weight + i);
+        store(out + i, bias ? scaled + load<Vec>(bias + i) : scaled);
+    }
+    for (; i < n; ++i) {
+        const float scaled = (x[i] - mean) * factor * weight[i];
+        out[i] = bias ? scaled + bias[i] : scaled;
+    }
+}
+
+template <Vec (*Function)(Vec)>
 void gate_row(const float* gate, const float* up, float* out, int64_t n) {
     int64_t i = 0;
     for (; i + kWidth <= n; i += kWidth)
-        store(out + i, Activation(load<Vec>(gate + i)) * load<Vec>(up + i));
+        store(out + i, Function(load<Vec>(gate + i)) * load<Vec>(up + i));
     if (i == n) return;
     float g[kWidth] = {}, u[kWidth] = {}, both[kWidth];
     std::memcpy(g, gate + i, (n - i) * sizeof(float));
     std::memcpy(u, up + i, (n - i) * sizeof(float));
-    store(both, Activation(load<Vec>(g)) * load<Vec>(u));
+    store(both, Function(load<Vec>(g)) * load<Vec>(u));
     std::memcpy(out + i, both, (n - i) * sizeof(float));
 }
 
-template <Vec (*Activation)(Vec)>
+template <Vec (*Function)(Vec)>
 void gate(const float* gate_up, float* out, int64_t tokens, int64_t n, int threads) {
     constexpr int64_t piece = 1024;  // so that one wide token is shared out too
     const int64_t pieces = (n + piece - 1) / piece;
@@ -69,7 +96,7 @@ void gate(const float* gate_up, float* out, int64_t tokens, int64_t n, int threa
     parallel_for(threads, tokens * pieces, even_chunk(threads, tokens * pieces), [&](int64_t unit) {
         const int64_t token = unit / pieces, first = unit % pieces * piece;
         const float* row = gate_up + token * 2 * n + first;
-        gate_row<Activation>(row, row + n, out + token * n + first, std::min(piece, n - first));
+        gate_row<Function>(row, row + n, out + token * n + first, std::min(piece, n - first));
     });
 }
 
@@ -105,6 +132,25 @@ void inflight_rms_norm(float* x, int64_t outer, int64_t inner, int64_t outer_str
     });
 }
 
+void inflight_layer_norm(const float* x, const float* weight, const float* bias, float* out, int64_t rows, int64_t n,
+                         float eps, int threads) {
+    if (rows * n <= kParallelFloats) threads = 1;
+    parallel_for(threads, rows, even_chunk(threads, rows), [&](int64_t row) {
+        standardize(x + row * n, measure(x + row * n, n, eps), weight, bias, out + row * n, n);
+    });
+}
+
+// residual = layer_norm(residual + x)
+void inflight_add_layer_norm(float* residual, const float* x, const float* weight, const float* bias, int64_t rows,
+                             int64_t n, float eps, int threads) {
+    if (rows * n <= kParallelFloats) threads = 1;
+    parallel_for(threads, rows, even_chunk(threads, rows), [&](int64_t row) {
+        float* to = residual + row * n;
+        for (int64_t i = 0; i < n; ++i) to[i] += x[row * n + i];
+        standardize(to, measure(to, n, eps), weight, bias, to, n);
+    });
+}
+
 // residual += x
 void inflight_add(float* residual, const float* x, int64_t n, int threads) {
     constexpr int64_t piece = 4096;
@@ -133,5 +179,9 @@ void inflight_gate_silu(const float* gate_up, float* out, int64_t tokens, int64_
 
 void inflight_gate_gelu_tanh(const float* gate_up, float* out, int64_t tokens, int64_t n, int threads) {
     gate<gelu_tanh>(gate_up, out, tokens, n, threads);
+}
+
+void inflight_gate_gelu(const float* gate_up, float* out, int64_t tokens, int64_t n, int threads) {
+    gate<gelu>(gate_up, out, tokens, n, threads);
 }
 }

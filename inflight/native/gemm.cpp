@@ -1,120 +1,99 @@
-// y = x @ W.T + bias over weights packed in panels [N / kPanel][K][kPanel].
+// y = activation(x @ W.T + bias) over weights packed in panels [N / kPanel][K][kPanel].
 //
 // An output element is one chain of multiply-adds over k = 0, 1, ... K-1, whatever the number of rows,
 // of threads, or the place of the row in its tile: a row's result is the same bits in every batch.
 
 #include <algorithm>
 
+#include "activations.h"
 #include "team.h"
-#include "vectors.h"
-
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
+#include "tile.h"
 
 namespace inflight {
 namespace {
 
-constexpr int kPanel = 2 * kWidth;      // output features of one panel
 constexpr int64_t kDepth = 1024;        // k steps of one block: a block of a panel stays in the L2 cache
-constexpr int kUnroll = 8;              // k steps between two groups of prefetches
 constexpr int64_t kPackStep = 256;      // k steps of one unit of packing work
 constexpr int64_t kChunkBytes = 256 << 10;  // weights that a thread takes at a time
+constexpr int64_t kBlockRows = 192;     // more rows than these are worked on in blocks that stay in the L2 cache,
+constexpr int64_t kBlockDepth = 512;    // this many k steps at a time
+constexpr int64_t kGroupPanels = 8;     // at least, of those that pass over one block
 constexpr int64_t kParallelWork = 128 << 10;  // multiply-adds below which one thread is done before two have met
 constexpr int64_t kParallelPacking = 64 << 10;  // floats below which one thread copies them
-constexpr int kLine = 64;               // bytes of a cache line
 
-// A bfloat16 panel row interleaves features i and i + kWidth, so that each 32-bit lane holds both.
-inline void load_row(const float* row, Vec& low, Vec& high) {
-    low = load<Vec>(row);
-    high = load<Vec>(row + kWidth);
-}
-
-inline void load_row(const uint16_t* row, Vec& low, Vec& high) {
-    WordVec pair = load<WordVec>(row);
-    low = bits<Vec>(pair << 16);
-    high = bits<Vec>(pair & 0xffff0000u);
-}
-
+// A product as all threads see it.
 template <class Stored>
-inline int64_t place(int64_t lane) {
-    return sizeof(Stored) == 4 ? lane : lane < kWidth ? 2 * lane : 2 * (lane - kWidth) + 1;
-}
+struct Product {
+    const float* x;        // [M][K]
+    const Stored* weight;  // [panels][K][kPanel]
+    const float* bias;     // [N] or null
+    float* y;              // [M][N]
+    int64_t m, k, n;
+    Activation activation;
 
-inline float widen(float x) { return x; }
-inline float widen(uint16_t x) { return bits<float>(static_cast<uint32_t>(x) << 16); }
-
-// One panel's share of a product, as a thread sees it.
-template <class Stored>
-struct Panel {
-    const float* x;       // tiles of [K][rows of the tile]
-    const Stored* weight; // [K][kPanel]
-    const float* bias;    // [valid] or null
-    float* y;             // [M][stride], the panel's first column
-    int64_t k, stride, valid;
+    int64_t panels() const { return (n + kPanel - 1) / kPanel; }
+    const Stored* panel(int64_t p, int64_t begin) const { return weight + (p * k + begin) * kPanel; }
 };
 
-inline void load_valid(const float* from, int64_t valid, Vec& low, Vec& high) {
-    if (valid == kPanel) return load_row(from, low, high);
-    float lanes[kPanel] = {};
-    std::memcpy(lanes, from, valid * sizeof(float));
-    low = load<Vec>(lanes);
-    high = load<Vec>(lanes + kWidth);
+// Part of a product: some rows of one panel, k in [begin, end). The caller says where its packed x is.
+struct Part {
+    int64_t panel, first, begin, end;
+};
+
+template <Vec (*Function)(Vec)>
+void activate_each(Vec* x, int count) {
+    for (int i = 0; i < count; ++i) x[i] = Function(x[i]);
 }
 
-inline void store_valid(float* to, int64_t valid, Vec low, Vec high) {
-    float lanes[kPanel];
-    float* target = valid == kPanel ? to : lanes;
-    store(target, low);
-    store(target + kWidth, high);
-    if (target == lanes) std::memcpy(to, lanes, valid * sizeof(float));
+// One function for every number of rows, so that all of them round alike.
+__attribute__((noinline)) void activate(Activation activation, Vec* x, int count) {
+    switch (activation) {
+        case Activation::none: return;
+        case Activation::gelu: return activate_each<gelu>(x, count);
+        case Activation::gelu_tanh: return activate_each<gelu_tanh>(x, count);
+        case Activation::relu: return activate_each<relu>(x, count);
+        case Activation::silu: return activate_each<silu>(x, count);
+        case Activation::tanh: return activate_each<tanh>(x, count);
+    }
 }
 
-// Rows [first, first + Rows) of a panel, k in [begin, end). `ahead` is memory that a later block reads:
-// `lines` cache lines of it are fetched every kUnroll steps.
 template <int Rows, class Stored>
-void multiply_tile(const Panel<Stored>& panel, int64_t first, int64_t begin, int64_t end, const char* ahead,
-                   int64_t lines) {
-    const float* a = panel.x + first * panel.k + begin * Rows;
-    const Stored* b = panel.weight + begin * kPanel;
-    float* y = panel.y + first * panel.stride;
+void multiply_tile(const Product<Stored>& product, const Part& part, const float* packed, Ahead ahead) {
+    const int64_t column = part.panel * kPanel, stride = product.n;
+    const int64_t valid = std::min<int64_t>(kPanel, product.n - column);
+    float* y = product.y + part.first * stride + column;
     Vec low[Rows], high[Rows];
     for (int r = 0; r < Rows; ++r) {
         low[r] = high[r] = Vec{};
-        if (begin > 0) load_valid(y + r * panel.stride, panel.valid, low[r], high[r]);
+        if (part.begin > 0) load_valid(y + r * stride, valid, low[r], high[r]);
     }
-    auto step = [&]() {
-        Vec w0, w1;
-        load_row(b, w0, w1);
-#pragma GCC unroll 16
-        for (int r = 0; r < Rows; ++r) {
-            low[r] += w0 * a[r];
-            high[r] += w1 * a[r];
+    accumulate<Rows>(PackedRows<Rows>{packed}, product.panel(part.panel, part.begin), part.end - part.begin, ahead,
+                     low, high);
+    if (part.end == product.k) {
+        if (product.bias) {
+            Vec b0, b1;
+            load_valid(product.bias + column, valid, b0, b1);
+            for (int r = 0; r < Rows; ++r) {
+                low[r] += b0;
+                high[r] += b1;
+            }
         }
-        a += Rows;
-        b += kPanel;
-    };
-    int64_t i = begin;
-    for (; i + kUnroll <= end; i += kUnroll) {
-        for (int64_t line = 0; line < lines; ++line) __builtin_prefetch(ahead + line * kLine, 0, 2);
-        ahead += lines * kLine;
-#pragma GCC unroll 8
-        for (int u = 0; u < kUnroll; ++u) step();
-    }
-    for (; i < end; ++i) step();
-    if (end == panel.k && panel.bias) {
-        Vec b0, b1;
-        load_valid(panel.bias, panel.valid, b0, b1);
-        for (int r = 0; r < Rows; ++r) {
-            low[r] += b0;
-            high[r] += b1;
+        if (product.activation != Activation::none) {
+            Vec all[2 * Rows];
+            for (int r = 0; r < Rows; ++r) {
+                all[r] = low[r];
+                all[Rows + r] = high[r];
+            }
+            activate(product.activation, all, 2 * Rows);
+            for (int r = 0; r < Rows; ++r) store_valid(y + r * stride, valid, all[r], all[Rows + r]);
+            return;
         }
     }
-    for (int r = 0; r < Rows; ++r) store_valid(y + r * panel.stride, panel.valid, low[r], high[r]);
+    for (int r = 0; r < Rows; ++r) store_valid(y + r * stride, valid, low[r], high[r]);
 }
 
 template <class Stored>
-using TileFunction = void (*)(const Panel<Stored>&, int64_t, int64_t, int64_t, const char*, int64_t);
+using TileFunction = void (*)(const Product<Stored>&, const Part&, const float*, Ahead);
 
 template <int Rows, class Stored>
 TileFunction<Stored> tile_function(int64_t rows) {
@@ -136,89 +115,97 @@ struct Tiling {
     int64_t size(int64_t tile) const { return rows + (tile < larger); }
 };
 
+// Tiles [first_tile, last_tile) of one panel, k in [begin, end). Packed x begins with the first tile, whose rows are
+// `depth` floats long there, `begin` being number `skip` of them. The tiles share the work of fetching what is `next`.
 template <class Stored>
-void multiply_panel(const Panel<Stored>& panel, const Tiling& tiling) {
+void multiply_panel(const Product<Stored>& product, const Tiling& tiling, int64_t first_tile, int64_t last_tile,
+                    int64_t panel, int64_t begin, int64_t end, const float* packed, int64_t depth, int64_t skip,
+                    const Stored* next) {
     const auto small = tile_function<kGemmRows, Stored>(tiling.rows);
     const auto large = tile_function<kGemmRows, Stored>(tiling.rows + 1);
+    const int64_t tiles = last_tile - first_tile, first_row = tiling.first(first_tile);
     const int64_t lines_per_group = kUnroll * kPanel * static_cast<int64_t>(sizeof(Stored)) / kLine;
-    const int64_t lines = (lines_per_group + tiling.tiles - 1) / tiling.tiles;
-    for (int64_t begin = 0; begin < panel.k; begin += kDepth) {
-        const int64_t end = std::min(begin + kDepth, panel.k);
-        // Panels lie one after another, so what follows this block is what is needed next; the tiles share
-        // the work of fetching it.
-        const char* ahead = reinterpret_cast<const char*>(panel.weight + end * kPanel);
-        const int64_t share = (end - begin) / kUnroll * lines * kLine;
-        for (int64_t tile = 0; tile < tiling.tiles; ++tile) {
-            const auto multiply = tile < tiling.larger ? large : small;
-            const bool wanted = tile * lines < lines_per_group;
-            multiply(panel, tiling.first(tile), begin, end, ahead + tile * share, wanted ? lines : 0);
-        }
+    const int64_t lines = (lines_per_group + tiles - 1) / tiles;
+    const int64_t share = (end - begin) / kUnroll * lines * kLine;
+    const char* ahead = reinterpret_cast<const char*>(next);
+    for (int64_t i = 0; i < tiles; ++i) {
+        const int64_t tile = first_tile + i, first = tiling.first(tile);
+        const auto multiply = tile < tiling.larger ? large : small;
+        const float* rows = packed + (first - first_row) * depth + skip * tiling.size(tile);
+        const bool wanted = i * lines < lines_per_group;
+        multiply(product, {panel, first, begin, end}, rows, {ahead + i * share, wanted ? lines : 0});
     }
 }
 
-// Rows of x [rows][K] become [K][rows], for k in [begin, end).
-void pack_tile(const float* x, int64_t rows, int64_t k, int64_t begin, int64_t end, float* to) {
+// `rows` of x, `stride` floats apart, become [steps][rows].
+void pack_tile(const float* x, int64_t stride, int64_t rows, int64_t steps, float* to) {
     for (int64_t r = 0; r < rows; ++r)
-        for (int64_t i = begin; i < end; ++i) to[i * rows + r] = x[r * k + i];
+        for (int64_t i = 0; i < steps; ++i) to[i * rows + r] = x[r * stride + i];
 }
 
+// Few rows: all of x is packed, then every panel is read once, by whoever is free.
 template <class Stored>
-void multiply(const float* x, const Stored* weight, const float* bias, float* y, int64_t m, int64_t k, int64_t n,
-              int threads) {
+void multiply_few(const Product<Stored>& product, int threads) {
     thread_local Scratch scratch;
+    const int64_t m = product.m, k = product.k;
     const Tiling tiling(m);
     float* packed = m > 1 ? scratch.floats(m * k) : nullptr;
-    const float* tiles = m > 1 ? packed : x;
-    const int64_t panels = (n + kPanel - 1) / kPanel;
+    const float* tiles = m > 1 ? packed : product.x;
     const int64_t steps = m > 1 ? (k + kPackStep - 1) / kPackStep : 0;
     const int64_t chunk = std::max<int64_t>(1, kChunkBytes / (k * kPanel * static_cast<int64_t>(sizeof(Stored))));
-    if (m * k * n <= kParallelWork) threads = 1;
     const int64_t units = tiling.tiles * steps;
     parallel_for(m * k > kParallelPacking ? threads : 1, units, even_chunk(threads, units), [&](int64_t unit) {
         const int64_t tile = unit / steps, begin = unit % steps * kPackStep;
-        const int64_t first = tiling.first(tile);
-        pack_tile(x + first * k, tiling.size(tile), k, begin, std::min(begin + kPackStep, k), packed + first * k);
+        const int64_t first = tiling.first(tile), rows = tiling.size(tile);
+        pack_tile(product.x + first * k + begin, k, rows, std::min(kPackStep, k - begin),
+                  packed + first * k + begin * rows);
     });
-    parallel_for(threads, panels, chunk, [&](int64_t p) {
-        const int64_t column = p * kPanel;
-        Panel<Stored> panel{tiles,     weight + p * k * kPanel, bias ? bias + column : nullptr,
-                            y + column, k,                       n,
-                            std::min<int64_t>(kPanel, n - column)};
-        multiply_panel(panel, tiling);
+    parallel_for(threads, product.panels(), chunk, [&](int64_t panel) {
+        for (int64_t begin = 0; begin < k; begin += kDepth) {
+            const int64_t end = std::min(begin + kDepth, k);
+            // Panels lie one after another, so what follows this block is what is needed next.
+            multiply_panel(product, tiling, 0, tiling.tiles, panel, begin, end, tiles, k, begin,
+                           product.panel(panel, end));
+        }
     });
 }
 
-// A part [rows][columns] of a weight into output features [first_row, first_row + rows) and input features
-// [first_column, first_column + columns) of the panels.
+// Many rows: a thread packs a block of x that its L2 cache holds, and a group of panels passes over it.
 template <class Stored>
-void pack(const Stored* weight, Stored* panels, int64_t rows, int64_t columns, int64_t k, int64_t first_row,
-          int64_t first_column, int threads) {
-    const int64_t last_row = first_row + rows;
-    const int64_t from = first_row / kPanel, to = (last_row + kPanel - 1) / kPanel;
-    constexpr int64_t block = kLine / sizeof(Stored);  // one line of each row at a time
-    if (rows * columns <= kParallelWork) threads = 1;
-    parallel_for(threads, to - from, 1, [&](int64_t unit) {
-        const int64_t p = from + unit;
-        Stored* panel = panels + (p * k + first_column) * kPanel;
-        const int64_t low = std::max(first_row, p * kPanel), high = std::min(last_row, (p + 1) * kPanel);
-        for (int64_t begin = 0; begin < columns; begin += block) {
-            const int64_t end = std::min(begin + block, columns);
-            for (int64_t row = low; row < high; ++row) {
-                const Stored* source = weight + (row - first_row) * columns;
-                Stored* lane = panel + place<Stored>(row - p * kPanel);
-                for (int64_t i = begin; i < end; ++i) lane[i * kPanel] = source[i];
+void multiply_many(const Product<Stored>& product, int threads) {
+    const int64_t k = product.k, panels = product.panels();
+    const Tiling tiling(product.m);
+    const int64_t blocks = (product.m + kBlockRows - 1) / kBlockRows;
+    const int64_t wanted = (16 * threads + blocks - 1) / blocks;  // so that nobody waits long for the last
+    const int64_t groups = std::max<int64_t>(1, std::min(wanted, panels / kGroupPanels));
+    const int64_t cuts = (k + kBlockDepth - 1) / kBlockDepth;
+    parallel_for(threads, blocks * groups, 1, [&](int64_t unit) {
+        thread_local Scratch scratch;
+        const int64_t block = unit / groups, group = unit % groups;
+        const int64_t first_tile = block * tiling.tiles / blocks, last_tile = (block + 1) * tiling.tiles / blocks;
+        const int64_t first_panel = group * panels / groups, last_panel = (group + 1) * panels / groups;
+        const int64_t first_row = tiling.first(first_tile);
+        for (int64_t cut = 0; cut < cuts; ++cut) {
+            const int64_t begin = cut * k / cuts, end = (cut + 1) * k / cuts, depth = end - begin;
+            float* packed = scratch.floats((tiling.first(last_tile) - first_row) * depth);
+            for (int64_t tile = first_tile; tile < last_tile; ++tile) {
+                const int64_t first = tiling.first(tile);
+                pack_tile(product.x + first * k + begin, k, tiling.size(tile), depth,
+                          packed + (first - first_row) * depth);
+            }
+            for (int64_t panel = first_panel; panel < last_panel; ++panel) {
+                const bool last = panel + 1 == last_panel;
+                multiply_panel(product, tiling, first_tile, last_tile, panel, begin, end, packed, depth, 0,
+                               last ? product.panel(first_panel, end) : product.panel(panel + 1, begin));
             }
         }
     });
 }
 
 template <class Stored>
-void gather(const Stored* panels, const int64_t* ids, float* out, int64_t count, int64_t k, int threads) {
-    if (count * k <= kParallelPacking) threads = 1;
-    parallel_for(threads, count, even_chunk(threads, count), [&](int64_t row) {
-        const Stored* lane = panels + ids[row] / kPanel * k * kPanel + place<Stored>(ids[row] % kPanel);
-        for (int64_t i = 0; i < k; ++i) out[row * k + i] = widen(lane[i * kPanel]);
-    });
+void multiply(const Product<Stored>& product, int threads) {
+    if (product.m * product.k * product.n <= kParallelWork) threads = 1;
+    return product.m <= kBlockRows ? multiply_few(product, threads) : multiply_many(product, threads);
 }
 
 }  // namespace
@@ -228,48 +215,13 @@ using namespace inflight;
 
 extern "C" {
 
-int64_t inflight_panel() { return kPanel; }
-
-// Asks for huge pages: weights are read from end to end each step, and the page walks are a cost.
-void inflight_advise(void* data, int64_t bytes) {
-#if defined(MADV_HUGEPAGE)
-    const uintptr_t page = 2 << 20;
-    const uintptr_t begin = (reinterpret_cast<uintptr_t>(data) + page - 1) / page * page;
-    const uintptr_t end = (reinterpret_cast<uintptr_t>(data) + bytes) / page * page;
-    if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
-#else
-    (void)data;
-    (void)bytes;
-#endif
-}
-
 void inflight_multiply_f32(const float* x, const float* weight, const float* bias, float* y, int64_t m, int64_t k,
-                           int64_t n, int threads) {
-    multiply(x, weight, bias, y, m, k, n, threads);
+                           int64_t n, int activation, int threads) {
+    multiply(Product<float>{x, weight, bias, y, m, k, n, static_cast<Activation>(activation)}, threads);
 }
 
-void inflight_multiply_bf16(const float* x, const uint16_t* weight, const float* bias, float* y, int64_t m,
-                            int64_t k, int64_t n, int threads) {
-    multiply(x, weight, bias, y, m, k, n, threads);
-}
-
-void inflight_pack_f32(const float* weight, float* panels, int64_t rows, int64_t columns, int64_t k,
-                       int64_t first_row, int64_t first_column, int threads) {
-    pack(weight, panels, rows, columns, k, first_row, first_column, threads);
-}
-
-void inflight_pack_bf16(const uint16_t* weight, uint16_t* panels, int64_t rows, int64_t columns, int64_t k,
-                        int64_t first_row, int64_t first_column, int threads) {
-    pack(weight, panels, rows, columns, k, first_row, first_column, threads);
-}
-
-void inflight_gather_f32(const float* panels, const int64_t* ids, float* out, int64_t count, int64_t k,
-                         int threads) {
-    gather(panels, ids, out, count, k, threads);
-}
-
-void inflight_gather_bf16(const uint16_t* panels, const int64_t* ids, float* out, int64_t count, int64_t k,
-                          int threads) {
-    gather(panels, ids, out, count, k, threads);
+void inflight_multiply_bf16(const float* x, const uint16_t* weight, const float* bias, float* y, int64_t m, int64_t k,
+                           int64_t n, int activation, int threads) {
+    multiply(Product<uint16_t>{x, weight, bias, y, m, k, n, static_cast<Activation>(activation)}, threads);
 }
 }

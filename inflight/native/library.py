@@ -18,6 +18,9 @@ logger = logging.getLogger(__name__)
 _P, _L, _F, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 _Function = Callable[..., None]
 
+# Numbered as in activations.h; 0 is none.
+ACTIVATION_NUMBERS = {"gelu": 1, "gelu_tanh": 2, "relu": 3, "silu": 4, "tanh": 5}
+
 
 class Library:
     """The C functions. Tensors go in as `data_ptr()`, so callers keep them alive and check their layout."""
@@ -27,7 +30,7 @@ class Library:
         self.threads = _num_threads()  # that work is shared between; may be changed at any time
         self.panel = int(self._bind("panel", result=_L)() or 0)  # output features of one weight panel
         self.advise = self._bind("advise", _P, _L)
-        multiply = (_P, _P, _P, _P, _L, _L, _L, _I)
+        multiply = (_P, _P, _P, _P, _L, _L, _L, _I, _I)
         self.multiply_f32 = self._bind("multiply_f32", *multiply)
         self.multiply_bf16 = self._bind("multiply_bf16", *multiply)
         pack = (_P, _P, _L, _L, _L, _L, _L, _I)
@@ -37,10 +40,14 @@ class Library:
         self.gather_f32 = self._bind("gather_f32", *gather)
         self.gather_bf16 = self._bind("gather_bf16", *gather)
         self.rms_norm = self._bind("rms_norm", _P, _L, _L, _L, _L, _P, _P, _L, _F, _I)
+        self.layer_norm = self._bind("layer_norm", _P, _P, _P, _P, _L, _L, _F, _I)
+        self.add_layer_norm = self._bind("add_layer_norm", _P, _P, _P, _P, _L, _L, _F, _I)
         self.add = self._bind("add", _P, _P, _L, _I)
         self.rotate = self._bind("rotate", _P, _L, _L, _L, _L, _P, _P, _L, _I)
         self.gate_silu = self._bind("gate_silu", _P, _P, _L, _L, _I)
+        self.gate_gelu = self._bind("gate_gelu", _P, _P, _L, _L, _I)
         self.gate_gelu_tanh = self._bind("gate_gelu_tanh", _P, _P, _L, _L, _I)
+        self.attend_sequences = self._bind("attend_sequences", _P, _P, _P, *(_L,) * 4, _F, _I)
         strided = (_P, _L, _L)
         self.attend = self._bind("attend", *strided * 3, *(_P,) * 7, *(_L,) * 8, _F, _I)
         scores = (_P, _P, _P, _L, _I)

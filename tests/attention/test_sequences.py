@@ -6,14 +6,29 @@ import pytest
 import torch
 from torch import Tensor
 
-from inflight.attention.sequences import Sequences, TorchSequenceAttention
+from inflight.attention.native_sequences import NativeSequenceAttention
+from inflight.attention.sequences import SequenceAttention, Sequences, TorchSequenceAttention
+from inflight.errors import ConfigError
 from inflight.layers.rotary import Rope
 from inflight.layers.torch_kernels import TorchKernels
+from inflight.native.library import native_library
+
+
+def native() -> NativeSequenceAttention:
+    library = native_library()
+    if library is None:
+        pytest.skip("nothing can be compiled here")
+    return NativeSequenceAttention(library)
+
+
+@pytest.fixture(params=["native", "torch"])
+def attention(request: pytest.FixtureRequest) -> SequenceAttention:
+    return native() if request.param == "native" else TorchSequenceAttention(TorchKernels())
 
 
 def sequences_of(lengths: list[int]) -> Sequences:
     starts = torch.tensor([0, *lengths]).cumsum(0).int()
-    return Sequences(starts, lengths, max(lengths))
+    return Sequences(starts, lengths, max(lengths, default=0))
 
 
 def positions_of(lengths: list[int]) -> Tensor:
@@ -53,13 +68,65 @@ def attend64(
 
 @pytest.mark.parametrize("rotated", [False, True])
 @pytest.mark.parametrize("window", [None, 0, 3, 64])
-def test_sequences_of_every_length(window: int | None, rotated: bool) -> None:
+@pytest.mark.parametrize("head_dim", [16, 10, 40])
+def test_sequences_of_every_length(
+    attention: SequenceAttention, window: int | None, rotated: bool, head_dim: int
+) -> None:
     torch.manual_seed(0)
-    lengths, num_heads, head_dim = [1, 5, 17, 2, 33], 3, 16
+    lengths, num_heads = [1, 5, 17, 2, 33], 3
     qkv = torch.randn(sum(lengths), 3 * num_heads * head_dim)
     cos_sin = Rope(10_000.0, head_dim).table(64, torch.device("cpu")) if rotated else None
     expected = attend64(qkv, num_heads, 0.3, window, lengths, cos_sin)
     rotary = None if cos_sin is None else (cos_sin, positions_of(lengths))
-    attention = TorchSequenceAttention(TorchKernels())
-    found = attention.attend(qkv, num_heads, head_dim, 0.3, window, sequences_of(lengths), rotary)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+    found = attention.attend(qkv.clone(), num_heads, head_dim, 0.3, window, sequences_of(lengths), rotary)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("window", [None, 70])
+def test_a_sequence_longer_than_one_unit_of_work(window: int | None) -> None:
+    torch.manual_seed(1)
+    lengths, num_heads, head_dim = [3, 1100], 2, 8
+    qkv = torch.randn(sum(lengths), 3 * num_heads * head_dim)
+    expected = TorchSequenceAttention(TorchKernels()).attend(
+        qkv.double(), num_heads, head_dim, 0.5, window, sequences_of(lengths)
+    )
+    found = native().attend(qkv, num_heads, head_dim, 0.5, window, sequences_of(lengths))
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_a_sequence_has_the_same_bits_in_any_company(window: int | None) -> None:
+    torch.manual_seed(2)
+    lengths, num_heads, head_dim = [40, 1, 23, 130, 7], 2, 24
+    texts = [torch.randn(length, 3 * num_heads * head_dim) for length in lengths]
+    attention = native()
+
+    def attend(*some: int) -> list[Tensor]:
+        sizes = [lengths[i] for i in some]
+        together = torch.cat([texts[i] for i in some])
+        out = attention.attend(together, num_heads, head_dim, 0.2, window, sequences_of(sizes))
+        return list(out.split(sizes))
+
+    alone = [attend(i)[0] for i in range(len(lengths))]
+    for order in ([0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [3, 3, 1], [2, 0]):
+        for i, found in zip(order, attend(*order), strict=True):
+            assert torch.equal(found, alone[i])
+
+
+def test_large_scores_do_not_overflow(attention: SequenceAttention) -> None:
+    qkv = torch.full((20, 3 * 4), 100.0)
+    found = attention.attend(qkv, 1, 4, 1.0, None, sequences_of([20]))
+    torch.testing.assert_close(found, torch.full((20, 4), 100.0))
+
+
+def test_what_does_not_belong_together_is_refused() -> None:
+    qkv, fine = torch.zeros(8, 3 * 2 * 4), sequences_of([5, 3])
+    attention = native()
+    with pytest.raises(ConfigError, match=r"qkv is \[8, 24\]"):
+        attention.attend(qkv, 3, 4, 1.0, None, fine)
+    with pytest.raises(ConfigError, match="rise from 0 to 8 tokens"):
+        attention.attend(qkv, 2, 4, 1.0, None, sequences_of([5, 4]))
+    with pytest.raises(ConfigError, match="must be int32"):
+        attention.attend(qkv, 2, 4, 1.0, None, Sequences(fine.starts.long(), fine.lengths, 5))
+    with pytest.raises(ConfigError, match="cannot rotate"):
+        attention.attend(qkv, 2, 4, 1.0, None, fine, (torch.zeros(9, 6), torch.arange(8)))

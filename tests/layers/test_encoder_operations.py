@@ -73,3 +73,13 @@ def test_a_token_is_the_same_bits_among_others(kernels: CpuKernels) -> None:
         assert torch.equal(
             kernels.add_layer_norm(x[one].clone(), normed[one], weight, None, 1e-12), added[one]
         )
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations_of_any_size(kernels: CpuKernels, activation: str) -> None:
+    x = torch.cat([torch.linspace(-30, 30, 4001), torch.tensor([1e-30, -1e-6, -1e4, 1e30, torch.inf])])
+    linear = kernels.linear(1, 1, torch.float32, bias=False)
+    linear.load(torch.ones(1, 1))
+    found = linear.activated(x.unsqueeze(1), activation)[:, 0]
+    torch.testing.assert_close(found.double(), EXACT[activation](x.double()), rtol=1e-6, atol=1e-6)
+    assert linear.activated(torch.tensor([[torch.nan]]), activation).isnan()

@@ -94,6 +94,21 @@ def test_a_row_has_the_same_bits_in_every_batch(
     assert torch.equal(linear(x.flip(0)), alone.flip(0))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("in_features", "out_features"), [(40, 33), (1100, 150)])
+def test_products_of_many_rows(dtype: torch.dtype, in_features: int, out_features: int) -> None:
+    """They are worked on in blocks, and give the bits that few rows give."""
+    torch.manual_seed(7)
+    weight, bias = torch.randn(out_features, in_features).to(dtype), torch.randn(out_features)
+    linear, x = make(native(), weight, bias), torch.randn(1000, in_features)
+    few = torch.cat([linear(rows) for rows in x.split(100)])
+    assert_product(few, x, weight, bias)
+    for num_tokens in (192, 193, 200, 577, 1000):
+        assert torch.equal(linear(x[:num_tokens]), few[:num_tokens])
+    activated = torch.cat([linear.activated(row.unsqueeze(0), "gelu") for row in x[:20]])
+    assert torch.equal(linear.activated(x, "gelu")[:20], activated)
+
+
 def test_bfloat16_weights_compute_as_if_widened() -> None:
     torch.manual_seed(2)
     weight, x = torch.randn(50, 90).bfloat16(), torch.randn(9, 90)

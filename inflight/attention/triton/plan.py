@@ -6,6 +6,7 @@ A plan is a table of int32 items, one for each program (and KV head), most work 
     prefix   first member, number of members, table row, begin, end, split
     members  entry, context_len, first partial
     chunk    first token, positions, first position, cached, row, begin, end, first partial, split, splits, counter
+    sequence first token of the sequence, its length, first position of the tile
 
 [begin, end) are key positions. A query whose keys are split leaves a partial result in the workspace for each split,
 from its first partial on; the program that finishes last merges them. A decode entry's splits are those of its shared
@@ -26,6 +27,7 @@ DECODE_FIELDS = 9
 PREFIX_FIELDS = 6
 MEMBER_FIELDS = 3
 CHUNK_FIELDS = 11
+SEQUENCE_FIELDS = 3
 
 LAST_MIN_SPLIT = 256  # keys below which a split of a decode that comes last costs more than it saves
 
@@ -263,6 +265,19 @@ def plan_chunks(
     for column, values in enumerate(columns):
         items[:, column] = values
     return ChunkPlan(items, int(partials.sum()), int(is_split.sum()))
+
+
+def plan_sequences(lengths: Ints, tile_positions: int) -> Ints:
+    """[num_items, SEQUENCE_FIELDS]: at most one item per sequence more than tiles of tokens."""
+    tiles = -(-lengths // tile_positions)
+    # Tiles of one sequence stand side by side, so that one finds the keys that another has fetched.
+    longest_first = (-lengths).argsort(kind="stable")
+    of = longest_first.repeat(tiles[longest_first])  # the sequence that an item belongs to
+    items = np.empty((len(of), SEQUENCE_FIELDS), dtype=np.int32)
+    items[:, 0] = (lengths.cumsum() - lengths)[of]
+    items[:, 1] = lengths[of]
+    items[:, 2] = counting(tiles[longest_first]) * tile_positions
+    return items
 
 
 def split_size(total: int, extra_items: int, tile: int, min_split: int) -> int:

@@ -123,7 +123,7 @@ def _rope_write(
 
     if head_tile < q_tiles:
         head = head_tile * HEADS + row % HEADS
-        _rotate(
+        rotate_heads(
             token_heads + head * HEAD_DIM,
             cached,
             cos_sin + position * ROTARY_DIM,
@@ -140,7 +140,7 @@ def _rope_write(
         )
     elif head_tile < q_tiles + kv_tiles:
         head = (head_tile - q_tiles) * HEADS + row % HEADS
-        _rotate(
+        rotate_heads(
             token_heads + (NUM_HEADS + head) * HEAD_DIM,
             cached + head * (BLOCK_SIZE * HEAD_DIM),
             cos_sin + position * ROTARY_DIM,
@@ -166,9 +166,9 @@ def _rope_write(
 
 
 @triton.jit
-def _rotate(
+def rotate_heads(
     heads,  # [R] pointers to heads in qkv
-    cached,  # [R] pointers to the same heads' places in the cache
+    cached,  # [R] pointers to the same heads' places in the cache, read if TO_CACHE
     angles,  # [R] pointers to cosines, sines following
     norm,
     eps,

@@ -60,6 +60,31 @@ class Tuning:
         return self.chunk.rows // self.group
 
 
+@dataclass(frozen=True, slots=True)
+class SequenceTuning:
+    """How an encoder's attention works on one device."""
+
+    tile: AttentionTile
+    # Whether every tile of keys is masked: one loop, nothing apart from it, for some work more in each tile.
+    mask_all: bool = False
+    descriptors: bool = False  # as in `Tuning`
+    pdl: bool = False
+
+
+def choose_sequences(dtype: torch.dtype, head_dim: int, device: torch.device) -> SequenceTuning:
+    """Tiles that fit the device's shared memory."""
+    dim = next_power_of_2(head_dim)
+    if dtype == torch.float32:
+        return SequenceTuning(
+            AttentionTile(rows=32, keys=32 if dim <= 128 else 16, num_warps=4, num_stages=1)
+        )
+    if not _is_hopper(device):
+        return SequenceTuning(AttentionTile(rows=64, keys=64 if dim <= 64 else 32, num_warps=4, num_stages=2))
+    return SequenceTuning(
+        AttentionTile(rows=64, keys=64, num_warps=4, num_stages=2), descriptors=head_dim == dim, pdl=True
+    )
+
+
 def choose(dtype: torch.dtype, head_dim: int, group: int, device: torch.device) -> Tuning:
     """Tiles that fit the device's shared memory."""
     dim = next_power_of_2(head_dim)
@@ -74,8 +99,7 @@ def choose(dtype: torch.dtype, head_dim: int, group: int, device: torch.device) 
             chunk=AttentionTile(rows=32, keys=keys, num_warps=4, num_stages=1),
             descriptors=False,
         )
-    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-    if not hopper:
+    if not _is_hopper(device):
         # About 100 KB of shared memory per multiprocessor on the smallest of these devices.
         keys = 64 if dim <= 64 else 32
         rows = 64 if dim > 128 else 128
@@ -105,3 +129,7 @@ def choose(dtype: torch.dtype, head_dim: int, group: int, device: torch.device) 
             rows=decode_rows, keys=2 * keys, num_warps=4, num_stages=3, merged=8192, programs=1.0
         ),
     )
+
+
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)

@@ -14,6 +14,7 @@ from inflight.engine.runner import Runner
 from inflight.errors import ConfigError
 from inflight.layers.kernels import Kernels
 from inflight.models.decoder import Decoder
+from inflight.models.encoder_spec import EncoderSpec
 from inflight.models.spec import DecoderSpec
 
 
@@ -48,7 +49,7 @@ class Platform(Protocol):
         self, config: EngineConfig, decoder: Decoder, num_blocks: int, max_len: int
     ) -> Runner[Any]: ...
 
-    def encoder_kernels(self, dtype: torch.dtype) -> EncoderKernels:
+    def encoder_kernels(self, spec: EncoderSpec, dtype: torch.dtype) -> EncoderKernels:
         """For an encoder whose weights are held as `dtype`."""
 
     def describe(self) -> str:

@@ -12,7 +12,7 @@ import torch
 
 from inflight.attention.backend import AttentionBackend
 from inflight.attention.cpu import ComposedAttention, cpu_attention
-from inflight.attention.sequences import TorchSequenceAttention
+from inflight.attention.native_sequences import cpu_sequence_attention
 from inflight.config import EngineConfig
 from inflight.errors import KVBudgetError
 from inflight.execution.platforms import EncoderKernels
@@ -21,6 +21,7 @@ from inflight.kv.budget import blocks_for_memory
 from inflight.layers.kernels import Kernels
 from inflight.layers.native_kernels import cpu_kernels
 from inflight.models.decoder import Decoder
+from inflight.models.encoder_spec import EncoderSpec
 from inflight.models.spec import DecoderSpec
 from inflight.native.library import native_library
 
@@ -70,9 +71,13 @@ class CpuPlatform:
         max_rows = config.scheduler.max_num_seqs or self.max_num_seqs
         return ModelRunner(decoder, num_blocks, config.cache.block_size, max_rows, max_len)
 
-    def encoder_kernels(self, dtype: torch.dtype) -> EncoderKernels:  # noqa: ARG002
+    def encoder_kernels(
+        self,
+        spec: EncoderSpec,  # noqa: ARG002
+        dtype: torch.dtype,  # noqa: ARG002
+    ) -> EncoderKernels:
         kernels = cpu_kernels()
-        return EncoderKernels(kernels, TorchSequenceAttention(kernels), kernels)
+        return EncoderKernels(kernels, cpu_sequence_attention(kernels), kernels)
 
     def describe(self) -> str:
         library = native_library()

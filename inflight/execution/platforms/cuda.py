@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from inflight.attention.backend import AttentionBackend
-from inflight.attention.sequences import TorchSequenceAttention
 from inflight.attention.triton.backend import TritonAttention
-from inflight.attention.triton.tuning import choose
+from inflight.attention.triton.sequences import TritonSequenceAttention
+from inflight.attention.triton.tuning import choose, choose_sequences
 from inflight.config import EngineConfig
 from inflight.errors import ConfigError, KVBudgetError
 from inflight.execution.gpu.graphs import StepGraphs
@@ -25,6 +25,7 @@ from inflight.layers.kernels import Kernels
 from inflight.layers.torch_kernels import TorchKernels
 from inflight.layers.triton_kernels import TritonKernels
 from inflight.models.decoder import Decoder
+from inflight.models.encoder_spec import EncoderSpec
 from inflight.models.spec import DecoderSpec
 
 logger = logging.getLogger(__name__)
@@ -111,8 +112,8 @@ class CudaPlatform:
             logger.info("captured %d shapes of step in %.1f s", len(shapes), time.perf_counter() - start)
         return runner
 
-    def encoder_kernels(self, dtype: torch.dtype) -> EncoderKernels:
-        attention = TorchSequenceAttention(TorchKernels(dtype, self.device))
+    def encoder_kernels(self, spec: EncoderSpec, dtype: torch.dtype) -> EncoderKernels:
+        attention = TritonSequenceAttention(choose_sequences(dtype, spec.head_dim, self.device))
         return EncoderKernels(
             TritonKernels(dtype, self.device), attention, TorchKernels(torch.float32, self.device)
         )

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from inflight.layers.triton.elementwise import GATES, activate
+from inflight.layers.triton.elementwise import ACTIVATIONS, activate
 from inflight.layers.triton.multiply import SplitKWorkspace, bytes_ahead, dot, fetch_tile
 from inflight.layers.triton.next_norm import NextNorm, allocate_next_norm, leave_for_norm, load_squares
 from inflight.layers.triton.tuning import LinearTile, can_describe, choose_medium, num_multiprocessors
@@ -268,7 +268,7 @@ def medium_linear(
         eps,
         bytes_ahead(weight, tile, num_tiles) if pdl else 0,
         num_squares,
-        GATE=0 if activation is None else GATES[activation],
+        GATE=0 if activation is None else ACTIVATIONS[activation],
         EVEN_K=num_features % tile.block_k == 0,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,

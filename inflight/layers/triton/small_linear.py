@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from inflight.layers.triton.elementwise import GATES, activate
+from inflight.layers.triton.elementwise import ACTIVATIONS, activate
 from inflight.layers.triton.multiply import (
     SplitKWorkspace,
     bytes_ahead,
@@ -237,7 +237,7 @@ def small_linear(
         eps,
         bytes_ahead(weight, tile, num_tiles) if pdl else 0,
         num_squares,
-        GATE=0 if activation is None else GATES[activation],
+        GATE=0 if activation is None else ACTIVATIONS[activation],
         EVEN_K=num_features % tile.block_k == 0,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,

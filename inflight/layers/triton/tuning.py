@@ -28,6 +28,46 @@ class LinearTile:
     split_k: int = 1  # programs that share the features of one tile
 
 
+@dataclass(frozen=True, slots=True)
+class ElementTile:
+    """One program of a kernel that works element by element."""
+
+    block: int
+    num_warps: int
+
+
+ACTIVATE_TILE = ElementTile(block=2048, num_warps=4)
+
+
+@dataclass(frozen=True, slots=True)
+class NormTile:
+    """One program of a layer norm takes so many tokens."""
+
+    rows: int
+    num_warps: int
+
+
+def choose_norm(num_features: int) -> NormTile:
+    """A load of 16 bytes (8 elements of 2) for each thread."""
+    return NormTile(rows=1, num_warps=max(1, min(16, _padded(num_features) // 256)))
+
+
+@dataclass(frozen=True, slots=True)
+class LargeTile:
+    """One program of `activated_linear`: a `LinearTile` where the tensor cores are the limit."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    stages: int
+    group: int  # tiles of tokens that one tile of weights meets at about the same time
+
+
+ACTIVATED_TOKENS = 1024
+ACTIVATED_TILE = LargeTile(block_m=128, block_n=128, block_k=64, num_warps=4, stages=3, group=16)
+
+
 def token_bucket(num_tokens: int) -> int:
     """Tokens are padded, so that few kernels are compiled: 16 cost a tensor core what 3 do."""
     return num_tokens if num_tokens <= 2 else max(16, 1 << (num_tokens - 1).bit_length())
@@ -48,6 +88,12 @@ def pays_medium(num_tokens: int, num_rows: int, num_features: int, itemsize: int
     to a tile's tokens a gate that needs no kernel of its own makes up for it."""
     small = num_rows * num_features * itemsize <= _SMALL
     return itemsize == 2 and num_tokens <= (MAX_TOKENS if small else MAX_GATED if gated else MAX_SMALL)
+
+
+def pays_activated(num_tokens: int, num_rows: int, itemsize: int) -> bool:
+    """Whether `activated_linear` beats the vendor's product and an activation after it: with enough tiles for all
+    multiprocessors, of rows that the copy engine can write."""
+    return itemsize == 2 and num_tokens >= ACTIVATED_TOKENS and num_rows % 8 == 0
 
 
 # The interpreter stands in for the chip that the tables below were made for.

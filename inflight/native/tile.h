@@ -1,0 +1,90 @@
+// The inner loop of every product: a few rows of a times a panel of b, k after k.
+//
+// An output element is one chain of multiply-adds over k, whatever the number of rows beside it.
+#pragma once
+
+#include "vectors.h"
+
+namespace inflight {
+
+constexpr int kPanel = 2 * kWidth;  // columns of a panel [K][kPanel] of b
+constexpr int kUnroll = 8;          // k steps between two groups of prefetches
+constexpr int kLine = 64;           // bytes of a cache line
+
+// A bfloat16 panel row interleaves columns i and i + kWidth, so that each 32-bit lane holds both.
+inline void load_row(const float* row, Vec& low, Vec& high) {
+    low = load<Vec>(row);
+    high = load<Vec>(row + kWidth);
+}
+
+inline void load_row(const uint16_t* row, Vec& low, Vec& high) {
+    WordVec pair = load<WordVec>(row);
+    low = bits<Vec>(pair << 16);
+    high = bits<Vec>(pair & 0xffff0000u);
+}
+
+inline void load_valid(const float* from, int64_t valid, Vec& low, Vec& high) {
+    if (valid == kPanel) return load_row(from, low, high);
+    float lanes[kPanel] = {};
+    std::memcpy(lanes, from, valid * sizeof(float));
+    low = load<Vec>(lanes);
+    high = load<Vec>(lanes + kWidth);
+}
+
+inline void store_valid(float* to, int64_t valid, Vec low, Vec high) {
+    float lanes[kPanel];
+    float* target = valid == kPanel ? to : lanes;
+    store(target, low);
+    store(target + kWidth, high);
+    if (target == lanes) std::memcpy(to, lanes, valid * sizeof(float));
+}
+
+// Memory that is needed soon: `lines` cache lines of it are fetched every kUnroll steps.
+struct Ahead {
+    const char* data;
+    int64_t lines;
+};
+
+// Rows packed side by side, [K][Rows].
+template <int Rows>
+struct PackedRows {
+    const float* data;
+
+    float operator()(int row, int64_t k) const { return data[k * Rows + row]; }
+};
+
+// Rows where they are, `stride` floats apart.
+template <int Rows>
+struct PlainRows {
+    const float* rows[Rows];
+
+    PlainRows(const float* first, int64_t stride) {
+        for (int r = 0; r < Rows; ++r) rows[r] = first + r * stride;
+    }
+    float operator()(int row, int64_t k) const { return rows[row][k]; }
+};
+
+// low and high [Rows] += a @ b for `steps` steps of k.
+template <int Rows, class Source, class Stored>
+__attribute__((always_inline)) inline void accumulate(const Source& a, const Stored* b, int64_t steps, Ahead ahead,
+                                                      Vec* low, Vec* high) {
+    auto step = [&](int64_t k) __attribute__((always_inline)) {
+        Vec w0, w1;
+        load_row(b + k * kPanel, w0, w1);
+#pragma GCC unroll 16
+        for (int r = 0; r < Rows; ++r) {
+            low[r] += w0 * a(r, k);
+            high[r] += w1 * a(r, k);
+        }
+    };
+    int64_t k = 0;
+    for (; k + kUnroll <= steps; k += kUnroll) {
+        for (int64_t line = 0; line < ahead.lines; ++line) __builtin_prefetch(ahead.data + line * kLine, 0, 2);
+        ahead.data += ahead.lines * kLine;
+#pragma GCC unroll 8
+        for (int u = 0; u < kUnroll; ++u) step(k + u);
+    }
+    for (; k < steps; ++k) step(k);
+}
+
+}  // namespace inflight

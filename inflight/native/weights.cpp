@@ -1,0 +1,99 @@
+// Weights into the panels [N / kPanel][K][kPanel] that products are made from, and rows of them back.
+
+#include <algorithm>
+
+#include "team.h"
+#include "tile.h"
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+namespace inflight {
+namespace {
+
+constexpr int64_t kParallelFloats = 64 << 10;  // below which one thread copies them
+
+template <class Stored>
+inline int64_t place(int64_t lane) {
+    return sizeof(Stored) == 4 ? lane : lane < kWidth ? 2 * lane : 2 * (lane - kWidth) + 1;
+}
+
+inline float widen(float x) { return x; }
+inline float widen(uint16_t x) { return bits<float>(static_cast<uint32_t>(x) << 16); }
+
+// A part [rows][columns] of a weight into output features [first_row, first_row + rows) and input features
+// [first_column, first_column + columns) of the panels.
+template <class Stored>
+void pack(const Stored* weight, Stored* panels, int64_t rows, int64_t columns, int64_t k, int64_t first_row,
+          int64_t first_column, int threads) {
+    const int64_t last_row = first_row + rows;
+    const int64_t from = first_row / kPanel, to = (last_row + kPanel - 1) / kPanel;
+    constexpr int64_t block = kLine / sizeof(Stored);  // one line of each row at a time
+    if (rows * columns <= kParallelFloats) threads = 1;
+    parallel_for(threads, to - from, 1, [&](int64_t unit) {
+        const int64_t p = from + unit;
+        Stored* panel = panels + (p * k + first_column) * kPanel;
+        const int64_t low = std::max(first_row, p * kPanel), high = std::min(last_row, (p + 1) * kPanel);
+        for (int64_t begin = 0; begin < columns; begin += block) {
+            const int64_t end = std::min(begin + block, columns);
+            for (int64_t row = low; row < high; ++row) {
+                const Stored* source = weight + (row - first_row) * columns;
+                Stored* lane = panel + place<Stored>(row - p * kPanel);
+                for (int64_t i = begin; i < end; ++i) lane[i * kPanel] = source[i];
+            }
+        }
+    });
+}
+
+template <class Stored>
+void gather(const Stored* panels, const int64_t* ids, float* out, int64_t count, int64_t k, int threads) {
+    if (count * k <= kParallelFloats) threads = 1;
+    parallel_for(threads, count, even_chunk(threads, count), [&](int64_t row) {
+        const Stored* lane = panels + ids[row] / kPanel * k * kPanel + place<Stored>(ids[row] % kPanel);
+        for (int64_t i = 0; i < k; ++i) out[row * k + i] = widen(lane[i * kPanel]);
+    });
+}
+
+}  // namespace
+}  // namespace inflight
+
+using namespace inflight;
+
+extern "C" {
+
+int64_t inflight_panel() { return kPanel; }
+
+// Asks for huge pages: weights are read from end to end each step, and the page walks are a cost.
+void inflight_advise(void* data, int64_t bytes) {
+#if defined(MADV_HUGEPAGE)
+    const uintptr_t page = 2 << 20;
+    const uintptr_t begin = (reinterpret_cast<uintptr_t>(data) + page - 1) / page * page;
+    const uintptr_t end = (reinterpret_cast<uintptr_t>(data) + bytes) / page * page;
+    if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+#else
+    (void)data;
+    (void)bytes;
+#endif
+}
+
+void inflight_pack_f32(const float* weight, float* panels, int64_t rows, int64_t columns, int64_t k,
+                       int64_t first_row, int64_t first_column, int threads) {
+    pack(weight, panels, rows, columns, k, first_row, first_column, threads);
+}
+
+void inflight_pack_bf16(const uint16_t* weight, uint16_t* panels, int64_t rows, int64_t columns, int64_t k,
+                        int64_t first_row, int64_t first_column, int threads) {
+    pack(weight, panels, rows, columns, k, first_row, first_column, threads);
+}
+
+void inflight_gather_f32(const float* panels, const int64_t* ids, float* out, int64_t count, int64_t k,
+                         int threads) {
+    gather(panels, ids, out, count, k, threads);
+}
+
+void inflight_gather_bf16(const uint16_t* panels, const int64_t* ids, float* out, int64_t count, int64_t k,
+                          int threads) {
+    gather(panels, ids, out, count, k, threads);
+}
+}
