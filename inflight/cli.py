@@ -19,6 +19,7 @@ from inflight.errors import EngineError, InflightError, PromptError
 from inflight.interrupts import interrupts_end_at_once
 from inflight.option_sources import argument, with_flags
 from inflight.outputs import RequestOutput
+from inflight.pooling_commands import embed, rerank
 from inflight.server.command import serve
 
 app = typer.Typer(
@@ -123,6 +124,8 @@ def _answer(
     return llm.generate(prompts, params)
 
 
+app.command()(embed)
+app.command()(rerank)
 app.command()(compare)
 app.command()(serve)
 app.add_typer(bench_app, name="bench")

@@ -1,0 +1,169 @@
+"""`inflight embed` and `inflight rerank`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from inflight.config import ENGINE_OPTIONS
+from inflight.errors import PromptError
+from inflight.interrupts import interrupts_end_at_once
+from inflight.option_sources import with_flags
+from inflight.outputs import RerankResult
+
+if TYPE_CHECKING:
+    from inflight.llm import LLM
+
+# The engine's options that these commands have flags for.
+POOLING_OPTIONS = (
+    "device",
+    "dtype",
+    "load_format",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+)
+STDIN = "-"
+
+_MODEL = typer.Option("--model", "-m", help="A folder or a hub id.", show_default="the built-in one")
+_TRUNCATE = typer.Option(help="Cut texts that are longer than the model reads, or refuse them.")
+_FILES = typer.Argument(
+    help="Each file is a document; of one file, or of - (standard input), each line is one."
+)
+_TEXTS = typer.Argument(help="Texts; - is standard input, a text a line.")
+
+
+@with_flags((ENGINE_OPTIONS[name] for name in POOLING_OPTIONS), panel="Engine")
+def rerank(
+    query: Annotated[str, typer.Argument(help="What is searched for.")],
+    files: Annotated[list[str], _FILES],
+    model: Annotated[str | None, _MODEL] = None,
+    top_n: Annotated[int | None, typer.Option(min=1, help="Show only the best.", show_default="all")] = None,
+    truncate: Annotated[bool, _TRUNCATE] = True,
+    max_tokens_per_doc: Annotated[int | None, typer.Option(min=1, help="Cut documents to so many.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    **engine: Any,
+) -> None:
+    """Order documents by how well they answer a query, the best first."""
+    documents = _read_documents(files)
+    llm = _load(model, "reranker", engine, show=not as_json)
+    found = llm.rerank(
+        query,
+        [document.text for document in documents],
+        top_n,
+        use_tqdm=not as_json,
+        truncate=truncate,
+        max_tokens_per_doc=max_tokens_per_doc,
+    )
+    if as_json:
+        _print_json(query, found, documents)
+    else:
+        _print_table(found, documents, llm.max_model_len if truncate else None)
+
+
+@with_flags((ENGINE_OPTIONS[name] for name in POOLING_OPTIONS), panel="Engine")
+def embed(
+    texts: Annotated[list[str], _TEXTS],
+    model: Annotated[str | None, _MODEL] = None,
+    prompt_name: Annotated[
+        str | None, typer.Option(help="One of the model's own prompts, to put before each text.")
+    ] = None,
+    dimensions: Annotated[int | None, typer.Option(help="Of models that were trained for fewer.")] = None,
+    truncate: Annotated[bool, _TRUNCATE] = False,
+    **engine: Any,
+) -> None:
+    """Print the embeddings of texts, as one JSON object a line."""
+    given = [line.text for line in _lines(STDIN)] if texts == [STDIN] else texts
+    llm = _load(model, "embedder", engine, show=True)
+    outputs = llm.embed(given, prompt_name=prompt_name, dimensions=dimensions, truncate=truncate)
+    for index, (text, output) in enumerate(zip(given, outputs, strict=True)):
+        line = {
+            "index": index,
+            "text": text,
+            "num_tokens": len(output.prompt_token_ids),
+            "embedding": output.outputs.embedding,
+        }
+        print(json.dumps(line, ensure_ascii=False))
+
+
+def _load(
+    model: str | None, kind: Literal["reranker", "embedder"], engine: dict[str, Any], show: bool
+) -> LLM:
+    with interrupts_end_at_once():
+        from inflight.llm import LLM  # torch is loaded only now
+        from inflight.models.builtin import builtin_folder
+
+    return LLM(builtin_folder(kind) if model is None else model, show_progress=show, **engine)
+
+
+# ---- documents ----
+
+
+@dataclass(frozen=True, slots=True)
+class NamedDocument:
+    name: str  # where it was found
+    text: str
+
+
+def _read_documents(files: list[str]) -> list[NamedDocument]:
+    if len(files) == 1:
+        return _lines(files[0])
+    return [NamedDocument(file, _read(file)) for file in files]
+
+
+def _lines(file: str) -> list[NamedDocument]:
+    """The lines of a file that are not empty, by their numbers."""
+    lines = enumerate(_read(file).splitlines(), 1)
+    found = [NamedDocument(f"{file}:{number}", line) for number, line in lines if line.strip()]
+    if not found:
+        raise PromptError(f"{file!r} has no lines with text: nothing to do")
+    return found
+
+
+def _read(file: str) -> str:
+    try:
+        return sys.stdin.read() if file == STDIN else Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PromptError(f"the file {file!r} cannot be read: {error}") from error
+
+
+# ---- output ----
+
+
+def _print_json(query: str, found: list[RerankResult], documents: list[NamedDocument]) -> None:
+    results = [
+        {
+            "index": item.index,
+            "relevance_score": item.relevance_score,
+            "name": documents[item.index].name,
+            "document": item.document,
+        }
+        for item in found
+    ]
+    scale = found[0].scale
+    print(json.dumps({"query": query, "scale": scale, "results": results}, ensure_ascii=False))
+
+
+def _print_table(found: list[RerankResult], documents: list[NamedDocument], cut_at: int | None) -> None:
+    """Texts as they are: rich must not read markup into them."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("rank", justify="right")
+    table.add_column(f"score ({found[0].scale})", justify="right")
+    table.add_column("document", no_wrap=True)
+    table.add_column("begins", no_wrap=True, overflow="ellipsis", ratio=1)
+    for rank, item in enumerate(found, 1):
+        name, words = documents[item.index].name, " ".join(item.document[:400].split())
+        table.add_row(str(rank), f"{item.relevance_score:.4f}", Text(name), Text(words))
+    console = Console()
+    console.print(table)
+    if cut_at is not None:
+        note = f"of a query and a document, up to {cut_at} tokens were read"
+        Console(stderr=True).print(note, style="dim", highlight=False)
