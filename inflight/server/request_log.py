@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -35,7 +35,8 @@ class LoggedRequest:
     ended_at: float | None = None
     client_seconds: float = 0.0  # of waiting for the client to take in what was sent
     outcome: Outcome | None = None
-    generation: Generation | None = None  # while it runs
+    generation: Generation | None = None  # while it runs, if it is one
+    abort: Callable[[], Awaitable[int]] | None = None  # while it runs: ends it; how many blocks that freed
     queued: bool = False  # the engine has taken it
     engine_ids: list[str] = field(default_factory=list)  # one per answer
     records: dict[str, RequestRecord] = field(default_factory=dict)  # of answers that have ended
@@ -73,7 +74,8 @@ class RequestLog:
 
     def set_generation(self, logged: LoggedRequest, generation: Generation) -> None:
         """It is about to reach the engine, which knows its answers by ids of its own."""
-        logged.generation, logged.engine_ids = generation, generation.request_ids
+        logged.generation, logged.abort = generation, generation.abort
+        logged.engine_ids = generation.request_ids
         for engine_id in logged.engine_ids:
             self._by_engine_id[engine_id] = logged
 
@@ -86,7 +88,7 @@ class RequestLog:
         if logged.queued:  # what was refused has freed no place
             self.pace.ended(len(logged.engine_ids) - len(logged.records))
         logged.outcome = logged.outcome or outcome
-        logged.generation = None
+        logged.generation = logged.abort = None
         logged.ended_at = time.perf_counter()
         del self._running[logged.key]
         old = self._finished.pop(logged.key, None)

@@ -142,5 +142,5 @@ async def cancel_request(request: Request) -> Response:
     freed = 0
     if running:
         logged.outcome = "cancelled"
-        freed = 0 if logged.generation is None else await logged.generation.abort()
+        freed = 0 if logged.abort is None else await logged.abort()
     return respond(Cancelled(id=logged.request_id, cancelled=running, freed_blocks=freed))
