@@ -126,6 +126,8 @@ class EngineResponse(Response):
             return ApiError(
                 503, "the server stopped before this was done", code="shutting_down", retry_after=5
             )
+        if reason == "cancelled":
+            return ApiError(409, "the request was cancelled before it was done", code="cancelled")
         if reason == "first_token":
             message = (
                 f"no {self.awaited} came within {options.first_token_timeout:g} s: the server is overloaded"

@@ -60,6 +60,7 @@ class GenerationResponse(EngineResponse):
         for prompt in prompts:
             state.metrics.max_tokens.add(prompt.answers[0].request.max_tokens)
         await generation.start()
+        state.metrics.requests["generate"] += 1
         self._logged.queued = True
         self._caller.usage.began(sum(answer.request.num_prompt_tokens for _, answer in pairs))
         await (self._stream(generation) if spec.head.stream else self._collect(generation))

@@ -38,6 +38,7 @@ async def completions(request: Request) -> Response:
     state, options = state_of(request), state_of(request).options
     body = await read_json(request, CompletionBody, options.max_body_size, options.read_timeout)
     model = state.check_model(body.model)
+    state.check_task("generate")
     params = await state.in_thread_if(body.is_large, lambda: completion_params(state, body))
     prompts = split_prompts(state, body, params.sampling.n)
     caller = caller_of(request)
@@ -68,6 +69,7 @@ async def chat_completions(request: Request) -> Response:
     state, options = state_of(request), state_of(request).options
     body = await read_json(request, ChatBody, options.max_body_size, options.read_timeout)
     model = state.check_model(body.model)
+    state.check_task("generate")
     params = await state.in_thread_if(body.is_large, lambda: chat_params(state, body))
     check_answers(state, 1, params.sampling.n)
     caller = caller_of(request)
