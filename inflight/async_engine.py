@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -13,14 +14,28 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from inflight.config import EngineConfig, ProcessConfig
 from inflight.engine import EngineClient, EngineStats, Health, InprocClient, ModelFacts, RequestState
 from inflight.errors import ConfigError, EngineError, ParameterError, RequestError
-from inflight.frontend import Frontend, Generation, Prompt
-from inflight.outputs import CompletionOutput, RequestOutput
+from inflight.frontend import (
+    Frontend,
+    Generation,
+    Pair,
+    PooledVectors,
+    PoolingJob,
+    PoolingProcessor,
+    PoolingRun,
+    Prompt,
+    RequestContext,
+    check_top_n,
+    ranked,
+)
+from inflight.outputs import Classifications, CompletionOutput, Embeddings, Ranking, RequestOutput, Scores
+from inflight.pooling import Scale
 from inflight.request import MAX_N, SamplingParams
 from inflight.text import Tokenizer
 
 if TYPE_CHECKING:
     from inflight.loading import LoadedEngine, LoadProgress
 
+POOLING_THREADS = 2  # that tokenize for embed, classify and score: no chat waits for them
 OutputKind = Literal["cumulative", "delta", "final"]
 
 
@@ -38,7 +53,8 @@ class AsyncEngine:
         self._frontend = frontend
         self._client = client
         self._ids = itertools.count()
-        self._generations: dict[str, Generation] = {}  # by the user's request id
+        self._calls: dict[str, Generation | PoolingRun] = {}  # by the user's request id
+        self._threads = ThreadPoolExecutor(POOLING_THREADS, "inflight-pooling")  # that start when first used
 
     @classmethod
     def of(cls, loaded: LoadedEngine) -> AsyncEngine:
@@ -79,6 +95,14 @@ class AsyncEngine:
 
     # ---- requests ----
 
+    def _name(self, request_id: str | None) -> str:
+        name = request_id if request_id is not None else f"request-{next(self._ids)}"
+        if name in self._calls:
+            raise RequestError(
+                f"request id {name!r} is already in use", param="request_id", code="request_id_in_use"
+            )
+        return name
+
     async def generate(
         self,
         prompt: Prompt,
@@ -99,14 +123,10 @@ class AsyncEngine:
                 f"output_kind is {output_kind!r}: allowed are {', '.join(get_args(OutputKind))}",
                 param="output_kind",
             )
-        name = request_id if request_id is not None else f"request-{next(self._ids)}"
-        if name in self._generations:
-            raise RequestError(
-                f"request id {name!r} is already in use", param="request_id", code="request_id_in_use"
-            )
+        name = self._name(request_id)
         params = self._frontend.default_sampling_params() if sampling_params is None else sampling_params
         prepared = self._frontend.prepare(name, prompt, params, priority, tenant, cache_salt)
-        generation = self._generations[name] = Generation(self._client, [prepared])
+        generation = self._calls[name] = Generation(self._client, [prepared])
         sent = _Sent()
         try:
             await generation.start()
@@ -121,7 +141,7 @@ class AsyncEngine:
                     if finished:
                         return
         finally:
-            del self._generations[name]
+            del self._calls[name]
             await generation.close()
 
     async def chat(
@@ -151,10 +171,114 @@ class AsyncEngine:
                 output.prompt = text
                 yield output
 
+    # ---- embedding, classifying, scoring ----
+    #
+    # Texts of one call are computed a window at a time, so that other calls are served between them; cancelling the
+    # task aborts those that are in the engine. All take `request_id`, `priority`, `tenant` and `cache_salt` as
+    # `generate` does, and `on_record`, which is called with the RequestRecord of every text that is done. What is
+    # refused (RequestError) names the text, by its index.
+
+    async def embed(
+        self,
+        texts: Prompt | Sequence[Prompt],
+        *,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        truncate: bool = False,
+        **options: Any,
+    ) -> Embeddings:
+        """The embeddings of texts (or token ids, which are taken as they are).
+
+        `prompt_name` is one of the model's own prompts to put before each text, `prompt` another text to put there;
+        without either it is the model's default one, if it has one. `dimensions` cuts embeddings of models that were
+        trained for it. `normalize` makes their length 1, or not, whatever the checkpoint says. A text that is too long
+        is refused, or with `truncate` cut at its end.
+        """
+        processor = self._frontend.pooling_processor("embed")
+        job = processor.embed(texts, prompt_name, prompt, dimensions, normalize, truncate)
+        found = await self._pool(processor, job, **options)
+        return Embeddings(job.finish(found.matrix), found.num_prompt_tokens, found.num_cached_tokens)
+
+    async def classify(
+        self,
+        texts: Prompt | Pair | Sequence[Prompt | Pair],
+        *,
+        scale: Scale | None = None,
+        truncate: bool = False,
+        **options: Any,
+    ) -> Classifications:
+        """One number for each of the model's labels. A tuple of two texts is classified as a pair."""
+        processor = self._frontend.pooling_processor("classify")
+        job = processor.classify(texts, scale, truncate)
+        found = await self._pool(processor, job, **options)
+        counts = found.num_prompt_tokens, found.num_cached_tokens
+        return Classifications(job.finish(found.matrix), processor.facts.labels, job.scale, *counts)
+
+    async def score(
+        self,
+        query: str | Sequence[str],
+        documents: str | Sequence[str],
+        *,
+        scale: Scale | None = None,
+        instruction: str | None = None,
+        truncate: bool = False,
+        max_tokens_per_doc: int | None = None,
+        **options: Any,
+    ) -> Scores:
+        """How well each document answers the query: one query for all, or as many queries as documents.
+
+        `scale` is "logit", "sigmoid", "softmax" or "cosine", as far as the model has it; its own unless given.
+        `instruction` is for models whose template has one. A document that is too long is refused, or cut at its end
+        with `truncate`; `max_tokens_per_doc` cuts it to at most so many tokens. Queries are never cut.
+        """
+        processor = self._frontend.pooling_processor("score")
+        job = processor.score(query, documents, scale, instruction, truncate, max_tokens_per_doc)
+        found = await self._pool(processor, job, **options)
+        return Scores(job.finish(found.matrix), job.scale, found.num_prompt_tokens, found.num_cached_tokens)
+
+    async def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        top_n: int | None = None,
+        *,
+        scale: Scale | None = None,
+        instruction: str | None = None,
+        truncate: bool = False,
+        max_tokens_per_doc: int | None = None,
+        **options: Any,
+    ) -> Ranking:
+        """`score` for all documents, and the best of them first; the best `top_n` only, if given."""
+        check_top_n(top_n)
+        scores = await self.score(
+            query,
+            documents,
+            scale=scale,
+            instruction=instruction,
+            truncate=truncate,
+            max_tokens_per_doc=max_tokens_per_doc,
+            **options,
+        )
+        results = ranked(scores.values, documents, scores.scale, top_n)
+        return Ranking(results, scores.scale, scores.num_prompt_tokens, scores.num_cached_tokens)
+
+    async def _pool(self, processor: PoolingProcessor, job: PoolingJob, **options: Any) -> PooledVectors:
+        context = RequestContext(**options)
+        name = self._name(context.request_id)
+        run = PoolingRun(self._client, processor, job, context, name, self._threads)
+        self._calls[name] = run
+        try:
+            return await run.run()
+        finally:
+            del self._calls[name]
+
     async def abort(self, request_id: str) -> int:
-        """End a request; its stream ends with finish reason "abort". The number of KV blocks freed."""
-        generation = self._generations.get(request_id)
-        return 0 if generation is None else await generation.abort()
+        """End a request; its stream ends with finish reason "abort", and what returns no stream raises EngineError.
+        The number of KV blocks freed."""
+        call = self._calls.get(request_id)
+        return 0 if call is None else await call.abort()
 
     async def describe(self, request_id: str) -> list[RequestState]:
         """What happened to a request that is there or was until recently: the states of its answers."""
@@ -204,6 +328,7 @@ class AsyncEngine:
     async def close(self, drain: float = 0.0) -> None:
         """Stop the loop. Requests may take up to `drain` seconds to end; streams open then end with an error."""
         await self._client.close(drain)
+        self._threads.shutdown(wait=False, cancel_futures=True)
         self._frontend.close()
 
     async def __aenter__(self) -> AsyncEngine:

@@ -3,24 +3,44 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from os import PathLike
 from typing import Any, TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from inflight.config import EngineConfig
 from inflight.engine import EngineStats, StepObserver
 from inflight.errors import ConfigError, EngineError, ParameterError, RequestError
-from inflight.frontend import OutputProcessor, Prompt, split_prompts
+from inflight.events import Delta
+from inflight.frontend import (
+    OutputProcessor,
+    Pair,
+    PooledVectors,
+    PoolingJob,
+    PoolingProcessor,
+    Prompt,
+    RequestContext,
+    check_top_n,
+    ranked,
+    split_prompts,
+)
 from inflight.garbage import paused_collection
 from inflight.interrupts import held_interrupts
 from inflight.loading import LoadedEngine, load_engine
-from inflight.outputs import RequestOutput
-from inflight.request import SamplingParams
+from inflight.outputs import (
+    ClassificationOutput,
+    EmbeddingOutput,
+    PooledT,
+    PoolingRequestOutput,
+    RequestOutput,
+    RerankResult,
+    ScoreOutput,
+)
+from inflight.pooling import Scale
+from inflight.progress_bars import loading_bar, request_bar
+from inflight.request import Request, SamplingParams
 from inflight.text import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -44,7 +64,7 @@ class LLM:
         self, model: str | PathLike[str] | None = None, *, show_progress: bool = True, **options: Any
     ) -> None:
         config = EngineConfig.create(model, **options)
-        with _loading_bar(config.model.model or "the built-in model", show_progress) as progress:
+        with loading_bar(config.model.model or "the built-in model", show_progress) as progress:
             self._engine: LoadedEngine = load_engine(config, progress)
         if progress is not None:
             Console(stderr=True).print(self._engine.platform.describe(), style="dim", highlight=False)
@@ -117,26 +137,9 @@ class LLM:
         return self._engine.prepare(request_id, prompt, params, priority, tenant)
 
     def _run(self, prompts: list[OutputProcessor], show: bool) -> list[RequestOutput]:
-        if self._closed:
-            raise EngineError("this LLM was closed")
-        core = self._engine.core
         by_id = {answer.request.request_id: prompt for prompt in prompts for answer in prompt.answers}
-        with paused_collection(), held_interrupts() as let_go:
-            try:
-                for prompt in prompts:
-                    for answer in prompt.answers:
-                        core.add(answer.request)
-                with _generation_bar(len(by_id), show) as advance:
-                    while core.has_work:
-                        let_go()  # between two steps, where all books are in order
-                        deltas = core.step()
-                        for delta in deltas:
-                            if by_id[delta.request_id].push(delta):
-                                deltas += core.abort(delta.request_id, "stop")[1]
-                        advance(deltas)
-            except BaseException:  # Ctrl-C above all
-                self._clear(by_id)
-                raise
+        requests = [answer.request for prompt in prompts for answer in prompt.answers]
+        self._compute(requests, lambda delta: by_id[delta.request_id].push(delta), "generating", show)
         outputs = [prompt.output() for prompt in prompts]
         failed = [answer.error for output in outputs for answer in output.outputs if answer.error]
         if failed and len(failed) == len(by_id):
@@ -144,6 +147,29 @@ class LLM:
         if failed:
             logger.warning("%d of %d requests failed", len(failed), len(by_id))
         return outputs
+
+    def _compute(
+        self, requests: list[Request], take: Callable[[Delta], bool], doing: str, show: bool
+    ) -> None:
+        """Step until all requests have ended. `take` gets every delta, and says whether its request is to end now."""
+        if self._closed:
+            raise EngineError("this LLM was closed")
+        core = self._engine.core
+        with paused_collection(), held_interrupts() as let_go:
+            try:
+                for request in requests:
+                    core.add(request)
+                with request_bar(doing, len(requests), show) as advance:
+                    while core.has_work:
+                        let_go()  # between two steps, where all books are in order
+                        deltas = core.step()
+                        for delta in deltas:
+                            if take(delta):
+                                deltas += core.abort(delta.request_id, "stop")[1]
+                        advance(deltas)
+            except BaseException:  # Ctrl-C above all
+                self._clear(request.request_id for request in requests)
+                raise
 
     def _clear(self, request_ids: Iterable[str]) -> None:
         """Empty the engine after a run that broke off, so that it can go on."""
@@ -154,6 +180,114 @@ class LLM:
             core.step()
         # A step that was cut short has not filled the blocks that it promised to the prefix cache.
         core.scheduler.blocks.drop_cache()
+
+    # ---- embedding, classifying, scoring ----
+
+    def embed(
+        self,
+        texts: Prompt | Sequence[Prompt],
+        use_tqdm: bool = True,
+        *,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        truncate: bool = False,
+    ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
+        """The embeddings of texts, or of lists of token ids, which are taken as they are.
+
+        `prompt_name` is one of the model's own prompts to put before each text, `prompt` another text to put there;
+        without either it is the model's default one, if it has one. `dimensions` cuts embeddings of models that were
+        trained for it. `normalize` makes their length 1, or not, whatever the checkpoint says. A text that is too long
+        is refused, and all others with it, or with `truncate` cut at its end.
+        """
+        processor = self._engine.pooling_processor("embed")
+        job = processor.embed(texts, prompt_name, prompt, dimensions, normalize, truncate)
+        requests, found = self._pool(processor, job, "embedding", use_tqdm)
+        return _outputs(requests, [EmbeddingOutput(vector) for vector in job.finish(found.matrix)])
+
+    def classify(
+        self,
+        texts: Prompt | Pair | Sequence[Prompt | Pair],
+        use_tqdm: bool = True,
+        *,
+        scale: Scale | None = None,
+        truncate: bool = False,
+    ) -> list[PoolingRequestOutput[ClassificationOutput]]:
+        """One number for each of the model's labels. A tuple of two texts is classified as a pair."""
+        processor = self._engine.pooling_processor("classify")
+        job = processor.classify(texts, scale, truncate)
+        requests, found = self._pool(processor, job, "classifying", use_tqdm)
+        labels = processor.facts.labels
+        rows = job.finish(found.matrix)
+        return _outputs(requests, [ClassificationOutput(vector, labels, job.scale) for vector in rows])
+
+    def score(
+        self,
+        query: str | Sequence[str],
+        documents: str | Sequence[str],
+        use_tqdm: bool = True,
+        *,
+        scale: Scale | None = None,
+        instruction: str | None = None,
+        truncate: bool = False,
+        max_tokens_per_doc: int | None = None,
+    ) -> list[PoolingRequestOutput[ScoreOutput]]:
+        """How well each document answers the query: one query for all, or as many queries as documents.
+
+        `scale` is "logit", "sigmoid", "softmax" or "cosine", as far as the model has it; its own unless given.
+        `instruction` is for models whose template has one. A document that is too long is refused, or cut at its end
+        with `truncate`; `max_tokens_per_doc` cuts it to at most so many tokens. Queries are never cut.
+        """
+        processor = self._engine.pooling_processor("score")
+        job = processor.score(query, documents, scale, instruction, truncate, max_tokens_per_doc)
+        requests, found = self._pool(processor, job, "scoring", use_tqdm)
+        values = [ScoreOutput(value, job.scale) for value in job.finish(found.matrix).tolist()]
+        num_queries = len(requests) - len(values)  # that were computed apart from the documents
+        outputs = _outputs(requests[num_queries:], values)
+        for index, output in enumerate(outputs if num_queries else ()):
+            before = requests[index % num_queries].token_ids
+            outputs[index] = replace(output, prompt_token_ids=[*before, *output.prompt_token_ids])
+        return outputs
+
+    def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        top_n: int | None = None,
+        use_tqdm: bool = True,
+        *,
+        scale: Scale | None = None,
+        instruction: str | None = None,
+        truncate: bool = False,
+        max_tokens_per_doc: int | None = None,
+    ) -> list[RerankResult]:
+        """`score` for all documents, and the best of them first; the best `top_n` only, if given."""
+        check_top_n(top_n)
+        processor = self._engine.pooling_processor("rerank")
+        job = processor.score(query, documents, scale, instruction, truncate, max_tokens_per_doc)
+        _, found = self._pool(processor, job, "scoring", use_tqdm)
+        return ranked(job.finish(found.matrix), documents, job.scale, top_n)
+
+    def _pool(
+        self, processor: PoolingProcessor, job: PoolingJob, doing: str, show: bool
+    ) -> tuple[list[Request], PooledVectors]:
+        """A request for each text of a job, and their vectors."""
+        texts = [text for chunk in job.chunks() for text in processor.inputs.encode(*chunk)]
+        first = self._num_requests
+        self._num_requests += len(texts)
+        requests = [
+            processor.request(str(number), text, RequestContext()) for number, text in enumerate(texts, first)
+        ]
+        vectors = PooledVectors(len(texts), processor.facts.size)
+
+        def take(delta: Delta) -> bool:
+            if delta.finish_reason is not None:
+                vectors.put(int(delta.request_id) - first, delta)
+            return False
+
+        self._compute(requests, take, doing, show)
+        return requests, vectors
 
     # ---- around it ----
 
@@ -202,6 +336,13 @@ class LLM:
         self.close()
 
 
+def _outputs(requests: list[Request], found: list[PooledT]) -> list[PoolingRequestOutput[PooledT]]:
+    return [
+        PoolingRequestOutput(request.request_id, pooled, request.token_ids, request.record.num_cached_tokens)
+        for request, pooled in zip(requests, found, strict=True)
+    ]
+
+
 def _for_each(prompts: list[Prompt], given: T | Sequence[T], kind: type[T], name: str, param: str) -> list[T]:
     """One for each prompt, from one for all or from a list."""
     if isinstance(given, kind):
@@ -217,60 +358,3 @@ def _for_each(prompts: list[Prompt], given: T | Sequence[T], kind: type[T], name
             param=param,
         )
     return list(given)
-
-
-def _loading_bar(model: str, show: bool) -> AbstractContextManager[Callable[[int, int], None] | None]:
-    return _LoadingBar(model) if show and sys.stderr.isatty() else nullcontext()
-
-
-class _LoadingBar(AbstractContextManager[Callable[[int, int], None]]):
-    def __init__(self, model: str) -> None:
-        self._progress = Progress(
-            TextColumn("loading {task.description}"),
-            BarColumn(),
-            TextColumn("{task.percentage:>3.0f}%"),
-            TimeElapsedColumn(),
-            console=Console(stderr=True),
-        )
-        self._task = self._progress.add_task(model, total=None)
-
-    def __enter__(self) -> Callable[[int, int], None]:
-        self._progress.start()
-        return lambda done, total: self._progress.update(self._task, completed=done, total=total)
-
-    def __exit__(self, *exc: object) -> None:
-        self._progress.stop()
-
-
-def _generation_bar(total: int, show: bool) -> AbstractContextManager[Callable[[Sequence[Any]], None]]:
-    return _GenerationBar(total) if show and sys.stderr.isatty() else nullcontext(lambda _: None)
-
-
-class _GenerationBar(AbstractContextManager[Callable[[Sequence[Any]], None]]):
-    """Requests done, and output tokens a second."""
-
-    def __init__(self, total: int) -> None:
-        self._progress = Progress(
-            TextColumn("generating"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[speed]}"),
-            TimeElapsedColumn(),
-            console=Console(stderr=True),
-        )
-        self._task = self._progress.add_task("", total=total, speed="")
-        self._num_tokens = 0
-
-    def __enter__(self) -> Callable[[Sequence[Any]], None]:
-        self._progress.start()
-        return self._advance
-
-    def _advance(self, deltas: Sequence[Any]) -> None:
-        self._num_tokens += sum(len(delta.token_ids) for delta in deltas)
-        elapsed = self._progress.tasks[0].elapsed or 0.0
-        speed = f"{self._num_tokens / elapsed:,.0f} tokens/s" if elapsed > 0 else ""
-        done = sum(delta.finish_reason is not None for delta in deltas)
-        self._progress.update(self._task, advance=done, speed=speed)
-
-    def __exit__(self, *exc: object) -> None:
-        self._progress.stop()

@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from inflight.events import RequestRecord
+from inflight.pooling import Scale
+
+if TYPE_CHECKING:  # the command line reads this file, and loads numpy later
+    import numpy as np
+    from numpy.typing import NDArray
+
+PooledT = TypeVar("PooledT", bound="EmbeddingOutput | ClassificationOutput | ScoreOutput")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,3 +98,108 @@ class RequestOutput:
     prompt_logprobs: list[Logprobs | None] | None = None
     finished: bool = False
     num_cached_tokens: int = 0
+
+
+# ---- of models that embed, classify or score ----
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EmbeddingOutput:
+    """A text's embedding: `vector` as it lies in memory, `embedding` as a list."""
+
+    vector: NDArray[np.float32]
+
+    @property
+    def embedding(self) -> list[float]:
+        """Made anew each time it is asked for."""
+        found: list[float] = self.vector.tolist()
+        return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ClassificationOutput:
+    """One number for each label, on a scale: probabilities, or with "logit" what the head gave."""
+
+    vector: NDArray[np.float32]
+    labels: tuple[str, ...]
+    scale: Scale
+
+    @property
+    def probs(self) -> list[float]:
+        """Made anew each time it is asked for."""
+        found: list[float] = self.vector.tolist()
+        return found
+
+    @property
+    def label(self) -> str:
+        """Of the highest number."""
+        return self.labels[int(self.vector.argmax())]
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreOutput:
+    """How well a document answers a query."""
+
+    score: float
+    scale: Scale
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingRequestOutput(Generic[PooledT]):
+    """A text, or a pair of them, and what the model's head made of it."""
+
+    request_id: str
+    outputs: PooledT
+    prompt_token_ids: list[int]  # of a cosine: the query's, then the document's
+    num_cached_tokens: int = 0
+    finished: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class RerankResult:
+    """A document's place in a ranking is its place in the list; `index` is where it was given."""
+
+    index: int
+    relevance_score: float
+    document: str
+    scale: Scale
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Embeddings:
+    """What `AsyncEngine.embed` returns, in the order of the texts."""
+
+    vectors: NDArray[np.float32]  # [texts, dimensions]
+    num_prompt_tokens: int  # of all texts together
+    num_cached_tokens: int  # of these, found in the prefix cache
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Classifications:
+    """What `AsyncEngine.classify` returns, in the order of the texts."""
+
+    vectors: NDArray[np.float32]  # [texts, labels], on the scale
+    labels: tuple[str, ...]
+    scale: Scale
+    num_prompt_tokens: int
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scores:
+    """What `AsyncEngine.score` returns, in the order of the documents."""
+
+    values: NDArray[np.float32]  # [documents], on the scale
+    scale: Scale
+    num_prompt_tokens: int
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """What `AsyncEngine.rerank` returns: the best document first, of equal ones the one given first."""
+
+    results: list[RerankResult]
+    scale: Scale
+    num_prompt_tokens: int
+    num_cached_tokens: int

@@ -4,13 +4,26 @@ from inflight.frontend.frontend import Frontend
 from inflight.frontend.generation import Generation
 from inflight.frontend.input_processor import InputProcessor, Prompt, context_length_error, split_prompts
 from inflight.frontend.output_processor import OutputProcessor
+from inflight.frontend.pooling import PoolingJob, PoolingProcessor, RequestContext
+from inflight.frontend.pooling_inputs import Pair, PoolingInputs
+from inflight.frontend.pooling_results import PooledVectors, check_top_n, ranked
+from inflight.frontend.pooling_run import PoolingRun
 
 __all__ = [
     "Frontend",
     "Generation",
     "InputProcessor",
     "OutputProcessor",
+    "Pair",
+    "PooledVectors",
+    "PoolingInputs",
+    "PoolingJob",
+    "PoolingProcessor",
+    "PoolingRun",
     "Prompt",
+    "RequestContext",
+    "check_top_n",
     "context_length_error",
+    "ranked",
     "split_prompts",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,9 @@ from inflight.engine import ModelFacts
 from inflight.errors import ConfigError
 from inflight.frontend.input_processor import InputProcessor, Prompt
 from inflight.frontend.output_processor import OutputProcessor
+from inflight.frontend.pooling import PoolingProcessor, cannot
+from inflight.frontend.pooling_inputs import PoolingInputs
+from inflight.pooling import PoolingFacts
 from inflight.request import SamplingParams
 from inflight.text import ChatTemplate, Tokenizer, encode_chat
 
@@ -25,6 +28,8 @@ class Frontend:
     tokenizer: Tokenizer | None
     input_processor: InputProcessor
     default_params: dict[str, Any]  # what the checkpoint's makers recommend
+    generates: bool = field(default=True, kw_only=True)  # else the model has a head alone
+    pooling: PoolingFacts | None = field(default=None, kw_only=True)  # of its head, where it has one
 
     @classmethod
     def of(cls, config: EngineConfig, facts: ModelFacts) -> Frontend:
@@ -34,11 +39,31 @@ class Frontend:
         input_processor = InputProcessor.create(
             tokenizer, facts.vocab_size, facts.max_model_len, facts.eos_token_ids, config.model.seed
         )
-        return cls(config, tokenizer, input_processor, dict(facts.default_params))
+        return cls(
+            config,
+            tokenizer,
+            input_processor,
+            dict(facts.default_params),
+            generates=facts.generates,
+            pooling=facts.pooling,
+        )
 
     @property
     def max_model_len(self) -> int:
         return self.input_processor.max_model_len
+
+    def pooling_processor(self, task: str) -> PoolingProcessor:
+        """For models with a head. Raises RequestError where there is none to do the task."""
+        if self.pooling is None:
+            raise cannot(task, None, self.generates)
+        return self._pooling_processor
+
+    @cached_property
+    def _pooling_processor(self) -> PoolingProcessor:
+        assert self.pooling is not None
+        vocab_size = self.input_processor.vocab_size
+        inputs = PoolingInputs(self.pooling, self.tokenizer, vocab_size, self.max_model_len)
+        return PoolingProcessor(self.pooling, inputs, self.generates)
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
@@ -82,6 +107,8 @@ class Frontend:
     ) -> OutputProcessor:
         """A prompt that passed all checks, with a request for each answer to it. `text` is that of a prompt that is
         given as token ids, where it is known."""
+        if not self.generates:
+            raise cannot("generate", self.pooling, generates=False)
         found, requests = self.input_processor.requests(
             request_id, prompt, params, priority, tenant, cache_salt, kind
         )

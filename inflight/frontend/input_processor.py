@@ -25,11 +25,11 @@ MAX_TENANT_LENGTH = 256
 PRIORITY_RANGE = (-(2**31), 2**31 - 1)
 
 
-def context_length_error(detail: str) -> PromptError:
+def context_length_error(detail: str, param: str = "prompt") -> PromptError:
     """The prompt does not fit. Routers know such a refusal by these words, and try a model with more room."""
     return PromptError(
         f"the prompt is longer than the model's context length: {detail}",
-        param="prompt",
+        param=param,
         code="context_length_exceeded",
     )
 
@@ -81,8 +81,8 @@ class InputProcessor:
         num_kept = 1 if kind == "generate" else 0  # places for outputs
         text, ids, salt = self._read_prompt(prompt, self.max_model_len - num_kept)
         self._check_params(params)
-        _check_place(priority, tenant)
-        salt = _check_salt(cache_salt or salt)
+        check_place(priority, tenant)
+        salt = check_salt(cache_salt or salt)
         room = self.max_model_len - len(ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         if kind != "generate":
@@ -149,7 +149,7 @@ class InputProcessor:
         if isinstance(prompt, Mapping):
             prompt, salt = _read_mapping(prompt)
         text = prompt if isinstance(prompt, str) else None
-        ids = _as_ids(prompt if text is None else self._need_tokenizer("text prompts").encode(text))
+        ids = as_ids(prompt if text is None else self._need_tokenizer("text prompts").encode(text))
         if not ids:
             raise PromptError("the prompt is empty: it must have at least one token", param="prompt")
         if len(ids) > limit:
@@ -209,7 +209,7 @@ def _read_mapping(prompt: Mapping[str, Any]) -> tuple[str | Sequence[int], Any]:
     return prompt["prompt"], salt
 
 
-def _as_ids(ids: Any) -> array[int]:
+def as_ids(ids: Any) -> array[int]:
     """From any sequence of integers."""
     if isinstance(ids, bytes | bytearray | memoryview) or not isinstance(ids, Iterable):
         raise PromptError(
@@ -238,7 +238,7 @@ def _is_id(item: Any) -> bool:
     return True
 
 
-def _check_place(priority: Any, tenant: Any) -> None:
+def check_place(priority: Any, tenant: Any) -> None:
     """What orders the queue must be comparable, or one request would break the queue for all."""
     low, high = PRIORITY_RANGE
     if isinstance(priority, bool) or not isinstance(priority, int) or not low <= priority <= high:
@@ -252,7 +252,7 @@ def _check_place(priority: Any, tenant: Any) -> None:
         )
 
 
-def _check_salt(salt: Any) -> str:
+def check_salt(salt: Any) -> str:
     if not isinstance(salt, str) or len(salt) > MAX_SALT_LENGTH or not _is_unicode(salt):
         raise ParameterError(
             f"cache_salt is {shown(salt)}: it must be valid Unicode of at most {MAX_SALT_LENGTH} characters",

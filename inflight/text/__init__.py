@@ -3,17 +3,20 @@
 from inflight.text.bad_words import bad_word_ids
 from inflight.text.chat import ChatTemplate, check_messages, encode_chat
 from inflight.text.detokenizer import IncrementalDetokenizer
+from inflight.text.frame import TextFrame
 from inflight.text.render import RenderLimits
 from inflight.text.stops import StopStrings
-from inflight.text.tokenizer import Tokenizer
+from inflight.text.tokenizer import Tokenizer, check_text
 
 __all__ = [
     "ChatTemplate",
     "IncrementalDetokenizer",
     "RenderLimits",
     "StopStrings",
+    "TextFrame",
     "Tokenizer",
     "bad_word_ids",
     "check_messages",
+    "check_text",
     "encode_chat",
 ]

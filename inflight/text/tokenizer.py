@@ -15,6 +15,7 @@ import tokenizers
 from inflight.errors import InflightError, ModelError, PromptError
 from inflight.model_files import MAX_TOKENIZER_BYTES, read_file, read_object
 from inflight.text import files
+from inflight.text.frame import TextFrame, frame_of
 from inflight.text.pieces import ByteDecoder
 
 
@@ -117,7 +118,7 @@ class Tokenizer:
         self, texts: Sequence[str], add_special_tokens: bool = True, *, parse_special: bool = True
     ) -> list[list[int]]:
         for text in texts:
-            _check_text(text)
+            check_text(text)
         backend = self._backend if parse_special else self._plain_backend()
         # The fast variant leaves out the offsets, which cost more than the ids.
         with no_panic():
@@ -128,6 +129,42 @@ class Tokenizer:
         if add_special_tokens and (self._before or self._after):
             return [[*self._before, *encoding.ids, *self._after] for encoding in encodings]
         return [encoding.ids for encoding in encodings]
+
+    def encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of texts that are only text, whatever they spell, and nothing around them.
+
+        A few models cannot help reading a special token where one is spelled: for them a space is put into it.
+        """
+        backend = self._plain_backend()
+        with no_panic():
+            found = [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
+        forbidden = self.special_ids - {self._unknown_id}
+        for index, ids in enumerate(found):
+            if not forbidden.isdisjoint(ids):
+                found[index] = self.encode(self._broken(texts[index]), False, parse_special=False)
+        return found
+
+    def _broken(self, text: str) -> str:
+        for special in self.special_spellings:
+            text = text.replace(special, f"{special[:1]} {special[1:]}")
+        return text
+
+    @cached_property
+    def frame(self) -> TextFrame:
+        """What `encode` puts around the tokens of a text."""
+        if self._before or self._after:
+            return TextFrame(tuple(self._before), tuple(self._after))
+        with no_panic():
+            return frame_of(self._backend, pair=False)
+
+    @cached_property
+    def pair_frame(self) -> TextFrame:
+        """What stands around and between the tokens of two texts that are read as a pair."""
+        if self._before or self._after:
+            between = (*self._after, *self._before)
+            return TextFrame(tuple(self._before), tuple(self._after), between)
+        with no_panic():
+            return frame_of(self._backend, pair=True)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of ids. Ids that the tokenizer does not know have no text."""
@@ -195,6 +232,8 @@ class Tokenizer:
 
     def _check_plain(self, encoding: Any) -> None:
         """Some models (Unigram) hold the special tokens as ordinary pieces too, and find them in text."""
+        if self.special_ids.isdisjoint(encoding.ids):
+            return
         for token_id, added in zip(encoding.ids, encoding.special_tokens_mask, strict=True):
             if not added and token_id in self.special_ids and token_id != self._unknown_id:
                 raise PromptError(
@@ -203,7 +242,7 @@ class Tokenizer:
                 )
 
 
-def _check_text(text: object) -> None:
+def check_text(text: object) -> None:
     if not isinstance(text, str):
         raise PromptError(f"a text is of type {type(text).__name__}: it must be a string")
     if text.isascii():
