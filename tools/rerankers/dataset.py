@@ -1,9 +1,9 @@
 """Generates the lists with many processes and writes them as token ids.
 
-    python -m tools.rerankers.dataset --out FOLDER --lists 300000
+    python -m tools.rerankers.dataset --out FOLDER --lists 220000
 
-writes tokenizer.json and one .npy file per array. It needs no torch, so its processes start quickly; train.py runs it as its first
-step.
+writes tokenizer.json and one .npy file per array. It needs no torch, so its processes start quickly; train.py runs it
+as its first step.
 """
 
 import argparse
@@ -29,9 +29,9 @@ TEXTS = 6  # of a list
 QUERY_TOKENS = 40
 TEXT_TOKENS = 208
 SHARD = 500  # lists a task
-_TOKENIZER_LISTS = 12_000
+_TOKENIZER_LISTS = 6_000
 _WORD_TABLES = ("synonyms", "fields", "groups", "lists")
-Ids = npt.NDArray[np.uint16]
+Ids = npt.NDArray[np.int16]
 Arrays = dict[str, npt.NDArray[np.generic]]
 
 
@@ -49,8 +49,8 @@ def make_tokenizer(seed: int, lists: int = _TOKENIZER_LISTS, vocab_size: int = V
 def _padded(tokenizer: Tokenizer, texts: Sequence[str], most: int) -> tuple[Ids, Ids]:
     """Token ids [texts, most], and how many there are of each."""
     encoded = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-    ids = np.zeros((len(texts), most), dtype=np.uint16)
-    lengths = np.zeros(len(texts), dtype=np.uint16)
+    ids = np.zeros((len(texts), most), dtype=np.int16)
+    lengths = np.zeros(len(texts), dtype=np.int16)
     for row, one in enumerate(encoded):
         kept = one.ids[:most]
         ids[row, : len(kept)] = kept
@@ -106,10 +106,10 @@ def generate(folder: Path, count: int, seed: int, processes: int, seconds: float
 def main() -> None:
     parser = argparse.ArgumentParser(description="Generate and tokenize the training lists.")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--lists", type=int, default=300_000)
+    parser.add_argument("--lists", type=int, default=220_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--seconds", type=float, default=35.0, help="stop generating after this time")
+    parser.add_argument("--seconds", type=float, default=25.0, help="stop generating after this time")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()

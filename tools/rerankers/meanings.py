@@ -1,4 +1,4 @@
-"""Words that mean the same, that name a kind of thing, or that belong together: the query says one, the answer another."""
+"""Words that mean the same, name a kind of thing or belong together: the query says one, the answer another."""
 
 from functools import cache
 from random import Random

@@ -18,11 +18,6 @@ _BRACES = re.compile(r"\{(\w+)(?::(\d+)-(\d+))?\}")
 _WORDS = re.compile(r"[a-z0-9']+")
 _TEMPLATES_HELD_OUT_ONE_IN = 7
 _NAMES_HELD_OUT_ONE_IN = 10
-_STOP_WORDS = """a an the and or but if of to in on at by for from with without about into over under is are was were be been
-am do does did done have has had can could will would should may might must not no so as than that this these those it its he
-she they we you i my your his her their our me him them us who what which when where why how much many there here some any
-all such very too also just only again other another more most long get""".split()
-STOP_WORDS = frozenset(_STOP_WORDS)
 
 
 class Side(Enum):
@@ -114,11 +109,16 @@ def fill(rng: Random, template: str, values: Mapping[str, str]) -> str:
     return capital(filled)
 
 
+@cache
+def _stop_words() -> frozenset[str]:
+    return frozenset(lists()["stop"])
+
+
 def content_words(text: str) -> list[str]:
     """The words that carry the subject, lower case, each once."""
     return list(
         dict.fromkeys(
-            word for word in _WORDS.findall(text.lower()) if word not in STOP_WORDS and len(word) > 1
+            word for word in _WORDS.findall(text.lower()) if word not in _stop_words() and len(word) > 1
         )
     )
 
