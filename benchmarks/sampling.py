@@ -116,7 +116,7 @@ def main() -> None:
         with llm:
             for name, (first, rest) in cases(llm.vocab_size).items():
                 if chosen(name):
-                    measure(llm, first, rest, batch, context, 16)  # a warm-up
+                    measure(llm, first, rest, batch, context, options.steps)  # a warm-up
                     results[name] = [
                         measure(llm, first, rest, batch, context, options.steps)
                         for _ in range(options.repeat)
