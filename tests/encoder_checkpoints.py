@@ -61,9 +61,10 @@ def make_encoder(family: str, classifier: bool, **overrides: Any) -> Any:
     return model.eval()
 
 
-def write_pooling(folder: Path, modes: Sequence[str] | str = "mean", normalize: bool = True) -> Path:
-    """The files of sentence-transformers that make an embedder of an encoder."""
-    kinds = ["Transformer", "Pooling", *(["Normalize"] if normalize else [])]
+def write_pooling(folder: Path, modes: Sequence[str] | str = "mean", after: Sequence[str] = ()) -> Path:
+    """The files of sentence-transformers that make an embedder of an encoder. `after`: modules after the pooling, whose
+    folders are left empty."""
+    kinds = ["Transformer", "Pooling", *after, "Normalize"]
     modules = [
         {
             "idx": index,
@@ -75,7 +76,8 @@ def write_pooling(folder: Path, modes: Sequence[str] | str = "mean", normalize: 
     ]
     folder.mkdir(exist_ok=True)
     (folder / "modules.json").write_text(json.dumps(modules))
-    (folder / "1_Pooling").mkdir(exist_ok=True)
+    for index, kind in enumerate(kinds[1:-1], 1):
+        (folder / f"{index}_{kind}").mkdir(exist_ok=True)
     config = {"embedding_dimension": HIDDEN, "pooling_mode": modes}
     (folder / "1_Pooling" / "config.json").write_text(json.dumps(config))
     return folder
@@ -100,7 +102,8 @@ def vectors(
 
 
 def run(engine: LoadedEngine, prompts: Sequence[Sequence[int]], seconds: Sequence[int] = ()) -> list[Delta]:
-    core, found = engine.core, {}
+    core = engine.core
+    found: dict[int, Delta] = {}
     for index, prompt in enumerate(prompts):
         core.add(
             Request(

@@ -70,7 +70,8 @@ class EncoderRunner:
         if self._model.encoder.spec.num_segments > 1 and seconds.any():
             # Of a single text no token is behind the beginning of a second one.
             parts.append(positions >= np.repeat(np.where(seconds > 0, seconds, counts), counts))
-        placed = self._to_device(np.concatenate(parts, dtype=np.int64)).split([len(part) for part in parts])
+        packed = self._to_device(np.concatenate(parts, dtype=np.int64))
+        placed = torch.split(packed, [len(part) for part in parts])
         sequences = Sequences(placed[0].int(), lengths, max(lengths))
         return TextBatch(placed[1], placed[2], placed[3] if len(placed) > 3 else None, sequences)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from inflight import LLM
-from inflight.errors import ConfigError, RequestError
+from inflight.errors import ConfigError, RequestError, WeightsError
 from inflight.layers.native_kernels import NativeKernels
 from inflight.loading import LoadedEngine
 from inflight.models.encoder import PoolingEncoder
@@ -67,14 +68,15 @@ def pooled(states: torch.Tensor, mode: str) -> torch.Tensor:
     """As sentence-transformers pools."""
     length = len(states)
     weights = torch.arange(1.0, length + 1).unsqueeze(1)
-    return {
+    found: dict[str, torch.Tensor] = {
         "cls": states[0],
         "max": states.amax(0),
         "mean": states.sum(0) / length,
         "mean_sqrt_len_tokens": states.sum(0) / length**0.5,
         "weightedmean": (states * weights).sum(0) / weights.sum(),
         "lasttoken": states[-1],
-    }[mode]
+    }
+    return found[mode]
 
 
 EMBEDDERS: dict[str, tuple[str, list[str]]] = {
@@ -101,6 +103,38 @@ def test_embedders_give_the_hidden_states_of_transformers_pooled(case: str, tmp_
         expected = torch.cat([pooled(states, mode) for mode in modes])
         np.testing.assert_allclose(found, expected, atol=TOLERANCE, rtol=TOLERANCE)
     engine.close()
+
+
+def test_layers_after_pooling_are_read_from_their_own_folders(tmp_path: Path) -> None:
+    model = make_encoder("distilbert", classifier=False)
+    model.save_pretrained(tmp_path)
+    write_pooling(tmp_path, "mean", ("Dense", "LayerNorm"))
+    torch.manual_seed(0)
+    dense, norm = torch.nn.Linear(HIDDEN, 24), torch.nn.LayerNorm(24)
+    torch.nn.init.normal_(norm.weight)
+    config = {
+        "in_features": HIDDEN,
+        "out_features": 24,
+        "activation_function": "torch.nn.modules.activation.Tanh",
+    }
+    for module, name, content, tensors in (
+        (dense, "linear", config, tmp_path / "2_Dense"),
+        (norm, "norm", {"dimension": 24}, tmp_path / "3_LayerNorm"),
+    ):
+        (tensors / "config.json").write_text(json.dumps(content))
+        state = {f"{name}.{part}": tensor for part, tensor in module.state_dict().items()}
+        save_file(state, tensors / "model.safetensors")
+    engine = load(tmp_path)
+    assert engine.facts.pooling is not None
+    assert engine.facts.pooling.size == 24
+    for prompt, found in zip(RAGGED, vectors(engine, RAGGED), strict=True):
+        states = hidden_states(model, prompt)
+        expected = norm(torch.tanh(dense(states.mean(0)))).detach()
+        np.testing.assert_allclose(found, expected, atol=TOLERANCE, rtol=TOLERANCE)
+    engine.close()
+    (tmp_path / "2_Dense" / "model.safetensors").unlink()
+    with pytest.raises(WeightsError, match="is missing or not a file, though"):
+        load(tmp_path)
 
 
 # ---- the real scheduler ----
@@ -200,7 +234,7 @@ def test_weights_that_do_not_fit_are_named_before_memory_is_taken(tmp_path: Path
         (narrow, "is stored as I8: known are F32, BF16, F16"),
     ):
         save_file(odd, file)
-        with pytest.raises(Exception, match=message):
+        with pytest.raises(WeightsError, match=message):
             load(tmp_path)
 
 
