@@ -12,6 +12,9 @@ from inflight.model_files import inside, read_object
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+# Files in sub-folders and consolidated ones repeat the weights in other formats. Folders that begin with a number are
+# modules of sentence-transformers.
+REPEATED_FILES = ("[!0-9]*/*", "consolidated*")
 TEXT_FILES = ("*.json", "*.jinja", "*.model", "tokenizer*", "*.txt")
 
 
@@ -69,9 +72,8 @@ def _download(model: str, revision: str | None, weights: bool) -> Path:
         ) from None
     patterns = [*TEXT_FILES, "*.safetensors"] if weights else list(TEXT_FILES)
     try:
-        # Files in sub-folders and consolidated ones repeat the weights in other formats.
         path = snapshot_download(
-            model, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*", "consolidated*"]
+            model, revision=revision, allow_patterns=patterns, ignore_patterns=list(REPEATED_FILES)
         )
     except Exception as error:  # the hub client raises its own, the HTTP client's and the system's errors
         at = f" at revision {revision!r}" if revision else ""

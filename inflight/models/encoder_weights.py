@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 
 from inflight.attention.sequences import SequenceAttention
-from inflight.errors import WeightsError
 from inflight.layers.kernels import Kernels
-from inflight.model_files import inside
-from inflight.models.checkpoint import SINGLE, Checkpoint
+from inflight.models.checkpoint import Checkpoint
 from inflight.models.encoder import Encoder, PoolingEncoder
 from inflight.models.encoder_families import EncoderHead
 from inflight.models.encoder_spec import EncoderSpec
+from inflight.models.head_weights import module_headers
 from inflight.models.heads import LayeredHead, Pooler
 from inflight.models.tensors import (
     Placement,
@@ -67,24 +65,13 @@ def load_encoder(
 def _read_headers(checkpoint: Checkpoint, head: EncoderHead) -> dict[str, StoredTensor]:
     """Of the encoder's files, and of the folders of head layers: names there begin with the folder's."""
     stored = read_headers(checkpoint.weight_files, _known_as)
-    folders = dict.fromkeys(layer.module.partition("/")[0] for layer in head.layers if "/" in layer.module)
-    for name in folders:
-        assert checkpoint.folder is not None, "such layers are read from a folder"
-        file = _module_file(checkpoint.folder, name)
-        stored |= {f"{name}/{tensor}": found for tensor, found in read_headers([file]).items()}
-    return stored
+    folders = (layer.module.partition("/")[0] for layer in head.layers if "/" in layer.module)
+    return stored | module_headers(checkpoint, folders)
 
 
 def _known_as(name: str) -> str:
     """The first checkpoints name the two parts of a norm in Greek."""
     return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
-
-
-def _module_file(folder: Path, name: str) -> Path:
-    path = f"{name}/{SINGLE}"
-    if not inside(folder, path, WeightsError).is_file():
-        raise WeightsError(f"{folder / path} is missing or not a file, though modules.json needs it")
-    return folder / path
 
 
 def _prefix(spec: EncoderSpec, stored: dict[str, StoredTensor]) -> str:

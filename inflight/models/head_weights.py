@@ -47,9 +47,9 @@ def load_head(
 
 def module_headers(checkpoint: Checkpoint, folders: Iterable[str]) -> dict[str, StoredTensor]:
     """The tensors of these modules, by "folder/name"."""
-    assert checkpoint.folder is not None, "there are weights"
     stored: dict[str, StoredTensor] = {}
     for name in dict.fromkeys(folders):
+        assert checkpoint.folder is not None, "modules are read from a folder"
         path = f"{name}/{SINGLE}"
         if not inside(checkpoint.folder, path, WeightsError).is_file():
             raise WeightsError(

@@ -6,6 +6,7 @@ import builtins
 import json
 import sys
 from collections.abc import Callable
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -198,4 +199,8 @@ def test_hub_download_asks_for_safe_files_only(folder: Path, monkeypatch: pytest
         for call in asked
     ]
     assert wanted == [names[:4], names[1:4]]
+    folders = ["onnx/model.safetensors", "1_Pooling/config.json", "consolidated.safetensors", "config.json"]
+    ignored = asked[0]["ignore_patterns"]
+    kept = [name for name in folders if not any(fnmatch(name, pattern) for pattern in ignored)]
+    assert kept == ["1_Pooling/config.json", "config.json"]
     assert (asked[0]["model"], asked[0]["revision"]) == ("owner/name", "v2")

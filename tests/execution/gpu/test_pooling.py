@@ -33,6 +33,12 @@ OPTIONS: dict[str, Any] = {
 TEXTS = random_texts(MAX_LEN, 29, 5, 33, shared=4)
 
 
+@pytest.fixture(scope="module")
+def reranker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "Qwen3-Reranker"
+    return write_reranker(folder, **SHAPE | {"vocab_size": 320})
+
+
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> InterpretedPlatform:
     place = InterpretedPlatform()
@@ -41,25 +47,24 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> InterpretedPlatform:
     return place
 
 
-def pool_beside(engine: PooledEngine, *prompts: list[int]) -> Any:
+def pool_beside(engine: PooledEngine, *prompts: list[int], texts: list[list[int]] = TEXTS) -> Any:
     for index, prompt in enumerate(prompts):
-        engine.add(f"generates {index}", prompt, max_tokens=6)
-    return engine.pool(TEXTS)
+        engine.add(f"generates {index}", prompt, max_tokens=4)
+    return engine.pool(texts)
 
 
 def test_vectors_and_tokens_of_one_batch_are_those_of_the_cpu(
-    tmp_path: Path, interpreted: InterpretedPlatform, monkeypatch: pytest.MonkeyPatch
+    reranker: Path, interpreted: InterpretedPlatform, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = write_reranker(tmp_path / "Qwen3-Reranker", **SHAPE | {"vocab_size": 320})
-    engine = PooledEngine.load(folder, **OPTIONS)
-    found = pool_beside(engine, [5, 6, 7, 8, 9], [12] * 17)
+    engine = PooledEngine.load(reranker, **OPTIONS)
+    found = pool_beside(engine, [5, 6, 7, 8, 9], texts=TEXTS[:3])
     assert any({slot.samples for slot in record.slots} == {True, False} for record in engine.records)
-    answers = [engine.tokens[f"generates {index}"] for index in range(2)]
+    answer = engine.tokens["generates 0"]
     monkeypatch.setattr(loading, "platform", platform)
     assert interpreted.runners
-    on_cpu = PooledEngine.load(folder, device="cpu", **OPTIONS)
-    assert found == pytest.approx(pool_beside(on_cpu, [5, 6, 7, 8, 9], [12] * 17), abs=1e-4)
-    assert answers == [on_cpu.tokens[f"generates {index}"] for index in range(2)]
+    on_cpu = PooledEngine.load(reranker, device="cpu", **OPTIONS)
+    assert found == pytest.approx(pool_beside(on_cpu, [5, 6, 7, 8, 9], texts=TEXTS[:3]), abs=1e-4)
+    assert answer == on_cpu.tokens["generates 0"]
 
 
 def test_a_model_that_only_classifies_draws_nothing(
@@ -70,17 +75,16 @@ def test_a_model_that_only_classifies_draws_nothing(
     runner = interpreted.runners[-1]
     runner.prepare(runner.buckets.usual()[:1])
     runner.warm_up_scoring()
-    found = pool_beside(engine, [1, 2, 3])
+    found = pool_beside(engine, [1, 2, 3], texts=TEXTS[1:3])
     assert engine.ended["generates 0"].finish_reason == "error"
     monkeypatch.setattr(loading, "platform", platform)
     on_cpu = PooledEngine.load(folder, device="cpu", skip_tokenizer_init=True, **OPTIONS)
-    assert found == pytest.approx(on_cpu.pool(TEXTS), abs=1e-4)
+    assert found == pytest.approx(on_cpu.pool(TEXTS[1:3]), abs=1e-4)
 
 
-def test_prompt_logprobs_beside_a_vector(tmp_path: Path, interpreted: InterpretedPlatform) -> None:
+def test_prompt_logprobs_beside_a_vector(reranker: Path, interpreted: InterpretedPlatform) -> None:
     """Such a step keeps the hidden states of all tokens, and the head finds its own among them."""
-    folder = write_reranker(tmp_path / "Qwen3-Reranker", **SHAPE | {"vocab_size": 320})
-    engine = PooledEngine.load(folder, **OPTIONS)
+    engine = PooledEngine.load(reranker, **OPTIONS)
     alone = engine.pool(TEXTS[2:3])
     engine.vectors.clear()
     engine.score("scored", [9, 8, 7, 6])
@@ -90,10 +94,9 @@ def test_prompt_logprobs_beside_a_vector(tmp_path: Path, interpreted: Interprete
 
 
 def test_a_text_as_long_as_its_row_leaves_the_next_row_alone(
-    tmp_path: Path, interpreted: InterpretedPlatform
+    reranker: Path, interpreted: InterpretedPlatform
 ) -> None:
-    folder = write_reranker(tmp_path / "Qwen3-Reranker", **SHAPE | {"vocab_size": 320})
-    engine = PooledEngine.load(folder, **OPTIONS)
+    engine = PooledEngine.load(reranker, **OPTIONS)
     tokens = interpreted.runners[-1].rows.tokens
     tokens.fill_(-1)
     engine.pool(TEXTS[:1])
