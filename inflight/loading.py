@@ -290,9 +290,10 @@ def _encoder_core(
     num_spare = -(-HEADROOM * limits.max_num_seqs // max_model_len) + 1
     blocks = BlockManager(limits.max_num_seqs + num_spare, max_model_len, NoPrefixCache())
     scheduler = Scheduler(limits, policy, blocks)
-    return EngineCore(
-        scheduler, EncoderRunner(encoder), options.pipeline_depth or place.pipeline_depth, options.max_queue
-    )
+    runner = EncoderRunner(encoder)
+    if place.device.type == "cuda":
+        runner.warm_up(max_model_len, max_tokens)
+    return EngineCore(scheduler, runner, options.pipeline_depth or place.pipeline_depth, options.max_queue)
 
 
 def _limits(options: SchedulerConfig, place: Platform, max_num_batched_tokens: int) -> Limits:

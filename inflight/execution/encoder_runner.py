@@ -6,6 +6,7 @@ its tokens came with it.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from inflight.attention.sequences import Sequences
 from inflight.errors import DeviceLostError
 from inflight.execution.results import StepVectors
 from inflight.models.encoder import PoolingEncoder, TextBatch
-from inflight.scheduling import Batch, RowRequest, Sampled
+from inflight.scheduling import Batch, Sampled
 
 Longs = NDArray[np.int64]
 
@@ -39,14 +40,28 @@ class EncoderRunner:
         self._model = model
         self._device = model.encoder.device
 
+    def warm_up(self, max_len: int, max_tokens: int) -> None:
+        """Compute the smallest step and the largest, so that kernels are compiled, and memory is found to be enough,
+        before anybody waits for it."""
+        with self._watching_the_device(), torch.inference_mode():
+            for lengths in ([1], [max_len] * (max_tokens // max_len)):
+                self._model.vectors(
+                    self._upload([array("q", [0]) * length for length in lengths], [0] * len(lengths))
+                )
+            if self._device.type == "cuda":
+                torch.cuda.synchronize()
+
     def launch(self, batch: Batch) -> EncoderTicket:
         with self._watching_the_device():
             return self._launch(batch)
 
     @torch.inference_mode()
     def _launch(self, batch: Batch) -> EncoderTicket:
-        requests = dict(batch.admissions)
-        texts = self._upload([requests[row] for row in batch.rows])
+        admitted = dict(batch.admissions)
+        requests = [admitted[row] for row in batch.rows]
+        texts = self._upload(
+            [request.token_ids for request in requests], [request.second_segment for request in requests]
+        )
         vectors = self._model.vectors(texts)
         on_gpu = self._device.type == "cuda"
         host = torch.empty(vectors.shape, dtype=vectors.dtype, pin_memory=on_gpu)
@@ -57,16 +72,16 @@ class EncoderRunner:
             done.record()
         return EncoderTicket(StepVectors(list(range(len(batch))), host), done)
 
-    def _upload(self, requests: list[RowRequest]) -> TextBatch:
+    def _upload(self, ids: list[array[int]], second_segments: list[int]) -> TextBatch:
         """All that the device must know of a step, in one copy."""
-        lengths = [len(request.token_ids) for request in requests]
+        lengths = [len(of_text) for of_text in ids]
         counts = np.array(lengths, dtype=np.int64)
         starts = np.zeros(len(counts) + 1, dtype=np.int64)
         np.cumsum(counts, out=starts[1:])
-        token_ids = np.concatenate([np.frombuffer(request.token_ids, dtype=np.int64) for request in requests])
+        token_ids = np.concatenate([np.frombuffer(of_text, dtype=np.int64) for of_text in ids])
         positions = np.arange(len(token_ids)) - np.repeat(starts[:-1], counts)
         parts = [starts, token_ids, positions]
-        seconds = np.array([request.second_segment for request in requests], dtype=np.int64)
+        seconds = np.array(second_segments, dtype=np.int64)
         if self._model.encoder.spec.num_segments > 1 and seconds.any():
             # Of a single text no token is behind the beginning of a second one.
             parts.append(positions >= np.repeat(np.where(seconds > 0, seconds, counts), counts))

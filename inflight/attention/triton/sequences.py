@@ -208,7 +208,7 @@ def rotate(
     )
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["positions"])
 def _rotate(
     qkv,
     positions,

@@ -114,9 +114,9 @@ class CudaPlatform:
 
     def encoder_kernels(self, spec: EncoderSpec, dtype: torch.dtype) -> EncoderKernels:
         attention = TritonSequenceAttention(choose_sequences(dtype, spec.head_dim, self.device))
-        return EncoderKernels(
-            TritonKernels(dtype, self.device), attention, TorchKernels(torch.float32, self.device)
-        )
+        # Steps of texts have any number of tokens: kernels for few of them would be compiled in the middle of serving.
+        layers = TritonKernels(dtype, self.device, few_tokens=0)
+        return EncoderKernels(layers, attention, TorchKernels(torch.float32, self.device))
 
     def describe(self) -> str:
         name = torch.cuda.get_device_name(self.device)

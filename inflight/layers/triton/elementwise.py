@@ -119,7 +119,7 @@ def _activate_kernel(x, size, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, PDL
     tl.store(x + place, activate(wide, ACTIVATION).to(x.dtype.element_ty), mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["ids"])
 def _embed_kernel(table, ids, out, num_features, BLOCK: tl.constexpr, PDL: tl.constexpr):
     wait_then_launch_dependents(PDL)
     row = tl.program_id(0).to(tl.int64)
