@@ -187,6 +187,7 @@ class AsyncEngine:
         dimensions: int | None = None,
         normalize: bool | None = None,
         truncate: bool = False,
+        truncate_prompt_tokens: int | None = None,
         **options: Any,
     ) -> Embeddings:
         """The embeddings of texts (or token ids, which are taken as they are).
@@ -194,10 +195,13 @@ class AsyncEngine:
         `prompt_name` is one of the model's own prompts to put before each text, `prompt` another text to put there;
         without either it is the model's default one, if it has one. `dimensions` cuts embeddings of models that were
         trained for it. `normalize` makes their length 1, or not, whatever the checkpoint says. A text that is too long
-        is refused, or with `truncate` cut at its end.
+        is refused, or with `truncate` cut at its end; `truncate_prompt_tokens` cuts each to at most so many tokens,
+        beside the special ones around it.
         """
         processor = self._frontend.pooling_processor("embed")
-        job = processor.embed(texts, prompt_name, prompt, dimensions, normalize, truncate)
+        job = processor.embed(
+            texts, prompt_name, prompt, dimensions, normalize, truncate, truncate_prompt_tokens
+        )
         found = await self._pool(processor, job, **options)
         return Embeddings(job.finish(found.matrix), found.num_prompt_tokens, found.num_cached_tokens)
 
@@ -207,11 +211,13 @@ class AsyncEngine:
         *,
         scale: Scale | None = None,
         truncate: bool = False,
+        truncate_prompt_tokens: int | None = None,
         **options: Any,
     ) -> Classifications:
-        """One number for each of the model's labels. A tuple of two texts is classified as a pair."""
+        """One number for each of the model's labels. A tuple of two texts is classified as a pair. What is too long is
+        cut as by `embed`."""
         processor = self._frontend.pooling_processor("classify")
-        job = processor.classify(texts, scale, truncate)
+        job = processor.classify(texts, scale, truncate, truncate_prompt_tokens)
         found = await self._pool(processor, job, **options)
         counts = found.num_prompt_tokens, found.num_cached_tokens
         return Classifications(job.finish(found.matrix), processor.facts.labels, job.scale, *counts)

@@ -21,6 +21,7 @@ from inflight.kv.budget import fit_context
 from inflight.models.builtin import checkpoint_folder
 from inflight.models.checkpoint import Checkpoint, open_checkpoint
 from inflight.models.decoder import Decoder
+from inflight.models.decoder_heads import Encode, plan_decoder
 from inflight.models.defaults import (
     default_sampling,
     eos_token_ids,
@@ -31,7 +32,6 @@ from inflight.models.defaults import (
 from inflight.models.encoder import PoolingEncoder
 from inflight.models.encoder_families import encoder_architecture, encoder_head, encoder_spec
 from inflight.models.encoder_weights import load_encoder
-from inflight.models.families import decoder_spec
 from inflight.models.sentence_files import declared_length, read_sentence_files
 from inflight.models.weights import load_decoder
 from inflight.scheduling import HEADROOM, Limits, Policy, Scheduler, TimedTokenBudget, make_policy
@@ -112,7 +112,8 @@ def _load_decoder(
     progress: LoadProgress | None,
 ) -> LoadedEngine:
     model = config.model
-    spec = decoder_spec(checkpoint.config)
+    plan = plan_decoder(_model(config), checkpoint, _plain_ids(tokenizer))
+    spec = plan.spec
     recommended = default_sampling(checkpoint.generation_config)
     eos = eos_token_ids(checkpoint.config, checkpoint.generation_config)
     context = resolve_context(spec, model.max_model_len)
@@ -126,7 +127,9 @@ def _load_decoder(
         load_format=model.load_format,
         seed=model.seed,
         max_position=context,
+        spec=spec,
     )
+    plan.complete(decoder)
     num_blocks = place.num_blocks(config, decoder, context)
     limits = config.scheduler
     max_model_len = fit_context(
@@ -139,8 +142,18 @@ def _load_decoder(
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         eos = tuple(dict.fromkeys((*eos, tokenizer.eos_token_id)))
     input_processor = InputProcessor.create(tokenizer, spec.vocab_size, max_model_len, eos, model.seed)
+    core = build(config, policy)
     return LoadedEngine(
-        config, tokenizer, input_processor, recommended, place, build(config, policy), decoder, build
+        config,
+        tokenizer,
+        input_processor,
+        recommended,
+        place,
+        core,
+        decoder,
+        build,
+        generates=decoder.generates,
+        pooling=plan.pooling,
     )
 
 
@@ -218,6 +231,10 @@ def _load_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer |
         if model.load_format == "dummy" and model.tokenizer is None:
             return None  # a config alone is enough for random weights
         raise
+
+
+def _plain_ids(tokenizer: Tokenizer | None) -> Encode | None:
+    return None if tokenizer is None else partial(tokenizer.encode, add_special_tokens=False)
 
 
 def _policy(options: SchedulerConfig) -> Policy:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Scale = Literal["logit", "sigmoid", "softmax", "cosine"]
+Task = Literal["generate", "embed", "classify", "score", "rerank"]  # what a model may be asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,3 +45,15 @@ class PoolingFacts:
     # ("pair"); one text by a template; the angle between two embeddings; None: the model cannot score.
     scores: Literal["pair", "template", "cosine"] | None = None
     template: PairTemplate | None = None
+
+
+def tasks_of(generates: bool, pooling: PoolingFacts | None) -> tuple[Task, ...]:
+    """What a model can do."""
+    found: list[Task] = ["generate"] if generates else []
+    if pooling is not None:
+        if pooling.template is None:
+            found.append(pooling.task)
+        # Of more than two labels none speaks for a document.
+        if pooling.scores == "cosine" or (pooling.scores is not None and pooling.size <= 2):
+            found += ["score", "rerank"]
+    return tuple(found)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from inflight.compare.layout import Timeline
+from inflight.compare.layout import Span, Timeline
 
 CUT = 1.5  # a strategy that takes so many times as long as all others is not shown to its end
 
@@ -18,9 +18,9 @@ class TimeAxis:
     limit: float
     unit: str = "s"
 
-    def interval(self, timeline: Timeline, first: int, last: int) -> tuple[float, float]:
-        """Where steps [first, last) lie."""
-        return timeline.begins[first], timeline.ends[last - 1]
+    def interval(self, timeline: Timeline, span: Span) -> tuple[float, float]:
+        """Where a span lies."""
+        return _part(span, timeline.begins[span.first], timeline.ends[span.last - 1])
 
     def end(self, timeline: Timeline) -> float:
         return timeline.duration
@@ -40,14 +40,18 @@ class StepAxis:
     limit: float
     unit: str = "steps"
 
-    def interval(self, timeline: Timeline, first: int, last: int) -> tuple[float, float]:  # noqa: ARG002
-        return first, last
+    def interval(self, timeline: Timeline, span: Span) -> tuple[float, float]:  # noqa: ARG002
+        return _part(span, span.first, span.last)
 
     def end(self, timeline: Timeline) -> float:
         return timeline.num_steps
 
 
 Axis = TimeAxis | StepAxis
+
+
+def _part(span: Span, low: float, high: float) -> tuple[float, float]:
+    return low + span.begin * (high - low), low + span.end * (high - low)
 
 
 def ticks(limit: float, most: int = 12) -> list[float]:

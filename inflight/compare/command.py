@@ -20,6 +20,8 @@ from inflight.option_sources import argument
 
 if TYPE_CHECKING:
     from inflight.compare.report import Comparison
+    from inflight.compare.rerank import RerankComparison
+    from inflight.compare.shown import Shown
 
 DEFAULT_STRATEGIES = "sequential,static,continuous"
 WORKLOAD = "Workload"
@@ -28,6 +30,14 @@ OUTPUT = "Output"
 
 def compare(
     model: Annotated[str | None, argument(ENGINE_OPTIONS["model"])] = None,
+    workload: Annotated[
+        str,
+        typer.Option(
+            metavar="chat|rerank",
+            rich_help_panel=WORKLOAD,
+            help="Answers that are generated, or pairs of a question and a passage that are scored.",
+        ),
+    ] = "chat",
     requests: Annotated[int, typer.Option(min=1, rich_help_panel=WORKLOAD)] = 64,
     arrival: Annotated[
         str,
@@ -69,17 +79,30 @@ def compare(
 ) -> None:
     """Run the same requests one at a time, in static batches and with continuous batching, and show why it matters."""
     names = _check(strategies, html, svg, png)
+    if workload not in ("chat", "rerank"):
+        raise ParameterError(f"workload is {workload!r}: allowed are chat and rerank")
     with interrupts_end_at_once():
-        from inflight.compare.report import compare as run_comparison  # torch is loaded only now
+        from inflight.compare.report import compare as compare_generating  # torch is loaded only now
+        from inflight.compare.rerank import PairWorkload, compare_reranking
         from inflight.compare.workload import Arrival, Workload
         from inflight.loading import load_engine
+        from inflight.models.builtin import builtin_folder
 
-    workload = Workload(requests, Arrival.parse(arrival), lengths, max_tokens, temperature, seed)
+    shown = "the built-in model" if model is None else model
+    reranks = workload == "rerank"
+    if reranks and model is None:
+        model, shown = str(builtin_folder("reranker")), "the built-in reranker"
+    coming = Arrival.parse(arrival)
+    asked = Workload(requests, coming, lengths, max_tokens, temperature, seed)
     engine = load_engine(EngineConfig.create(model, max_num_seqs=batch_size, policy=names[0]))
+    comparison: Comparison | RerankComparison
     try:
         with _progress(requests, show=not quiet and sys.stderr.isatty()) as progress:
-            shown = "the built-in model" if model is None else model
-            comparison = run_comparison(engine, workload, names, batch_size, shown, progress)
+            if reranks:
+                pairs = PairWorkload(requests, coming, seed)
+                comparison = compare_reranking(engine, pairs, names, batch_size, shown, progress)
+            else:
+                comparison = compare_generating(engine, asked, names, batch_size, shown, progress)
     finally:
         engine.close()
     _write(comparison, html, svg, png)
@@ -123,7 +146,7 @@ def _progress(total: int, show: bool) -> Iterator[Callable[[str, int], None] | N
         yield advance
 
 
-def _write(comparison: Comparison, html: Path | None, svg: Path | None, png: Path | None) -> None:
+def _write(comparison: Shown, html: Path | None, svg: Path | None, png: Path | None) -> None:
     from inflight.compare.drawing import draw
     from inflight.compare.html import to_html
     from inflight.compare.png import write_png
@@ -140,7 +163,7 @@ def _write(comparison: Comparison, html: Path | None, svg: Path | None, png: Pat
         raise ConfigError(f"a picture cannot be written: {error}") from error
 
 
-def _show(comparison: Comparison, as_json: bool, quiet: bool) -> None:
+def _show(comparison: Comparison | RerankComparison, as_json: bool, quiet: bool) -> None:
     from inflight.compare.terminal import print_comparison
 
     if as_json:

@@ -6,14 +6,12 @@ A paint is a colour (#rrggbb) or one of the names below, which files that know l
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from inflight.compare.axis import Axis, StepAxis, TimeAxis, ticks
-from inflight.compare.layout import Span, SpanKind, Timeline
+from inflight.compare.layout import SpanKind, Timeline
 from inflight.compare.palette import decode_colour, prefill_colour
-
-if TYPE_CHECKING:
-    from inflight.compare.report import Comparison
+from inflight.compare.shown import Shown
 
 WIDTH = 1200
 LEFT, RIGHT = 64, 20
@@ -71,7 +69,7 @@ class Drawing:
     items: list[Rect | Text] = field(default_factory=list)
 
 
-def draw(comparison: Comparison, heading: bool = True) -> Drawing:
+def draw(comparison: Shown, heading: bool = True) -> Drawing:
     """The whole run over time, then its first steps one by one. The heading is for a picture that stands alone."""
     pen = _Pen(comparison)
     if heading:
@@ -87,7 +85,7 @@ def draw(comparison: Comparison, heading: bool = True) -> Drawing:
 class _Pen:
     """Draws from top to bottom."""
 
-    def __init__(self, comparison: Comparison) -> None:
+    def __init__(self, comparison: Shown) -> None:
         self.comparison = comparison
         self.drawing = Drawing(WIDTH, 0)
         rows = comparison.num_slots
@@ -103,15 +101,8 @@ class _Pen:
 
     def legend(self) -> None:
         x, y = float(LEFT), self.y + 12
-        for name, rects in (
-            ("computing a prompt (prefill)", [Rect(0, 0, 26, 12, prefill_colour(0))]),
-            ("producing a token a step (decode)", [Rect(0, 0, 26, 12, decode_colour(0))]),
-            ("finished, but its slot is not given on", _held(0, 0, 26, 12, 0, "")),
-            ("empty slot", [Rect(0, 0, 26, 12, "slot")]),
-        ):
-            self.drawing.items += [
-                Rect(rect.x + x, rect.y + y, rect.width, rect.height, rect.paint) for rect in rects
-            ]
+        for kind, name, _ in self.comparison.legend:
+            self.drawing.items += _cell(kind, x, y, 26, 12, 0, "")
             self.drawing.items.append(Text(x + 33, y + 11, name, "muted", 12))
             x += 33 + CHARACTER * len(name) + 26
         self._advance(34)
@@ -143,38 +134,31 @@ class _Pen:
         self._ticks(axis, scale)
 
     def _panel_title(self, timeline: Timeline, axis: Axis) -> None:
-        result = self.comparison.results[timeline.strategy]
-        seen, y = result.figures, self.y + 18
-        told = (
-            f"{seen.total_time:.2f} s, {seen.tokens_per_second:,.0f} tokens/s, "
-            f"{seen.num_steps:,} steps, {seen.slot_use:.0%} of slot-steps used"
-        )
+        told, y = self.comparison.told(timeline.strategy), self.y + 18
         name = Text(LEFT, y, timeline.strategy, size=14, bold=True)
         self.drawing.items += [name, Text(LEFT + 12 + 8.2 * len(name.text), y, told, "muted")]
         if axis.end(timeline) > axis.limit:
             moment = axis.limit if isinstance(axis, TimeAxis) else timeline.ends[int(axis.limit) - 1]
             done, end = timeline.num_done(moment), axis.end(timeline)
             shown = f"{end:,.2f} s" if isinstance(axis, TimeAxis) else f"step {end:,.0f}"
-            note = f"{done} of {len(self.comparison.requests)} requests done here; goes on to {shown}"
+            note = f"{done} of {self.comparison.num_requests} requests done here; goes on to {shown}"
             self.drawing.items.append(Text(WIDTH - RIGHT, y, note, "ink", 12, "end"))
         self._advance(26)
 
     def _spans(self, timeline: Timeline, axis: Axis, scale: float, top: float, gap: float) -> None:
         over: list[Rect | Text] = []  # drawn last: marks that must not be covered
         for index, span in enumerate(timeline.spans):
-            low, high = axis.interval(timeline, span.first, span.last)
+            low, high = axis.interval(timeline, span)
             if low >= axis.limit:
                 continue
             x, y = LEFT + low * scale, top + span.slot * self.row
             width, height = (min(high, axis.limit) - low) * scale, self.row - gap
-            title = self._title(span)
-            if span.kind is SpanKind.HELD:
-                self.drawing.items += _held(x, y, width, height, span.request, title)
-            elif span.kind is SpanKind.DECODE:
-                self.drawing.items.append(Rect(x, y, width, height, decode_colour(span.request), title))
+            title = self.comparison.about(span)
+            if span.kind is not SpanKind.PREFILL:
+                self.drawing.items += _cell(span.kind, x, y, width, height, span.request, title)
             else:
-                paint = prefill_colour(span.request)
-                over.append(Rect(x, y, max(width, MIN_PREFILL), height, paint, title))
+                width = max(width, MIN_PREFILL)
+                over += _cell(span.kind, x, y, width, height, span.request, title)
                 over += self._label(timeline, index, axis, scale, y)
         self.drawing.items += over
 
@@ -186,27 +170,11 @@ class _Pen:
         span, following = spans[index], spans[index + 1]
         if following.kind is not SpanKind.DECODE or following.request != span.request:
             return []
-        text = self.comparison.requests[span.request].label
-        low, high = axis.interval(timeline, following.first, following.last)
+        text = self.comparison.label(span.request)
+        low, high = axis.interval(timeline, following)
         if (min(high, axis.limit) - low) * scale < CHARACTER * len(text) + 5:
             return []
         return [Text(LEFT + low * scale + 3, y + self.row / 2 + 3.5, text, "label", 10, bold=True)]
-
-    def _title(self, span: Span) -> str:
-        request = self.comparison.requests[span.request]
-        steps = (
-            f"step {span.first}" if span.last == span.first + 1 else f"steps {span.first} to {span.last - 1}"
-        )
-        did = {
-            SpanKind.PREFILL: "prompt",
-            SpanKind.DECODE: f"{span.num_tokens} tokens",
-            SpanKind.HELD: "finished, slot held",
-        }
-        return (
-            f"{request.label}: {request.title}\n"
-            f"{request.num_prompt_tokens} prompt tokens, {request.num_output_tokens} output tokens\n"
-            f"slot {span.slot + 1}, {steps}: {did[span.kind]}"
-        )
 
     def _ticks(self, axis: Axis, scale: float) -> None:
         for number in ticks(axis.limit):
@@ -219,6 +187,20 @@ class _Pen:
     def _advance(self, height: float) -> None:
         self.y += height
         self.drawing.height = self.y
+
+
+def _cell(
+    kind: SpanKind | None, x: float, y: float, width: float, height: float, request: int, title: str
+) -> list[Rect]:
+    if kind is SpanKind.HELD:
+        return _held(x, y, width, height, request, title)
+    paint = {
+        SpanKind.PREFILL: prefill_colour(request),
+        SpanKind.DECODE: decode_colour(request),
+        SpanKind.PADDING: "held",
+        None: "slot",
+    }
+    return [Rect(x, y, width, height, paint[kind], title)]
 
 
 def _held(x: float, y: float, width: float, height: float, request: int, title: str) -> list[Rect]:

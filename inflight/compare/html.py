@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from html import escape
-from typing import TYPE_CHECKING
 
 from inflight.compare.drawing import DARK, LIGHT, draw
+from inflight.compare.shown import Shown
 from inflight.compare.svg import FONTS, to_svg
-from inflight.compare.table import rows, verdict
-
-if TYPE_CHECKING:
-    from inflight.compare.report import Comparison
 
 _PAGE = """<!doctype html>
 <html lang="en">
@@ -45,10 +41,7 @@ svg {{ display: block; width: 100%; min-width: 760px; height: auto; }}
 <div class="beside">
 <div>{table}</div>
 <dl>
-<dt>time to first token, latency</dt><dd>From the arrival of a request to its first and to its last token.</dd>
-<dt>slot use</dt><dd>Share of slot-steps (steps &times; slots) that produced a token which the answer keeps.</dd>
-<dt>KV waste</dt><dd>Share of the places in used KV blocks that hold no token, mean over steps.</dd>
-<dt>the picture</dt><dd>A row is a slot, a colour is a request. Point at a cell to see which one.</dd>
+{definitions}
 </dl>
 </div>
 <div class="wide">{picture}</div>
@@ -57,12 +50,15 @@ svg {{ display: block; width: 100%; min-width: 760px; height: auto; }}
 """
 
 
-def to_html(comparison: Comparison) -> str:
+def to_html(comparison: Shown) -> str:
     return _PAGE.format(
-        title=escape(f"The same requests under {_listed(list(comparison.results))}"),
+        title=escape(comparison.title),
         subtitle=escape(comparison.subtitle),
-        headline=escape(_headline(comparison)),
-        verdict=escape(verdict(comparison)),
+        headline=escape(comparison.headline),
+        verdict=escape(comparison.verdict),
+        definitions="\n".join(
+            f"<dt>{escape(term)}</dt><dd>{escape(meaning)}</dd>" for term, meaning in comparison.definitions
+        ),
         table=_table(comparison),
         picture=to_svg(draw(comparison, heading=False)),
         fonts=FONTS,
@@ -75,23 +71,12 @@ def _variables(theme: dict[str, str]) -> str:
     return " ".join(f"--{name}: {colour};" for name, colour in theme.items())
 
 
-def _headline(comparison: Comparison) -> str:
-    others = [
-        f"{result.speedup:.1f} times as many tokens a second as {name}"
-        for name, result in comparison.results.items()
-        if name != comparison.reference
-    ]
-    return f"{comparison.reference.capitalize()} gives {_listed(others)}." if others else ""
-
-
-def _listed(items: list[str]) -> str:
-    return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} and {items[-1]}"
-
-
-def _table(comparison: Comparison) -> str:
-    head = "".join(f"<th>{escape(name)}</th>" for name in ("", *comparison.results))
+def _table(comparison: Shown) -> str:
+    head = "".join(
+        f"<th>{escape(name)}</th>" for name in ("", *(timeline.strategy for timeline in comparison.timelines))
+    )
     body = "\n".join(
         f"<tr><td>{escape(name)}</td>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
-        for name, cells in rows(comparison)
+        for name, cells in comparison.rows()
     )
     return f"<table><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table>"

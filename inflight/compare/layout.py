@@ -24,6 +24,7 @@ class SpanKind(enum.StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
     HELD = "held"  # the request has all its tokens, and the slot is not given on
+    PADDING = "padding"  # places behind a text that are computed for nothing
 
 
 @dataclass(slots=True)
@@ -36,6 +37,8 @@ class Span:
     first: int
     last: int
     num_tokens: int  # kept ones, produced here
+    begin: float = 0.0  # the part of these steps that it takes
+    end: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from inflight.compare.gpu import GpuMonitor
 from inflight.compare.workload import Job
 from inflight.engine import EngineCore
 from inflight.errors import EngineError
-from inflight.events import StepRecord
+from inflight.events import Delta, StepRecord
 from inflight.loading import LoadedEngine
 from inflight.request import Request, SamplingParams
 
@@ -47,7 +47,7 @@ class StrategyRun:
 
 
 @dataclass(slots=True)
-class _StepRecorder:
+class StepWatch:
     """Keeps the steps and when they began: at the end of the one before, or when work came after a pause."""
 
     origin: float = 0.0
@@ -71,11 +71,11 @@ def measure(
     requests = [
         engine.input_processor.requests(job.request_id, job.prompt_ids, job.params)[1][0] for job in jobs
     ]
-    watch = _StepRecorder()
+    watch = StepWatch()
     core.observers.append(watch)
     device = engine.platform.device
     with GpuMonitor(device.index or 0 if device.type == "cuda" else None) as monitor:
-        _serve(core, jobs, requests, watch, progress or (lambda _: None))
+        serve(core, [job.arrives_at for job in jobs], requests, watch, progress or (lambda _: None))
     utilization = monitor.utilization
     if utilization is None and device.type == "cuda":
         utilization = _busy_share(watch)
@@ -90,31 +90,33 @@ def measure(
     )
 
 
-def _busy_share(watch: _StepRecorder) -> float:
+def _busy_share(watch: StepWatch) -> float:
     """Share of the time that the steps themselves took, for a run too short for the driver's readings."""
     busy = sum(record.finished_at - record.began_at for record in watch.steps)
     return busy / watch.ends[-1]
 
 
-def _serve(
-    core: EngineCore, jobs: list[Job], requests: list[Request], watch: _StepRecorder, progress: Progress
-) -> None:
-    """Add requests when they are due and step while there is work. An open loop: arrivals wait for no answer."""
-    due = deque(zip(jobs, requests, strict=True))
-    num_finished = 0
+def serve(
+    core: EngineCore, times: list[float], requests: list[Request], watch: StepWatch, progress: Progress
+) -> list[Delta]:
+    """Add requests when they are due and step while there is work. An open loop: arrivals wait for no answer.
+    Returns the last delta of each, in the order in which they ended."""
+    due = deque(zip(times, requests, strict=True))
+    ended: list[Delta] = []
     watch.origin = core.clock()
     while due or core.has_work:
         now = core.clock() - watch.origin
-        while due and due[0][0].arrives_at <= now:
+        while due and due[0][0] <= now:
             core.add(due.popleft()[1])
         if core.has_work:
-            newly_finished = sum(delta.finish_reason is not None for delta in core.step())
-            if newly_finished:
-                num_finished += newly_finished
-                progress(num_finished)
+            newly_ended = [delta for delta in core.step() if delta.finish_reason is not None]
+            if newly_ended:
+                ended += newly_ended
+                progress(len(ended))
         else:
-            time.sleep(due[0][0].arrives_at - now)
+            time.sleep(due[0][0] - now)
             watch.resumed_at = core.clock() - watch.origin
+    return ended
 
 
 def _request_run(job: Job, request: Request, origin: float) -> RequestRun:

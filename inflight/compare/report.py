@@ -8,9 +8,11 @@ from statistics import median
 from typing import Any
 
 from inflight.compare.figures import Figures, figures
-from inflight.compare.layout import Timeline, lay_out
+from inflight.compare.layout import Span, SpanKind, Timeline, lay_out
 from inflight.compare.measure import StrategyRun, measure
 from inflight.compare.palette import label
+from inflight.compare.shown import LegendEntry, listed
+from inflight.compare.table import rows
 from inflight.compare.workload import Job, Workload, build_jobs
 from inflight.loading import LoadedEngine
 
@@ -36,8 +38,24 @@ class StrategyResult:
     speedup: float  # how many times its tokens/s the reference strategy reaches
 
 
+LEGEND = (
+    LegendEntry(SpanKind.PREFILL, "computing a prompt (prefill)", "begins"),
+    LegendEntry(SpanKind.DECODE, "producing a token a step (decode)", "decodes"),
+    LegendEntry(SpanKind.HELD, "finished, but its slot is not given on", "done, slot held"),
+    LegendEntry(None, "empty slot", ""),
+)
+DEFINITIONS = (
+    ("time to first token, latency", "From the arrival of a request to its first and to its last token."),
+    ("slot use", "Share of slot-steps (steps × slots) that produced a token which the answer keeps."),
+    ("KV waste", "Share of the places in used KV blocks that hold no token, mean over steps."),
+    ("the picture", "A row is a slot, a colour is a request. Point at a cell to see which one."),
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Comparison:
+    """Implements `Shown`."""
+
     model: str
     workload: Workload
     num_slots: int
@@ -46,9 +64,67 @@ class Comparison:
     results: dict[str, StrategyResult]  # by strategy, in the order of the runs
     identical_tokens: bool  # every request has the same tokens under every strategy
 
+    legend = LEGEND
+    definitions = DEFINITIONS
+
     @property
     def timelines(self) -> list[Timeline]:
         return [result.timeline for result in self.results.values()]
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.requests)
+
+    @property
+    def title(self) -> str:
+        return f"The same requests under {listed(list(self.results))}"
+
+    @property
+    def headline(self) -> str:
+        others = [
+            f"{result.speedup:.1f} times as many tokens a second as {name}"
+            for name, result in self.results.items()
+            if name != self.reference
+        ]
+        return f"{self.reference.capitalize()} gives {listed(others)}." if others else ""
+
+    @property
+    def verdict(self) -> str:
+        if self.identical_tokens:
+            return "Every request has the same tokens under every strategy: only the scheduling differs."
+        return "WARNING: the strategies gave different tokens."
+
+    def rows(self) -> list[tuple[str, list[str]]]:
+        return rows(self)
+
+    def told(self, strategy: str) -> str:
+        seen = self.results[strategy].figures
+        return (
+            f"{self.told_briefly(strategy)}, {seen.num_steps:,} steps, {seen.slot_use:.0%} of slot-steps used"
+        )
+
+    def told_briefly(self, strategy: str) -> str:
+        seen = self.results[strategy].figures
+        return f"{seen.total_time:.2f} s, {seen.tokens_per_second:,.0f} tokens/s"
+
+    def label(self, request: int) -> str:
+        return self.requests[request].label
+
+    def about(self, span: Span) -> str:
+        request = self.requests[span.request]
+        steps = (
+            f"step {span.first}" if span.last == span.first + 1 else f"steps {span.first} to {span.last - 1}"
+        )
+        did = {
+            SpanKind.PREFILL: "prompt",
+            SpanKind.DECODE: f"{span.num_tokens} tokens",
+            SpanKind.HELD: "finished, slot held",
+        }
+        return (
+            f"{request.label}: {request.title}\n"
+            f"{request.num_prompt_tokens} prompt tokens, {request.num_output_tokens} output tokens\n"
+            f"slot {span.slot + 1}, {steps}: {did[span.kind]}"
+        )
 
     @property
     def subtitle(self) -> str:

@@ -37,10 +37,3 @@ def rows(comparison: Comparison) -> list[tuple[str, list[str]]]:
         found.append(("GPU utilisation", ["" if share is None else f"{share:.0%}" for share in use]))
     found.append((f"{comparison.reference} is faster by", [f"{result.speedup:.2f} x" for result in results]))
     return found
-
-
-def verdict(comparison: Comparison) -> str:
-    """Whether the comparison is one of like with like."""
-    if comparison.identical_tokens:
-        return "Every request has the same tokens under every strategy: only the scheduling differs."
-    return "WARNING: the strategies gave different tokens."

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -15,18 +14,22 @@ from rich.text import Text
 from inflight.compare.axis import TimeAxis, ticks
 from inflight.compare.layout import SpanKind, Timeline
 from inflight.compare.palette import decode_colour, prefill_colour
-from inflight.compare.table import rows, verdict
-
-if TYPE_CHECKING:
-    from inflight.compare.report import Comparison
+from inflight.compare.shown import Shown
 
 GUTTER = 4  # columns for the slots' numbers
 MIN_COLUMNS = 10
 FOLD = 2  # more never used slots than this are told in one line
 
-# Prefill, decode, held and empty, where there is no colour to tell them apart.
-_MARKS = {SpanKind.PREFILL: "▓", SpanKind.DECODE: "━", SpanKind.HELD: "·", None: " "}
-_ASCII_MARKS = {SpanKind.PREFILL: "#", SpanKind.DECODE: "-", SpanKind.HELD: ".", None: " "}
+# Where there is no colour to tell them apart.
+_MARKS = {SpanKind.PREFILL: "▓", SpanKind.DECODE: "━", SpanKind.HELD: "·", SpanKind.PADDING: "·", None: " "}
+_ASCII_MARKS = {
+    SpanKind.PREFILL: "#",
+    SpanKind.DECODE: "-",
+    SpanKind.HELD: ".",
+    SpanKind.PADDING: ".",
+    None: " ",
+}
+_WASTED = (SpanKind.HELD, SpanKind.PADDING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,33 +40,33 @@ class _Cell:
     kind: SpanKind | None = None
 
 
-def print_comparison(comparison: Comparison, console: Console) -> None:
+def print_comparison(comparison: Shown, console: Console) -> None:
     console.print(comparison.subtitle, highlight=False)
     console.print()
     for line in picture(comparison, console):
         # Rich would wrap at the last column, and read nothing else into our text.
         console.print(line, no_wrap=True, overflow="crop", highlight=False)
     console.print(table(comparison))
-    console.print(verdict(comparison), highlight=False)
+    console.print(comparison.verdict, highlight=False)
 
 
-def table(comparison: Comparison) -> Table:
+def table(comparison: Shown) -> Table:
     grid = Table(box=SIMPLE_HEAD, pad_edge=False)
     grid.add_column("")
-    for strategy in comparison.results:
-        grid.add_column(strategy, justify="right")
-    for name, cells in rows(comparison):
+    for timeline in comparison.timelines:
+        grid.add_column(timeline.strategy, justify="right")
+    for name, cells in comparison.rows():
         grid.add_row(name, *cells)
     return grid
 
 
-def picture(comparison: Comparison, console: Console) -> Iterator[Text]:
+def picture(comparison: Shown, console: Console) -> Iterator[Text]:
     """Every strategy's slots over the same time, scaled to the console's width."""
     axis = TimeAxis.over(comparison.timelines)
     num_columns = max(console.width - GUTTER, MIN_COLUMNS)
     coloured = console.color_system is not None
     marks = _ASCII_MARKS if console.options.ascii_only else _MARKS
-    yield _legend(coloured, marks)
+    yield _legend(comparison, coloured, marks)
     for timeline in comparison.timelines:
         yield Text()
         yield _title(comparison, timeline, axis)
@@ -78,10 +81,9 @@ def picture(comparison: Comparison, console: Console) -> Iterator[Text]:
     yield _axis_line(axis, num_columns)
 
 
-def _title(comparison: Comparison, timeline: Timeline, axis: TimeAxis) -> Text:
-    figures = comparison.results[timeline.strategy].figures
+def _title(comparison: Shown, timeline: Timeline, axis: TimeAxis) -> Text:
     text = Text(timeline.strategy, style="bold")
-    text.append(f"  {figures.total_time:.2f} s, {figures.tokens_per_second:,.0f} tokens/s", style="not bold")
+    text.append(f"  {comparison.told_briefly(timeline.strategy)}", style="not bold")
     if timeline.duration > axis.limit:
         done = timeline.num_done(axis.limit)
         text.append(f"; shown to {axis.limit:.2f} s, {done} done", style="not bold dim")
@@ -94,7 +96,7 @@ def _columns(timeline: Timeline, axis: TimeAxis, num_columns: int) -> list[list[
     taken = [[0.0] * num_columns for _ in range(timeline.num_slots)]
     width = axis.limit / num_columns
     for span in timeline.spans:
-        low, high = axis.interval(timeline, span.first, span.last)
+        low, high = axis.interval(timeline, span)
         line, most = cells[span.slot], taken[span.slot]
         for column in range(int(low / width), num_columns):
             share = min(high, (column + 1) * width) - max(low, column * width)
@@ -113,7 +115,7 @@ def _columns(timeline: Timeline, axis: TimeAxis, num_columns: int) -> list[list[
 
 
 def _slot_line(
-    comparison: Comparison, line: list[_Cell], coloured: bool, marks: dict[SpanKind | None, str]
+    comparison: Shown, line: list[_Cell], coloured: bool, marks: dict[SpanKind | None, str]
 ) -> Text:
     text = Text()
     column = 0
@@ -122,8 +124,8 @@ def _slot_line(
         while end < len(line) and line[end].request == line[column].request:
             end += 1
         run = line[column:end]
-        working = sum(cell.kind is not SpanKind.HELD for cell in run)
-        label = comparison.requests[run[0].request].label if run[0].kind else ""
+        working = sum(cell.kind not in _WASTED for cell in run)
+        label = comparison.label(run[0].request) if run[0].kind else ""
         label = label if len(label) <= working else ""
         for offset, cell in enumerate(run):
             letter = label[offset] if offset < len(label) else ""
@@ -139,23 +141,20 @@ def _mark(cell: _Cell, coloured: bool, marks: dict[SpanKind | None, str]) -> str
 def _style(cell: _Cell, coloured: bool) -> Style:
     if not coloured or cell.kind is None:
         return Style()
-    if cell.kind is SpanKind.HELD:
+    if cell.kind in _WASTED:
         return Style(color="bright_black")
     if cell.kind is SpanKind.PREFILL:
         return Style(color="#ffffff", bgcolor=prefill_colour(cell.request), bold=True)
     return Style(color="#101214", bgcolor=decode_colour(cell.request))
 
 
-def _legend(coloured: bool, marks: dict[SpanKind | None, str]) -> Text:
+def _legend(comparison: Shown, coloured: bool, marks: dict[SpanKind | None, str]) -> Text:
     text = Text()
-    for kind, told in (
-        (SpanKind.PREFILL, "begins"),
-        (SpanKind.DECODE, "decodes"),
-        (SpanKind.HELD, "done, slot held"),
-    ):
-        cell = _Cell(0, kind)
-        text.append(_mark(cell, coloured, marks) * 2, _style(cell, coloured))
-        text.append(f" {told}   ")
+    for kind, _, told in comparison.legend:
+        if told:
+            cell = _Cell(0, kind)
+            text.append(_mark(cell, coloured, marks) * 2, _style(cell, coloured))
+            text.append(f" {told}   ")
     return text
 
 

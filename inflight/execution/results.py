@@ -49,6 +49,7 @@ class Ticket:
     sampling_entries: list[int]
     sampled: SampledTensors | None  # None when no entry samples
     prompt_logprobs: dict[int, list[LogprobTensors]]  # by entry, in order of position
+    pooled: StepVectors | None = None  # None when no entry ends with a vector
 
     def read(self) -> Sampled:
         """Waits for the device where the tensors are still on it."""
@@ -64,6 +65,8 @@ class Ticket:
             }
         for entry, parts in self.prompt_logprobs.items():
             result.prompt_logprobs[entry] = [position for part in parts for position in part.to_host()]
+        if self.pooled is not None:
+            self.pooled.read_into(result)
         return result
 
 
@@ -119,3 +122,33 @@ class ScoredRows:
                 size = min(most, num_targets - at)
                 yield PromptPiece(entry, row, first + at, start + at + 1, size, wanted)
             first += count
+
+
+class PooledRows:
+    """The rows whose requests end with a vector from the model's head."""
+
+    def __init__(self) -> None:
+        self._lengths: dict[int, int] = {}  # row: number of prompt tokens
+
+    def admit(self, admissions: Sequence[Admission]) -> None:
+        for row, request in admissions:
+            if request.kind == "pool":
+                self._lengths[row] = request.num_prompt_tokens
+            else:
+                self._lengths.pop(row, None)
+
+    def ending(self, batch: Batch) -> list[int]:
+        """The entries whose last token this step computes. Their rows are forgotten: whoever runs again is admitted
+        again, and steps of other requests look at nothing."""
+        if not self._lengths:
+            return []
+        entries = [
+            entry
+            for entry, (row, start, count) in enumerate(
+                zip(batch.rows, batch.starts, batch.counts, strict=True)
+            )
+            if self._lengths.get(row) == start + count
+        ]
+        for entry in entries:
+            del self._lengths[batch.rows[entry]]
+        return entries

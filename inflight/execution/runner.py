@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from inflight.attention.backend import AttentionInputs
-from inflight.execution.results import ScoredRows, Ticket
+from inflight.execution.results import PooledRows, ScoredRows, StepVectors, Ticket
 from inflight.execution.sampling import SampledTensors, Sampler, cpu_sampler, prompt_logprobs
 from inflight.models.decoder import Decoder
 from inflight.scheduling import Batch, Sampled
@@ -31,6 +31,7 @@ class ModelRunner:
         self.rows = Rows(max_rows, max_len, block_size, decoder.device)
         self.sampler = cpu_sampler(max_rows, decoder.spec.vocab_size)
         self.scored = ScoredRows()
+        self.pooled = PooledRows()
         # The compiled sampler has threads of its own.
         self._sampling_threads = torch.get_num_threads() if isinstance(self.sampler, Sampler) else 1
 
@@ -39,10 +40,16 @@ class ModelRunner:
         with torch_threads(1):
             self.rows.apply(batch)
             for row, request in batch.admissions:
-                self.sampler.state.set(row, request)
+                if request.max_tokens:  # else it never samples
+                    self.sampler.state.set(row, request)
             self.scored.admit(batch.admissions)
+            self.pooled.admit(batch.admissions)
             inputs = build_inputs(batch, self.rows, self.block_size)
         ticket = Ticket(len(batch), inputs.sampling_entries, None, {})
+        pooled, num_samples = self.pooled.ending(batch), len(inputs.sampling_entries)
+        wanted = inputs.sampling_tokens
+        if pooled:
+            wanted = torch.cat((wanted, inputs.last_tokens(pooled)))
         if self.scored.any_in(batch):
             hidden = self._forward(inputs, None)
             for piece in self.scored.pieces(batch):
@@ -50,12 +57,14 @@ class ModelRunner:
                 targets = self.rows.tokens[piece.row, piece.targets].long()
                 found = prompt_logprobs(logits, targets, piece.wanted)
                 ticket.prompt_logprobs.setdefault(piece.entry, []).append(found)
-            hidden = hidden[inputs.sampling_tokens]
+            hidden = hidden[wanted]
         else:
-            all_wanted = len(inputs.sampling_entries) == len(inputs.token_ids)
-            hidden = self._forward(inputs, None if all_wanted else inputs.sampling_tokens)
-        if inputs.sampling_entries:
-            ticket.sampled = self._sample(batch, inputs, hidden).fetch()
+            all_sample = num_samples == len(inputs.token_ids)
+            hidden = self._forward(inputs, None if all_sample else wanted)
+        if num_samples and self.decoder.generates:
+            ticket.sampled = self._sample(batch, inputs, hidden[:num_samples]).fetch()
+        if pooled and self.decoder.pooling_head is not None:
+            ticket.pooled = StepVectors(pooled, self.decoder.pooling_head(hidden[num_samples:]))
         return ticket
 
     def _forward(self, inputs: StepInputs, wanted: Tensor | None) -> Tensor:
@@ -121,6 +130,10 @@ class StepInputs:
     sampling_tokens: Tensor  # [S] int64, the last token of each sampling entry
     sampling_rows: Tensor  # [S] int64
     sampling_lengths: Tensor  # [S] int64, the position that the sampled token will have
+
+    def last_tokens(self, entries: list[int]) -> Tensor:
+        """The last token of each of these entries, as an index into the step's."""
+        return self.attention.query_starts[1:][entries].long() - 1
 
 
 def build_inputs(batch: Batch, rows: Rows, block_size: int) -> StepInputs:

@@ -15,7 +15,7 @@ from inflight.frontend.input_processor import InputProcessor, Prompt
 from inflight.frontend.output_processor import OutputProcessor
 from inflight.frontend.pooling import PoolingProcessor, cannot
 from inflight.frontend.pooling_inputs import PoolingInputs
-from inflight.pooling import PoolingFacts
+from inflight.pooling import PoolingFacts, Task
 from inflight.request import SamplingParams
 from inflight.text import ChatTemplate, Tokenizer, encode_chat
 
@@ -52,7 +52,7 @@ class Frontend:
     def max_model_len(self) -> int:
         return self.input_processor.max_model_len
 
-    def pooling_processor(self, task: str) -> PoolingProcessor:
+    def pooling_processor(self, task: Task) -> PoolingProcessor:
         """For models with a head. Raises RequestError where there is none to do the task."""
         if self.pooling is None:
             raise cannot(task, None, self.generates)

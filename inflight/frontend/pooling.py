@@ -13,7 +13,7 @@ from inflight.events import RequestRecord
 from inflight.frontend.input_processor import Prompt, as_ids, check_place, check_salt, split_prompts
 from inflight.frontend.pooling_inputs import EncodedText, Pair, PoolingInputs, TextGroup, TextItem
 from inflight.frontend.pooling_results import Matrix, classified, cosines, embedded, scored
-from inflight.pooling import PoolingFacts, Scale
+from inflight.pooling import PoolingFacts, Scale, Task, tasks_of
 from inflight.request import Request, SamplingParams
 
 CHUNK_CHARACTERS = 32_768  # of texts that are tokenized at a time: a few milliseconds
@@ -107,33 +107,38 @@ class PoolingProcessor:
         dimensions: int | None,
         normalize: bool | None,
         truncate: bool,
+        truncate_prompt_tokens: int | None = None,
     ) -> PoolingJob:
         facts = self.facts
-        self._need("embed", facts.task == "embed")
+        self._need("embed")
         group = TextGroup(
             [_text_item(item, index) for index, item in enumerate(split_prompts(texts))],
             name="text",
             param="texts",
             prompt=self._prompt(prompt_name, prompt),
             strip=True,
-            truncate=truncate,
+            **_cuts(truncate, "truncate_prompt_tokens", truncate_prompt_tokens),
         )
         self._check_dimensions(dimensions)
         unit = facts.normalize if normalize is None else normalize
         return PoolingJob((group,), partial(embedded, dimensions=dimensions, normalize=unit))
 
     def classify(
-        self, texts: Prompt | Pair | Sequence[Prompt | Pair], scale: Scale | None, truncate: bool
+        self,
+        texts: Prompt | Pair | Sequence[Prompt | Pair],
+        scale: Scale | None,
+        truncate: bool,
+        truncate_prompt_tokens: int | None = None,
     ) -> PoolingJob:
         facts = self.facts
-        self._need("classify", facts.task == "classify" and facts.template is None)
+        self._need("classify")
         given: Any = [texts] if _is_pair(texts) else texts
         items = given if isinstance(given, list) and any(map(_is_pair, given)) else split_prompts(given)
         group = TextGroup(
             [item if _is_pair(item) else _text_item(item, index) for index, item in enumerate(items)],
             name="text",
             param="texts",
-            truncate=truncate,
+            **_cuts(truncate, "truncate_prompt_tokens", truncate_prompt_tokens),
         )
         allowed = ("logit", "sigmoid", "softmax") if facts.size > 1 else ("logit", "sigmoid")
         found = self._scale(scale, allowed)
@@ -149,16 +154,12 @@ class PoolingProcessor:
         max_tokens_per_doc: int | None,
     ) -> PoolingJob:
         facts = self.facts
-        self._need("score", facts.scores is not None and (facts.scores == "cosine" or facts.size <= 2))
+        self._need("score")
         if instruction is not None and (facts.template is None or not isinstance(instruction, str)):
             reason = "it must be a string" if facts.template is not None else "this model reads none"
             raise ParameterError(f"instruction is {shown(instruction)}: {reason}", param="instruction")
-        _check_max_tokens(max_tokens_per_doc)
+        cuts = _cuts(truncate, "max_tokens_per_doc", max_tokens_per_doc)
         pairs = _pairs(query, documents)
-        cuts: dict[str, Any] = {
-            "truncate": truncate or max_tokens_per_doc is not None,
-            "max_tokens": max_tokens_per_doc,
-        }
         if facts.scores == "cosine":
             return self._cosines(query, [document for _, document in pairs], scale, cuts)
         firsts = {first: self.inputs.first_of(first, instruction) for first in dict(pairs)}
@@ -191,8 +192,8 @@ class PoolingProcessor:
 
     # ---- checks ----
 
-    def _need(self, task: str, is_possible: bool) -> None:
-        if not is_possible:
+    def _need(self, task: Task) -> None:
+        if task not in tasks_of(self._generates, self.facts):
             raise cannot(task, self.facts, self._generates)
 
     def _prompt(self, name: str | None, text: str | None) -> str:
@@ -235,13 +236,10 @@ class PoolingProcessor:
         return given
 
 
-def cannot(task: str, facts: PoolingFacts | None, generates: bool) -> RequestError:
+def cannot(task: Task, facts: PoolingFacts | None, generates: bool) -> RequestError:
     """Names what the model can do instead."""
-    can = ["generate"] if generates else []
-    if facts is not None:
-        can += [facts.task] if facts.template is None else []
-        can += ["score", "rerank"] if facts.scores is not None and task not in ("score", "rerank") else []
-    return RequestError(f"this model cannot {task}: it can {', '.join(can)}", code="unsupported_task")
+    can = " and ".join(tasks_of(generates, facts))
+    return RequestError(f"this model cannot {task}: it can {can}", param="model", code="unsupported_task")
 
 
 def _is_pair(item: object) -> bool:
@@ -282,9 +280,10 @@ def _pairs(query: Any, documents: Any) -> list[Pair]:
     return list(zip(queries, found["documents"], strict=True))
 
 
-def _check_max_tokens(given: object) -> None:
-    if given is not None and (not isinstance(given, int) or isinstance(given, bool) or given < 1):
+def _cuts(truncate: bool, name: str, max_tokens: int | None) -> dict[str, Any]:
+    """How long a text may be: fields of its group."""
+    if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
         raise ParameterError(
-            f"max_tokens_per_doc is {shown(given)}: it must be an integer of at least 1",
-            param="max_tokens_per_doc",
+            f"{name} is {shown(max_tokens)}: it must be an integer of at least 1", param=name
         )
+    return {"truncate": truncate or max_tokens is not None, "max_tokens": max_tokens}

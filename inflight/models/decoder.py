@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from inflight.attention.backend import AttentionBackend, KVShape
+from inflight.errors import EngineError
 from inflight.layers.kernels import Kernels, Linear, Residual
+from inflight.models.heads import Head
 from inflight.models.layer import DenseMlp, Layer, SelfAttention
 from inflight.models.spec import DecoderSpec
 
@@ -43,13 +45,24 @@ class Decoder:
             for rope, window in zip(spec.layer_ropes, spec.windows, strict=True)
         ]
         self.final_norm = torch.empty(spec.hidden_size, dtype=torch.float32, device=device)
-        self.head: Linear = kernels.linear(spec.hidden_size, spec.vocab_size, dtype, False)
+        self.head: Linear | None = None
+        if spec.has_lm_head:
+            self.head = kernels.linear(spec.hidden_size, spec.vocab_size, dtype, False)
+        self.classifier: Linear | None = None
+        if spec.num_labels:
+            self.classifier = kernels.linear(spec.hidden_size, spec.num_labels, dtype, False)
+        # Of the hidden state of a text's last token, where the model was trained to tell something by it.
+        self.pooling_head: Head | None = None
         # Tied embeddings read the rows of the head; the table is held once.
         self.embedding: Tensor | None = None
-        if not spec.tied_embeddings:
+        if self.head is None or not spec.tied_embeddings:
             self.embedding = torch.empty(spec.vocab_size, spec.hidden_size, dtype=dtype, device=device)
         # Models that scale their embedding were trained with a factor of the weights' own precision.
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()
+
+    @property
+    def generates(self) -> bool:
+        return self.head is not None
 
     def kv_shape(self, block_size: int) -> KVShape:
         spec = self.spec
@@ -78,12 +91,17 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[S, hidden_size] -> [S, vocab_size] float32."""
-        logits = self.head.logits(hidden, self.final_norm, self.spec.norm_eps)
+        logits = self._lm_head().logits(hidden, self.final_norm, self.spec.norm_eps)
         cap = self.spec.logit_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         """[T] -> [T, hidden_size]"""
         table = self.embedding
-        x = self.head.embed(token_ids) if table is None else self.kernels.embed(table, token_ids)
+        x = self._lm_head().embed(token_ids) if table is None else self.kernels.embed(table, token_ids)
         return x if self._embedding_scale == 1.0 else x * self._embedding_scale
+
+    def _lm_head(self) -> Linear:
+        if self.head is None:
+            raise EngineError("the model has no language-model head, and so no logits")
+        return self.head

@@ -5,13 +5,15 @@ A family is an entry of `FAMILIES`; this file is the only one that knows them by
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from inflight.errors import ModelError, UnknownArchitectureError
 from inflight.models.encoder_families import ENCODER_ARCHITECTURES
 from inflight.models.fields import Fields
+from inflight.models.pooling_facts import read_labels
 from inflight.models.rope_config import default_context, read_rope
 from inflight.models.spec import DecoderSpec, NormPlacement, QKNorm, WeightNames
 
@@ -59,6 +61,7 @@ class Family:
     """What sets a family apart. A bias is fixed, or the name of the config field that says so."""
 
     names: WeightNames
+    head: Literal["language", "classifier", "none"] = "language"
     windows: Literal["none", "all", "late", "pattern"] = "none"
     norm_placement: NormPlacement = NormPlacement.PRE
     norm_offset: float = 0.0
@@ -107,7 +110,7 @@ _GEMMA3: dict[str, Any] = {
     "fixed": {"attn_logit_softcapping": (None,), "use_bidirectional_attention": (None, False)},
 }
 
-FAMILIES: Mapping[str, Family] = {
+_CAUSAL: Mapping[str, Family] = {
     "LlamaForCausalLM": Family(
         _LLAMA_NAMES,
         qkv_bias="attention_bias",
@@ -150,6 +153,19 @@ FAMILIES: Mapping[str, Family] = {
         output_bias="attention_bias",
         defaults=_DEFAULTS | {"rms_norm_eps": 1e-5},
     ),
+}
+
+# What transformers calls the same decoders with a head that classifies, and without any.
+_FAMILY_NAMES = {name.removesuffix("ForCausalLM"): name for name in _CAUSAL if name.endswith("ForCausalLM")}
+_FAMILY_NAMES["Gemma3Text"] = _FAMILY_NAMES.pop("Gemma3")
+
+FAMILIES: Mapping[str, Family] = {
+    **_CAUSAL,
+    **{
+        f"{name}ForSequenceClassification": replace(_CAUSAL[causal], head="classifier")
+        for name, causal in _FAMILY_NAMES.items()
+    },
+    **{f"{name}Model": replace(_CAUSAL[causal], head="none") for name, causal in _FAMILY_NAMES.items()},
 }
 
 # For configs that name no architecture.
@@ -195,7 +211,7 @@ def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
     architecture = architecture_of(config)
     family = FAMILIES[architecture]
     fields = Fields(text_config(config))
-    fields.check_supported(family.fixed)
+    fields.check_supported({"is_causal": (None, True), **family.fixed})
     num_layers = fields.integer("num_hidden_layers")
     num_heads, num_kv_heads, head_dim = _heads(fields)
     layer_types = _layer_types(fields, family, num_layers)
@@ -206,7 +222,7 @@ def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
     max_position, served = default_context(reach, fields.integer("max_position_embeddings"))
     hidden_size = fields.integer("hidden_size")
     scale_field = family.attention_scale_field
-    return DecoderSpec(
+    spec = DecoderSpec(
         architecture=architecture,
         vocab_size=fields.integer("vocab_size"),
         hidden_size=hidden_size,
@@ -233,7 +249,22 @@ def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
         logit_softcap=_softcap(fields),
         tied_embeddings=fields.boolean("tie_word_embeddings", False),
         names=family.names,
+        num_labels=len(read_labels(config)) if family.head == "classifier" else 0,
     )
+    return spec if family.head == "language" else without_lm_head(spec)
+
+
+def without_lm_head(spec: DecoderSpec) -> DecoderSpec:
+    """The same decoder for its hidden states alone. A base model's tensors are stored without a prefix, and those of a
+    causal one may have the head beside them."""
+    names = spec.names
+    read = replace(
+        names,
+        prefixes=(*names.prefixes, ""),
+        heads=(*names.heads, names.heads[0]),
+        ignored=(*names.ignored, *(f"^{re.escape(head)}$" for head in names.heads)),
+    )
+    return replace(spec, has_lm_head=False, names=read)
 
 
 def _heads(fields: Fields) -> tuple[int, int, int]:

@@ -18,11 +18,13 @@ def placements(decoder: Decoder, variant: int = 0) -> Iterator[Placement]:
     spec, names = decoder.spec, decoder.spec.names
     prefix = names.prefixes[variant]
     table_shape = (spec.vocab_size, spec.hidden_size)
-    if decoder.embedding is None:
-        yield Placement(prefix + names.embedding, table_shape, decoder.head.load)
-    else:
+    if decoder.embedding is not None:
         yield Placement(prefix + names.embedding, table_shape, into_tensor(decoder.embedding))
-        yield Placement(names.heads[variant], table_shape, decoder.head.load)
+    if decoder.head is not None:  # which a tied table is read from
+        name = names.heads[variant] if decoder.embedding is not None else prefix + names.embedding
+        yield Placement(name, table_shape, decoder.head.load)
+    if decoder.classifier is not None:
+        yield Placement(names.classifier, (spec.num_labels, spec.hidden_size), decoder.classifier.load)
     for index, layer in enumerate(decoder.layers):
         targets = layer.targets()
         for module, target in names.layer.items():

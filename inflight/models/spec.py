@@ -44,6 +44,7 @@ class WeightNames:
     layer: Mapping[str, str]
     prefixes: tuple[str, ...] = ("model.",)  # the first that the checkpoint has an embedding under
     heads: tuple[str, ...] = ("lm_head.weight",)  # the output head, one for each prefix
+    classifier: str = "score.weight"  # the head of a model that classifies
     embedding: str = "embed_tokens.weight"
     final_norm: str = "norm.weight"
     ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$",)  # patterns of tensors that are not needed
@@ -79,6 +80,8 @@ class DecoderSpec:
     logit_softcap: float | None
     tied_embeddings: bool
     names: WeightNames
+    has_lm_head: bool = True
+    num_labels: int = 0  # of its classification head; 0: it has none
 
     @property
     def query_size(self) -> int:

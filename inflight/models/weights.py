@@ -41,9 +41,10 @@ def load_decoder(
     load_format: str = "auto",
     seed: int = 0,
     progress: Progress | None = None,
+    spec: DecoderSpec | None = None,
 ) -> Decoder:
-    """The checkpoint's decoder with its weights in place."""
-    spec = decoder_spec(checkpoint.config)
+    """The checkpoint's decoder with its weights in place. `spec`: unless it is the one that config.json describes."""
+    spec = spec or decoder_spec(checkpoint.config)
     if load_format != "dummy":
         _check_sizes(spec, read_headers(checkpoint.weight_files))
     decoder = Decoder(spec, kernels, attention, dtype, device, max_position)
@@ -81,6 +82,8 @@ def _check_sizes(spec: DecoderSpec, stored: dict[str, StoredTensor]) -> None:
     prefix = spec.names.prefixes[_variant(spec, stored)]
     modules = [(module, shapes[target]) for module, target in spec.names.layer.items() if target in shapes]
     wanted = {prefix + spec.names.embedding: (spec.vocab_size, hidden)}
+    if spec.num_labels:
+        wanted[spec.names.classifier] = spec.num_labels, hidden
     for index in range(spec.num_layers):
         wanted |= {f"{prefix}layers.{index}.{module}.weight": shape for module, shape in modules}
     check_shapes(wanted, stored, layers_hint(spec.num_layers, stored))
@@ -97,7 +100,7 @@ def _compare(spec: DecoderSpec, wanted: dict[str, Placement], stored: dict[str, 
     hint = layers_hint(spec.num_layers, stored)
     check_shapes({name: placement.shape for name, placement in wanted.items()}, stored, hint)
     check_dtypes(wanted, stored)
-    copies = set(spec.names.heads) if spec.tied_embeddings else set()
+    copies = set(spec.names.heads) if spec.tied_embeddings and spec.has_lm_head else set()
     ignored = re.compile("|".join(spec.names.ignored))
     surplus = [
         name for name in stored if name not in wanted and name not in copies and not ignored.search(name)

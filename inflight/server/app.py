@@ -16,10 +16,15 @@ from inflight.errors import InflightError
 from inflight.server.errors import ApiError, of_exception
 from inflight.server.middleware import AccessMiddleware
 from inflight.server.openapi import document
-from inflight.server.routes import generation, health, service
+from inflight.server.routes import generation, health, pooling, service
 from inflight.server.state import ServerState, state_of
 
-_FORGOTTEN = ("/chat/completions", "/completions", "/models")  # by clients whose base URL lacks /v1
+_FORGOTTEN = (
+    "/chat/completions",
+    "/completions",
+    "/embeddings",
+    "/models",
+)  # by clients whose base URL lacks /v1
 
 
 def create_app(state: ServerState) -> ASGIApp:
@@ -33,7 +38,7 @@ def create_app(state: ServerState) -> ASGIApp:
         redirect_slashes=False,
     )
     app.state.server = state
-    for routes in (generation.router, service.router, health.router):
+    for routes in (generation.router, pooling.router, service.router, health.router):
         app.include_router(routes)
     app.add_exception_handler(ApiError, _failed)
     app.add_exception_handler(InflightError, _failed)

@@ -9,7 +9,7 @@ from typing import Literal
 
 from starlette.types import Receive
 
-Reason = Literal["first_token", "request", "disconnect", "shutdown"]
+Reason = Literal["first_token", "request", "disconnect", "cancelled", "shutdown"]
 
 
 class CancelScope:

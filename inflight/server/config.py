@@ -72,6 +72,9 @@ class ServerConfig:
         None, LIMITS, "Tokens of a prompt.", at_least=1, unset="what --max-model-len allows"
     )
     max_answers: int = option(128, LIMITS, "Answers of one request: prompts times n.", at_least=1)
+    max_documents: int = option(
+        2048, LIMITS, "Texts of one request to embed or classify, and documents to score.", at_least=1
+    )
     max_output_tokens: int | None = option(
         None,
         LIMITS,

@@ -152,6 +152,9 @@ class Metrics:
         self.max_tokens = Histogram("request_params_max_tokens", "Tokens that an answer may have", _TOKENS)
         self.num_answers = Histogram("request_params_n", "Answers that a request asks for", _COUNT)
         self._histograms = [item for item in vars(self).values() if isinstance(item, Histogram)]
+        self.requests: Counter[str] = Counter()  # that reached the engine, by task
+        self.num_texts: Counter[str] = Counter()  # embedded, classified or scored, by task
+        self.num_pooled_tokens: Counter[str] = Counter()  # of these
         self.finished: Counter[str] = Counter()  # by finish reason
         self.refused: Counter[str] = Counter()  # by error code
         self.responses: Counter[tuple[str, str]] = Counter()  # by route and status
@@ -175,6 +178,17 @@ class Metrics:
         if record.num_output_tokens > 1:
             self.request_gap.add(decoding / (record.num_output_tokens - 1))
 
+    def pooled(self, task: str, record: RequestRecord) -> None:
+        """A text is embedded, classified or scored."""
+        self.num_texts[task] += 1
+        self.num_pooled_tokens[task] += record.num_prompt_tokens
+        self.finished[record.finish_reason or "error"] += 1
+        self.prompt_tokens.add(record.num_prompt_tokens)
+        if record.admitted_at is not None:
+            self.queue.add(record.admitted_at - record.arrived_at)
+            if record.finished_at is not None:
+                self.inference.add(record.finished_at - record.admitted_at)
+
     def render(self, stats: EngineStats | None, num_restarts: int, callers: list[Caller]) -> bytes:
         """The page; without what the engine knows while it is not there."""
         found = [*self._families(stats, num_restarts), *self._of_keys(callers)]
@@ -191,6 +205,12 @@ class Metrics:
             )
             if stats is not None:
                 yield from self._engine(prefix, stats)
+        for name, text, counts in (
+            ("requests", "Requests to the engine, by what they ask for", self.requests),
+            ("pooled_texts", "Texts embedded, classified or scored", self.num_texts),
+            ("pooled_tokens", "Tokens of these", self.num_pooled_tokens),
+        ):
+            yield self._counter(f"inflight:{name}", text, "task", counts)
         yield self._counter("inflight:requests_refused", "Requests refused, by code", "code", self.refused)
         responses = CounterMetricFamily("inflight:http_responses", "Responses", labels=["route", "status"])
         for (route, status), count in self.responses.items():

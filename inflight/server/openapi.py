@@ -21,6 +21,7 @@ _ERRORS = {
     403: "The Host header names none that is answered here.",
     404: "There is no such thing.",
     408: "The body did not come in time.",
+    409: "The request was cancelled by another.",
     413: "The body is too large.",
     415: "The body is not JSON.",
     429: "Too many requests: of this key, or in the queue. `Retry-After` says when to try again.",

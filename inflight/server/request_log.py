@@ -1,26 +1,28 @@
-"""Every generation that runs or ran until recently, under its id and its caller."""
+"""Every request to the engine that runs or ran until recently, under its id and its caller."""
 
 from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
 from inflight.events import RequestRecord
 from inflight.frontend import Generation
+from inflight.pooling import Task
 from inflight.server.cancel_scope import CancelScope
 from inflight.server.errors import ApiError
 from inflight.server.keys import Caller
 from inflight.server.queue_pace import QueuePace
 
+MAX_TOLD = 16  # texts of one request whose records are kept: there may be thousands
 Outcome = Literal["finished", "failed", "cancelled"]
 
 
 @dataclass(eq=False)
 class LoggedRequest:
-    """One generation: what was asked, and what became of it."""
+    """One of them: what was asked, and what became of it."""
 
     request_id: str  # as the client knows it
     caller: Caller
@@ -29,16 +31,20 @@ class LoggedRequest:
     priority: int
     tenant: str
     cancel_scope: CancelScope
+    task: Task = "generate"
     created: int = field(default_factory=lambda: int(time.time()))
     started_at: float = field(default_factory=time.perf_counter)
     first_token_at: float | None = None
     ended_at: float | None = None
     client_seconds: float = 0.0  # of waiting for the client to take in what was sent
     outcome: Outcome | None = None
-    generation: Generation | None = None  # while it runs
+    generation: Generation | None = None  # while it runs, if it is one
+    abort: Callable[[], Awaitable[int]] | None = None  # while it runs: ends it; how many blocks that freed
     queued: bool = False  # the engine has taken it
-    engine_ids: list[str] = field(default_factory=list)  # one per answer
-    records: dict[str, RequestRecord] = field(default_factory=dict)  # of answers that have ended
+    num_answers: int = 0  # or texts, each of which the engine knows by an id of its own
+    engine_ids: list[str] = field(default_factory=list)  # of answers: all; of texts: the first ones
+    records: dict[str, RequestRecord] = field(default_factory=dict)  # of these, as far as they have ended
+    num_pooled_tokens: int = 0  # of texts that are done
 
     @property
     def key(self) -> tuple[str, str]:
@@ -63,7 +69,7 @@ class RequestLog:
         return iter(list(self._running.values()))
 
     def open(self, logged: LoggedRequest) -> None:
-        """Enter a generation. Raises ApiError when its caller has one of that id running."""
+        """Enter a request. Raises ApiError when its caller has one of that id running."""
         if logged.key in self._running:
             message = f"request_id is {logged.request_id!r}: a request of that id is running"
             raise ApiError(400, message, code="request_id_in_use", param="request_id")
@@ -72,21 +78,27 @@ class RequestLog:
         self._running[logged.key] = logged
 
     def set_generation(self, logged: LoggedRequest, generation: Generation) -> None:
-        """It is about to reach the engine, which knows its answers by ids of its own."""
-        logged.generation, logged.engine_ids = generation, generation.request_ids
-        for engine_id in logged.engine_ids:
+        logged.generation, logged.abort = generation, generation.abort
+        logged.num_answers = len(generation.request_ids)
+        self.set_engine_ids(logged, generation.request_ids)
+
+    def set_engine_ids(self, logged: LoggedRequest, engine_ids: list[str]) -> None:
+        """It is about to reach the engine, which knows it by these ids."""
+        logged.engine_ids = engine_ids
+        for engine_id in engine_ids:
             self._by_engine_id[engine_id] = logged
 
     def answer_ended(self, logged: LoggedRequest, record: RequestRecord) -> None:
-        """The engine has ended one of its answers."""
-        logged.records[record.request_id] = record
+        """The engine has ended one of its answers, or is done with one of its texts."""
+        if record.request_id in self._by_engine_id:
+            logged.records[record.request_id] = record
         self.pace.ended(1)
 
     def close(self, logged: LoggedRequest, outcome: Outcome) -> None:
         if logged.queued:  # what was refused has freed no place
             self.pace.ended(len(logged.engine_ids) - len(logged.records))
         logged.outcome = logged.outcome or outcome
-        logged.generation = None
+        logged.generation = logged.abort = None
         logged.ended_at = time.perf_counter()
         del self._running[logged.key]
         old = self._finished.pop(logged.key, None)
@@ -97,7 +109,7 @@ class RequestLog:
             self._by_engine_id.pop(engine_id, None)
 
     def find(self, caller: Caller, request_id: str) -> LoggedRequest:
-        """A caller's generation. Raises ApiError 404 for any other, there or not."""
+        """A caller's request. Raises ApiError 404 for any other, there or not."""
         key = (caller.name, request_id)
         logged = self._running.get(key) or self._finished.get(key)
         if logged is None:

@@ -29,6 +29,8 @@ async def report_of(state: ServerState, logged: LoggedRequest) -> RequestReport:
         route=logged.route,
         status=_status(logged, answers),
         created=logged.created,
+        task=logged.task,
+        num_answers=logged.num_answers,
         stream=logged.stream,
         priority=logged.priority,
         tenant=logged.tenant,
@@ -74,6 +76,7 @@ def _status(logged: LoggedRequest, answers: list[AnswerReport]) -> Status:
 
 def _answer(index: int, state: RequestState) -> AnswerReport:
     record = state.record
+    has_outputs = record.first_token_at is not None  # else it is over with its prompt, or not there yet
     return AnswerReport(
         index=index,
         status="queued" if state.status == "waiting" else state.status,
@@ -83,7 +86,7 @@ def _answer(index: int, state: RequestState) -> AnswerReport:
         num_output_tokens=record.num_output_tokens,
         num_preemptions=record.num_preemptions,
         queued_seconds=_between(record, "arrived_at", "admitted_at"),
-        prefill_seconds=_between(record, "admitted_at", "first_token_at"),
+        prefill_seconds=_between(record, "admitted_at", "first_token_at" if has_outputs else "finished_at"),
         decode_seconds=_between(record, "first_token_at", "last_token_at"),
         breakdown=Breakdown(**asdict(record.breakdown)),
     )

@@ -95,7 +95,7 @@ async def start_state(
         progress=progress,
         **options.engine.options() | {"tenant_weights": keys.weights() or None},
     )
-    return engine, ServerState(engine.client, engine.frontend, options, keys, hosts, tracer)
+    return engine, ServerState(engine, options, keys, hosts, tracer)
 
 
 async def _serve(options: ServerConfig, keys: Keys, hosts: Hosts, listener: socket.socket) -> bool:

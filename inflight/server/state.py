@@ -13,8 +13,11 @@ from typing import TypeVar
 
 from starlette.requests import Request
 
+from inflight.async_engine import AsyncEngine
 from inflight.engine import EngineClient
 from inflight.frontend import Frontend
+from inflight.frontend.pooling import cannot
+from inflight.pooling import Task, tasks_of
 from inflight.server.config import ServerConfig
 from inflight.server.errors import ApiError
 from inflight.server.keys import Caller, Keys
@@ -31,8 +34,7 @@ SERVICE_THREADS = 2  # that do so for /tokenize and /detokenize: no chat waits f
 
 @dataclass(eq=False)
 class ServerState:
-    client: EngineClient
-    frontend: Frontend
+    engine: AsyncEngine
     options: ServerConfig
     keys: Keys
     hosts: Hosts = field(default_factory=Hosts)
@@ -42,6 +44,11 @@ class ServerState:
     serials: count[int] = field(default_factory=count)
 
     def __post_init__(self) -> None:
+        self.client: EngineClient = self.engine.client
+        self.frontend: Frontend = self.engine.frontend
+        facts = self.client.facts
+        self.tasks = tasks_of(facts.generates, facts.pooling)
+        self.num_results = 0 if facts.pooling is None else facts.pooling.size  # numbers for a text
         self.names = self.options.served_model_name or (default_name(self.options.model),)
         self.metrics = Metrics(self.names[0], self.options.metrics_compat == "vllm")
         self.request_log = RequestLog(self.options.request_history)
@@ -58,6 +65,11 @@ class ServerState:
             code="model_not_found",
             param="model",
         )
+
+    def check_task(self, task: Task) -> None:
+        """Raises RequestError for what the model cannot do."""
+        if task not in self.tasks:
+            raise cannot(task, self.frontend.pooling, self.frontend.generates)
 
     async def in_thread_if(self, is_long: bool, work: Callable[[], T]) -> T:
         """What the work gives. What is long is done in a thread, so that other requests go on meanwhile."""

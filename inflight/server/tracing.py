@@ -1,4 +1,4 @@
-"""OpenTelemetry spans, one a generation, for those who asked for them."""
+"""OpenTelemetry spans, one a request to the engine, for those who asked for them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from inflight.server.request_log import LoggedRequest
 
 class Tracer(Protocol):
     def ended(self, logged: LoggedRequest, model: str, headers: Mapping[str, str], error: str | None) -> None:
-        """A generation is over: its records tell what happened."""
+        """A request is over: its records tell what happened."""
 
     def close(self) -> None: ...
 
@@ -28,7 +28,7 @@ class NoTracer:
 
 
 class OtelTracer:
-    """Spans are made when a generation ends, from times that were taken anyway."""
+    """Spans are made when a request ends, from times that were taken anyway."""
 
     def __init__(self, endpoint: str, exporter: Any = None) -> None:
         try:
@@ -60,7 +60,7 @@ class OtelTracer:
             return now - int((ended - moment) * 1e9)
 
         span = self._tracer.start_span(
-            "generate",
+            logged.task,
             context=self._propagator.extract(dict(headers)),
             kind=SpanKind.SERVER,
             start_time=at(logged.started_at),
@@ -76,20 +76,26 @@ class OtelTracer:
         self._provider.shutdown()
 
 
+def _operation(logged: LoggedRequest) -> str:
+    if logged.task == "generate":
+        return "chat" if "chat" in logged.route else "text_completion"
+    return "embeddings" if logged.task == "embed" else logged.task
+
+
 def _attributes(logged: LoggedRequest, model: str) -> dict[str, Any]:
     records = list(logged.records.values())
     found: dict[str, Any] = {
         "gen_ai.request.model": model,
         "gen_ai.request.id": logged.request_id,
-        "gen_ai.operation.name": "chat" if "chat" in logged.route else "text_completion",
+        "gen_ai.operation.name": _operation(logged),
         "inflight.tenant": logged.tenant,
-        "inflight.num_answers": len(logged.engine_ids),
+        "inflight.num_answers": logged.num_answers,
         "gen_ai.usage.output_tokens": sum(record.num_output_tokens for record in records),
         "gen_ai.usage.cached_tokens": sum(record.num_cached_tokens for record in records),
         "inflight.num_preemptions": sum(record.num_preemptions for record in records),
     }
     if records:
-        found["gen_ai.usage.input_tokens"] = records[0].num_prompt_tokens
+        found["gen_ai.usage.input_tokens"] = logged.num_pooled_tokens or records[0].num_prompt_tokens
         if records[0].admitted_at is not None:
             found["gen_ai.latency.time_in_queue"] = records[0].admitted_at - records[0].arrived_at
     if logged.first_token_at is not None:

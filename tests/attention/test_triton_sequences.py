@@ -7,9 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
-from inflight.attention.triton.plan import plan_sequences
-from inflight.attention.triton.sequences import PlannedSequences, TritonSequenceAttention
+from inflight.attention.triton.plan import Ints, plan_sequences
+from inflight.attention.triton.sequences import TritonSequenceAttention, sequence_attention
 from inflight.attention.triton.tuning import AttentionTile, SequenceTuning, choose_sequences
 from inflight.layers.rotary import Rope
 from tests.attention.test_sequences import attend64, positions_of, sequences_of
@@ -18,12 +19,14 @@ from tests.attention.triton_scene import DEVICE, DTYPES, NAN, SMALL, TOLERANCE, 
 TUNING = SequenceTuning(SMALL)
 
 
-def on_device(lengths: list[int]) -> PlannedSequences:
-    """With room for more items, as a captured graph has it."""
-    sequences = sequences_of(lengths)
-    table = plan_sequences(np.array(lengths, dtype=np.int32), SMALL.rows)
-    room = items(table, len(table) + 3)
-    return PlannedSequences(sequences.starts.to(DEVICE), lengths, sequences.max_len, room)
+def attend(
+    qkv: Tensor, head_dim: int, window: int | None, lengths: list[int], tuning: SequenceTuning = TUNING
+) -> Tensor:
+    """Two heads. With room for more items, as a captured graph has it."""
+    table = plan_sequences(np.array(lengths, dtype=np.int32), tuning.tile.rows)
+    out = torch.full((len(qkv), 2 * head_dim), 77.0, dtype=qkv.dtype, device=DEVICE)
+    sequence_attention(qkv.to(DEVICE), items(table, len(table) + 3), 2, head_dim, 0.3, window, tuning, out)
+    return out.cpu()
 
 
 @pytest.mark.parametrize("tuning", [TUNING, replace(TUNING, mask_all=True)], ids=["tail", "all"])
@@ -33,27 +36,24 @@ def test_sequences_of_every_length(
     window: int | None, head_dim: int, dtype: torch.dtype, tuning: SequenceTuning
 ) -> None:
     torch.manual_seed(0)
-    lengths, num_heads = [1, 16, 5, 37, 32, 2], 2
-    qkv = torch.randn(sum(lengths) + 3, 3 * num_heads * head_dim).to(dtype)
-    qkv[sum(lengths) :] = NAN  # padding
-    expected = attend64(qkv[: sum(lengths)], num_heads, 0.3, window, lengths, None)
-    attention = TritonSequenceAttention(tuning)
-    found = attention.attend(qkv.to(DEVICE), num_heads, head_dim, 0.3, window, on_device(lengths))
-    tolerance = TOLERANCE[dtype]
-    torch.testing.assert_close(found[: sum(lengths)].double().cpu(), expected, rtol=tolerance, atol=tolerance)
+    lengths, num_tokens = [1, 16, 5, 37, 32, 2], 93
+    qkv = torch.randn(num_tokens + 3, 3 * 2 * head_dim).to(dtype)
+    qkv[num_tokens:] = NAN  # padding
+    expected = attend64(qkv[:num_tokens], 2, 0.3, window, lengths, None)
+    found, tolerance = attend(qkv, head_dim, window, lengths, tuning), TOLERANCE[dtype]
+    torch.testing.assert_close(found[:num_tokens].double(), expected, rtol=tolerance, atol=tolerance)
+    assert (found[num_tokens:] == 77.0).all()
 
 
 @pytest.mark.parametrize("window", [None, 7])
 def test_a_sequence_is_the_same_bits_among_others(window: int | None) -> None:
     torch.manual_seed(1)
-    lengths, num_heads, head_dim = [9, 40, 21], 2, 16
-    qkv = torch.randn(sum(lengths), 3 * num_heads * head_dim)
+    qkv = torch.randn(70, 3 * 2 * 16)
     qkv[:9] = NAN  # what a neighbour holds reaches nobody
-    attention = TritonSequenceAttention(TUNING)
-    found = attention.attend(qkv.to(DEVICE), num_heads, head_dim, 0.3, window, on_device(lengths))
-    alone = attention.attend(qkv[9:49].to(DEVICE), num_heads, head_dim, 0.3, window, on_device([40]))
-    assert torch.equal(found[9:49], alone)
+    found = attend(qkv, 16, window, [9, 40, 21])
+    assert torch.equal(found[9:49], attend(qkv[9:49], 16, window, [40]))
     assert found[:9].isnan().all()
+    assert found[49:].isfinite().all()
 
 
 @pytest.mark.parametrize("head_dim", [16, 24])
@@ -65,23 +65,28 @@ def test_queries_and_keys_are_rotated(head_dim: int) -> None:
     expected = attend64(qkv, num_heads, 0.3, None, lengths, cos_sin)
     rotary = cos_sin.to(DEVICE), positions_of(lengths).to(DEVICE)
     attention = TritonSequenceAttention(TUNING)
-    found = attention.attend(qkv.to(DEVICE), num_heads, head_dim, 0.3, None, on_device(lengths), rotary)
+    found = attention.attend(qkv.to(DEVICE), num_heads, head_dim, 0.3, None, sequences_of(lengths), rotary)
     torch.testing.assert_close(found.double().cpu(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_items_are_made_once_for_all_layers_of_a_step() -> None:
+def test_items_are_made_once_for_all_layers_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(3)
+    planned: list[int] = []
+
+    def plan(lengths: Ints, tile_positions: int) -> Ints:
+        planned.append(len(lengths))
+        return plan_sequences(lengths, tile_positions)
+
+    monkeypatch.setattr("inflight.attention.triton.sequences.plan_sequences", plan)
     attention = TritonSequenceAttention(choose_sequences(torch.float32, 16, torch.device(DEVICE)))
     for lengths in ([5, 40], [45], []):
         sequences = sequences_of(lengths)
         qkv = torch.randn(sum(lengths), 96)
         expected = attend64(qkv, 2, 0.3, None, lengths, None) if lengths else qkv[:, :32].double()
-        made = []
         for _ in range(2):
             found = attention.attend(qkv.to(DEVICE), 2, 16, 0.3, None, sequences)
             torch.testing.assert_close(found.double().cpu(), expected, rtol=1e-5, atol=1e-5)
-            made.append(attention._items(sequences, qkv.device))
-        assert made[0] is made[1]
+    assert planned == [2, 1, 0]
 
 
 def test_tiles_of_the_longest_sequences_come_first() -> None:

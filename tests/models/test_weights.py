@@ -181,6 +181,7 @@ def test_every_row_of_every_weight_is_placed_once(family: str) -> None:
     targets = [target for layer in decoder.layers for target in layer.targets().values()]
     linears = {id(target.linear): target.linear for target in targets if isinstance(target, LinearRows)}
     assert len(linears) == 4 * spec.num_layers
+    assert decoder.head is not None
     expected = sum(linear.in_features * linear.out_features for linear in [*linears.values(), decoder.head])
     expected += sum(layer.attention.qkv.out_features for layer in decoder.layers) * spec.qkv_bias
     expected += 0 if decoder.embedding is None else decoder.embedding.numel()

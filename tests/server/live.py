@@ -141,7 +141,7 @@ def live_server(backend: Backend, tracer: Tracer | None = None, **options: Any) 
     hosts = hosts_of(given, keys, listener)
 
     async def start() -> tuple[ServerState, Server]:
-        state = ServerState(engine.client, engine.frontend, given, keys, hosts, tracer or NoTracer())
+        state = ServerState(engine, given, keys, hosts, tracer or NoTracer())
         server = Server(given)
         server.open(state)
         return state, server

@@ -11,24 +11,24 @@ DATA = Path(__file__).parent / "data"
 Sections = dict[str, dict[str, tuple[str, ...]]]
 
 
-def _lines(name: str) -> list[str]:
-    text = (DATA / f"{name}.txt").read_text(encoding="utf-8")
+def _lines(name: str, folder: Path) -> list[str]:
+    text = (folder / f"{name}.txt").read_text(encoding="utf-8")
     return [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
 
 
 @cache
-def rows(name: str) -> tuple[tuple[str, ...], ...]:
+def rows(name: str, folder: Path = DATA) -> tuple[tuple[str, ...], ...]:
     """The records of a row table."""
-    return tuple(tuple(field.strip() for field in line.split("|")) for line in _lines(name))
+    return tuple(tuple(field.strip() for field in line.split("|")) for line in _lines(name, folder))
 
 
 @cache
-def sections(name: str) -> Sections:
+def sections(name: str, folder: Path = DATA) -> Sections:
     """The records of a section table: record name -> key -> templates."""
     records: dict[str, dict[str, list[str]]] = {}
     record: dict[str, list[str]] = {}
     templates: list[str] = []
-    for line in _lines(name):
+    for line in _lines(name, folder):
         if line.startswith("== "):
             record = records.setdefault(line[3:], {})
         elif line.startswith("[") and line.endswith("]"):

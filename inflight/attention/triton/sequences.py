@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,13 +19,6 @@ from inflight.attention.triton.step import Items
 from inflight.attention.triton.tuning import SequenceTuning
 from inflight.triton_utils.padding import padded_empty
 from inflight.triton_utils.pdl import launch_dependents_then_wait, launch_options
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedSequences(Sequences):
-    """Sequences whose items are on the device already, in memory that a captured graph may read from."""
-
-    items: Items  # of SEQUENCE_FIELDS fields: see plan.py
 
 
 class TritonSequenceAttention:
@@ -47,19 +39,17 @@ class TritonSequenceAttention:
         rotary: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Rotates in place. Rows of the result that belong to no sequence hold whatever was in memory."""
-        items = self._items(sequences, qkv.device)
+        tuning, items = self.tuning, self._items(sequences, qkv.device)
         if rotary is not None:
             cos_sin, positions = rotary
-            rotate(qkv, positions, cos_sin, num_heads, head_dim, self.tuning.pdl)
+            rotate(qkv, positions, cos_sin, num_heads, head_dim, tuning.pdl)
         out = padded_empty(len(qkv), num_heads * head_dim, qkv.dtype, qkv.device)
         if items.programs > 0:
-            sequence_attention(qkv, items, num_heads, head_dim, scale, window, self.tuning, out)
+            sequence_attention(qkv, items, num_heads, head_dim, scale, window, tuning, out)
         return out
 
     def _items(self, sequences: Sequences, device: torch.device) -> Items:
-        """All layers of a step ask for the same."""
-        if isinstance(sequences, PlannedSequences):
-            return sequences.items
+        """Planned once for all layers of a step."""
         if self._known is None or self._known[0] is not sequences:
             lengths = np.array(sequences.lengths, dtype=np.int32)
             table = torch.from_numpy(plan_sequences(lengths, self.tuning.tile.rows))
@@ -76,7 +66,7 @@ def _upload(values: Tensor, device: torch.device) -> Tensor:
 
 def sequence_attention(
     qkv: Tensor,  # [T, 3 * num_heads * head_dim], queries and keys ready
-    items: Items,
+    items: Items,  # of SEQUENCE_FIELDS fields: see plan.py
     num_heads: int,
     head_dim: int,
     scale: float,
@@ -84,6 +74,7 @@ def sequence_attention(
     tuning: SequenceTuning,
     out: Tensor,  # [T, num_heads * head_dim]
 ) -> None:
+    """Attend for every tile of positions that has an item; other rows of `out` are left as they are."""
     tile, dim = tuning.tile, triton.next_power_of_2(head_dim)
     tiles = None
     if tuning.descriptors:

@@ -24,7 +24,7 @@ class Samples:
     """What a step samples, [S] int32 each, and where the results go."""
 
     tokens: Tensor  # the last token of each sampling entry
-    rows: Tensor
+    rows: Tensor  # below 0 where nothing is drawn
     lengths: Tensor
     ids: Tensor
     bad: Tensor
@@ -82,8 +82,8 @@ class DeviceStep:
     def upload(self, host: HostStep, updates: Ints, logprob_counts: Ints | None, scores: bool) -> StepShape:
         """Tell the device about a step; which shape it has.
 
-        `logprob_counts` [S]: how many of the most likely tokens to tell of each sample, below 0 where nothing is to be
-        told; None if that is so for all. `scores`: whether prompt tokens are scored.
+        `logprob_counts`: how many of the most likely tokens to tell of each sample that is drawn, below 0 where nothing
+        is to be told; None if that is so for all. `scores`: whether prompt tokens are scored.
         """
         rows, num_decodes = self.rows, host.num_decodes
         work: DecodeWork | None = None
@@ -92,7 +92,7 @@ class DeviceStep:
             alone = host.only_decodes
             work = self.planner.decodes(contexts, entry_rows, rows.mirror, rows.version, alone)
         shared = work is not None and work.prefix is not None
-        num_samples = len(host.sampling_entries)
+        num_samples = len(host.sample_tokens)
         if host.only_decodes:
             shape = self.buckets.decode(num_decodes, shared, work is not None and work.short_context)
         else:

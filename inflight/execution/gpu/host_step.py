@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +19,8 @@ ALIGNMENT = 4  # sections start at multiples of 16 bytes, as wide loads want the
 
 @dataclass(frozen=True, slots=True)
 class HostStep:
-    """A batch as arrays. B entries, the first `num_decodes` of which decode; T tokens; S samples."""
+    """A batch as arrays. B entries, the first `num_decodes` of which decode; T tokens; S samples: those of the entries
+    that draw a token, then those of entries that end with a vector, for whom only hidden states are wanted."""
 
     num_decodes: int
     num_tokens: int
@@ -29,9 +30,9 @@ class HostStep:
     token_rows: Ints  # [T]
     positions: Ints  # [T]
     kv_places: Ints  # [T]
-    sampling_entries: list[int]  # [S]
-    sample_tokens: Ints  # [S] the last token of each sampling entry
-    sample_rows: Ints  # [S]
+    sampling_entries: list[int]  # that draw
+    sample_tokens: Ints  # [S] the last token of each entry
+    sample_rows: Ints  # [S], -1 where nothing is drawn
     sample_lengths: Ints  # [S] the position that the sampled token will have
 
     @property
@@ -39,8 +40,8 @@ class HostStep:
         return self.num_decodes == len(self.rows)
 
 
-def host_step(batch: Batch, tables: Ints, block_size: int) -> HostStep:
-    """`tables` [max_rows, max_blocks] are the block tables, this step's blocks included.
+def host_step(batch: Batch, tables: Ints, block_size: int, pooled: Sequence[int] = ()) -> HostStep:
+    """`tables` [max_rows, max_blocks] are the block tables, this step's blocks included. `pooled` entries end here.
 
     A decode is an entry of one token that was admitted in an earlier step, and samples: in a step of nothing else, each
     token is a sample. (A request admitted in this one may share a block that this step fills, and has to wait for it:
@@ -66,6 +67,11 @@ def host_step(batch: Batch, tables: Ints, block_size: int) -> HostStep:
         offsets = np.arange(batch.num_tokens, dtype=np.int32) - np.repeat(ends - counts, counts)
         positions = np.repeat(starts, counts) + offsets
     kv_places = tables[token_rows, positions // block_size] * block_size + positions % block_size
+    sample_tokens, sample_rows, sample_lengths = ends - 1, rows, lengths
+    if not all_sample:
+        chosen = [*sampling, *pooled]
+        sample_tokens, sample_rows, sample_lengths = sample_tokens[chosen], rows[chosen], lengths[chosen]
+        sample_rows[len(sampling) :] = -1
     query_starts = np.empty(len(rows) + 1, dtype=np.int32)
     query_starts[0] = 0
     query_starts[1:] = ends
@@ -79,9 +85,9 @@ def host_step(batch: Batch, tables: Ints, block_size: int) -> HostStep:
         positions=positions,
         kv_places=kv_places,
         sampling_entries=sampling,
-        sample_tokens=ends - 1 if all_sample else (ends - 1)[sampling],
-        sample_rows=rows if all_sample else rows[sampling],
-        sample_lengths=lengths if all_sample else lengths[sampling],
+        sample_tokens=sample_tokens,
+        sample_rows=sample_rows,
+        sample_lengths=sample_lengths,
     )
 
 

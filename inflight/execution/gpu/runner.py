@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,10 +16,16 @@ from inflight.errors import DeviceLostError, EngineError
 from inflight.events import PositionLogprobs
 from inflight.execution.gpu.device_step import DeviceStep
 from inflight.execution.gpu.graphs import EagerSteps, StepGraphs
-from inflight.execution.gpu.host_step import host_step
+from inflight.execution.gpu.host_step import HostStep, host_step
 from inflight.execution.gpu.rows import DeviceRows
 from inflight.execution.gpu.shapes import Buckets, StepShape
-from inflight.execution.results import PROMPT_LOGITS_AT_ONCE, ScoredRows, failure
+from inflight.execution.results import (
+    PROMPT_LOGITS_AT_ONCE,
+    PooledRows,
+    ScoredRows,
+    StepVectors,
+    failure,
+)
 from inflight.execution.sampling.triton import DrawRows, SamplingWorkspace, draw, read_logprobs, score_all
 from inflight.models.decoder import Decoder
 from inflight.scheduling import Batch, Sampled
@@ -48,6 +54,7 @@ class GpuTicket:
     logprobs: ToldLogprobs | None  # of `logprob_entries`, in order
     logprob_entries: list[int]
     prompt_logprobs: list[tuple[int, ToldLogprobs]]  # by entry, in order of position
+    pooled: StepVectors | None
     done: torch.cuda.Event | None  # None where there is nothing to wait for
 
     def read(self) -> Sampled:
@@ -59,6 +66,8 @@ class GpuTicket:
             result.logprobs = {entry: [position] for entry, position in told}
         for entry, piece in self.prompt_logprobs:
             result.prompt_logprobs.setdefault(entry, []).extend(piece.read())
+        if self.pooled is not None:
+            self.pooled.read_into(result)
         return result
 
     def _read_tokens(self) -> Sampled:
@@ -100,9 +109,11 @@ class GpuRunner:
         self.block_size = block_size
         self.caches = decoder.attention.allocate(decoder.kv_shape(block_size), num_blocks, device)
         self.rows = DeviceRows(max_rows, max_len, block_size, device)
-        self.sampling = DrawRows(max_rows, spec.vocab_size, device)
+        num_drawn_from = spec.vocab_size if decoder.generates else 1  # memory goes with it
+        self.sampling = DrawRows(max_rows, num_drawn_from, device)
         self.scored = ScoredRows()
-        self.draw_workspace = SamplingWorkspace.allocate(max_rows, spec.vocab_size, device)
+        self.pooled = PooledRows()
+        self.draw_workspace = SamplingWorkspace.allocate(max_rows, num_drawn_from, device)
         processors = _num_processors(device)
         planner = AttentionPlanner(
             decoder.attention.tuning, spec.num_kv_heads, block_size, max_rows, processors
@@ -122,16 +133,21 @@ class GpuRunner:
     @torch.inference_mode()
     def _launch(self, batch: Batch) -> GpuTicket:
         self.rows.admit(batch.admissions)
-        self.sampling.set_many(batch.admissions, self.rows.tokens)
+        if self.decoder.generates:
+            drawing = [admission for admission in batch.admissions if admission.request.max_tokens]
+            self.sampling.set_many(drawing, self.rows.tokens)
         self.scored.admit(batch.admissions)
+        self.pooled.admit(batch.admissions)
         updates = self.rows.extend(batch.tables)
-        host = host_step(batch, self.rows.mirror, self.block_size)
-        counts = self.sampling.logprob_counts(host.sample_rows)
+        pooled = self.pooled.ending(batch)
+        host = host_step(batch, self.rows.mirror, self.block_size, pooled)
+        entries = host.sampling_entries if self.decoder.generates else []
+        counts = self.sampling.logprob_counts(host.sample_rows[: len(entries)])
         scores = self.scored.any_in(batch)
         shape = self.step.upload(host, updates, counts, scores)
         hidden = self.steps.run(shape)
         prompt_logprobs = self._score_prompts(batch, hidden) if scores else []
-        entries = host.sampling_entries
+        vectors = self._pool(pooled, host, shape, hidden) if pooled else None
         drawn = self._to_host(self.step.results(shape)) if entries else None
         logprobs, logprob_entries = None, []
         if counts is not None:
@@ -139,15 +155,18 @@ class GpuRunner:
             told, width = counts[counts >= 0].tolist(), 1 + int(counts.max())
             logprobs = ToldLogprobs(self._to_host(self.step.logprobs(len(told), width)), told, width)
         return GpuTicket(
-            len(batch), entries, drawn, logprobs, logprob_entries, prompt_logprobs, self._event()
+            len(batch), entries, drawn, logprobs, logprob_entries, prompt_logprobs, vectors, self._event()
         )
 
     def _compute(self, shape: StepShape) -> Tensor:
-        """The device's part: a token for each sample. Returns hidden states, of all tokens if the shape scores."""
+        """The device's part: a token for each sample that is drawn. Returns the hidden states of all samples, or of all
+        tokens if the shape scores."""
         token_ids, inputs = self.step.open(shape)
         samples = self.step.samples(shape)
         wanted = samples.tokens if shape.chunks and not shape.scores else None
         hidden = self.decoder.forward(token_ids, self.caches, inputs, wanted)
+        if not self.decoder.generates:
+            return hidden
         draw(
             self.decoder.logits(hidden[samples.tokens] if shape.scores else hidden),
             samples.rows,
@@ -172,6 +191,18 @@ class GpuRunner:
             found.append((piece.entry, ToldLogprobs(self._to_host(results), counts, 1 + counts[0])))
         return found
 
+    def _pool(
+        self, entries: list[int], host: HostStep, shape: StepShape, hidden: Tensor
+    ) -> StepVectors | None:
+        """The vectors of these entries, whose samples come last. The head computes all samples of the shape, so that it
+        meets few sizes."""
+        head = self.decoder.pooling_head
+        if head is None:
+            return None
+        vectors = head(hidden[self.step.samples(shape).tokens] if shape.scores else hidden)
+        end = len(host.sample_tokens)
+        return StepVectors(entries, self._to_host(vectors[end - len(entries) : end]))
+
     def collect(self, ticket: GpuTicket) -> Sampled:
         with self._watching_the_device():
             return ticket.read()
@@ -187,15 +218,27 @@ class GpuRunner:
     @torch.inference_mode()
     def warm_up_scoring(self) -> None:
         """Score as many prompt positions as are scored at once, with all that takes memory there."""
+        if not self.decoder.generates:
+            return
         size = min(PROMPT_LOGITS_AT_ONCE, len(self.rows.tokens))
         shape = size, self.decoder.spec.hidden_size
         hidden = torch.zeros(shape, dtype=self.decoder.kernels.compute_dtype, device=self.decoder.device)
         targets = torch.zeros(size, dtype=torch.int32, device=self.decoder.device)
         score_all(self.decoder.logits(hidden), targets, 1, self.draw_workspace)
 
-    def prepare(self, shapes: Iterable[StepShape]) -> None:
+    @torch.inference_mode()
+    def warm_up_pooling(self, num_samples: int) -> None:
+        """Apply the head, if there is one, to as many samples as a step has."""
+        if self.decoder.pooling_head is not None:
+            shape = num_samples, self.decoder.spec.hidden_size
+            dtype, device = self.decoder.kernels.compute_dtype, self.decoder.device
+            self.decoder.pooling_head(torch.zeros(shape, dtype=dtype, device=device))
+
+    def prepare(self, shapes: Collection[StepShape]) -> None:
         for shape in shapes:
             self.warm_up(shape)
+        for num_samples in {shape.num_samples for shape in shapes if shape.chunks}:
+            self.warm_up_pooling(num_samples)
         self._wait()
 
     def close(self) -> None:

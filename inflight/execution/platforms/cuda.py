@@ -136,6 +136,7 @@ def step_memory(make_runner: Callable[[], GpuRunner]) -> int:
     for shape in runner.buckets.largest():
         runner.warm_up(shape)
     runner.warm_up_scoring()
+    runner.warm_up_pooling(runner.buckets.max_entries)
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated()
     runner.close()

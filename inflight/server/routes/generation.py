@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from inflight.server.body import read_json
+from inflight.server.engine_response import RequestHead
 from inflight.server.formatters import ChatFormatter, CompletionFormatter
 from inflight.server.generation_response import GenerationResponse, GenerationSpec
 from inflight.server.openapi import documented
@@ -37,6 +38,7 @@ async def completions(request: Request) -> Response:
     state, options = state_of(request), state_of(request).options
     body = await read_json(request, CompletionBody, options.max_body_size, options.read_timeout)
     model = state.check_model(body.model)
+    state.check_task("generate")
     params = await state.in_thread_if(body.is_large, lambda: completion_params(state, body))
     prompts = split_prompts(state, body, params.sampling.n)
     caller = caller_of(request)
@@ -50,10 +52,7 @@ async def completions(request: Request) -> Response:
         )
 
     spec = GenerationSpec(
-        "/v1/completions",
-        request_id,
-        body,
-        model,
+        RequestHead("/v1/completions", request_id, model, *_place(body)),
         num_answers=len(prompts) * params.sampling.n,
         echo=params.echo,
         prepare=lambda: prepare_completion(state, caller, body, params, prompts),
@@ -70,6 +69,7 @@ async def chat_completions(request: Request) -> Response:
     state, options = state_of(request), state_of(request).options
     body = await read_json(request, ChatBody, options.max_body_size, options.read_timeout)
     model = state.check_model(body.model)
+    state.check_task("generate")
     params = await state.in_thread_if(body.is_large, lambda: chat_params(state, body))
     check_answers(state, 1, params.sampling.n)
     caller = caller_of(request)
@@ -83,10 +83,7 @@ async def chat_completions(request: Request) -> Response:
         )
 
     spec = GenerationSpec(
-        "/v1/chat/completions",
-        request_id,
-        body,
-        model,
+        RequestHead("/v1/chat/completions", request_id, model, *_place(body)),
         num_answers=params.sampling.n,
         echo=False,
         prepare=lambda: prepare_chat(state, caller, body, params),
@@ -95,6 +92,10 @@ async def chat_completions(request: Request) -> Response:
         formatter=formatter,
     )
     return GenerationResponse(state, caller, spec)
+
+
+def _place(body: GenerationBody) -> tuple[bool, int, str | None]:
+    return bool(body.stream), body.priority or 0, body.user
 
 
 def _common(body: GenerationBody) -> dict[str, Any]:

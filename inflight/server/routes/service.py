@@ -15,7 +15,7 @@ from inflight.server.errors import ApiError
 from inflight.server.openapi import documented, respond
 from inflight.server.prepare import chat_tokens
 from inflight.server.request_report import report_of
-from inflight.server.schemas.service import Cancelled, Model, Models, RequestReport, Version
+from inflight.server.schemas.service import Cancelled, Model, Models, PoolingHead, RequestReport, Version
 from inflight.server.schemas.tokens import DetokenizeBody, DetokenizedText, TokenizeBody, Tokens
 from inflight.server.state import ServerState, caller_of, state_of
 from inflight.text import Tokenizer
@@ -38,7 +38,20 @@ async def model(request: Request) -> Response:
 
 
 def _model(state: ServerState, name: str) -> Model:
-    return Model(id=name, created=state.started, max_model_len=state.frontend.max_model_len)
+    facts = state.client.facts.pooling
+    pooling = None
+    if facts is not None:
+        pooling = PoolingHead(
+            size=facts.size,
+            scale="cosine" if facts.task == "embed" else facts.scale,
+            labels=list(facts.labels),
+            dimensions=None if facts.dimensions is None else list(facts.dimensions),
+            prompts=list(facts.prompts),
+        )
+    length = state.frontend.max_model_len
+    return Model(
+        id=name, created=state.started, max_model_len=length, tasks=list(state.tasks), pooling=pooling
+    )
 
 
 @router.get("/version", **documented(None, Version))
@@ -142,5 +155,5 @@ async def cancel_request(request: Request) -> Response:
     freed = 0
     if running:
         logged.outcome = "cancelled"
-        freed = 0 if logged.generation is None else await logged.generation.abort()
+        freed = 0 if logged.abort is None else await logged.abort()
     return respond(Cancelled(id=logged.request_id, cancelled=running, freed_blocks=freed))

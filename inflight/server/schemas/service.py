@@ -6,6 +6,18 @@ from typing import Literal
 
 from pydantic import BaseModel
 
+from inflight.pooling import Scale, Task
+
+
+class PoolingHead(BaseModel):
+    """What a model that embeds, classifies or scores returns for a text."""
+
+    size: int
+    scale: Scale  # of scores and classes, unless asked for another
+    labels: list[str]
+    dimensions: list[int] | None  # to which embeddings may be cut; null: the checkpoint does not say
+    prompts: list[str]  # by name
+
 
 class Model(BaseModel):
     id: str
@@ -13,6 +25,8 @@ class Model(BaseModel):
     created: int
     owned_by: str = "inflight"
     max_model_len: int
+    tasks: list[Task]
+    pooling: PoolingHead | None = None
 
 
 class Models(BaseModel):
@@ -77,6 +91,8 @@ class RequestReport(BaseModel):
     route: str
     status: Status
     created: int
+    task: Task
+    num_answers: int  # or texts; of texts, `answers` has the first ones
     stream: bool
     priority: int
     tenant: str

@@ -61,3 +61,13 @@ def test_a_request_admitted_for_one_token_is_no_decode() -> None:
 def test_the_last_token_of_a_prompt_is_as_good_as_a_decode() -> None:
     host = host_step(batch((1, 5, 1, True), (0, 4, 1, True), (2, 0, 2, False)), TABLES, BLOCK_SIZE)
     assert host.num_decodes == 2
+
+
+def test_entries_that_end_with_a_vector_are_the_last_samples_and_draw_nothing() -> None:
+    entries = (2, 6, 1, True), (1, 0, 3, False), (0, 4, 2, True)
+    host = host_step(batch(*entries, admitted=2), TABLES, BLOCK_SIZE, pooled=[1])
+    assert host.num_decodes == 1
+    assert host.sampling_entries == [0, 2]
+    assert host.sample_tokens.tolist() == [0, 5, 3]
+    assert host.sample_rows.tolist() == [2, 0, -1]
+    assert host.rows.tolist() == [2, 1, 0]

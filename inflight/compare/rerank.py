@@ -1,0 +1,317 @@
+"""The same pairs of texts scored one at a time, in padded static batches and packed at every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+from inflight.compare.layout import Span, SpanKind, Timeline
+from inflight.compare.measure import StepWatch, serve
+from inflight.compare.palette import label
+from inflight.compare.passages import draw_pairs
+from inflight.compare.shown import LegendEntry, listed
+from inflight.compare.workload import Arrival
+from inflight.errors import EngineError, ParameterError
+from inflight.events import StepRecord
+from inflight.execution.encoder_runner import EncoderRunner
+from inflight.frontend import RequestContext
+from inflight.loading import LoadedEngine
+from inflight.request import Request
+
+PADDED = (
+    "static"  # the strategy whose batches are padded to their longest text, as batches of equal length are
+)
+
+LEGEND = (
+    LegendEntry(SpanKind.PREFILL, "a pair is computed", "computes"),
+    LegendEntry(SpanKind.PADDING, "padding is computed", "padding"),
+    LegendEntry(None, "empty slot", ""),
+)
+DEFINITIONS = (
+    (
+        "first and last result",
+        "From the arrival of the first pair until its score, or that of the last one, is there.",
+    ),
+    ("latency", "From the arrival of a pair to its score."),
+    ("padding", "Share of the computed token places that held no text."),
+    ("the picture", "A row is a slot, a colour is a pair; within a step, a bar is as long as its text."),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PairWorkload:
+    num_pairs: int
+    arrival: Arrival
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_pairs < 1:
+            raise ParameterError(f"the number of requests is {self.num_pairs}: it must be at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class RerankFigures:
+    """Times are seconds."""
+
+    total_time: float
+    pairs_per_second: float
+    first_result: float
+    last_result: float
+    p50_latency: float
+    p99_latency: float
+    padding: float  # share of the computed places
+    num_steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class PairInfo:
+    label: str
+    title: str
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class RerankStrategyResult:
+    figures: RerankFigures
+    timeline: Timeline
+    speedup: float  # how many times its pairs/s the reference strategy reaches
+
+
+@dataclass(frozen=True, slots=True)
+class RerankComparison:
+    """Implements `Shown`."""
+
+    model: str
+    workload: PairWorkload
+    num_slots: int
+    reference: str
+    requests: list[PairInfo]
+    results: dict[str, RerankStrategyResult]
+    identical_scores: bool
+
+    legend = LEGEND
+    definitions = DEFINITIONS
+
+    @property
+    def timelines(self) -> list[Timeline]:
+        return [result.timeline for result in self.results.values()]
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.requests)
+
+    @property
+    def title(self) -> str:
+        return f"The same pairs of texts under {listed(list(self.results))}"
+
+    @property
+    def subtitle(self) -> str:
+        lengths = sorted(request.num_tokens for request in self.requests)
+        rate = self.workload.arrival.rate
+        come = "in one burst" if rate is None else f"at random moments, {rate:g} a second"
+        return (
+            f"{len(lengths)} pairs {come}, {self.num_slots} slots, {self.model}; "
+            f"of {lengths[0]} to {lengths[-1]} tokens, median {median(lengths):g}"
+        )
+
+    @property
+    def headline(self) -> str:
+        others = [
+            f"{result.speedup:.1f} times as many pairs a second as {name}"
+            for name, result in self.results.items()
+            if name != self.reference
+        ]
+        return f"{self.reference.capitalize()} scores {listed(others)}." if others else ""
+
+    @property
+    def verdict(self) -> str:
+        if self.identical_scores:
+            return "Every pair has the same score under every strategy: only the scheduling differs."
+        return "WARNING: the strategies gave different scores."
+
+    def rows(self) -> list[tuple[str, list[str]]]:
+        found = [result.figures for result in self.results.values()]
+        return [
+            ("total time", [f"{figures.total_time:,.2f} s" for figures in found]),
+            ("pairs/s", [f"{figures.pairs_per_second:,.0f}" for figures in found]),
+            ("first result", [f"{figures.first_result:,.3f} s" for figures in found]),
+            ("last result", [f"{figures.last_result:,.3f} s" for figures in found]),
+            ("latency, p50", [f"{figures.p50_latency:,.3f} s" for figures in found]),
+            ("latency, p99", [f"{figures.p99_latency:,.3f} s" for figures in found]),
+            ("padding", [f"{figures.padding:.1%}" for figures in found]),
+            ("steps", [f"{figures.num_steps:,}" for figures in found]),
+            (
+                f"{self.reference} is faster by",
+                [f"{result.speedup:.2f} x" for result in self.results.values()],
+            ),
+        ]
+
+    def told(self, strategy: str) -> str:
+        figures = self.results[strategy].figures
+        return f"{self.told_briefly(strategy)}, {figures.num_steps:,} steps, {figures.padding:.0%} padding"
+
+    def told_briefly(self, strategy: str) -> str:
+        figures = self.results[strategy].figures
+        return f"{figures.total_time:.2f} s, {figures.pairs_per_second:,.0f} pairs/s"
+
+    def label(self, request: int) -> str:
+        return self.requests[request].label
+
+    def about(self, span: Span) -> str:
+        pair = self.requests[span.request]
+        did = "padding" if span.kind is SpanKind.PADDING else f"{pair.num_tokens} tokens"
+        return f"{pair.label}: {pair.title}\nslot {span.slot + 1}, step {span.first}: {did}"
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "workload": "rerank",
+            "num_requests": len(self.requests),
+            "arrival": str(self.workload.arrival),
+            "batch_size": self.num_slots,
+            "seed": self.workload.seed,
+            "identical_scores": self.identical_scores,
+            "reference": self.reference,
+            "strategies": {
+                name: {**asdict(result.figures), "speedup_of_reference": result.speedup}
+                for name, result in self.results.items()
+            },
+            "requests": [asdict(request) for request in self.requests],
+        }
+
+
+# ---- measuring ----
+
+Progress = Callable[[str, int], None]  # the strategy that runs, and its pairs scored so far
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What was seen of one strategy."""
+
+    strategy: str
+    watch: StepWatch
+    latencies: list[float]
+    ended_at: list[float]
+    vectors: list[bytes]
+    arrivals: list[float]
+
+
+def compare_reranking(
+    engine: LoadedEngine,
+    workload: PairWorkload,
+    strategies: Sequence[str],
+    num_slots: int,
+    model: str = "",
+    progress: Progress | None = None,
+) -> RerankComparison:
+    """Score the same pairs under every strategy, one after the other."""
+    processor = engine.pooling_processor("rerank")
+    pairs = draw_pairs(workload.num_pairs, workload.seed)
+    queries, passages = (list(texts) for texts in zip(*pairs, strict=True))
+    (group,) = processor.score(queries, passages, None, None, truncate=True, max_tokens_per_doc=None).groups
+    texts = processor.inputs.encode(group, 0, len(pairs))
+    times = workload.arrival.times(len(pairs), workload.seed)
+    runs = []
+    for strategy in strategies:
+        requests = [processor.request(str(index), text, RequestContext()) for index, text in enumerate(texts)]
+        seen = None if progress is None else lambda count, name=strategy: progress(name, count)
+        runs.append(_measure(engine, requests, times, strategy, num_slots, seen))
+    infos = [
+        PairInfo(label(index), f"{query} / {passage[:60]}", len(text.ids))
+        for index, ((query, passage), text) in enumerate(zip(pairs, texts, strict=True))
+    ]
+    return _summarise(runs, infos, workload, num_slots, model)
+
+
+def _measure(
+    engine: LoadedEngine,
+    requests: list[Request],
+    times: list[float],
+    strategy: str,
+    num_slots: int,
+    progress: Callable[[int], None] | None,
+) -> _Run:
+    core = engine.use(policy=strategy, max_num_seqs=num_slots)
+    runner = core.runner
+    assert isinstance(runner, EncoderRunner)
+    runner.padded = strategy == PADDED
+    watch = StepWatch()
+    core.observers.append(watch)
+    ended = {
+        delta.request_id: delta for delta in serve(core, times, requests, watch, progress or (lambda _: None))
+    }
+    vectors, ended_at = [], []
+    for request in requests:
+        vector, finished_at = ended[request.request_id].vector, request.record.finished_at
+        if vector is None or finished_at is None:
+            raise EngineError(f"pair {request.request_id} ended with {request.record.finish_reason!r}")
+        vectors.append(vector)
+        ended_at.append(finished_at - watch.origin)
+    latencies = [end - arrival for end, arrival in zip(ended_at, times, strict=True)]
+    return _Run(strategy, watch, latencies, ended_at, vectors, times)
+
+
+def _figures(run: _Run) -> RerankFigures:
+    steps = run.watch.steps
+    computed = sum(_num_places(step, run.strategy) for step in steps)
+    filled = sum(slot.num_tokens for step in steps for slot in step.slots)
+    total = max(run.ended_at)
+    latencies = sorted(run.latencies)
+    return RerankFigures(
+        total_time=total,
+        pairs_per_second=len(latencies) / total,
+        first_result=min(run.ended_at) - min(run.arrivals),
+        last_result=total - min(run.arrivals),
+        p50_latency=median(latencies),
+        p99_latency=latencies[int(0.99 * (len(latencies) - 1))],
+        padding=1 - filled / computed,
+        num_steps=len(steps),
+    )
+
+
+def _num_places(step: StepRecord, strategy: str) -> int:
+    sizes = [slot.num_tokens for slot in step.slots]
+    return max(sizes) * len(sizes) if strategy == PADDED else sum(sizes)
+
+
+def _lay_out(run: _Run, num_slots: int) -> Timeline:
+    """Bars that are as long as their texts, beside the longest of their step; of a padded step, padding behind."""
+    spans = []
+    for number, step in enumerate(run.watch.steps):
+        longest = max(slot.num_tokens for slot in step.slots)
+        for place, slot in enumerate(step.slots):
+            request, share = int(slot.request_id), slot.num_tokens / longest
+            if run.strategy != PADDED:
+                share = 1.0
+            spans.append(Span(place, request, SpanKind.PREFILL, number, number + 1, 1, 0.0, share))
+            if share < 1:
+                spans.append(Span(place, request, SpanKind.PADDING, number, number + 1, 0, share, 1.0))
+    spans.sort(key=lambda span: (span.slot, span.first, span.begin))
+    return Timeline(run.strategy, num_slots, run.watch.begins, run.watch.ends, spans)
+
+
+def _summarise(
+    runs: Sequence[_Run], infos: list[PairInfo], workload: PairWorkload, num_slots: int, model: str
+) -> RerankComparison:
+    found = {run.strategy: _figures(run) for run in runs}
+    reference = "continuous" if "continuous" in found else runs[-1].strategy
+    best = found[reference].pairs_per_second
+    return RerankComparison(
+        model=model,
+        workload=workload,
+        num_slots=num_slots,
+        reference=reference,
+        requests=infos,
+        results={
+            run.strategy: RerankStrategyResult(
+                found[run.strategy],
+                _lay_out(run, num_slots),
+                best / found[run.strategy].pairs_per_second,
+            )
+            for run in runs
+        },
+        identical_scores=all(run.vectors == runs[0].vectors for run in runs),
+    )

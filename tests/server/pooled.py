@@ -1,0 +1,113 @@
+"""Engines without weights that pool: what a head returns for a text is known."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inflight import AsyncEngine
+from inflight.config import EngineConfig
+from inflight.engine import InprocClient
+from inflight.engine.fake import FakeRunner
+from inflight.frontend import Frontend
+from inflight.models.builtin import checkpoint_folder
+from inflight.pooling import PairTemplate, PoolingFacts
+from inflight.scheduling import Batch, Sampled
+from inflight.text import Tokenizer
+from tests.helpers import FakeEngine
+from tests.server.live import Backend
+
+EMBEDDER = PoolingFacts(
+    "embed",
+    size=16,
+    splittable=True,
+    normalize=True,
+    dimensions=(4, 8),
+    prompts={"query": "query: ", "document": "passage: "},
+    scores="cosine",
+)
+CLASSIFIER = PoolingFacts(
+    "classify", size=3, splittable=True, labels=("bad", "fair", "good"), scale="softmax"
+)
+RERANKER = PoolingFacts(
+    "classify",
+    size=2,
+    splittable=True,
+    labels=("no", "yes"),
+    scale="softmax",
+    scores="template",
+    template=PairTemplate(
+        "", "find it", "<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}", ""
+    ),
+)
+TOKENIZER = Tokenizer.load(Path(checkpoint_folder()))
+MAX_LEN = 512
+
+
+def vector_of(ids: Sequence[int], size: int) -> NDArray[np.float32]:
+    """What the head returns for a text."""
+    seed = crc32(np.asarray(ids, dtype="<i8").tobytes())
+    return np.random.default_rng(seed).standard_normal(size).astype(np.float32)
+
+
+class PoolingRunner(FakeRunner):
+    """Counts its steps, each of which takes `step_seconds`."""
+
+    def __init__(self, num_blocks: int, block_size: int, size: int) -> None:
+        super().__init__(num_blocks, block_size, vocab_size=2048)
+        self._size = size
+        self.step_seconds = 0.0
+        self.num_steps = 0
+
+    def launch(self, batch: Batch) -> Sampled:
+        time.sleep(self.step_seconds)
+        self.num_steps += 1
+        found = super().launch(batch)
+        for entry in found.vectors:
+            row = self.rows[batch.rows[entry]]
+            ids = row.request.token_ids[: row.request.num_prompt_tokens]
+            found.vectors[entry] = vector_of(ids, self._size).tobytes()
+        return found
+
+
+class PooledBackend(Backend):
+    """An engine with such a head, in a thread."""
+
+    def __init__(
+        self, facts: PoolingFacts, generates: bool = False, max_queue: int = 1024, **options: Any
+    ) -> None:
+        self._facts = facts
+        self._generates = generates
+        self._max_queue = max_queue
+        super().__init__(**options)
+
+    async def _start(self, options: dict[str, Any]) -> AsyncEngine:
+        size = self._facts.size
+        fake = FakeEngine(
+            make_runner=lambda num_blocks, block_size: PoolingRunner(num_blocks, block_size, size),
+            **{"num_blocks": 256, "block_size": 16, "max_num_batched_tokens": 256, **options},
+        )
+        fake.core.max_queue = self._max_queue
+        facts = replace(
+            fake.facts,
+            vocab_size=TOKENIZER.vocab_size,
+            max_model_len=MAX_LEN,
+            tokenizer_folder=str(checkpoint_folder()),
+            generates=self._generates,
+            pooling=self._facts,
+        )
+        client = InprocClient(fake.core, facts)
+        return AsyncEngine(Frontend.of(EngineConfig.create(), facts), client)
+
+    @property
+    def runner(self) -> PoolingRunner:
+        found: Any = self.core.runner
+        assert isinstance(found, PoolingRunner)
+        return found
