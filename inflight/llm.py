@@ -193,16 +193,20 @@ class LLM:
         dimensions: int | None = None,
         normalize: bool | None = None,
         truncate: bool = False,
+        truncate_prompt_tokens: int | None = None,
     ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
         """The embeddings of texts, or of lists of token ids, which are taken as they are.
 
         `prompt_name` is one of the model's own prompts to put before each text, `prompt` another text to put there;
         without either it is the model's default one, if it has one. `dimensions` cuts embeddings of models that were
         trained for it. `normalize` makes their length 1, or not, whatever the checkpoint says. A text that is too long
-        is refused, and all others with it, or with `truncate` cut at its end.
+        is refused, and all others with it, or with `truncate` cut at its end; `truncate_prompt_tokens` cuts each to at
+        most so many tokens, beside the special ones around it.
         """
         processor = self._engine.pooling_processor("embed")
-        job = processor.embed(texts, prompt_name, prompt, dimensions, normalize, truncate)
+        job = processor.embed(
+            texts, prompt_name, prompt, dimensions, normalize, truncate, truncate_prompt_tokens
+        )
         requests, found = self._pool(processor, job, "embedding", use_tqdm)
         return _outputs(requests, [EmbeddingOutput(vector) for vector in job.finish(found.matrix)])
 
@@ -213,10 +217,12 @@ class LLM:
         *,
         scale: Scale | None = None,
         truncate: bool = False,
+        truncate_prompt_tokens: int | None = None,
     ) -> list[PoolingRequestOutput[ClassificationOutput]]:
-        """One number for each of the model's labels. A tuple of two texts is classified as a pair."""
+        """One number for each of the model's labels. A tuple of two texts is classified as a pair. What is too long is
+        refused, or cut as by `embed`."""
         processor = self._engine.pooling_processor("classify")
-        job = processor.classify(texts, scale, truncate)
+        job = processor.classify(texts, scale, truncate, truncate_prompt_tokens)
         requests, found = self._pool(processor, job, "classifying", use_tqdm)
         labels = processor.facts.labels
         rows = job.finish(found.matrix)

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from inflight.config import ENGINE_OPTIONS
 from inflight.errors import PromptError
@@ -32,6 +31,7 @@ POOLING_OPTIONS = (
     "max_num_batched_tokens",
 )
 STDIN = "-"
+FIRST_CHARACTERS = 400  # of a document, of which the table shows as many as fit
 
 _MODEL = typer.Option("--model", "-m", help="A folder or a hub id.", show_default="the built-in one")
 _TRUNCATE = typer.Option(help="Cut texts that are longer than the model reads, or refuse them.")
@@ -153,17 +153,27 @@ def _print_json(query: str, found: list[RerankResult], documents: list[NamedDocu
 
 
 def _print_table(found: list[RerankResult], documents: list[NamedDocument], cut_at: int | None) -> None:
-    """Texts as they are: rich must not read markup into them."""
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column("rank", justify="right")
-    table.add_column(f"score ({found[0].scale})", justify="right")
-    table.add_column("document", no_wrap=True)
-    table.add_column("begins", no_wrap=True, overflow="ellipsis", ratio=1)
-    for rank, item in enumerate(found, 1):
-        name, words = documents[item.index].name, " ".join(item.document[:400].split())
-        table.add_row(str(rank), f"{item.relevance_score:.4f}", Text(name), Text(words))
+    """A line for each document, as wide as the terminal."""
     console = Console()
-    console.print(table)
+    names = [documents[item.index].name for item in found]
+    name_width = min(max(map(cell_len, ("document", *names))), console.width // 3)
+    heading = f"score ({found[0].scale})"
+
+    def line(rank: object, score: str, name: str, words: str) -> str:
+        figures = f"{rank:>4}  {score:>{len(heading)}}  {_fit(name, name_width)}  "
+        return figures + _fit(words, console.width - cell_len(figures)).rstrip()
+
+    typer.secho(line("rank", heading, "document", "begins"), dim=True)
+    for rank, (item, name) in enumerate(zip(found, names, strict=True), 1):
+        beginning = item.document[:FIRST_CHARACTERS]
+        words = " ".join("".join(c if c.isprintable() else " " for c in beginning).split())
+        print(line(rank, f"{item.relevance_score:.4f}", name, words))
     if cut_at is not None:
         note = f"of a query and a document, up to {cut_at} tokens were read"
         Console(stderr=True).print(note, style="dim", highlight=False)
+
+
+def _fit(text: str, width: int) -> str:
+    """So many columns of the terminal, with blanks, or with an ellipsis in place of what is too much."""
+    fits = cell_len(text) <= width
+    return set_cell_size(text, width) if fits else f"{set_cell_size(text, max(width - 1, 0))}…"
