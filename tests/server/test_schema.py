@@ -18,13 +18,19 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from inflight.pooling import PoolingFacts
 from inflight.server.schemas.chat import ChatChunk
 from inflight.server.schemas.completions import Completion
 from tests.server.live import Backend, Live, live_server, stream
+from tests.server.pooled import CLASSIFIER, EMBEDDER, PooledBackend
 
 GENERATING = ("/v1/completions", "/v1/chat/completions")
+SCORING = ("/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score", "/v1/embeddings")
+CLASSIFYING = ("/classify", "/v1/classify")
+FEW = ("/rerank", "/v1/rerank", "/v1/score", "/v1/classify")  # the same as another
 OPERATIONS = [
     *(("POST", path, 80) for path in GENERATING),
+    *(("POST", path, 6 if path in FEW else 40) for path in (*SCORING, *CLASSIFYING)),
     *(("POST", path, 30) for path in ("/tokenize", "/detokenize")),
     *(("GET", path, 8) for path in ("/v1/models/{model}", "/v1/requests/{request_id}")),
     ("DELETE", "/v1/requests/{request_id}", 8),
@@ -47,6 +53,24 @@ def server(backend: Backend) -> Iterator[Live]:
 
 
 @pytest.fixture(scope="module")
+def scorer() -> Iterator[Live]:
+    yield from pooling_server(EMBEDDER)
+
+
+@pytest.fixture(scope="module")
+def classifier() -> Iterator[Live]:
+    yield from pooling_server(CLASSIFIER)
+
+
+def pooling_server(facts: PoolingFacts) -> Iterator[Live]:
+    backend = PooledBackend(facts)
+    with live_server(backend) as live:
+        yield live
+        live.wait_until_idle()
+    backend.close()
+
+
+@pytest.fixture(scope="module")
 def document(server: Live) -> Any:
     return schemathesis.openapi.from_dict(server.http.get("/openapi.json").json())
 
@@ -59,8 +83,10 @@ def test_every_operation_is_tried(document: Any) -> None:
 @pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
 @pytest.mark.parametrize(("method", "path", "max_examples"), OPERATIONS)
 def test_what_the_document_tells(
-    method: str, path: str, max_examples: int, mode: GenerationMode, document: Any, server: Live
+    method: str, path: str, max_examples: int, mode: GenerationMode, document: Any, request: Any
 ) -> None:
+    able = "scorer" if path in SCORING else "classifier" if path in CLASSIFYING else "server"
+    server: Live = request.getfixturevalue(able)
     operation = document[path][method]
     if mode.is_negative and not operation.body:
         return  # nothing is sent that could be wrong
@@ -76,6 +102,8 @@ def test_what_the_document_tells(
     def check(case: Any) -> None:
         if path in GENERATING and mode.is_positive:
             make_small(case.body)
+        elif able != "server" and mode.is_positive:
+            make_fit(case.body)
         response = case.call(base_url=server.url, timeout=60)
         statuses[response.status_code] += 1
         if response.headers["content-type"][0].startswith("text/event-stream"):
@@ -88,6 +116,12 @@ def test_what_the_document_tells(
     check()
     if mode.is_positive and "{" not in path:
         assert statuses[200] > 0, statuses
+
+
+def make_fit(body: dict[str, Any]) -> None:
+    """What is asked for is something that the model has."""
+    for name in ("model", "dimensions", "prompt_name", "scale", "instruction", "priority"):
+        body.pop(name, None)
 
 
 def make_small(body: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from inflight.pooling import Scale
 from inflight.server.schemas.common import ranged
@@ -21,6 +21,12 @@ class ScoringBody(PoolingBody):
 
 class ScoreBody(ScoringBody):
     """`text_1` and `text_2`, or `queries` and `documents`: one for all of the others, or as many."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "oneOf": [{"required": ["text_1", "text_2"]}, {"required": ["queries", "documents"]}]
+        }
+    )
 
     text_1: Texts = None
     text_2: Texts = None
