@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+import re
 import sys
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,6 +23,7 @@ MAX_SALT_LENGTH = 256
 # Prompt tokens that are scored in one step: each takes the logits of the whole vocabulary, and others wait for them.
 MAX_SCORED_CHUNK = 256
 SEED_RANGE = (-(2**63), 2**64 - 1)
+_TOKEN_ID = re.compile("[0-9]{1,19}")
 
 
 # The checks below take the parameter's name, and `what` of it is wrong where that is not all of it.
@@ -172,7 +174,7 @@ class SamplingParams:
             )
         for key, value in (self.logit_bias or {}).items():
             # JSON has only string keys.
-            token_id = int(key) if isinstance(key, str) and key.isdecimal() and len(key) < 20 else key
+            token_id = int(key) if isinstance(key, str) and _TOKEN_ID.fullmatch(key) else key
             if type(token_id) is not int or type(value) is not float or not _in_bias_range(token_id, value):
                 _integer("logit_bias", token_id, 0, what="a token id in logit_bias")
                 _within("logit_bias", value, -100, 100, what=f"logit_bias[{token_id}]")

@@ -57,6 +57,8 @@ BAD: dict[str, list[Any]] = {
         {1: 100.5},
         {1: "1"},
         {"x": 1},
+        {"\u0665": 1},  # a digit, but not one that JSON numbers have
+        {"9" * 5000: 1},
         {None: 1},
     ],
     "bad_words": ["abc", 5, [""], [5], ["a"] * 2000],

@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import msgspec
@@ -183,9 +183,9 @@ class EngineProcess:
             self._folder = None
 
     @property
-    def has_messages(self) -> bool:
-        """Whether something has come that no one has received yet."""
-        return bool(self._inbox)
+    def unread(self) -> Collection[ToFront]:
+        """What has come and no one has received yet."""
+        return self._inbox
 
     async def receive(self, seconds: float) -> ToFront | None:
         """The next message; None if none comes in time, or ever."""

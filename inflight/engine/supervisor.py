@@ -13,7 +13,7 @@ from typing import Any, Literal
 from inflight.config import ProcessConfig
 from inflight.engine.client import Health
 from inflight.engine.engine_process import EngineProcess, ProcessNotStartedError
-from inflight.engine.wire import Failed, Heartbeat, Progress, Ready, Start, StepOutputs, Stopped
+from inflight.engine.wire import Failed, Heartbeat, Progress, Ready, Start, StepOutputs, Stopped, ToFront
 from inflight.errors import EngineDeadError, InflightError
 
 logger = logging.getLogger(__name__)
@@ -191,14 +191,23 @@ class Supervisor:
         if self.state != "running":
             return self._error or f"the engine is {self.state}"
         self.engine_process.take_frames()
-        if self.engine_process.has_messages:  # whoever was too busy to listen must not blame the engine
+        unread = self.engine_process.unread
+        if any(
+            map(self._tells_of_progress, unread)
+        ):  # whoever was too busy to listen must not blame the engine
             return None
         now = self._clock()
         if self.working and now - self._progress_at >= self._process.stalled_after:
             return f"the engine has made no step for {now - self._progress_at:.0f} seconds"
-        if now - self._heard_at >= self._process.silent_after:
+        if not unread and now - self._heard_at >= self._process.silent_after:
             return f"the engine process has been silent for {now - self._heard_at:.0f} seconds"
         return None
+
+    def _tells_of_progress(self, message: ToFront) -> bool:
+        """A heartbeat alone does not: a loop that hangs has them too."""
+        if not isinstance(message, Heartbeat):
+            return True
+        return not message.working or message.since_step < self._process.stalled_after
 
     def health(self) -> Health:
         trouble = self.trouble()
@@ -210,4 +219,4 @@ class Supervisor:
 
 
 def _is_over(process: EngineProcess) -> bool:
-    return process.exited.is_set() and not process.has_messages
+    return process.exited.is_set() and not process.unread

@@ -11,6 +11,7 @@ _NEWLINE = re.compile(rb"\r?\n")
 _BLANK_LINE = re.compile(rb"\n\r?\n")
 _CHUNK_SIZE = re.compile(rb"[0-9a-fA-F]{1,16}")
 _PLAIN_SIZE = re.compile(rb"([0-9a-fA-F]{1,16})\r\n")
+MAX_CHUNKS = 256  # that the parser may read at a time, since each takes it a while
 
 
 class _Part(Enum):
@@ -33,6 +34,11 @@ class RequestFraming:
         self._num_left = 0  # bytes, of the body or of the chunk with the newline after it
         self._line = b""  # what has come of a line that is read
         self._num_extra_bytes = 0
+        self._num_chunks = 0  # found by this call
+
+    @property
+    def in_chunks(self) -> bool:
+        return self._part in (_Part.CHUNK_SIZE, _Part.CHUNK, _Part.TRAILERS)
 
     @property
     def in_headers(self) -> bool:
@@ -55,11 +61,14 @@ class RequestFraming:
             self._part = _Part.BODY if self._num_left else _Part.HEADERS
 
     def advance(self, data: bytes, start: int, max_extra_bytes: int) -> int:
-        """How far the parser may read: to the end of the headers, of the request, or of the data. It stops early once
-        there are too many extra bytes."""
+        """How far the parser may read: to the end of the headers, of the request, of the data, or of as many chunks as
+        it may have at a time. It stops early once there are too many extra bytes."""
         if self.in_headers:
             return self._end_of_headers(data, start)
+        self._num_chunks = 0
         while start < len(data) and not self.in_headers and self.num_extra_bytes <= max_extra_bytes:
+            if self._num_chunks >= MAX_CHUNKS and self._part is _Part.CHUNK_SIZE:
+                break
             read = self._skip if self._part in (_Part.BODY, _Part.CHUNK) else self._read_line
             start = read(data, start)
         return start
@@ -74,16 +83,16 @@ class RequestFraming:
         found = _NEWLINE.match(data, start) or _BLANK_LINE.search(data, start)
         return len(data) if found is None else found.end()
 
-    @staticmethod
-    def _whole_chunks(data: bytes, start: int) -> int:
+    def _whole_chunks(self, data: bytes, start: int) -> int:
         """Past those without extensions that have come as a whole. There may be one for every byte of a body."""
         size_at, end = _PLAIN_SIZE.match, len(data)
-        while (size := size_at(data, start)) is not None:
+        while self._num_chunks < MAX_CHUNKS and (size := size_at(data, start)) is not None:
             num = int(size[1], 16)
             after = size.end() + num + 2
             if not num or after > end:
                 break
             start = after
+            self._num_chunks += 1
         return start
 
     def _skip(self, data: bytes, start: int) -> int:
@@ -113,6 +122,7 @@ class RequestFraming:
             self._num_left, self._part = len(data), _Part.CHUNK
             return end
         self._num_extra_bytes += len(text) - size.end()
+        self._num_chunks += 1
         num = int(size[0], 16)
         self._num_left, self._part = num + 2, _Part.CHUNK if num else _Part.TRAILERS
         return end

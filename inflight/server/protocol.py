@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from asyncio import TimerHandle
 from dataclasses import dataclass
 from typing import Any
 
 from uvicorn._types import ASGI3Application
-from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from inflight.server.errors import ApiError
 from inflight.server.framing import RequestFraming
 from inflight.server.hangup import HangupWatch
+from inflight.server.held_flow import HeldFlow
+from inflight.server.parsing_turns import ParsingTurns
 from inflight.server.unchunked import unchunked
 from inflight.server.write_timer import WriteTimer
 
 PROBES = (b"/health", b"/ready")  # paths that are answered even if all connections are taken
 MAX_RESERVED = 64
+_UPGRADE = re.compile(rb"(?i)\nupgrade:")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,32 +38,13 @@ class ConnectionLimits:
         return min(MAX_RESERVED, -(-self.max_connections // 8), self.max_connections - 1)
 
 
-class HeldFlow(FlowControl):
-    """Reading can be held: then whoever waits for a body does not resume it."""
-
-    is_held = False
-
-    def hold(self) -> None:
-        self.is_held = True
-        self.pause_reading()
-
-    def release(self) -> None:
-        self.is_held = False
-        self.resume_reading()
-
-    def resume_reading(self) -> None:
-        if not self.is_held:
-            super().resume_reading()
-
-
 class BoundedProtocol(HttpToolsProtocol):
     """One connection. Behind the request that is answered at most one more is taken from it."""
 
     limits: ConnectionLimits
     hangups: HangupWatch
-    reserved: dict[
-        BoundedProtocol, None
-    ]  # the connections of the server that only probes may use; the oldest is first
+    turns: ParsingTurns
+    reserved: dict[BoundedProtocol, None]  # connections that only probes may use; the oldest is first
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -67,7 +52,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._num_header_bytes = 0  # of the request whose headers are being read
         self._in_body = False
         self._answered: RequestResponseCycle | None = None  # the request that is, or was last
-        self._held = b""  # what came behind the request that waits
+        self._held = b""  # what is not parsed yet: it came behind the request that waits, or waits for a turn
+        self._awaits_turn = False
         self._refusal: ApiError | None = None  # of what came behind the request that is answered
         self._header_timer: TimerHandle | None = None
         self._rest_timer: TimerHandle | None = None  # for a body that goes on after its answer
@@ -129,9 +115,36 @@ class BoundedProtocol(HttpToolsProtocol):
             if self._flow.is_held:
                 self._held = data[start:]
                 return
+            if self._framing.in_chunks:
+                self._held = data[start:]
+                self._wait_for_turn()
+                return
             end = self._framing.advance(data, start, self.limits.max_header_size)
             self._parse(data[start:end])
             start = end
+
+    def _wait_for_turn(self) -> None:
+        self._awaits_turn = True
+        self._flow.hold()
+        self.turns.wait(self._take_turn)
+
+    def _take_turn(self) -> None:
+        """Parse some chunks; then what is behind them, or wait for the next turn."""
+        if self.transport.is_closing() or self._refusal is not None:
+            return
+        self._awaits_turn = False
+        end = self._framing.advance(self._held, 0, self.limits.max_header_size)
+        data, self._held = self._held[:end], self._held[end:]
+        self._parse(data)
+        if self.transport.is_closing() or self._refusal is not None:
+            return
+        if self._held and self._framing.in_chunks:
+            self._wait_for_turn()
+        else:
+            data, self._held = self._held, b""
+            is_read = self.cycle.response_complete or len(self.cycle.body) <= HIGH_WATER_LIMIT
+            self._flow.release(resume=is_read)
+            self._feed(data)
 
     def _parse(self, data: bytes) -> None:
         """Bytes of one request, either of its headers or of its body."""
@@ -142,6 +155,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self._num_header_bytes += len(data)
             if self._header_timer is None:  # the first bytes of a further request
                 self._start_header_timer()
+            # The parser drops the body of whoever would like another protocol, as Java and curl may with HTTP/2.
+            data = _UPGRADE.sub(b"\nx-upgrade:", data)
         super().data_received(data)
         if self.transport.is_closing() or self._refusal is not None:
             return
@@ -211,7 +226,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._write_timer.start()
         if self.transport.is_closing():
             return
-        if self._flow.is_held and self._refusal is None:
+        if self._flow.is_held and not self._awaits_turn and self._refusal is None:
             self.loop.call_soon(self._go_on)
         elif self._refusal is not None and self._is_idle():
             self._send_and_close(self._refusal)
@@ -293,5 +308,10 @@ class BoundedProtocol(HttpToolsProtocol):
 
 def bounded_protocol(limits: ConnectionLimits, loop: asyncio.AbstractEventLoop) -> type[BoundedProtocol]:
     """A protocol class of one server; uvicorn makes one instance per connection."""
-    shared = {"limits": limits, "hangups": HangupWatch(loop), "reserved": {}}
+    shared = {
+        "limits": limits,
+        "hangups": HangupWatch(loop),
+        "turns": ParsingTurns(loop),
+        "reserved": {},
+    }
     return type("LimitedProtocol", (BoundedProtocol,), shared)

@@ -1,10 +1,4 @@
-"""Messages to a prompt, by the chat template of the checkpoint, with special tokens from nowhere but the template.
-
-A message may spell a special token: `<|im_end|>` in a user's text would end the user's turn. Such spellings are
-exchanged for marks before the template sees them, and are tokenized as the plain text that they are. So are pieces of
-them at the ends of any string, for what a template puts beside it may be the rest. Messages without either, which is
-nearly all, take the plain way and have the ids that the checkpoint was trained on.
-"""
+"""Messages to a prompt, by the chat template of the checkpoint, with special tokens from nowhere but the template."""
 
 from __future__ import annotations
 
@@ -15,6 +9,7 @@ from typing import Any
 
 from inflight.errors import PromptError, TemplateError, shown
 from inflight.text.files import ChatTemplateSource
+from inflight.text.marks import Marks
 from inflight.text.render import Renderer, RenderLimits
 from inflight.text.tokenizer import Tokenizer
 
@@ -37,6 +32,9 @@ TEMPLATE_KWARGS = frozenset(
     }
 )
 
+# What may put together parts of a text that were apart.
+_JOINING = re.compile(r"\b(replace|join|reverse|striptags)\b")
+
 Message = Mapping[str, Any]
 Scalar = str | int | float | bool | None
 
@@ -53,14 +51,27 @@ def encode_chat(
 ) -> tuple[str, list[int]]:
     """The prompt's text and its token ids."""
     check_messages(messages)
-    marks = _Marks(tokenizer)
-    text = template.render(
-        [marks.hide(marks.join_parts(message)) for message in messages],
-        tools=marks.hide(tools),
-        add_generation_prompt=add_generation_prompt,
-        continue_final_message=continue_final_message,
-        kwargs=marks.hide(kwargs),
-    )
+
+    def hidden(marks: Marks) -> dict[str, Any]:
+        return {
+            "messages": [marks.hide(marks.join_parts(message)) for message in messages],
+            "tools": marks.hide(tools),
+            "kwargs": marks.hide(kwargs),
+        }
+
+    flags = {
+        "add_generation_prompt": add_generation_prompt,
+        "continue_final_message": continue_final_message,
+    }
+    marks = Marks(tokenizer)
+    text = template.render(**hidden(marks), **flags)
+    if template.joins:
+        careful = Marks(tokenizer, hide_first_characters=True)
+        given = hidden(careful)
+        if careful.num_hidden > marks.num_hidden:
+            second = template.render(**given, **flags)
+            if careful.specials_in(second) != marks.specials_in(text):
+                return careful.encode(second)
     return marks.encode(text)
 
 
@@ -83,6 +94,11 @@ class ChatTemplate:
     def __bool__(self) -> bool:
         """Whether there is a template at all."""
         return bool(self._sources)
+
+    @property
+    def joins(self) -> bool:
+        """Whether it may make one text of two."""
+        return any(_JOINING.search(source) for source in self._sources.values())
 
     def close(self) -> None:
         """End the worker processes now rather than with the program."""
@@ -207,79 +223,3 @@ def _cut(text: str, marker: str) -> str:
         raise TemplateError("the final message cannot be continued: the chat template leaves it out")
     before = text[:end]
     return before if text.startswith(marker, end) else before.rstrip()
-
-
-class _Marks:
-    """Spellings of special tokens, exchanged for words that no message holds."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        spellings = tokenizer.special_spellings
-        self._longest = len(spellings[0]) - 1 if spellings else 0  # piece
-        self._pattern = re.compile("|".join(map(re.escape, spellings))) if spellings else None
-        self._word = f"mark{secrets.token_hex(8)}x"
-        self._hidden: list[str] = []
-
-    def join_parts(self, message: Message) -> Message:
-        """One part in place of several, where the text that they make together spells a special token."""
-        content = message.get("content")
-        if self._pattern is None or not isinstance(content, list):
-            return message
-        text = "".join(part["text"] for part in content)
-        return (
-            {**message, "content": [{"type": "text", "text": text}]}
-            if self._pattern.search(text)
-            else message
-        )
-
-    def hide(self, value: Any) -> Any:
-        """The same message, tool or argument, or any part of one, with marks in its strings."""
-        if self._pattern is None:
-            return value
-        if isinstance(value, str):
-            return self._hide_pieces(self._pattern.sub(self._mark, value))
-        if isinstance(value, Mapping):  # names too: a tool's parameters are written out
-            return {self.hide(key): self.hide(item) for key, item in value.items()}
-        return [self.hide(item) for item in value] if isinstance(value, list | tuple) else value
-
-    def _hide_pieces(self, text: str) -> str:
-        """With marks for pieces of special tokens at both ends, which may be trimmed: `<|im_` and the `end|>` of
-        another field would be one where a template puts the two side by side, `|im_end|` where it writes `<...>`."""
-        start, end = len(text) - len(text.lstrip()), len(text.rstrip())
-        if 0 < end - start <= self._longest and self._is_middle(text[start:end]):
-            return text[:start] + self._new_mark(text[start:end]) + text[end:]
-        for length in range(min(self._longest, end - start), 0, -1):
-            if text[end - length : end] in self._tokenizer.special_beginnings:
-                text = text[: end - length] + self._new_mark(text[end - length : end]) + text[end:]
-                break
-        for length in range(min(self._longest, end - start), 1, -1):
-            if text[start : start + length] in self._tokenizer.special_endings:
-                return text[:start] + self._new_mark(text[start : start + length]) + text[start + length :]
-        return text
-
-    def _is_middle(self, text: str) -> bool:
-        """Whether it is a piece of a special token, but no plain word: templates compare those, and look them up."""
-        return not text.isidentifier() and any(
-            text in spelling for spelling in self._tokenizer.special_spellings
-        )
-
-    def _mark(self, found: re.Match[str]) -> str:
-        return self._new_mark(found.group())
-
-    def _new_mark(self, hidden: str) -> str:
-        self._hidden.append(hidden)
-        return f"{self._word}{len(self._hidden) - 1}z"
-
-    def encode(self, text: str) -> tuple[str, list[int]]:
-        """The rendered text with its spellings back, and its ids."""
-        tokenizer = self._tokenizer
-        if not self._hidden:
-            return text, tokenizer.encode(text, add_special_tokens=False)
-        parts = re.split(f"{self._word}([0-9]+)z", text)  # text, number, text, ...
-        ids: list[int] = []
-        for index, part in enumerate(parts):
-            if index % 2:
-                parts[index] = self._hidden[int(part)]
-            plain = index % 2 == 1
-            ids += tokenizer.encode(parts[index], add_special_tokens=False, parse_special=not plain)
-        return "".join(parts), ids

@@ -206,13 +206,15 @@ class Tokenizer:
 
     @cached_property
     def special_beginnings(self) -> frozenset[str]:
-        """All beginnings of these, but not whole ones."""
-        return frozenset(text[:end] for text in self.special_spellings for end in range(1, len(text)))
+        """All beginnings of these in small letters, but not whole ones."""
+        spellings = map(str.lower, self.special_spellings)
+        return frozenset(text[:end] for text in spellings for end in range(1, len(text)))
 
     @cached_property
     def special_endings(self) -> frozenset[str]:
-        """All endings of these of two characters or more, but not whole ones."""
-        return frozenset(text[start:] for text in self.special_spellings for start in range(1, len(text) - 1))
+        """All endings of these of two characters or more, in small letters, but not whole ones."""
+        spellings = map(str.lower, self.special_spellings)
+        return frozenset(text[start:] for text in spellings for start in range(1, len(text) - 1))
 
     def _special_id(self, name: str) -> int | None:
         token = self.special_tokens.get(name)

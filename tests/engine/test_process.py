@@ -451,6 +451,8 @@ async def test_a_step_that_hangs_is_unhealthy() -> None:
         health = await client.health()
         assert not health.healthy
         assert health.seconds_since_step >= 1.5
+        time.sleep(0.2)  # heartbeats come that no one has read
+        assert (await client.health()).state == "stalled"
         for call in (asking, client.add(make_request([1], 3, "new")), client.abort("stuck")):
             with pytest.raises(EngineDeadError, match="no step for"):
                 await call

@@ -6,7 +6,7 @@ import httptools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inflight.server.framing import RequestFraming
+from inflight.server.framing import MAX_CHUNKS, RequestFraming
 
 MAX = 1024
 
@@ -101,3 +101,11 @@ def test_it_stops_where_too_much_came() -> None:
     framing.headers_complete([(b"transfer-encoding", b"chunked")])
     data = b"0\r\n" + b"x: y\r\n" * 10_000
     assert framing.advance(data, 0, MAX) < MAX + 20
+
+
+def test_chunks_are_parsed_a_few_at_a_time() -> None:
+    framing = RequestFraming()
+    framing.headers_complete([(b"transfer-encoding", b"chunked")])
+    for chunk, num in ((b"1\r\na\r\n", MAX_CHUNKS + 1), (b"1;e\r\na\r\n", MAX_CHUNKS)):
+        assert framing.in_chunks
+        assert framing.advance(chunk * 1000, 0, MAX) == num * len(chunk)

@@ -116,6 +116,13 @@ def test_another_protocol_is_not_spoken(small: Live, caplog: pytest.LogCaptureFi
     assert not caplog.records
 
 
+def test_who_would_like_http_2_gets_an_answer(small: Live) -> None:
+    """As Java's client and curl may, in their first request."""
+    headers = {"connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c", "http2-settings": "AAMAAABk"}
+    for _ in range(2):
+        assert small.post(PATH, GOOD, headers=headers).status_code == 200
+
+
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
 @pytest.mark.parametrize("streamed", [True, False])
 def test_http_1_0_gets_no_chunks(version: str, streamed: bool, small: Live) -> None:
@@ -346,7 +353,7 @@ def test_answers_that_can_run_at_once_need_no_place_in_the_queue(backend: Backen
         try:
             body = {**GOOD, "temperature": 1.0}
             assert live.post(PATH, {**body, "n": 20}).status_code == 200
-            refused = live.post(PATH, {**body, "n": 64 + 16 + 1})
+            refused = live.post(PATH, {**ENDLESS, "temperature": 1.0, "n": 64 + 16 + 1})
             assert refused.status_code == 429
             message = refused.json()["error"]["message"]
             assert "16 places (max_queue)" in message

@@ -6,6 +6,7 @@ import json
 import socket
 from collections.abc import Iterator
 
+import httpx
 import pytest
 
 from inflight.server.protocol import BoundedProtocol
@@ -60,7 +61,7 @@ def flood(connection: socket.socket, data: bytes) -> None:
 
 def test_a_flood_waits_in_the_socket(own: Live) -> None:
     with connect(own) as connection:
-        connection.sendall(post(**ENDLESS))
+        connection.sendall(post(**ENDLESS, request_id="endless"))
         own.wait_until("a start", lambda: len(own.state.request_log) == 1)
         flood(connection, GET * 1000)
         protocol = protocol_of(own)
@@ -68,6 +69,8 @@ def test_a_flood_waits_in_the_socket(own: Live) -> None:
         own.wait_until("reading on hold", lambda: protocol.flow.read_paused)
         assert len(protocol.pipeline) == 1
         assert len(protocol._held) < 1 << 20
+    # That the client is gone is not seen behind so much.
+    assert httpx.delete(f"{own.url}/v1/requests/endless").status_code == 200
 
 
 def test_all_are_answered_in_order(own: Live) -> None:
@@ -79,6 +82,27 @@ def test_all_are_answered_in_order(own: Live) -> None:
         )
         statuses = [part[:3] for part in reply(connection).split(b"HTTP/1.1 ")[1:]]
     assert statuses == [b"200", *[b"200", b"200", b"404"] * 100, b"200", b"200"]
+
+
+def test_bodies_of_many_chunks_are_answered_in_order(own: Live) -> None:
+    head, _, content = post(prompt=[5, 6], max_tokens=4, user="x" * 200).partition(b"\r\n\r\n")
+    head = head.partition(b"content-length")[0] + b"transfer-encoding: chunked\r\n\r\n"
+    small = b"".join(b"1\r\n%c\r\n" % byte for byte in content + b" " * 1000)
+    large = b"%x\r\n%s\r\n" % (100_000 + len(content), content + b" " * 100_000)
+    asked = [small, large, small] * 5
+    with connect(own) as connection:
+        connection.sendall(b"".join(head + body + b"0\r\n\r\n" for body in asked) + LAST)
+        statuses = [part[:3] for part in reply(connection).split(b"HTTP/1.1 ")[1:]]
+    assert statuses == [b"200"] * (len(asked) + 1)
+
+
+def test_who_is_not_read_by_the_app_goes_on(own: Live) -> None:
+    """What has no route is answered at once, and its body is passed over."""
+    head = b"POST /nothing HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
+    with connect(own) as connection:
+        connection.sendall(head + b"1\r\na\r\n" * 200_000 + b"0\r\n\r\n" + LAST)
+        statuses = [part[:3] for part in reply(connection).split(b"HTTP/1.1 ")[1:]]
+    assert statuses == [b"404", b"200"]
 
 
 @pytest.mark.parametrize("num_behind", [1, 2, 1000])

@@ -1,15 +1,18 @@
-"""Hundreds of requests of all kinds, more than a third of which end at random moments: nothing is left behind.
+"""Hundreds of requests of all kinds, more than a third of which end at random moments: nothing is left behind. Nor is
+anything left of an engine that was killed meanwhile.
 
-INFLIGHT_SOAK=3000 makes it thousands, and prints what was seen.
+INFLIGHT_SOAK=20000 makes it thousands, has the engine hang too, and prints what was seen.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import random
-from collections import Counter
+import signal
+import subprocess
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,153 +21,25 @@ from typing import Any
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
-from inflight import LLM, SamplingParams
-from tests.server.live import ProcessBackend, live_server
-from tests.server.test_command import serving, worker_of
+from inflight import LLM
+from inflight.text.render import RenderLimits
+from tests.server.live import SECONDS, ProcessBackend, live_server
+from tests.server.soak import NUM_AT_ONCE, Question, Soak, questions_of
+from tests.server.test_command import serving
 
+IS_LONG = "INFLIGHT_SOAK" in os.environ
 NUM_REQUESTS = int(os.environ.get("INFLIGHT_SOAK", "240"))
-NUM_AT_ONCE = 32
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-OTHERS: tuple[tuple[str, str, Any, int], ...] = (  # method, path, body, status
-    ("GET", "/health", None, 200),
-    ("GET", "/metrics", None, 200),
-    ("GET", "/v1/models", None, 200),
-    ("POST", "/tokenize", {"prompt": "Once upon a time"}, 200),
-    ("POST", "/detokenize", {"tokens": [5, 6, 7]}, 200),
-    ("POST", COMPLETIONS, {"prompt": "x", "top_p": 7}, 400),
-    ("POST", CHAT, {"messages": [{"role": "user", "content": "word " * 3000}]}, 400),
-    ("GET", "/v1/requests/unknown", None, 404),
-)
-
-
-@dataclass(frozen=True)
-class Question:
-    """A generation, and its answers when it runs alone."""
-
-    path: str
-    body: dict[str, Any]
-    texts: list[str]
+NUM_KILLS, NUM_HANGS = (12, 4) if IS_LONG else (1, 0)  # a hang takes a minute to be found
+NUM_BLOCKS = 1024
+MIB = 1 << 20
+pytestmark = pytest.mark.timeout(3600 if IS_LONG else 300)
 
 
 @pytest.fixture(scope="module")
 def questions(llm: LLM) -> list[Question]:
-    """Short and long, with prefixes in common, greedy and seeded, one answer and several."""
-    found = []
-    story = [5 + number % 300 for number in range(200)]
-    for number in range(16):
-        fields: dict[str, Any] = {
-            **llm.get_default_sampling_fields(),
-            "temperature": 0.0 if number % 2 else 0.9,
-            "seed": number,
-            "n": 1 + (number % 4 == 0),
-            "max_tokens": 4 + number * number // 2,
-            "ignore_eos": number % 3 == 0,
-        }
-        body = {**fields, "stream": number % 4 < 3, "logprobs": 2 if number == 7 else None}
-        prompt = story[: 8 + 12 * number]
-        output = llm.generate(prompt, SamplingParams(**fields))[0]
-        found.append(Question(COMPLETIONS, {**body, "prompt": prompt}, [a.text for a in output.outputs]))
-        if number < 8:
-            messages: Any = [{"role": "user", "content": f"Tell me about {'rain and ' * number}foxes."}]
-            output = llm.chat(messages, SamplingParams(**fields))[0]
-            body["logprobs"] = None
-            found.append(Question(CHAT, {**body, "messages": messages}, [a.text for a in output.outputs]))
-    return found
-
-
-class Soak:
-    """A crowd of clients. What a request is depends on its number alone, not on who comes to it first."""
-
-    def __init__(self, url: str, questions: list[Question], seed: int) -> None:
-        self._url = url
-        self._questions = questions
-        self._long = [question for question in questions if question.body["max_tokens"] >= 24]
-        self._seed = seed
-        self.seen: Counter[str] = Counter()
-
-    async def run(self, num_requests: int) -> None:
-        numbers = iter(range(num_requests))
-        limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=self._url, timeout=120, limits=limits) as self._http:
-            await asyncio.gather(*(self._client(numbers) for _ in range(NUM_AT_ONCE)))
-        assert 3 * self.seen["cut short"] >= num_requests
-
-    async def _client(self, numbers: Iterator[int]) -> None:
-        for number in numbers:
-            chance = random.Random(f"{self._seed}/{number}")
-            match number % 10:
-                case 0 | 3 | 5 | 8:
-                    while not await self._cut_short(chance.choice(self._long), chance, f"soak-{number}"):
-                        self.seen["whole before it was cut"] += 1  # so another one is
-                    self.seen["cut short"] += 1
-                case 9:
-                    method, path, body, status = chance.choice(OTHERS)
-                    assert (await self._http.request(method, path, json=body)).status_code == status
-                    self.seen["others"] += 1
-                case _:
-                    await self._whole(chance.choice(self._questions))
-                    self.seen["whole"] += 1
-
-    async def _cut_short(self, question: Question, chance: random.Random, name: str) -> bool:
-        """Leave after a moment, or after some events, or have it cancelled. Whether it was still going on."""
-        moment = chance.random() ** 2 * 0.3
-        match chance.choice(("moment", "events", "cancel")):
-            case "moment":
-                try:
-                    await asyncio.wait_for(self._whole(question), moment)
-                    return False
-                except TimeoutError:
-                    return True
-            case "events":
-                _, reasons = await self._stream(question, leave_after=chance.randrange(1, 40))
-                return None in reasons
-            case _:
-                answer = asyncio.ensure_future(self._stream(question, request_id=name))
-                await asyncio.sleep(moment)
-                response = await self._http.delete(f"/v1/requests/{name}")
-                assert response.status_code in (200, 404)  # 404: it was not there yet
-                texts, reasons = await answer
-                for found, text, reason in zip(texts, question.texts, reasons, strict=True):
-                    assert text.startswith(found)
-                    assert reason == "abort" or found == text
-                return "abort" in reasons
-
-    async def _whole(self, question: Question) -> None:
-        if question.body["stream"]:
-            texts, reasons = await self._stream(question)
-            assert None not in reasons
-        else:
-            response = await self._http.post(question.path, json=question.body)
-            assert response.status_code == 200, response.text
-            choices = response.json()["choices"]
-            texts = [
-                choice["text"] if "text" in choice else choice["message"]["content"] for choice in choices
-            ]
-        assert texts == question.texts
-
-    async def _stream(
-        self, question: Question, leave_after: int | None = None, **more: Any
-    ) -> tuple[list[str], list[str | None]]:
-        """The texts and the finish reasons. Fails if the stream is short, unless it was to be left."""
-        texts = [""] * len(question.texts)
-        reasons: list[str | None] = [None] * len(question.texts)
-        body, num_events = {**question.body, "stream": True, **more}, 0
-        async with self._http.stream("POST", question.path, json=body) as response:
-            assert response.status_code == 200, await response.aread()
-            async for line in response.aiter_lines():
-                if line == "data: [DONE]":
-                    return texts, reasons
-                if line:
-                    num_events += 1
-                    for choice in json.loads(line.removeprefix("data: "))["choices"]:
-                        texts[choice["index"]] += choice.get("text") or choice.get("delta", {}).get(
-                            "content", ""
-                        )
-                        reasons[choice["index"]] = choice["finish_reason"]
-                if num_events == leave_after:
-                    return texts, reasons
-        raise AssertionError("the stream was short")
+    return questions_of(llm)
 
 
 def test_nothing_is_left_behind(questions: list[Question]) -> None:
@@ -176,6 +51,7 @@ def test_nothing_is_left_behind(questions: list[Question]) -> None:
             num_tasks = backend.run(num_tasks_of(live.server))
             soak = Soak(live.url, questions, seed=1)
             asyncio.run(soak.run(NUM_REQUESTS))
+            assert not soak.seen["lost"]
             live.wait_until_idle()
             client = backend.client
             assert not client._requests
@@ -199,38 +75,161 @@ async def num_tasks_of(server: Any) -> int:
     return len(asyncio.all_tasks())
 
 
+# ---- the command, seen from outside ----
+
+
+@dataclass(frozen=True)
+class Serving:
+    """`inflight serve`, and the folder that it has for temporary files."""
+
+    process: subprocess.Popen[str]
+    http: httpx.Client
+    folder: Path
+
+    def soak(self, questions: list[Question], seed: int) -> Soak:
+        return Soak(str(self.http.base_url), questions, seed)
+
+    def engines(self) -> list[int]:
+        return [child for child in children_of(self.process.pid) if is_engine(child)]
+
+    def samples(self, name: str) -> list[Sample]:
+        """The values of a metric."""
+        families = text_string_to_metric_families(self.http.get("/metrics").text)
+        return [sample for family in families if family.name == name for sample in family.samples]
+
+    def blocks(self) -> dict[str, float]:
+        return {sample.labels["state"]: sample.value for sample in self.samples("inflight:kv_blocks")}
+
+    def num_disconnects(self) -> float:
+        return sum(sample.value for sample in self.samples("inflight:disconnects"))
+
+    def wait_until_idle(self) -> None:
+        deadline = time.monotonic() + 3 * SECONDS  # a hang has to be found first
+        while self.http.get("/ready").status_code != 200 or self.blocks()["used"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def server(questions: list[Question], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    """One that has seen every kind of request."""
+    folder = tmp_path_factory.mktemp("temporary")
+    options = ("--max-num-seqs", "24", "--request-history", "64", "--no-log-requests")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(folder))
+        with serving(*options, "--max-restarts", "1000") as (process, http, _):
+            assert process.stderr is not None
+            threading.Thread(target=process.stderr.read, daemon=True).start()  # or it fills up
+            found = Serving(process, http, folder)
+            asyncio.run(found.soak(questions, seed=0).run(120))
+            found.wait_until_idle()
+            yield found
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a server holds. Its renderers of templates come and go, up to a limit."""
+
+    memory: dict[str, int]  # bytes
+    num_engines: int
+    num_renderers: int
+    num_files: int  # sockets too; without those to the renderers
+    num_disconnects: float  # so far
+    paths: list[Path]  # in its temporary folder
+
+    @classmethod
+    def by(cls, server: Serving) -> Held:
+        engines = server.engines()
+        num_renderers = len(children_of(server.process.pid)) - len(engines)
+        num_files = len(os.listdir(f"/proc/{server.process.pid}/fd")) - num_renderers
+        memory = {"server": resident(server.process.pid), "engine": sum(map(resident, engines))}
+        paths = sorted(server.folder.rglob("*"))
+        return cls(memory, len(engines), num_renderers, num_files, server.num_disconnects(), paths)
+
+
+def children_of(process_id: int) -> list[int]:
+    files = Path(f"/proc/{process_id}/task").glob("*/children")  # of each thread
+    return [int(child) for file in files for child in file.read_text().split()]
+
+
+def is_engine(process_id: int) -> bool:
+    try:
+        return b"inflight.engine.worker" in Path(f"/proc/{process_id}/cmdline").read_bytes()
+    except OSError:  # it has ended meanwhile
+        return False
+
+
 def resident(process_id: int) -> int:
     """Bytes."""
     status = Path(f"/proc/{process_id}/status").read_text()
     return int(status.split("VmRSS:")[1].split()[0]) * 1024
 
 
-def blocks(http: httpx.Client) -> dict[str, float]:
-    families = text_string_to_metric_families(http.get("/metrics").text)
-    return {
-        sample.labels["state"]: sample.value
-        for family in families
-        if family.name == "inflight:kv_blocks"
-        for sample in family.samples
-    }
+def tell(soak: Soak, seconds: float, before: Held, after: Held) -> None:
+    num_disconnects = after.num_disconnects - before.num_disconnects
+    memory = (
+        f"{name} {before.memory[name] // MIB} -> {after.memory[name] // MIB} MiB" for name in before.memory
+    )
+    print(
+        f"\n{soak.num_begun} requests in {seconds:.0f} s, {num_disconnects:.0f} disconnects: {dict(soak.seen)}"
+    )
+    print(f"{', '.join(memory)}; {before.num_files} -> {after.num_files} files and sockets")
 
 
-def test_no_memory_grows(questions: list[Question], capfd: pytest.CaptureFixture[str]) -> None:
-    options = ("--max-num-seqs", "24", "--request-history", "64", "--no-log-requests")
-    with serving(*options) as (process, http, _):
-        processes = process.pid, worker_of(process)
-        asyncio.run(Soak(str(http.base_url), questions, seed=0).run(120))
-        before = [resident(number) for number in processes]
-        soak = Soak(str(http.base_url), questions, seed=2)
-        asyncio.run(soak.run(NUM_REQUESTS))
-        while blocks(http)["used"]:
-            pass
-        after = [resident(number) for number in processes]
+def test_no_memory_grows(
+    server: Serving, questions: list[Question], capfd: pytest.CaptureFixture[str]
+) -> None:
+    before, start = Held.by(server), time.monotonic()
+    soak = server.soak(questions, seed=2)
+    asyncio.run(soak.run(NUM_REQUESTS))
+    seconds = time.monotonic() - start
+    assert not soak.seen["lost"]
+    server.wait_until_idle()
+    after = Held.by(server)
+    if IS_LONG:
         with capfd.disabled():
-            if "INFLIGHT_SOAK" in os.environ:
-                shown = [f"{a >> 20} -> {b >> 20} MiB" for a, b in zip(before, after, strict=True)]
-                print(f"\n{NUM_REQUESTS} requests: {dict(soak.seen)}, blocks {blocks(http)}")
-                print(f"resident memory: server {shown[0]}, engine {shown[1]}")
-        assert sum(blocks(http).values()) == 1024
+            tell(soak, seconds, before, after)
+    assert sum(server.blocks().values()) == NUM_BLOCKS
     # What one more kind of request first needs is not growth; what each of them leaves would be.
-    assert all(end - start < 24 << 20 for start, end in zip(before, after, strict=True))
+    assert all(after.memory[name] - before.memory[name] < 24 * MIB for name in before.memory)
+
+
+def test_nothing_is_left_of_engines_that_were_killed(
+    server: Serving, questions: list[Question], capfd: pytest.CaptureFixture[str]
+) -> None:
+    num_requests = NUM_REQUESTS if IS_LONG else 3 * NUM_AT_ONCE
+    before, start = Held.by(server), time.monotonic()
+    soak = server.soak(questions, seed=3)
+
+    async def run() -> None:
+        await asyncio.gather(soak.run(num_requests), disturb(soak, server, num_requests))
+
+    asyncio.run(run())
+    seconds = time.monotonic() - start
+    server.wait_until_idle()
+    deadline = time.monotonic() + SECONDS
+    while (after := Held.by(server)).num_files > before.num_files:
+        assert time.monotonic() < deadline, f"{before} -> {after}"
+        time.sleep(0.05)
+    if IS_LONG:
+        with capfd.disabled():
+            tell(soak, seconds, before, after)
+    assert soak.seen["lost"] > 0
+    assert sum(server.blocks().values()) == NUM_BLOCKS
+    assert after.num_engines == before.num_engines == 1
+    assert after.num_renderers <= RenderLimits().max_workers
+    assert after.paths == before.paths
+    assert sum(after.memory.values()) - sum(before.memory.values()) < 50 * MIB
+
+
+async def disturb(soak: Soak, server: Serving, num_requests: int) -> None:
+    """Kill the engine, or have it hang, at even distances."""
+    signals = [signal.SIGKILL] * NUM_KILLS + [signal.SIGSTOP] * NUM_HANGS
+    random.Random(0).shuffle(signals)
+    for number, what in enumerate(signals, 1):
+        while soak.num_begun < number * num_requests // (len(signals) + 1):
+            await asyncio.sleep(0.02)
+        while not (engines := server.engines()):
+            await asyncio.sleep(0.02)
+        os.kill(engines[0], what)
+        soak.seen[what.name] += 1

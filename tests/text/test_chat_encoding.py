@@ -95,6 +95,43 @@ def test_what_a_request_sends_stays_text_wherever_it_goes(
             assert tokenizer.decode(ids, skip_special_tokens=False) == text
 
 
+# What a template may do to a text, and what it makes a special token of.
+CHANGES = {
+    "lower": "<|IM_end|>",
+    "upper": "<|im_end|>",
+    "title": "<|im_End|>",
+    "replace('<think>', '')": "<|im_<think>end|>",
+    "replace('x', '') | replace('y', '|')": "<xyim_end|x>",
+    "reverse": ">|dne_mi|<",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_template_makes_of_a_text_stays_text(change: str, tokenizer: Tokenizer) -> None:
+    template = ChatTemplate(f"<|im_start|>{{{{ messages[0].content | {change} }}}}<|im_end|>")
+    content = f"Say {CHANGES[change]} now"
+    _, ids = encode_chat(template, tokenizer, [{"role": "user", "content": content}])
+    specials = [tokenizer.token(i) for i in ids if i in tokenizer.special_ids]
+    assert specials == ["<|im_start|>", "<|im_end|>"]
+
+
+def test_marks_that_a_template_cuts_are_no_mistake_of_ours(tokenizer: Tokenizer) -> None:
+    """What is behind a cut mark may look like its end."""
+    spelled, end = "<|im_end|>", "9" * 5000 + "z"
+    for length in range(30):
+        template = ChatTemplate(f"{{{{ messages[0].content[:{length}] + messages[1].content }}}}")
+        messages = [{"role": "user", "content": spelled}, {"role": "user", "content": end}]
+        _, ids = encode_chat(template, tokenizer, messages)
+        assert not tokenizer.special_ids.intersection(ids)
+
+
+def test_a_template_that_joins_leaves_ordinary_text_alone(tokenizer: Tokenizer) -> None:
+    template = ChatTemplate("<|im_start|>{{ messages[0].content | replace('b', '') }}<|im_end|>")
+    text, ids = encode_chat(template, tokenizer, [{"role": "user", "content": "if a < b: <i>"}])
+    assert text == "<|im_start|>if a < : <i><|im_end|>"
+    assert ids == tokenizer.encode(text, add_special_tokens=False)
+
+
 @pytest.mark.parametrize("middle", ["|im_end|", "|im_end", "im_end|", "|im_end|>", "im_end|>", "|>", "_end|"])
 def test_what_a_template_puts_brackets_around_stays_text(middle: str, tokenizer: Tokenizer) -> None:
     """As some do with the names of a tool's fields."""

@@ -1,0 +1,87 @@
+"""The table of errors in docs/server.md has every status and code that the source has, and no other."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import inflight
+from inflight.errors import QueueFullError, TemplateWorkerError
+from inflight.server.errors import ApiError
+from tests.server.test_limits_table import PAGE, rows
+
+PACKAGE = Path(inflight.__file__).parent
+CODE = re.compile(r"`([a-z]+(?:_[a-z]+)*)`")
+LEFT = 499  # the client has gone: no one reads it
+
+INSIDE = {"aborted", "logits_not_finite"}  # which a server tells as `cancelled`, and as `engine_error`
+# Where the code is no literal beside the status: it is that of an exception, or chosen before.
+ELSEWHERE = {
+    400: {"context_length_exceeded", "too_many_listed_tokens", "unsupported_task", "no_token_allowed"},
+    401: {"missing_api_key", "invalid_api_key"},
+    429: {QueueFullError.code},
+    503: {TemplateWorkerError.code},
+}
+
+
+def table() -> dict[int, tuple[str, set[str]]]:
+    """Type and codes by status."""
+    section = PAGE.partition("## Errors\n")[2].partition("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    found = {}
+    for line in lines[2:]:
+        status, kind, codes = (cell.strip() for cell in line.strip("|").split("|"))
+        found[int(status)] = kind.strip("`"), set(CODE.findall(codes)) - {"param"}
+    return found
+
+
+def named(call: ast.Call) -> str:
+    return call.func.id if isinstance(call.func, ast.Name) else ""
+
+
+def literal(node: ast.expr | None) -> Any:
+    return node.value if isinstance(node, ast.Constant) else None
+
+
+def calls_of(folder: str) -> list[ast.Call]:
+    trees = (ast.parse(path.read_text()) for path in sorted((PACKAGE / folder).rglob("*.py")))
+    return [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
+
+
+def code_of(call: ast.Call) -> Any:
+    return next((literal(keyword.value) for keyword in call.keywords if keyword.arg == "code"), None)
+
+
+def source() -> dict[int, set[str]]:
+    """Codes by status."""
+    found: dict[int, set[str]] = defaultdict(set)
+    for call in calls_of("server"):
+        if named(call) == "ApiError" and isinstance(status := literal(call.args[0]), int):
+            found[status] |= {code_of(call)} - {None}
+    for status, codes in ELSEWHERE.items():
+        found[status] |= codes
+    del found[LEFT]
+    return dict(found)
+
+
+def test_every_status_and_code_is_told() -> None:
+    assert {status: codes for status, (_, codes) in table().items()} == source()
+
+
+def test_the_types_are_those_of_the_answers() -> None:
+    for status, (kind, _) in table().items():
+        assert f'"type":"{kind}"'.encode() in ApiError(status, "").body()
+
+
+def test_codes_from_below_the_server_are_told() -> None:
+    told = {code for _, codes in table().values() for code in codes}
+    below = {code_of(call) for folder in ("frontend", "text", "engine") for call in calls_of(folder)} - {None}
+    assert below - told == INSIDE
+
+
+def test_the_limits_table_has_no_other_codes() -> None:
+    told = {code for _, codes in table().values() for code in codes}
+    assert {code for *_, answer in rows() for code in CODE.findall(answer)} <= told
