@@ -26,6 +26,7 @@ from tools.rerankers.ranked import ANSWERS, UNRELATED, RankedList
 from tools.rerankers.wording import DATA, Side
 
 TEXTS = 10
+_AT_ONCE = 50  # lists in one batch
 Scores = list[list[float]]  # of every text of every list
 Ranker = Callable[[Sequence[RankedList]], Scores]
 Figures = dict[str, dict[str, float]]
@@ -59,7 +60,9 @@ def generated_lists(seed: int, count: int) -> dict[str, list[RankedList]]:
     return found
 
 
-def _inputs(tokenizer: Tokenizer, texts: Sequence[str | tuple[str, str]], device: torch.device) -> Inputs:
+def _inputs(
+    tokenizer: Tokenizer, texts: Sequence[str] | Sequence[tuple[str, str]], device: torch.device
+) -> Inputs:
     encoded = tokenizer.encode_batch(list(texts))
 
     def tensor(key: str) -> Tensor:
@@ -78,22 +81,24 @@ def _ready(tokenizer: Tokenizer, most: int) -> Tokenizer:
 def rank_with_cross_encoder(model: CrossEncoder, tokenizer: Tokenizer, lists: Sequence[RankedList]) -> Scores:
     tokenizer = _ready(tokenizer, model.bert.shape.max_position_embeddings)
     device = model.classifier.weight.device
-    found = []
-    for one in lists:
-        inputs = _inputs(tokenizer, [(one.query, text) for text in one.texts], device)
-        found.append(model(inputs.ids, inputs.types, inputs.mask).tolist())
+    found: Scores = []
+    for start in range(0, len(lists), _AT_ONCE):
+        part = lists[start : start + _AT_ONCE]
+        inputs = _inputs(tokenizer, [(one.query, text) for one in part for text in one.texts], device)
+        found += model(inputs.ids, inputs.types, inputs.mask).view(len(part), -1).tolist()
     return found
 
 
 @torch.no_grad()
 def rank_with_embedder(model: Embedder, tokenizer: Tokenizer, lists: Sequence[RankedList]) -> Scores:
     tokenizer = _ready(tokenizer, model.bert.shape.max_position_embeddings)
-    device = model.bert.pooler["dense"].weight.device
-    found = []
-    for one in lists:
-        inputs = _inputs(tokenizer, [one.query, *one.texts], device)  # type: ignore[arg-type]
-        vectors = model(inputs.ids, inputs.types, inputs.mask)
-        found.append((vectors[1:] @ vectors[0]).tolist())
+    device = model.bert.embeddings.word_embeddings.weight.device
+    found: Scores = []
+    for start in range(0, len(lists), _AT_ONCE):
+        part = lists[start : start + _AT_ONCE]
+        inputs = _inputs(tokenizer, [text for one in part for text in (one.query, *one.texts)], device)
+        vectors = model(inputs.ids, inputs.types, inputs.mask).view(len(part), 1 + len(part[0].texts), -1)
+        found += (vectors[:, 1:] @ vectors[:, 0, :, None])[..., 0].tolist()
     return found
 
 
@@ -153,7 +158,7 @@ def main() -> None:
     parser.add_argument("--cross-encoder", type=Path, required=True, help="its checkpoint folder")
     parser.add_argument("--embedder", type=Path, required=True, help="its checkpoint folder")
     parser.add_argument("--out", type=Path, help="write the figures here as JSON")
-    parser.add_argument("--lists", type=int, default=400, help="per generated set")
+    parser.add_argument("--lists", type=int, default=300, help="per generated set")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     found = evaluate(

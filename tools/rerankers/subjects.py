@@ -7,7 +7,7 @@ answers.
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from random import Random
 
 from tools.builtin.tables import rows, sections
@@ -100,10 +100,14 @@ def _sentences_with() -> dict[str, tuple[tuple[str, str], ...]]:
     return {word: tuple(places) for word, places in found.items()}
 
 
+@lru_cache(maxsize=10_000)
+def _title_words(key: str) -> frozenset[str]:
+    return frozenset(content_words(key)) - {"howto", "topics", "serving", "fact", "color", "need"}
+
+
 def _related(first: str, second: str) -> bool:
-    """Whether two keys may be about the same: one title's words are among the other's."""
-    left, right = set(content_words(first)), set(content_words(second))
-    return bool((left & right) - {"howto", "topics", "serving", "fact", "color", "need"})
+    """Whether two keys may be about the same: their titles share a word."""
+    return not _title_words(first).isdisjoint(_title_words(second))
 
 
 def sharing_words(rng: Random, query: str, key: str, count: int) -> tuple[str, ...]:

@@ -66,7 +66,7 @@ class Schedule:
 
 def cross_encoder_loss(model: CrossEncoder, lists: Lists, index: Tensor, step: int) -> Tensor:
     """The answer before all others, related texts before unrelated ones, and scores that read as probabilities."""
-    shifts = [(1 + step % (len(index) - 1) + extra) % len(index) for extra in range(_FROM_OTHERS)]
+    shifts = [(1 + step % max(1, len(index) - 1) + extra) % len(index) for extra in range(_FROM_OTHERS)]
     own = lists.texts.shape[1]
     columns = [lists.text(index, place) for place in range(own)]
     columns += [lists.text(index.roll(shift), 0) for shift in shifts]
@@ -182,17 +182,25 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--lists", type=int, default=220_000)
     parser.add_argument("--tokens", type=int, default=64_000, help="of text in a step")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--evaluated", type=int, default=400, help="lists of each generated test set")
+    parser.add_argument("--evaluated", type=int, default=300, help="lists of each generated test set")
     parser.add_argument("--tiny", action="store_true", help="one layer each, to try it on a CPU")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
 
+def begin_with(cross_encoder: CrossEncoder, embedder: Embedder) -> None:
+    """Gives the cross-encoder the words and the first layers of the embedder, which knows what words mean by then."""
+    begun = {
+        name: value for name, value in embedder.bert.state_dict().items() if not name.startswith("pooler")
+    }
+    cross_encoder.bert.load_state_dict(begun, strict=False)
+
+
 def train_both(
     arguments: argparse.Namespace, lists: Lists, tokenizer: Tokenizer
 ) -> dict[str, dict[str, float]]:
-    """Trains and exports the two models, one after the other."""
+    """Trains and exports the two models, the embedder first."""
     schedule = Schedule(0.0, None, arguments.tokens, arguments.learning_rate, arguments.seed)
     shapes = [
         replace(shape, num_hidden_layers=1) if arguments.tiny else shape
@@ -202,16 +210,17 @@ def train_both(
     torch.manual_seed(arguments.seed)
     cross_encoder, embedder = CrossEncoder(shapes[0], dropout=0.05), Embedder(shapes[1], dropout=0.05)
     told = {}
+    plan = replace(schedule, seconds=(1 - share) * arguments.seconds, steps=arguments.embedder_steps)
+    trainer = ListTrainer("embedder", embedder, lists, plan)
+    told["embedder"] = trainer.run(lambda index, step: embedder_loss(embedder, lists, index, step))
+    export_embedder(embedder, tokenizer, arguments.out / "embedder")
+    begin_with(cross_encoder, embedder)
     plan = replace(schedule, seconds=share * arguments.seconds, steps=arguments.cross_encoder_steps)
     trainer = ListTrainer("cross-encoder", cross_encoder, lists, plan)
     told["cross_encoder"] = trainer.run(
         lambda index, step: cross_encoder_loss(cross_encoder, lists, index, step)
     )
     export_cross_encoder(cross_encoder, tokenizer, arguments.out / "cross_encoder")
-    plan = replace(schedule, seconds=(1 - share) * arguments.seconds, steps=arguments.embedder_steps)
-    trainer = ListTrainer("embedder", embedder, lists, plan)
-    told["embedder"] = trainer.run(lambda index, step: embedder_loss(embedder, lists, index, step))
-    export_embedder(embedder, tokenizer, arguments.out / "embedder")
     for name, found in told.items():
         found["bytes"] = sum(
             path.stat().st_size for path in (arguments.out / name).rglob("*") if path.is_file()
