@@ -29,7 +29,7 @@ TEXTS = 10
 _AT_ONCE = 50  # lists in one batch
 Scores = list[list[float]]  # of every text of every list
 Ranker = Callable[[Sequence[RankedList]], Scores]
-Figures = dict[str, dict[str, float]]
+SetFigures = dict[str, dict[str, float]]
 
 
 def written_lists() -> dict[str, list[RankedList]]:
@@ -127,11 +127,11 @@ def evaluate(
         "cross_encoder": lambda lists: rank_with_cross_encoder(cross_encoder, tokenizer, lists),
         "embedder": lambda lists: rank_with_embedder(embedder, tokenizer, lists),
     }
-    sets: dict[str, Figures] = {}
+    sets: dict[str, SetFigures] = {}
     answers: dict[str, dict[str, object]] = {}
     for name, lists in (generated_lists(seed, count) | written_lists()).items():
         ranked = {ranker: rank(lists) for ranker, rank in rankers.items()}
-        sets[name] = {"lists": {"count": len(lists)}} | {
+        sets[name] = {"lists": {"count": float(len(lists))}} | {
             ranker: figures(scores) for ranker, scores in ranked.items()
         }
         if name.startswith("written"):
@@ -143,7 +143,7 @@ def evaluate(
     return {"sets": sets, "first_texts": answers}
 
 
-def table(sets: dict[str, Figures]) -> str:
+def table(sets: dict[str, SetFigures]) -> str:
     """The figures as a table of Markdown: first place / MRR."""
     columns = ("longest", "bm25", "cross_encoder", "embedder")
     lines = ["| set | lists | longest text | BM25 | cross-encoder | embedder |", f"| --- {'| ---: ' * 5}|"]

@@ -96,6 +96,17 @@ class BertLayer(nn.Module):
         return out
 
 
+class Layers(nn.Module):
+    def __init__(self, shape: BertShape, dropout: float) -> None:
+        super().__init__()
+        self.layer = nn.ModuleList(BertLayer(shape, dropout) for _ in range(shape.num_hidden_layers))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        for layer in self.layer:
+            x = layer(x, mask)
+        return x
+
+
 class Bert(nn.Module):
     """Token ids and type ids [batch, length], mask [batch, length] of true tokens -> states [batch, length, hidden]."""
 
@@ -103,9 +114,7 @@ class Bert(nn.Module):
         super().__init__()
         self.shape = shape
         self.embeddings = Embeddings(shape)
-        self.encoder = nn.ModuleDict(
-            {"layer": nn.ModuleList(BertLayer(shape, dropout) for _ in range(shape.num_hidden_layers))}
-        )
+        self.encoder = Layers(shape, dropout)
         self.pooler = nn.ModuleDict({"dense": nn.Linear(shape.hidden_size, shape.hidden_size)})
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
@@ -115,11 +124,8 @@ class Bert(nn.Module):
                 nn.init.zeros_(module.bias)
 
     def forward(self, ids: Tensor, types: Tensor, mask: Tensor) -> Tensor:
-        x: Tensor = self.embeddings(ids, types)
-        allowed = mask[:, None, None, :]
-        for layer in self.encoder["layer"]:  # type: ignore[union-attr]
-            x = layer(x, allowed)
-        return x
+        out: Tensor = self.encoder(self.embeddings(ids, types), mask[:, None, None, :])
+        return out
 
 
 class CrossEncoder(nn.Module):

@@ -66,8 +66,18 @@ def _places() -> dict[str, tuple[int, ...]]:
     return {word: tuple(places) for word, places in found.items()}
 
 
+def _held_out(sentence: str) -> bool:
+    return crc32(sentence.encode()) % _HELD_OUT_ONE_IN == 0
+
+
+@cache
+def _trained() -> tuple[str, ...]:
+    return tuple(sentence for sentence in sentences() if not _held_out(sentence))
+
+
 def statement(rng: Random) -> str:
-    return rng.choice(sentences())
+    """Any sentence that is not held out."""
+    return rng.choice(_trained())
 
 
 def _query(rng: Random, index: int) -> str:
@@ -90,7 +100,7 @@ def keywords(rng: Random, side: Side) -> Draft | None:
     if side is Side.NAMES or len(_words()[index]) < 3:
         return None
     answer = sentences()[index]
-    if (crc32(answer.encode()) % _HELD_OUT_ONE_IN == 0) != (side is Side.SENTENCES):
+    if _held_out(answer) != (side is Side.SENTENCES):
         return None
     query = _query(rng, index)
     asked = content_words(query)
@@ -99,7 +109,8 @@ def keywords(rng: Random, side: Side) -> Draft | None:
         places = _places().get(word, ())
         found.update(rng.sample(places, min(4, len(places))))
     # Texts with some of the words are better than those with none, and worse than the one with all of them.
-    near = [
-        place for place, count in found.most_common() if place != index and set(asked) - set(_words()[place])
+    partly = [
+        place for place, _ in found.most_common() if place != index and set(asked) - set(_words()[place])
     ]
-    return Draft(f"words {index}", query, answer, tuple(sentences()[place] for place in near[:4]))
+    near = tuple(sentences()[place] for place in partly if not _held_out(sentences()[place]))
+    return Draft(f"words {index}", query, answer, near[:4])

@@ -12,7 +12,7 @@ from random import Random
 
 from tools.builtin.tables import rows, sections
 from tools.rerankers.ranked import Draft
-from tools.rerankers.wording import DATA, Side, content_words, fill, frames, pair, trained, ways
+from tools.rerankers.wording import DATA, Side, content_words, fill, frames, kept, pair, trained, ways
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,8 @@ class Subject:
 def _written() -> list[Subject]:
     found: list[Subject] = []
     lines = (DATA / "questions.txt").read_text(encoding="utf-8").splitlines()
-    key, asks = "", ()
+    key = ""
+    asks: tuple[str, ...] = ()
     for line in lines:
         if line.startswith("== "):
             key = line[3:]
@@ -94,7 +95,10 @@ def _sentences_with() -> dict[str, tuple[tuple[str, str], ...]]:
     """Where each word occurs: (key, sentence). Only what is trained on."""
     found: dict[str, list[tuple[str, str]]] = defaultdict(list)
     for subject in subjects():
-        for sentence in (*subject.answers, *(way for detail in subject.details for way in detail)):
+        for sentence in (
+            *kept(subject.answers),
+            *(way for detail in subject.details for way in kept(detail)),
+        ):
             for word in content_words(sentence):
                 found[word].append((subject.key, sentence))
     return {word: tuple(places) for word, places in found.items()}
@@ -161,7 +165,7 @@ def subject(rng: Random, side: Side) -> Draft | None:
         *sharing_words(rng, query, one.key, 3),
         *([] if _related(other.key, one.key) else [trained(rng, other.asks)]),
     )
-    return Draft(one.key, query, answer, _other_questions(rng, one.asks, templates[0]), far)
+    return Draft(one.key, query, answer, _other_questions(rng, kept(one.asks), templates[0]), far)
 
 
 def paraphrase(rng: Random, side: Side) -> Draft | None:

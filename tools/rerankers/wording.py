@@ -52,9 +52,14 @@ def pair(rng: Random, asks: tuple[str, ...], says: tuple[str, ...], side: Side) 
     return rng.choice(left), rng.choice(right)
 
 
+def kept(templates: tuple[str, ...]) -> tuple[str, ...]:
+    """The templates that are not held out."""
+    return _split(templates)[0]
+
+
 def trained(rng: Random, templates: tuple[str, ...]) -> str:
     """One of the templates that are not held out."""
-    return rng.choice(_split(templates)[0])
+    return rng.choice(kept(templates))
 
 
 def ways(lines: Sequence[str]) -> tuple[str, ...]:
