@@ -17,14 +17,13 @@ from inflight.layers.kernels import (
     check_gate,
     check_weight,
 )
-from inflight.layers.triton.activated_linear import activated_linear
 from inflight.layers.triton.elementwise import activate_in_place, add_normed, embed, gate, rms_norm
 from inflight.layers.triton.layer_norm import add_layer_norm, layer_norm
 from inflight.layers.triton.medium_linear import medium_linear
 from inflight.layers.triton.multiply import SplitKWorkspace
 from inflight.layers.triton.next_norm import NextNorm
 from inflight.layers.triton.small_linear import small_linear
-from inflight.layers.triton.tuning import MAX_TOKENS, can_describe, pays_activated, pays_medium, pays_small
+from inflight.layers.triton.tuning import MAX_TOKENS, pays_medium, pays_small
 from inflight.triton_utils.pdl import supports_pdl
 
 
@@ -124,10 +123,8 @@ class TritonLinear:
 
     def activated(self, x: Tensor, activation: str) -> Tensor:
         check_activation(activation)
-        pdl = self._kernels.pdl
-        if pays_activated(len(x), self.out_features, x.element_size()) and can_describe(x, self.weight):
-            return activated_linear(x, self.weight, self.bias, activation, pdl)
-        return activate_in_place(self(x), activation, pdl)
+        # One kernel for both, with its own product, takes as long as the vendor's and a pass over its result.
+        return activate_in_place(self(x), activation, self._kernels.pdl)
 
     def normed(self, residual: Residual, eps: float) -> Tensor:
         if self._is_fused(residual.x):

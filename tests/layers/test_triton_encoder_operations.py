@@ -8,10 +8,9 @@ import torch.nn.functional as F
 
 from inflight.errors import ConfigError
 from inflight.layers.kernels import ACTIVATIONS, Residual
-from inflight.layers.triton.activated_linear import activated_linear
 from inflight.layers.triton.elementwise import activate_in_place, gate
 from inflight.layers.triton.layer_norm import add_layer_norm, layer_norm
-from inflight.layers.triton.tuning import LargeTile, NormTile, choose_norm
+from inflight.layers.triton.tuning import NormTile, choose_norm
 from inflight.layers.triton_kernels import TritonKernels
 from tests.layers.test_encoder_operations import EXACT
 from tests.layers.test_triton_small_linear import DEVICE, TOLERANCE, assert_near, draw
@@ -79,22 +78,6 @@ def test_a_gate_with_the_exact_gelu(dtype: torch.dtype) -> None:
     gate_up = draw(5, 2 * 40, dtype=dtype, scale=2.0)
     left, right = gate_up.double().chunk(2, dim=-1)
     assert_near(gate(gate_up, "gelu"), F.gelu(left) * right, dtype)
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(
-    ("num_tokens", "num_out", "has_bias"), [(70, 48, True), (9, 32, False), (0, 8, True)]
-)
-def test_a_product_of_many_tokens_with_an_activation(
-    num_tokens: int, num_out: int, has_bias: bool, dtype: torch.dtype
-) -> None:
-    torch.manual_seed(4)
-    x, weight = draw(num_tokens, 40, dtype=dtype), draw(num_out, 40, dtype=dtype, scale=0.15)
-    bias = draw(num_out, dtype=dtype) if has_bias else None
-    tile = LargeTile(block_m=16, block_n=32, block_k=16, num_warps=4, stages=2, group=2)
-    found = activated_linear(x, weight, bias, "gelu", tile=tile)
-    wide = None if bias is None else bias.double()
-    assert_near(found, F.gelu(F.linear(x.double(), weight.double(), wide)), dtype)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

@@ -81,7 +81,7 @@ def choose_sequences(dtype: torch.dtype, head_dim: int, device: torch.device) ->
     if not _is_hopper(device):
         return SequenceTuning(AttentionTile(rows=64, keys=64 if dim <= 64 else 32, num_warps=4, num_stages=2))
     return SequenceTuning(
-        AttentionTile(rows=64, keys=64, num_warps=4, num_stages=2), descriptors=head_dim == dim, pdl=True
+        AttentionTile(rows=64, keys=32, num_warps=4, num_stages=3), descriptors=head_dim == dim, pdl=True
     )
 
 

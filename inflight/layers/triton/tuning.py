@@ -48,24 +48,8 @@ class NormTile:
 
 
 def choose_norm(num_features: int) -> NormTile:
-    """A load of 16 bytes (8 elements of 2) for each thread."""
-    return NormTile(rows=1, num_warps=max(1, min(16, _padded(num_features) // 256)))
-
-
-@dataclass(frozen=True, slots=True)
-class LargeTile:
-    """One program of `activated_linear`: a `LinearTile` where the tensor cores are the limit."""
-
-    block_m: int
-    block_n: int
-    block_k: int
-    num_warps: int
-    stages: int
-    group: int  # tiles of tokens that one tile of weights meets at about the same time
-
-
-ACTIVATED_TOKENS = 1024
-ACTIVATED_TILE = LargeTile(block_m=128, block_n=128, block_k=64, num_warps=4, stages=3, group=16)
+    """Two loads of 16 bytes (8 elements of 2) for each thread."""
+    return NormTile(rows=2, num_warps=max(1, min(16, _padded(num_features) // 256)))
 
 
 def token_bucket(num_tokens: int) -> int:
@@ -88,12 +72,6 @@ def pays_medium(num_tokens: int, num_rows: int, num_features: int, itemsize: int
     to a tile's tokens a gate that needs no kernel of its own makes up for it."""
     small = num_rows * num_features * itemsize <= _SMALL
     return itemsize == 2 and num_tokens <= (MAX_TOKENS if small else MAX_GATED if gated else MAX_SMALL)
-
-
-def pays_activated(num_tokens: int, num_rows: int, itemsize: int) -> bool:
-    """Whether `activated_linear` beats the vendor's product and an activation after it: with enough tiles for all
-    multiprocessors, of rows that the copy engine can write."""
-    return itemsize == 2 and num_tokens >= ACTIVATED_TOKENS and num_rows % 8 == 0
 
 
 # The interpreter stands in for the chip that the tables below were made for.
