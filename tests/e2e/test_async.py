@@ -51,7 +51,7 @@ async def running(folder: Any, **options: Any) -> AsyncIterator[AsyncEngine]:
         await asyncio.sleep(0)
     assert isinstance(engine._client, InprocClient)
     assert engine._client._queues == {}
-    assert engine._generations == {}
+    assert engine._calls == {}
     assert complaints == []
 
 
@@ -296,7 +296,7 @@ async def test_a_task_cancelled_at_its_beginning(delay: int, engine: AsyncEngine
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     await until_idle(engine)
-    assert engine._generations == {}
+    assert engine._calls == {}
 
 
 async def test_a_generator_that_was_never_begun_costs_nothing(engine: AsyncEngine) -> None:

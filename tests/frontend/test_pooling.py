@@ -9,7 +9,7 @@ import pytest
 
 from inflight.errors import ParameterError, PromptError, RequestError
 from inflight.frontend.pooling import CHUNK_TEXTS, PoolingJob, PoolingProcessor, RequestContext
-from inflight.pooling import PoolingFacts
+from inflight.pooling import PoolingFacts, Task
 
 from .pooling_engine import CROSS_ENCODER, EMBEDDER, RERANKER, frontend, inputs
 
@@ -35,17 +35,17 @@ def score(facts: PoolingFacts, query: Any = "q", documents: Any = ("d",), **opti
 @pytest.mark.parametrize(
     ("facts", "task", "can"),
     [
-        (EMBEDDER, "classify", "embed, score, rerank"),
-        (CROSS_ENCODER, "embed", "classify, score, rerank"),
+        (EMBEDDER, "classify", "embed and score and rerank"),
+        (CROSS_ENCODER, "embed", "classify and score and rerank"),
         (replace(CROSS_ENCODER, scores=None), "score", "classify"),
         (replace(CROSS_ENCODER, size=3), "score", "classify"),
-        (RERANKER, "classify", "score, rerank"),
-        (EMBEDDER, "generate", "embed, score, rerank"),
+        (RERANKER, "classify", "score and rerank"),
+        (EMBEDDER, "generate", "embed and score and rerank"),
         (None, "embed", "generate"),
     ],
 )
 def test_what_a_model_cannot_do_is_refused_with_what_it_can(
-    facts: PoolingFacts | None, task: str, can: str
+    facts: PoolingFacts | None, task: Task, can: str
 ) -> None:
     front = frontend(facts, generates=facts is None)
     given: dict[str, tuple[Any, ...]] = {
@@ -141,7 +141,8 @@ def test_texts_ids_and_pairs() -> None:
     classify = processor(CROSS_ENCODER).classify
     assert classify(("a", "b"), None, False).groups[0].items == [("a", "b")]
     assert classify(["a", "b"], None, False).groups[0].items == ["a", "b"]
-    assert classify([("a", "b"), "c"], None, False).groups[0].items == [("a", "b"), "c"]
+    mixed: list[Any] = [("a", "b"), "c"]
+    assert classify(mixed, None, False).groups[0].items == [("a", "b"), "c"]
     for wrong, said in (
         (["a", 1.5], "text 1: a prompt is of type float"),
         (["a", {}], "text 1: it is a mapping"),
@@ -172,4 +173,4 @@ def test_a_request_of_a_text() -> None:
     assert request.second_segment == text.second_segment > 0
     for wrong in ({"priority": "high"}, {"tenant": 3}, {"cache_salt": "\ud800"}):
         with pytest.raises(ParameterError):
-            RequestContext(**wrong)  # type: ignore[arg-type]
+            RequestContext(**wrong)
