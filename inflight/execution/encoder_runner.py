@@ -19,6 +19,8 @@ from torch import Tensor
 from inflight.attention.sequences import Sequences
 from inflight.errors import DeviceLostError
 from inflight.execution.results import StepVectors
+from inflight.execution.runner import torch_threads
+from inflight.layers.native_kernels import NativeKernels
 from inflight.models.encoder import PoolingEncoder, TextBatch
 from inflight.scheduling import Batch, Sampled
 
@@ -39,6 +41,9 @@ class EncoderRunner:
     def __init__(self, model: PoolingEncoder) -> None:
         self._model = model
         self._device = model.encoder.device
+        # Compiled kernels have threads of their own, and torch's would only be in their way.
+        compiled = isinstance(model.encoder.kernels, NativeKernels)
+        self._threads = 1 if compiled else torch.get_num_threads()
 
     def warm_up(self, max_len: int, max_tokens: int) -> None:
         """Compute the smallest step and the largest, so that kernels are compiled, and memory is found to be enough,
@@ -52,7 +57,7 @@ class EncoderRunner:
                 torch.cuda.synchronize()
 
     def launch(self, batch: Batch) -> EncoderTicket:
-        with self._watching_the_device():
+        with self._watching_the_device(), torch_threads(self._threads):
             return self._launch(batch)
 
     @torch.inference_mode()

@@ -14,6 +14,9 @@ from inflight.request import SamplingParams
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
+# Tokens of a text, unless asked for more: rotary tables and steps are sized by it, and a config may claim anything.
+MAX_DEFAULT_TEXT = 1 << 16
+
 # generation_config.json -> SamplingParams
 _SAMPLING = {"temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
 _ALWAYS = {"repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}
@@ -65,7 +68,7 @@ def resolve_text_length(longest: int, declared: Iterable[int | None], asked: int
     """The longest text to serve: what is asked, up to the positions that an encoder has, or the least of what its
     files declare."""
     if asked is None:
-        return min([longest, *(length for length in declared if length is not None)])
+        return min([longest, MAX_DEFAULT_TEXT, *(length for length in declared if length is not None)])
     if asked > longest:
         raise ConfigError(f"max_model_len is {asked}: the checkpoint has {longest} positions")
     return asked

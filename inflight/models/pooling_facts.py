@@ -58,7 +58,9 @@ def read_labels(config: Mapping[str, Any]) -> tuple[str, ...]:
     fields = Fields(config)
     if "id2label" not in fields:
         count = fields.integer("num_labels", 2)
-        return tuple(f"LABEL_{index}" for index in range(min(count, MAX_LABELS)))
+        if count > MAX_LABELS:
+            raise fields.error("num_labels", f"at most {MAX_LABELS}")
+        return tuple(f"LABEL_{index}" for index in range(count))
     names = fields.part("id2label").values
     labels = tuple(names.get(str(index)) for index in range(len(names)))
     if not 1 <= len(labels) <= MAX_LABELS or not all(isinstance(label, str) for label in labels):

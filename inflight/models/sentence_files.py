@@ -122,7 +122,8 @@ def _module(folder: Path, item: Any) -> tuple[str, str]:
         raise ModelError(
             f"{folder / MODULES} has the module {shown(name)}, which is not supported: known are {', '.join(_KNOWN)}"
         )
-    if path in (".", "..") or "/" in path or "\\" in path or "\0" in path:
+    has_files = kind in ("Pooling", "Dense", "LayerNorm")
+    if (has_files and not path) or path in (".", "..") or "/" in path or "\\" in path or "\0" in path:
         raise fields.error("path", "the name of a folder beside it")
     inside(folder, path)
     return kind, path

@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from inflight.errors import ConfigError, ModelError
-from inflight.models.defaults import default_sampling, eos_token_ids, resolve_context, resolve_dtype
+from inflight.models.defaults import (
+    default_sampling,
+    eos_token_ids,
+    resolve_context,
+    resolve_dtype,
+    resolve_text_length,
+)
 from inflight.models.families import decoder_spec
 from inflight.request import SamplingParams
 from tests.models.test_families import PHI3
@@ -59,3 +65,12 @@ def test_context() -> None:
     assert resolve_context(spec, 1024) == 1024
     with pytest.raises(ConfigError, match=r"max_model_len is 1025: .* at most 1024"):
         resolve_context(spec, 1025)
+
+
+def test_the_longest_text_is_the_least_of_what_is_declared() -> None:
+    assert resolve_text_length(512, (256, None), None) == 256
+    assert resolve_text_length(512, (None, 1024), None) == 512
+    assert resolve_text_length(512, (256,), 400) == 400  # the table of positions reaches so far
+    assert resolve_text_length(1 << 24, (), None) == 1 << 16
+    with pytest.raises(ConfigError, match="max_model_len is 513: the checkpoint has 512 positions"):
+        resolve_text_length(512, (), 513)

@@ -109,6 +109,10 @@ def test_older_flags_are_joined_in_their_own_order(tmp_path: Path) -> None:
             },
             "path in an entry of modules.json is '../elsewhere': it must be the name of a folder",
         ),
+        (
+            {"modules.json": [modules("Transformer")[0], modules("", "Pooling")[1] | {"path": ""}]},
+            "path in an entry of modules.json is '': it must be the name of a folder",
+        ),
         ({"1_Pooling/config.json": {"word_embedding_dimension": 32}}, "says no pooling mode"),
         ({"1_Pooling/config.json": MEAN | {"pooling_mode": "attention"}}, "it must be some of cls, max"),
         ({"1_Pooling/config.json": MEAN | {"include_prompt": False}}, "leaves out the prompt"),
@@ -200,6 +204,8 @@ def test_an_activation_in_the_newest_place_goes_first() -> None:
 
 def test_labels() -> None:
     assert read_labels({}) == ("LABEL_0", "LABEL_1")
+    with pytest.raises(ModelError, match="it must be at most 65536"):
+        read_labels({"num_labels": 1 << 20})
     for odd in ({}, {"1": "b"}, {"0": 3}, {"x": "a"}):
         with pytest.raises(ModelError, match="it must name each of 1 to"):
             read_labels({"id2label": odd})
