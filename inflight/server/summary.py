@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from inflight import __version__
+from inflight.pooling import Task
 from inflight.server.state import ServerState
 
 
@@ -31,18 +32,28 @@ def summary(state: ServerState, sockname: Any) -> str:
         ("fits", f"{fits:,} requests of full length at once, {facts.max_num_seqs:,} at most"),
         ("policy", f"{options.policy}, queue of {options.max_queue:,}"),
         ("keys", "needed" if state.keys.required else "not needed"),
+        ("can", ", ".join(state.tasks)),
         ("look", f"{url}/ to chat, {url}/metrics, {url}/health"),
     )
     lines = [f"inflight {__version__}", *(f"  {name:<10} {text}" for name, text in rows), "", "  try"]
-    for route, body in _EXAMPLES:
+    for route, body in (example for task, example in _EXAMPLES if task in state.tasks):
         lines.append(f"    curl -N {url}{route}{key} -H 'Content-Type: application/json' -d '{body}'")
     return "\n".join([*lines, ""])
 
 
-_EXAMPLES = (
+_EXAMPLES: tuple[tuple[Task, tuple[str, str]], ...] = (
     (
-        "/v1/chat/completions",
-        '{"messages": [{"role": "user", "content": "Why does it rain?"}], "stream": true}',
+        "generate",
+        (
+            "/v1/chat/completions",
+            '{"messages": [{"role": "user", "content": "Why does it rain?"}], "stream": true}',
+        ),
     ),
-    ("/v1/completions", '{"prompt": "Once upon a time", "max_tokens": 64}'),
+    ("generate", ("/v1/completions", '{"prompt": "Once upon a time", "max_tokens": 64}')),
+    ("embed", ("/v1/embeddings", '{"input": "Why does it rain?"}')),
+    ("classify", ("/classify", '{"input": "Why does it rain?"}')),
+    (
+        "rerank",
+        ("/rerank", '{"query": "Why does it rain?", "documents": ["Water falls.", "A fox sleeps."]}'),
+    ),
 )

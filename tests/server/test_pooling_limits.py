@@ -11,7 +11,9 @@ from typing import Any
 
 import httpx
 import pytest
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from inflight.server.tracing import OtelTracer
 from tests.server.live import Live, live_server
 from tests.server.pooled import EMBEDDER, TOKENIZER, PooledBackend
 
@@ -241,6 +243,20 @@ def test_metrics(server: Live) -> None:
     after = [total(name) for name in names]
     num_tokens = found["usage"]["total_tokens"]
     assert [now - then for now, then in zip(after, before, strict=True)] == [1, 3, num_tokens]
+
+
+def test_spans(backend: PooledBackend) -> None:
+    exporter = InMemorySpanExporter()
+    with live_server(backend, tracer=OtelTracer("", exporter)) as live:
+        found = live.post(EMBED, {"input": ["a text"] * 20, "request_id": "traced"}).json()
+        live.post(EMBED, {"input": [TOKENIZER.vocab_size]})
+    good, bad = exporter.get_finished_spans()
+    assert good.attributes is not None
+    assert good.name == "embed"
+    assert good.attributes["gen_ai.operation.name"] == "embeddings"
+    assert good.attributes["gen_ai.usage.input_tokens"] == found["usage"]["total_tokens"]
+    assert good.attributes["inflight.num_answers"] == 20
+    assert not bad.status.is_ok
 
 
 def test_keys_count_and_limit(backend: PooledBackend, tmp_path: Path) -> None:
