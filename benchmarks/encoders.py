@@ -182,11 +182,12 @@ class Packed:
 
     def __call__(self) -> Floats:
         if self._shape.embeds:
-            embedded = self._llm.embed(self._texts, use_tqdm=False)
-            return np.array([output.outputs.embedding for output in embedded], dtype=np.float32)
+            return np.stack(
+                [output.outputs.vector for output in self._llm.embed(self._texts, use_tqdm=False)]
+            )
         # As the head gives it: a sigmoid would hide differences.
         scored = self._llm.classify(self._texts, use_tqdm=False, scale="logit")
-        return np.array([output.outputs.probs for output in scored], dtype=np.float32)
+        return np.stack([output.outputs.vector for output in scored])
 
 
 def timed(run: Callable[[], Floats]) -> tuple[float, Floats]:

@@ -15,7 +15,7 @@ namespace {
 constexpr int64_t kDepth = 1024;        // k steps of one block: a block of a panel stays in the L2 cache
 constexpr int64_t kPackStep = 256;      // k steps of one unit of packing work
 constexpr int64_t kChunkBytes = 256 << 10;  // weights that a thread takes at a time
-constexpr int64_t kBlockRows = 192;     // more rows than these are worked on in blocks that stay in the L2 cache,
+constexpr int64_t kBlockRows = 144;     // more rows than these are worked on in blocks that stay in the L2 cache,
 constexpr int64_t kBlockDepth = 512;    // this many k steps at a time
 constexpr int64_t kGroupPanels = 8;     // at least, of those that pass over one block
 constexpr int64_t kParallelWork = 128 << 10;  // multiply-adds below which one thread is done before two have met
@@ -66,6 +66,7 @@ void multiply_tile(const Product<Stored>& product, const Part& part, const float
     for (int r = 0; r < Rows; ++r) {
         low[r] = high[r] = Vec{};
         if (part.begin > 0) load_valid(y + r * stride, valid, low[r], high[r]);
+        __builtin_prefetch(y + (Rows + r) * stride, 1);  // the next tile's
     }
     accumulate<Rows>(PackedRows<Rows>{packed}, product.panel(part.panel, part.begin), part.end - part.begin, ahead,
                      low, high);
@@ -137,10 +138,12 @@ void multiply_panel(const Product<Stored>& product, const Tiling& tiling, int64_
     }
 }
 
-// `rows` of x, `stride` floats apart, become [steps][rows].
+// Rows of x, `stride` floats apart, become [steps][rows].
+template <int Rows>
 void pack_tile(const float* x, int64_t stride, int64_t rows, int64_t steps, float* to) {
-    for (int64_t r = 0; r < rows; ++r)
-        for (int64_t i = 0; i < steps; ++i) to[i * rows + r] = x[r * stride + i];
+    if constexpr (Rows > 1)
+        if (rows < Rows) return pack_tile<Rows - 1>(x, stride, rows, steps, to);
+    pack_rows<Rows>(x, stride, steps, to, Rows);
 }
 
 // Few rows: all of x is packed, then every panel is read once, by whoever is free.
@@ -157,7 +160,7 @@ void multiply_few(const Product<Stored>& product, int threads) {
     parallel_for(m * k > kParallelPacking ? threads : 1, units, even_chunk(threads, units), [&](int64_t unit) {
         const int64_t tile = unit / steps, begin = unit % steps * kPackStep;
         const int64_t first = tiling.first(tile), rows = tiling.size(tile);
-        pack_tile(product.x + first * k + begin, k, rows, std::min(kPackStep, k - begin),
+        pack_tile<kGemmRows>(product.x + first * k + begin, k, rows, std::min(kPackStep, k - begin),
                   packed + first * k + begin * rows);
     });
     parallel_for(threads, product.panels(), chunk, [&](int64_t panel) {
@@ -190,7 +193,7 @@ void multiply_many(const Product<Stored>& product, int threads) {
             float* packed = scratch.floats((tiling.first(last_tile) - first_row) * depth);
             for (int64_t tile = first_tile; tile < last_tile; ++tile) {
                 const int64_t first = tiling.first(tile);
-                pack_tile(product.x + first * k + begin, k, tiling.size(tile), depth,
+                pack_tile<kGemmRows>(product.x + first * k + begin, k, tiling.size(tile), depth,
                           packed + (first - first_row) * depth);
             }
             for (int64_t panel = first_panel; panel < last_panel; ++panel) {

@@ -55,30 +55,37 @@ struct Workspace {
     }
 };
 
+// Heads lie far apart, so the processor does not guess which it will read next.
+inline void prefetch(const float* row, int64_t dim) {
+    for (int64_t d = 0; d < dim; d += kLine / 4) __builtin_prefetch(row + d);
+}
+
 // Tokens [begin, end) of the sequence, in whole panels of keys. Lanes past the last token are zero: they are
 // multiplied, and not seen.
 void copy_keys(const float* key, int64_t stride, int64_t dim, int64_t begin, int64_t end, float* panels) {
     for (int64_t first = begin / kPanel * kPanel; first < end; first += kPanel) {
         float* panel = panels + first * dim;
+        const float* from = key + first * stride;
         const int64_t valid = std::min<int64_t>(kPanel, end - first);
-        if (valid < kPanel) std::memset(panel, 0, kPanel * dim * sizeof(float));
-        for (int64_t t = 0; t < valid; ++t) {
-            const float* from = key + (first + t) * stride;
-            for (int64_t d = 0; d < dim; ++d) panel[d * kPanel + t] = from[d];
+        for (int64_t t = 0; t < kPanel; ++t) prefetch(from + (kPanel + t) * stride, dim);
+        if (valid == kPanel) {
+            for (int t = 0; t < kPanel; t += kWidth) pack_rows<kWidth>(from + t * stride, stride, dim, panel + t, kPanel);
+            continue;
         }
+        std::memset(panel, 0, kPanel * dim * sizeof(float));
+        for (int64_t t = 0; t < valid; ++t) pack_rows<1>(from + t * stride, stride, dim, panel + t, kPanel);
     }
 }
 
 void copy_values(const float* value, int64_t stride, int64_t dim, int64_t begin, int64_t end, int64_t length,
                  float* panels) {
-    for (int64_t d = 0; d < dim; d += kPanel) {
-        const int64_t valid = std::min<int64_t>(kPanel, dim - d);
-        float* panel = panels + d * length;
-        for (int64_t t = begin; t < end; ++t) {
+    for (int64_t t = begin; t < end; ++t) {
+        prefetch(value + (t + kPanel) * stride, dim);
+        for (int64_t d = 0; d < dim; d += kPanel) {
             Vec low, high;
-            load_valid(value + t * stride + d, valid, low, high);
-            store(panel + t * kPanel, low);
-            store(panel + t * kPanel + kWidth, high);
+            load_valid(value + t * stride + d, std::min<int64_t>(kPanel, dim - d), low, high);
+            store(panels + d * length + t * kPanel, low);
+            store(panels + d * length + t * kPanel + kWidth, high);
         }
     }
 }
@@ -116,6 +123,7 @@ void attend_rows(const Job& job, const Workspace& work, const float* query, int6
     const int64_t begin = all ? 0 : std::max<int64_t>(position - job.window, 0) / kPanel * kPanel;
     const int64_t end = all ? length : std::min(position + Rows + job.window, length);
     const PlainRows<Rows> queries(query, 3 * token);
+    for (int r = 0; r < Rows; ++r) prefetch(query + (Rows + r) * 3 * token, dim);
     for (int64_t column = begin; column < end; column += kPanel) {
         Vec low[Rows] = {}, high[Rows] = {};
         accumulate<Rows>(queries, work.keys + column * dim, dim, {nullptr, 0}, low, high);

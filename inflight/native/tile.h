@@ -64,6 +64,15 @@ struct PlainRows {
     float operator()(int row, int64_t k) const { return rows[row][k]; }
 };
 
+// Rows of x, `stride` floats apart, become columns of `to`, whose own rows are `width` floats apart.
+template <int Rows>
+void pack_rows(const float* __restrict x, int64_t stride, int64_t steps, float* __restrict to, int64_t width) {
+    const PlainRows<Rows> rows(x, stride);
+    for (int64_t i = 0; i < steps; ++i)
+#pragma GCC unroll 16
+        for (int r = 0; r < Rows; ++r) to[i * width + r] = rows(r, i);
+}
+
 // low and high [Rows] += a @ b for `steps` steps of k.
 template <int Rows, class Source, class Stored>
 __attribute__((always_inline)) inline void accumulate(const Source& a, const Stored* b, int64_t steps, Ahead ahead,
