@@ -59,7 +59,7 @@ def encode_chat(
             "kwargs": marks.hide(kwargs),
         }
 
-    flags = {
+    flags: dict[str, Any] = {
         "add_generation_prompt": add_generation_prompt,
         "continue_final_message": continue_final_message,
     }
