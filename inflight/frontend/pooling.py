@@ -238,7 +238,7 @@ class PoolingProcessor:
 
 def cannot(task: Task, facts: PoolingFacts | None, generates: bool) -> RequestError:
     """Names what the model can do instead."""
-    can = " and ".join(tasks_of(generates, facts))
+    can = ", ".join(tasks_of(generates, facts))
     return RequestError(f"this model cannot {task}: it can {can}", param="model", code="unsupported_task")
 
 

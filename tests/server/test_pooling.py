@@ -209,9 +209,9 @@ def test_what_a_model_cannot_do_is_refused_with_what_it_can(
     embedder: Live, classifier: Live, reranker: Live, live: Live
 ) -> None:
     for server, paths, can in (
-        (embedder, ["/classify", "/v1/completions", "/v1/chat/completions"], "embed and score and rerank"),
+        (embedder, ["/classify", "/v1/completions", "/v1/chat/completions"], "embed, score, rerank"),
         (classifier, ["/v1/embeddings", "/score", "/v2/rerank", "/v1/completions"], "classify"),
-        (reranker, ["/v1/embeddings", "/classify"], "generate and score and rerank"),
+        (reranker, ["/v1/embeddings", "/classify"], "generate, score, rerank"),
         (live, ["/v1/embeddings", "/classify", "/score", "/v2/rerank"], "generate"),
     ):
         for path in paths:

@@ -30,7 +30,7 @@ CLASSIFYING = ("/classify", "/v1/classify")
 FEW = ("/rerank", "/v1/rerank", "/v1/score", "/v1/classify")  # the same as another
 OPERATIONS = [
     *(("POST", path, 80) for path in GENERATING),
-    *(("POST", path, 6 if path in FEW else 40) for path in (*SCORING, *CLASSIFYING)),
+    *(("POST", path, 12 if path in FEW else 40) for path in (*SCORING, *CLASSIFYING)),
     *(("POST", path, 30) for path in ("/tokenize", "/detokenize")),
     *(("GET", path, 8) for path in ("/v1/models/{model}", "/v1/requests/{request_id}")),
     ("DELETE", "/v1/requests/{request_id}", 8),

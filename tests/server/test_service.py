@@ -233,6 +233,8 @@ def test_the_document_tells_of_every_route(live: Live) -> None:
     assert set(document["paths"]) == {
         *("/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{model}", "/tokenize"),
         *("/detokenize", "/version", "/health", "/ready", "/metrics", "/", "/v1/requests/{request_id}"),
+        *("/v1/embeddings", "/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score"),
+        *("/classify", "/v1/classify"),
     }
     text = str(document)
     schemas = document["components"]["schemas"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from inflight.server.schemas.chat import Messages
 from inflight.server.schemas.common import Body, Items
@@ -12,6 +12,10 @@ from inflight.server.schemas.common import Body, Items
 
 class TokenizeBody(Body):
     """Either a prompt, as completions read it, or messages, as chats do."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"anyOf": [{"required": ["prompt"]}, {"required": ["messages"]}]}
+    )
 
     model: str | None = None
     prompt: str | None = None
