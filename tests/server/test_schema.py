@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,13 +28,31 @@ SCORING = ("/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score", "/v1/em
 CLASSIFYING = ("/classify", "/v1/classify")
 FEW = ("/rerank", "/v1/rerank", "/v1/score", "/v1/classify")  # the same as another
 OPERATIONS = [
-    *(("POST", path, 80) for path in GENERATING),
+    *(("POST", path, 50) for path in GENERATING),
     *(("POST", path, 12 if path in FEW else 40) for path in (*SCORING, *CLASSIFYING)),
     *(("POST", path, 30) for path in ("/tokenize", "/detokenize")),
     *(("GET", path, 8) for path in ("/v1/models/{model}", "/v1/requests/{request_id}")),
     ("DELETE", "/v1/requests/{request_id}", 8),
     *(("GET", path, 2) for path in ("/v1/models", "/health", "/ready", "/version", "/metrics", "/")),
 ]
+# A body for each path that is answered: which of those that are made from the document are is a matter of chance.
+TEXTS = {"input": ["one", "another"]}
+PAIRS = {"query": "one", "documents": ["one", "another"]}
+SCORES = {"text_1": "one", "text_2": ["one", "another"]}
+ANSWERED: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "Once", "max_tokens": 4, "logprobs": 2, "n": 2},
+    "/v1/chat/completions": {
+        "messages": [{"role": "user", "content": "Hello."}],
+        "max_tokens": 4,
+        "logprobs": True,
+        "top_logprobs": 2,
+    },
+    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), PAIRS),
+    **dict.fromkeys(("/score", "/v1/score"), SCORES),
+    **dict.fromkeys(("/v1/embeddings", *CLASSIFYING), TEXTS),
+    "/tokenize": {"prompt": "Once"},
+    "/detokenize": {"tokens": [5, 6]},
+}
 CHECKS = [
     not_a_server_error,
     status_code_conformance,
@@ -90,7 +107,11 @@ def test_what_the_document_tells(
     operation = document[path][method]
     if mode.is_negative and not operation.body:
         return  # nothing is sent that could be wrong
-    statuses: Counter[int] = Counter()
+    if mode.is_positive and "{" not in path:
+        case = operation.Case(body=ANSWERED[path]) if operation.body else operation.Case()
+        response = case.call(base_url=server.url, timeout=60)
+        assert response.status_code == 200, response.text
+        case.validate_response(response, checks=CHECKS)
 
     @settings(
         max_examples=max_examples,
@@ -105,7 +126,6 @@ def test_what_the_document_tells(
         elif able != "server" and mode.is_positive:
             make_fit(case.body)
         response = case.call(base_url=server.url, timeout=60)
-        statuses[response.status_code] += 1
         if response.headers["content-type"][0].startswith("text/event-stream"):
             # schemathesis leaves long streams before their end, which the server may not have seen yet
             events = stream(server, path, {**case.body, "request_id": None})
@@ -115,8 +135,6 @@ def test_what_the_document_tells(
             case.validate_response(response, checks=CHECKS)
 
     check()
-    if mode.is_positive and "{" not in path:
-        assert statuses[200] > 0, statuses
 
 
 def make_fit(body: dict[str, Any]) -> None:
@@ -127,7 +145,7 @@ def make_fit(body: dict[str, Any]) -> None:
 
 def make_answerable(body: dict[str, Any]) -> None:
     """What is asked for must be quick, and of the model that is there. Other things that cannot be are left, but for
-    messages without content, which most conversations have: at times not one was answered."""
+    messages without content, which most conversations have."""
     body.pop("model", None)
     for message in body.get("messages", ()):
         message["content"] = message.get("content") or "Hello."
