@@ -72,4 +72,4 @@ def test_what_cannot_work(given: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize("name", ["target_step_ms", "max_num_seqs"])
 def test_the_help_has_the_defaults_of_the_devices(name: str) -> None:
     gpu, cpu = getattr(CudaPlatform, name), getattr(CpuPlatform, name)
-    assert SERVE_OPTIONS[name].default_text == f"{gpu:g} on a GPU, {cpu:g} on a CPU"
+    assert SERVE_OPTIONS[name].default_text == f"{gpu:,g} on a GPU, {cpu:,g} on a CPU"
