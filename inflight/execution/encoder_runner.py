@@ -7,8 +7,6 @@ its tokens came with it.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inflight.attention.sequences import Sequences
-from inflight.errors import DeviceLostError
+from inflight.execution.device import event_on, to_host, wait_for, watched
 from inflight.execution.results import StepVectors
 from inflight.execution.runner import torch_threads
 from inflight.layers.native_kernels import NativeKernels
@@ -39,6 +37,8 @@ class EncoderRunner:
     """Implements `Runner`. On a GPU no part of `launch` waits for the device."""
 
     def __init__(self, model: PoolingEncoder) -> None:
+        # Whether texts are filled up to the longest of their step, as elsewhere: to compare with that.
+        self.padded = False
         self._model = model
         self._device = model.encoder.device
         # Compiled kernels have threads of their own, and torch's would only be in their way.
@@ -48,34 +48,27 @@ class EncoderRunner:
     def warm_up(self, max_len: int, max_tokens: int) -> None:
         """Compute the smallest step and the largest, so that kernels are compiled, and memory is found to be enough,
         before anybody waits for it."""
-        with self._watching_the_device(), torch.inference_mode():
+        with watched(self._device), torch.inference_mode():
             for lengths in ([1], [max_len] * (max_tokens // max_len)):
                 self._model.vectors(
                     self._upload([array("q", [0]) * length for length in lengths], [0] * len(lengths))
                 )
-            if self._device.type == "cuda":
-                torch.cuda.synchronize()
+            wait_for(self._device)
 
     def launch(self, batch: Batch) -> EncoderTicket:
-        with self._watching_the_device(), torch_threads(self._threads):
+        with watched(self._device), torch_threads(self._threads):
             return self._launch(batch)
 
     @torch.inference_mode()
     def _launch(self, batch: Batch) -> EncoderTicket:
         admitted = dict(batch.admissions)
         requests = [admitted[row] for row in batch.rows]
-        texts = self._upload(
-            [request.token_ids for request in requests], [request.second_segment for request in requests]
-        )
-        vectors = self._model.vectors(texts)
-        on_gpu = self._device.type == "cuda"
-        host = torch.empty(vectors.shape, dtype=vectors.dtype, pin_memory=on_gpu)
-        host.copy_(vectors, non_blocking=on_gpu)
-        done = None
-        if on_gpu:
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            done.record()
-        return EncoderTicket(StepVectors(list(range(len(batch))), host), done)
+        ids, seconds = [request.token_ids for request in requests], [r.second_segment for r in requests]
+        if self.padded:
+            ids, seconds = _padded(ids, seconds)
+        vectors = self._model.vectors(self._upload(ids, seconds))[-len(requests) :]
+        pooled = StepVectors(list(range(len(batch))), to_host(vectors))
+        return EncoderTicket(pooled, event_on(self._device))
 
     def _upload(self, ids: list[array[int]], second_segments: list[int]) -> TextBatch:
         """All that the device must know of a step, in one copy."""
@@ -100,7 +93,7 @@ class EncoderRunner:
         return host.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else host
 
     def collect(self, ticket: EncoderTicket) -> Sampled:
-        with self._watching_the_device():
+        with watched(self._device):
             if ticket.done is not None:
                 ticket.done.synchronize()
         result = Sampled([[] for _ in ticket.pooled.entries])
@@ -109,21 +102,12 @@ class EncoderRunner:
 
     def close(self) -> None:
         if self._device.type == "cuda":
-            torch.cuda.synchronize()
+            wait_for(self._device)
             torch.cuda.empty_cache()  # torch keeps what was freed; others may want it
 
-    @contextmanager
-    def _watching_the_device(self) -> Iterator[None]:
-        """After some errors (an illegal access, an ECC error) every later call fails too, until the process ends."""
-        if self._device.type != "cuda":
-            yield
-            return
-        torch.cuda.set_device(self._device)  # every thread has a device of its own: the first, unless told
-        try:
-            yield
-        except RuntimeError as error:
-            try:
-                torch.cuda.synchronize()
-            except RuntimeError:
-                raise DeviceLostError(f"the GPU is lost: {str(error).splitlines()[0]}") from error
-            raise
+
+def _padded(ids: list[array[int]], seconds: list[int]) -> tuple[list[array[int]], list[int]]:
+    """What fills up the texts, and then the texts. The two do not see each other."""
+    longest = max(map(len, ids))
+    filling = [array("q", [0]) * (longest - len(of_text)) for of_text in ids if len(of_text) < longest]
+    return filling + ids, [0] * len(filling) + seconds

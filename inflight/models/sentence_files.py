@@ -67,7 +67,6 @@ class SentenceFiles:
     default_prompt: str | None = None
     similarity: str = "cosine"  # of two embeddings
     activation: str | None = None  # of a cross-encoder's logits, as a torch class
-    folders: tuple[str, ...] = ()  # of modules with weights of their own, each in a model.safetensors
 
 
 def read_sentence_files(folder: Path) -> SentenceFiles | None:
@@ -104,8 +103,7 @@ def read_sentence_files(folder: Path) -> SentenceFiles | None:
             head.append(NormLayer(f"{path}/norm", _config(folder, path).integer("dimension"), eps=1e-5))
         elif kind == "Normalize":
             found["normalize"] = True
-    folders = tuple(dict.fromkeys(layer.module.partition("/")[0] for layer in head))
-    return SentenceFiles(head=tuple(head), folders=folders, **found, **_lengths(folder), **_prompts(folder))
+    return SentenceFiles(head=tuple(head), **found, **_lengths(folder), **_prompts(folder))
 
 
 _KNOWN = ("Transformer", "Pooling", "Dense", "LayerNorm", "Normalize", "Dropout")

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from inflight import LLM
 from inflight.errors import ConfigError, RequestError, WeightsError
+from inflight.execution.encoder_runner import EncoderRunner
 from inflight.layers.native_kernels import NativeKernels
 from inflight.loading import LoadedEngine
 from inflight.models.encoder import PoolingEncoder
@@ -165,6 +166,16 @@ def test_the_neighbours_change_no_bit(family: str, modes: str, tmp_path: Path) -
         found = vectors(engine, order)
         for index, prompt in enumerate(order):
             assert np.array_equal(found[index], alone[RAGGED.index(prompt)])
+    engine.close()
+
+
+def test_padding_changes_nothing(folder: Path) -> None:
+    engine = load(folder)
+    expected = vectors(engine, RAGGED)
+    assert isinstance(engine.core.runner, EncoderRunner)
+    engine.core.runner.padded = True
+    for found, wanted in zip(vectors(engine, RAGGED), expected, strict=True):
+        np.testing.assert_allclose(found, wanted, atol=1e-6)
     engine.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,22 +11,47 @@ from torch import Tensor
 
 from inflight.execution.encoder_runner import EncoderRunner
 from inflight.models.encoder import TextBatch
+from inflight.request import Request, SamplingParams
+from inflight.scheduling import Admission, Batch, RowRequest
 
 
 class Recorder:
     """In place of an encoder: which texts it was given."""
 
     def __init__(self) -> None:
-        self.encoder = SimpleNamespace(device=torch.device("cpu"), spec=SimpleNamespace(num_segments=2))
+        self.encoder = SimpleNamespace(
+            device=torch.device("cpu"), spec=SimpleNamespace(num_segments=2), kernels=None
+        )
         self.steps: list[list[int]] = []
 
     def vectors(self, texts: TextBatch) -> Tensor:
         assert len(texts.token_ids) == sum(texts.sequences.lengths)
         self.steps.append(texts.sequences.lengths)
-        return torch.zeros(len(texts.sequences.lengths), 1)
+        return torch.tensor(texts.sequences.lengths, dtype=torch.float32).unsqueeze(1)
 
 
 def test_the_smallest_and_the_largest_step_are_computed_ahead() -> None:
     model: Any = Recorder()
     EncoderRunner(model).warm_up(max_len=100, max_tokens=350)
     assert model.steps == [[1], [100, 100, 100]]
+
+
+def test_padding_is_computed_and_its_vectors_are_nobodys() -> None:
+    model: Any = Recorder()
+    runner = EncoderRunner(model)
+    runner.padded = True
+    lengths = [3, 7, 5]
+    requests = [
+        Request(str(row), [1] * length, SamplingParams(), 0, kind="pool")
+        for row, length in enumerate(lengths)
+    ]
+    admissions = [Admission(row, RowRequest.of(request)) for row, request in enumerate(requests)]
+    ticket = runner.launch(Batch(0, [0, 1, 2], [0, 0, 0], lengths, admissions=admissions))
+    (computed,) = model.steps
+    assert sum(computed) == 3 * 7
+    vectors = runner.collect(ticket).vectors
+    assert {entry: array("f", vector).tolist() for entry, vector in vectors.items()} == {
+        0: [3],
+        1: [7],
+        2: [5],
+    }

@@ -75,7 +75,6 @@ def test_everything_that_can_be_said(tmp_path: Path) -> None:
         prompts={"query": "query: ", "document": ""},
         default_prompt="query",
         similarity="dot",
-        folders=("2_Dense", "3_LayerNorm"),
     )
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,8 +11,9 @@ from torch import Tensor
 
 from inflight.attention.triton.backend import TritonAttention
 from inflight.attention.triton.planner import AttentionPlanner
-from inflight.errors import DeviceLostError, EngineError
+from inflight.errors import EngineError
 from inflight.events import PositionLogprobs
+from inflight.execution.device import event_on, to_host, wait_for, watched
 from inflight.execution.gpu.device_step import DeviceStep
 from inflight.execution.gpu.graphs import EagerSteps, StepGraphs
 from inflight.execution.gpu.host_step import HostStep, host_step
@@ -127,7 +127,7 @@ class GpuRunner:
     # ---- a step ----
 
     def launch(self, batch: Batch) -> GpuTicket:
-        with self._watching_the_device():
+        with watched(self.decoder.device):
             return self._launch(batch)
 
     @torch.inference_mode()
@@ -148,14 +148,21 @@ class GpuRunner:
         hidden = self.steps.run(shape)
         prompt_logprobs = self._score_prompts(batch, hidden) if scores else []
         vectors = self._pool(pooled, host, shape, hidden) if pooled else None
-        drawn = self._to_host(self.step.results(shape)) if entries else None
+        drawn = to_host(self.step.results(shape)) if entries else None
         logprobs, logprob_entries = None, []
         if counts is not None:
             logprob_entries = [entry for entry, count in zip(entries, counts, strict=True) if count >= 0]
             told, width = counts[counts >= 0].tolist(), 1 + int(counts.max())
-            logprobs = ToldLogprobs(self._to_host(self.step.logprobs(len(told), width)), told, width)
+            logprobs = ToldLogprobs(to_host(self.step.logprobs(len(told), width)), told, width)
         return GpuTicket(
-            len(batch), entries, drawn, logprobs, logprob_entries, prompt_logprobs, vectors, self._event()
+            len(batch),
+            entries,
+            drawn,
+            logprobs,
+            logprob_entries,
+            prompt_logprobs,
+            vectors,
+            event_on(self.decoder.device),
         )
 
     def _compute(self, shape: StepShape) -> Tensor:
@@ -188,7 +195,7 @@ class GpuRunner:
             targets = self.rows.tokens[piece.row, piece.targets]
             results = score_all(logits, targets, piece.wanted, self.draw_workspace)
             counts = [min(piece.wanted, logits.shape[1])] * piece.size
-            found.append((piece.entry, ToldLogprobs(self._to_host(results), counts, 1 + counts[0])))
+            found.append((piece.entry, ToldLogprobs(to_host(results), counts, 1 + counts[0])))
         return found
 
     def _pool(
@@ -201,10 +208,10 @@ class GpuRunner:
             return None
         vectors = head(hidden[self.step.samples(shape).tokens] if shape.scores else hidden)
         end = len(host.sample_tokens)
-        return StepVectors(entries, self._to_host(vectors[end - len(entries) : end]))
+        return StepVectors(entries, to_host(vectors[end - len(entries) : end]))
 
     def collect(self, ticket: GpuTicket) -> Sampled:
-        with self._watching_the_device():
+        with watched(self.decoder.device):
             return ticket.read()
 
     # ---- before the first step ----
@@ -239,47 +246,14 @@ class GpuRunner:
             self.warm_up(shape)
         for num_samples in {shape.num_samples for shape in shapes if shape.chunks}:
             self.warm_up_pooling(num_samples)
-        self._wait()
+        wait_for(self.decoder.device)
 
     def close(self) -> None:
-        self._wait()
+        wait_for(self.decoder.device)
         self.steps.clear()
         self.caches.clear()
         if self.decoder.device.type == "cuda":
             torch.cuda.empty_cache()  # torch keeps what was freed; others may want it
-
-    # ---- the device, which in tests may be a CPU ----
-
-    @contextmanager
-    def _watching_the_device(self) -> Iterator[None]:
-        """After some errors (an illegal access, an ECC error) every later call fails too, until the process ends."""
-        if self.decoder.device.type == "cuda":
-            # Every thread has a device of its own: the first, unless told.
-            torch.cuda.set_device(self.decoder.device)
-        try:
-            yield
-        except RuntimeError as error:
-            try:
-                self._wait()
-            except RuntimeError:
-                raise DeviceLostError(f"the GPU is lost: {str(error).splitlines()[0]}") from error
-            raise
-
-    def _event(self) -> torch.cuda.Event | None:
-        if self.decoder.device.type != "cuda":
-            return None
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        return event
-
-    def _to_host(self, tensor: Tensor) -> Tensor:
-        on_gpu = tensor.device.type == "cuda"
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu)
-        return host.copy_(tensor, non_blocking=on_gpu)
-
-    def _wait(self) -> None:
-        if self.decoder.device.type == "cuda":
-            torch.cuda.synchronize()
 
 
 def _num_processors(device: torch.device) -> int:

@@ -13,6 +13,7 @@ from inflight.attention.triton import rope_write
 from inflight.attention.triton.decode import decode_attention
 from inflight.attention.triton.tuning import Tuning, choose
 from inflight.errors import DeviceLostError
+from inflight.execution import device
 from inflight.execution.platforms import platform
 from inflight.scheduling import Batch
 from tests.checkpoints import write_checkpoint
@@ -195,6 +196,6 @@ def test_an_error_that_stays_is_a_lost_device(
         with pytest.raises(RuntimeError, match="illegal"):
             runner.launch(Batch(0))
         with monkeypatch.context() as patch:
-            patch.setattr(runner, "_wait", broken)
+            patch.setattr(device, "wait_for", broken)
             with pytest.raises(DeviceLostError, match=r"lost: an illegal memory access was encountered$"):
                 runner.launch(Batch(0))
