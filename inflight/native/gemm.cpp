@@ -66,7 +66,7 @@ void multiply_tile(const Product<Stored>& product, const Part& part, const float
     for (int r = 0; r < Rows; ++r) {
         low[r] = high[r] = Vec{};
         if (part.begin > 0) load_valid(y + r * stride, valid, low[r], high[r]);
-        __builtin_prefetch(y + (Rows + r) * stride, 1);  // the next tile's
+        if (Rows + 1 >= kGemmRows) __builtin_prefetch(y + (Rows + r) * stride, 1);  // of many tiles, the next one's
     }
     accumulate<Rows>(PackedRows<Rows>{packed}, product.panel(part.panel, part.begin), part.end - part.begin, ahead,
                      low, high);
