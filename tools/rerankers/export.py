@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import nn
 
-from tools.rerankers.model import BertShape, CrossEncoder, Embedder
+from tools.rerankers.model import DIMENSIONS, BertShape, CrossEncoder, Embedder
 from tools.rerankers.tokenizer import CLS, MASK, PAD, SEP, SPECIAL, UNK
 
 
@@ -79,7 +79,11 @@ def export_embedder(
 ) -> None:
     """A `BertModel` with the files of sentence-transformers: mean pooling, then length one."""
     shape = model.bert.shape
-    _common(model.bert, shape, tokenizer, folder, dtype, {"architectures": ["BertModel"]})
+    config: dict[str, object] = {
+        "architectures": ["BertModel"],
+        "matryoshka_dimensions": [size for size in DIMENSIONS if size <= shape.hidden_size],
+    }
+    _common(model.bert, shape, tokenizer, folder, dtype, config)
     module = "sentence_transformers.models."
     modules = (("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize"))
     _write(

@@ -30,6 +30,7 @@ class BertShape:
 
 CROSS_ENCODER = BertShape(num_hidden_layers=6)
 EMBEDDER = BertShape(num_hidden_layers=4)
+DIMENSIONS = (128, 64, 32)  # of the embedder's vectors: the whole and its beginnings should all be good
 
 
 def _norm(shape: BertShape) -> nn.LayerNorm:

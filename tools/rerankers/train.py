@@ -28,7 +28,7 @@ from tools.rerankers.batches import Lists, sequences
 from tools.rerankers.dataset import Arrays
 from tools.rerankers.evaluate import evaluate, table
 from tools.rerankers.export import export_cross_encoder, export_embedder, load_cross_encoder, load_embedder
-from tools.rerankers.model import CROSS_ENCODER, EMBEDDER, CrossEncoder, Embedder
+from tools.rerankers.model import CROSS_ENCODER, DIMENSIONS, EMBEDDER, CrossEncoder, Embedder
 from tools.rerankers.ranked import ANSWERS, RELATED, UNRELATED
 
 _FROM_OTHERS = 2  # answers of other lists that a cross-encoder sees as unrelated texts
@@ -36,7 +36,6 @@ _HARD = 2  # texts of the own list, besides the answer, that the embedder has to
 _SHARE_OF_CROSS_ENCODER = 0.6  # of the time
 _RELATED_TARGET = 0.1  # the probability that a text on the subject should get
 _TEMPERATURE = 0.05
-_CUTS = (128, 64, 32)  # the vector and its beginnings should all be good
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +106,13 @@ def embedder_loss(model: Embedder, lists: Lists, index: Tensor, step: int) -> Te
     same = (keys[:, None] == keys[None, :]) & ~torch.eye(len(index), dtype=torch.bool, device=keys.device)
     targets = torch.arange(len(index), device=keys.device)
     total = torch.zeros((), device=keys.device)
-    for cut in _CUTS:
+    for cut in DIMENSIONS:
         query, answer, *hard = (F.normalize(vector[:, :cut], dim=-1) for vector in vectors)
         near = (query @ answer.T / _TEMPERATURE).masked_fill(same, float("-inf"))
         far = query @ torch.cat(hard).T / _TEMPERATURE
         total = total + F.cross_entropy(torch.cat((near, far), dim=1), targets)
         total = total + 0.5 * F.cross_entropy(near.T, targets)
-    return total / len(_CUTS)
+    return total / len(DIMENSIONS)
 
 
 class ListTrainer:
