@@ -81,6 +81,10 @@ def compare(
     names = _check(strategies, html, svg, png)
     if workload not in ("chat", "rerank"):
         raise ParameterError(f"workload is {workload!r}: allowed are chat and rerank")
+    if workload == "rerank" and (lengths, max_tokens, temperature) != ("real", None, None):
+        raise ParameterError(
+            "lengths, max_tokens and temperature are for answers: the workload rerank has none"
+        )
     with interrupts_end_at_once():
         from inflight.compare.report import compare as compare_generating  # torch is loaded only now
         from inflight.compare.rerank import PairWorkload, compare_reranking

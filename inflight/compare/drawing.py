@@ -18,7 +18,6 @@ LEFT, RIGHT = 64, 20
 PANEL = 190  # height of a panel's slots, where their number allows it
 MIN_ROW, MAX_ROW = 3, 22
 MIN_PREFILL = 2.0  # pixels: a prompt's step must not vanish in a long run
-CLOSE_STEPS = 96
 CHARACTER = 6.4  # pixels, about, at the size of labels
 
 LIGHT = {
@@ -77,7 +76,7 @@ def draw(comparison: Shown, heading: bool = True) -> Drawing:
     pen.legend()
     pen.section(TimeAxis.over(comparison.timelines), "The whole run, all on one time scale")
     longest = max(timeline.num_steps for timeline in comparison.timelines)
-    first = min(CLOSE_STEPS, longest)
+    first = min(comparison.close_steps, longest)
     pen.section(StepAxis(first), f"A closer look: the first {first} steps of each")
     return pen.drawing
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 from bisect import bisect_right
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from inflight.events import SlotRecord
 
@@ -71,6 +71,21 @@ class Timeline:
             if span.num_tokens:
                 last_steps[span.request] = max(last_steps.get(span.request, 0), span.last)
         return sum(last <= num_steps for last in last_steps.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """When each step ended, the steps that began later than the one before ended, and the spans as
+        [slot, request, kind, first step, end, tokens]."""
+        earlier = [0.0, *self.ends]
+        return {
+            "step_ends": [round(moment, 5) for moment in self.ends],
+            "pauses": [
+                [step, round(begin, 5)] for step, begin in enumerate(self.begins) if begin > earlier[step]
+            ],
+            "spans": [
+                [span.slot, span.request, span.kind.value, span.first, span.last, span.num_tokens]
+                for span in self.spans
+            ],
+        }
 
 
 def lay_out(run: StrategyRun) -> Timeline:

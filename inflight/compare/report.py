@@ -17,6 +17,7 @@ from inflight.compare.workload import Job, Workload, build_jobs
 from inflight.loading import LoadedEngine
 
 STRATEGIES = ("sequential", "static", "continuous")
+CLOSE_STEPS = 96
 
 Progress = Callable[[str, int], None]  # the strategy that runs, and its requests finished so far
 
@@ -66,6 +67,7 @@ class Comparison:
 
     legend = LEGEND
     definitions = DEFINITIONS
+    close_steps = CLOSE_STEPS
 
     @property
     def timelines(self) -> list[Timeline]:
@@ -138,8 +140,7 @@ class Comparison:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Every figure, and what redraws the picture: when each step ended, the steps that began later than the one
-        before ended, and the spans as [slot, request, kind, first step, end, tokens]."""
+        """Every figure, and what redraws the picture."""
         return {
             "model": self.model,
             "num_requests": len(self.requests),
@@ -156,22 +157,8 @@ class Comparison:
                 for name, result in self.results.items()
             },
             "requests": [asdict(request) for request in self.requests],
-            "timelines": {name: _timeline_json(result.timeline) for name, result in self.results.items()},
+            "timelines": {name: result.timeline.to_json() for name, result in self.results.items()},
         }
-
-
-def _timeline_json(timeline: Timeline) -> dict[str, Any]:
-    earlier = [0.0, *timeline.ends]
-    return {
-        "step_ends": [round(moment, 5) for moment in timeline.ends],
-        "pauses": [
-            [step, round(begin, 5)] for step, begin in enumerate(timeline.begins) if begin > earlier[step]
-        ],
-        "spans": [
-            [span.slot, span.request, span.kind.value, span.first, span.last, span.num_tokens]
-            for span in timeline.spans
-        ],
-    }
 
 
 def compare(

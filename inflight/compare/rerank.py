@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
 from inflight.compare.layout import Span, SpanKind, Timeline
-from inflight.compare.measure import StepWatch, serve
 from inflight.compare.palette import label
 from inflight.compare.passages import draw_pairs
+from inflight.compare.report import Progress
+from inflight.compare.rerank_run import RerankFigures, RerankRun, lay_out_pairs, measure_pairs, pair_figures
 from inflight.compare.shown import LegendEntry, listed
 from inflight.compare.workload import Arrival
-from inflight.errors import EngineError, ParameterError
-from inflight.events import StepRecord
-from inflight.execution.encoder_runner import EncoderRunner
+from inflight.errors import ParameterError
 from inflight.frontend import RequestContext
 from inflight.loading import LoadedEngine
-from inflight.request import Request
 
-PADDED = (
-    "static"  # the strategy whose batches are padded to their longest text, as batches of equal length are
-)
+CLOSE_STEPS = 12  # a step scores many pairs
 
 LEGEND = (
     LegendEntry(SpanKind.PREFILL, "a pair is computed", "computes"),
@@ -30,13 +26,10 @@ LEGEND = (
     LegendEntry(None, "empty slot", ""),
 )
 DEFINITIONS = (
-    (
-        "first and last result",
-        "From the arrival of the first pair until its score, or that of the last one, is there.",
-    ),
+    ("first and last result", "From the arrival of the first pair to the first score, and to the last."),
     ("latency", "From the arrival of a pair to its score."),
     ("padding", "Share of the computed token places that held no text."),
-    ("the picture", "A row is a slot, a colour is a pair; within a step, a bar is as long as its text."),
+    ("the picture", "A row is a slot, a colour is a pair. In a padded step, a bar is as long as its text."),
 )
 
 
@@ -49,20 +42,6 @@ class PairWorkload:
     def __post_init__(self) -> None:
         if self.num_pairs < 1:
             raise ParameterError(f"the number of requests is {self.num_pairs}: it must be at least 1")
-
-
-@dataclass(frozen=True, slots=True)
-class RerankFigures:
-    """Times are seconds."""
-
-    total_time: float
-    pairs_per_second: float
-    first_result: float
-    last_result: float
-    p50_latency: float
-    p99_latency: float
-    padding: float  # share of the computed places
-    num_steps: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +72,7 @@ class RerankComparison:
 
     legend = LEGEND
     definitions = DEFINITIONS
+    close_steps = CLOSE_STEPS
 
     @property
     def timelines(self) -> list[Timeline]:
@@ -179,24 +159,8 @@ class RerankComparison:
                 for name, result in self.results.items()
             },
             "requests": [asdict(request) for request in self.requests],
+            "timelines": {name: result.timeline.to_json() for name, result in self.results.items()},
         }
-
-
-# ---- measuring ----
-
-Progress = Callable[[str, int], None]  # the strategy that runs, and its pairs scored so far
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """What was seen of one strategy."""
-
-    strategy: str
-    watch: StepWatch
-    latencies: list[float]
-    ended_at: list[float]
-    vectors: list[bytes]
-    arrivals: list[float]
 
 
 def compare_reranking(
@@ -209,6 +173,11 @@ def compare_reranking(
 ) -> RerankComparison:
     """Score the same pairs under every strategy, one after the other."""
     processor = engine.pooling_processor("rerank")
+    if processor.facts.scores != "pair" or processor.facts.splittable:
+        raise ParameterError(
+            "the workload rerank is for cross-encoders, which read a question and a passage in one step: "
+            "this model is none"
+        )
     pairs = draw_pairs(workload.num_pairs, workload.seed)
     queries, passages = (list(texts) for texts in zip(*pairs, strict=True))
     (group,) = processor.score(queries, passages, None, None, truncate=True, max_tokens_per_doc=None).groups
@@ -218,7 +187,7 @@ def compare_reranking(
     for strategy in strategies:
         requests = [processor.request(str(index), text, RequestContext()) for index, text in enumerate(texts)]
         seen = None if progress is None else lambda count, name=strategy: progress(name, count)
-        runs.append(_measure(engine, requests, times, strategy, num_slots, seen))
+        runs.append(measure_pairs(engine, requests, times, strategy, num_slots, seen))
     infos = [
         PairInfo(label(index), f"{query} / {passage[:60]}", len(text.ids))
         for index, ((query, passage), text) in enumerate(zip(pairs, texts, strict=True))
@@ -226,77 +195,10 @@ def compare_reranking(
     return _summarise(runs, infos, workload, num_slots, model)
 
 
-def _measure(
-    engine: LoadedEngine,
-    requests: list[Request],
-    times: list[float],
-    strategy: str,
-    num_slots: int,
-    progress: Callable[[int], None] | None,
-) -> _Run:
-    core = engine.use(policy=strategy, max_num_seqs=num_slots)
-    runner = core.runner
-    assert isinstance(runner, EncoderRunner)
-    runner.padded = strategy == PADDED
-    watch = StepWatch()
-    core.observers.append(watch)
-    ended = {
-        delta.request_id: delta for delta in serve(core, times, requests, watch, progress or (lambda _: None))
-    }
-    vectors, ended_at = [], []
-    for request in requests:
-        vector, finished_at = ended[request.request_id].vector, request.record.finished_at
-        if vector is None or finished_at is None:
-            raise EngineError(f"pair {request.request_id} ended with {request.record.finish_reason!r}")
-        vectors.append(vector)
-        ended_at.append(finished_at - watch.origin)
-    latencies = [end - arrival for end, arrival in zip(ended_at, times, strict=True)]
-    return _Run(strategy, watch, latencies, ended_at, vectors, times)
-
-
-def _figures(run: _Run) -> RerankFigures:
-    steps = run.watch.steps
-    computed = sum(_num_places(step, run.strategy) for step in steps)
-    filled = sum(slot.num_tokens for step in steps for slot in step.slots)
-    total = max(run.ended_at)
-    latencies = sorted(run.latencies)
-    return RerankFigures(
-        total_time=total,
-        pairs_per_second=len(latencies) / total,
-        first_result=min(run.ended_at) - min(run.arrivals),
-        last_result=total - min(run.arrivals),
-        p50_latency=median(latencies),
-        p99_latency=latencies[int(0.99 * (len(latencies) - 1))],
-        padding=1 - filled / computed,
-        num_steps=len(steps),
-    )
-
-
-def _num_places(step: StepRecord, strategy: str) -> int:
-    sizes = [slot.num_tokens for slot in step.slots]
-    return max(sizes) * len(sizes) if strategy == PADDED else sum(sizes)
-
-
-def _lay_out(run: _Run, num_slots: int) -> Timeline:
-    """Bars that are as long as their texts, beside the longest of their step; of a padded step, padding behind."""
-    spans = []
-    for number, step in enumerate(run.watch.steps):
-        longest = max(slot.num_tokens for slot in step.slots)
-        for place, slot in enumerate(step.slots):
-            request, share = int(slot.request_id), slot.num_tokens / longest
-            if run.strategy != PADDED:
-                share = 1.0
-            spans.append(Span(place, request, SpanKind.PREFILL, number, number + 1, 1, 0.0, share))
-            if share < 1:
-                spans.append(Span(place, request, SpanKind.PADDING, number, number + 1, 0, share, 1.0))
-    spans.sort(key=lambda span: (span.slot, span.first, span.begin))
-    return Timeline(run.strategy, num_slots, run.watch.begins, run.watch.ends, spans)
-
-
 def _summarise(
-    runs: Sequence[_Run], infos: list[PairInfo], workload: PairWorkload, num_slots: int, model: str
+    runs: Sequence[RerankRun], infos: list[PairInfo], workload: PairWorkload, num_slots: int, model: str
 ) -> RerankComparison:
-    found = {run.strategy: _figures(run) for run in runs}
+    found = {run.strategy: pair_figures(run) for run in runs}
     reference = "continuous" if "continuous" in found else runs[-1].strategy
     best = found[reference].pairs_per_second
     return RerankComparison(
@@ -308,7 +210,7 @@ def _summarise(
         results={
             run.strategy: RerankStrategyResult(
                 found[run.strategy],
-                _lay_out(run, num_slots),
+                lay_out_pairs(run, num_slots),
                 best / found[run.strategy].pairs_per_second,
             )
             for run in runs

@@ -41,6 +41,10 @@ class Shown(Protocol):
         """One for each strategy, in the order of the runs."""
 
     @property
+    def close_steps(self) -> int:
+        """How many steps the closer look shows."""
+
+    @property
     def legend(self) -> tuple[LegendEntry, ...]: ...
 
     @property

@@ -9,6 +9,7 @@ from typing import Any
 
 from inflight.compare.prompts import draw_prompts
 from inflight.errors import ConfigError, ParameterError
+from inflight.frontend.pooling import cannot
 from inflight.loading import LoadedEngine
 from inflight.request import SamplingParams
 
@@ -91,6 +92,8 @@ class Job:
 
 def build_jobs(workload: Workload, engine: LoadedEngine) -> list[Job]:
     """The same for the same workload and model. Every request has a seed of its own, so its tokens are fixed."""
+    if not engine.generates:
+        raise cannot("generate", engine.pooling, generates=False)
     rng = Random(workload.seed)
     asked = _real(workload, engine) if workload.lengths == "real" else _ragged(workload, engine)
     times = workload.arrival.times(workload.num_requests, workload.seed)

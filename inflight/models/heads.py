@@ -96,7 +96,9 @@ class LayeredHead:
         self.size = head_size(in_features, layers)
         self._kernels = kernels
         self._layers = [
-            _Dense(layer, kernels, dtype) if isinstance(layer, DenseLayer) else _Norm(layer, kernels, device)
+            _Dense(layer, kernels, dtype)
+            if isinstance(layer, DenseLayer)
+            else _HeadNorm(layer, kernels, device)
             for layer in layers
         ]
 
@@ -129,7 +131,7 @@ class _Dense:
         return {"weight": (into_rows(linear.load, 0), None), "bias": (into_rows(linear.load_bias, 0), 0.0)}
 
 
-class _Norm:
+class _HeadNorm:
     def __init__(self, layer: NormLayer, kernels: Kernels, device: torch.device) -> None:
         self.described = layer
         self._kernels = kernels

@@ -50,6 +50,24 @@ def test_json_is_all_that_is_printed_and_files_are_written(
     assert [path.read_bytes()[:8] for path in files] == [b"<!doctyp", b"<svg xml", b"\x89PNG\r\n\x1a\n"]
 
 
+def test_pairs_are_compared_with_the_built_in_reranker(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    page = tmp_path / "x.html"
+    arguments = ("--workload", "rerank", "--requests", "4", "--batch-size", "2", "--html", page)
+    assert run(monkeypatch, "compare", *arguments) == 0
+    text = capsys.readouterr().out
+    for words in (
+        "4 pairs in one burst, 2 slots, the built-in reranker",
+        "pairs/s",
+        "first result",
+        "padding",
+    ):
+        assert words in text
+    assert "the same score under every strategy" in " ".join(text.split())
+    assert "padding is computed" in page.read_text(encoding="utf-8")
+
+
 def test_quiet_prints_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--quiet", "--strategies", "continuous", "--lengths", "ragged", "--temperature", "0")
     assert run(monkeypatch, *SMALL, *arguments) == 0
@@ -70,6 +88,8 @@ def test_quiet_prints_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         (("--temperature", "-1"), "temperature is -1"),
         (("--html", "no/such/folder/x.html"), "a folder that exists"),
         (("--png", "."), "a folder that exists"),
+        (("--workload", "sums"), "allowed are chat and rerank"),
+        (("--workload", "rerank", "--max-tokens", "8"), "are for answers"),
     ],
 )
 def test_what_is_wrong_is_told_in_a_line(
