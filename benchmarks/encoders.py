@@ -35,7 +35,8 @@ from inflight import LLM
 
 Floats = NDArray[np.float32]
 VOCAB = 32_768  # a lookup costs the same in a larger one
-COMMON = {"vocab_size": VOCAB, "hidden_act": "gelu", "pad_token_id": 1}
+PAD = 1
+COMMON = {"vocab_size": VOCAB, "hidden_act": "gelu", "pad_token_id": PAD}
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +146,7 @@ class Padded:
         self._batches: list[tuple[list[int], Tensor, Tensor]] = []
         for first in range(0, len(order), size):
             chosen = order[first : first + size]
-            ids = torch.full((len(chosen), len(texts[chosen[0]])), COMMON["pad_token_id"])  # type: ignore[arg-type]
+            ids = torch.full((len(chosen), len(texts[chosen[0]])), PAD)
             mask = torch.zeros_like(ids)
             for row, index in enumerate(chosen):
                 ids[row, : len(texts[index])] = torch.tensor(texts[index])

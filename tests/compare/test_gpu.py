@@ -45,7 +45,7 @@ def test_readings_are_averaged(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_short_run_is_as_busy_as_its_steps_say() -> None:
     engine = FakeEngine()
-    recorder = measure._StepRecorder(origin=engine.core.clock())
+    recorder = measure.StepWatch(origin=engine.core.clock())
     engine.core.observers.append(recorder)
     engine.add(make_request([1, 2], 5))
     engine.run()
