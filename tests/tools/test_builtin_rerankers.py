@@ -18,7 +18,7 @@ import tools.rerankers
 from inflight.cli import app
 from inflight.llm import LLM
 from inflight.models.builtin import builtin_folder
-from tools.rerankers.evaluate import figures, written_lists
+from tools.rerankers.evaluate import figures, table, written_lists
 from tools.rerankers.ranked import RankedList
 
 ROOT = Path(tools.rerankers.__file__).parents[2]
@@ -121,3 +121,7 @@ def test_commands_need_no_model(tmp_path: Path) -> None:
     assert json.loads(ranked.stdout)["results"][0]["document"] == TEXTS[0]
     embedded = CliRunner().invoke(app, ["embed", "hello"], catch_exceptions=False)
     assert len(json.loads(embedded.stdout)["embedding"]) == 128
+
+
+def test_the_docs_have_the_figures_that_were_measured(evaluated: Any) -> None:
+    assert table(evaluated["sets"]) in (ROOT / "docs" / "scoring.md").read_text(encoding="utf-8")
