@@ -90,9 +90,9 @@ def test_scores_of_an_embedder_are_cosines(embedder: tuple[LLM, list[list[float]
     own = [output.prompt_token_ids for output in llm.embed(DOCUMENTS)]
     asked = llm.embed(QUERY, prompt_name="query")[0].prompt_token_ids
     assert [output.prompt_token_ids for output in outputs] == [[*asked, *ids] for ids in own]
-    with pytest.raises(RequestError, match="cannot classify: it can embed and score and rerank"):
+    with pytest.raises(RequestError, match="cannot classify: it can embed, score, rerank"):
         llm.classify("text")
-    with pytest.raises(RequestError, match="cannot generate: it can embed and score and rerank"):
+    with pytest.raises(RequestError, match="cannot generate: it can embed, score, rerank"):
         llm.generate("text")
 
 
