@@ -35,12 +35,12 @@ def score(facts: PoolingFacts, query: Any = "q", documents: Any = ("d",), **opti
 @pytest.mark.parametrize(
     ("facts", "task", "can"),
     [
-        (EMBEDDER, "classify", "embed and score and rerank"),
-        (CROSS_ENCODER, "embed", "classify and score and rerank"),
+        (EMBEDDER, "classify", "embed, score, rerank"),
+        (CROSS_ENCODER, "embed", "classify, score, rerank"),
         (replace(CROSS_ENCODER, scores=None), "score", "classify"),
         (replace(CROSS_ENCODER, size=3), "score", "classify"),
-        (RERANKER, "classify", "score and rerank"),
-        (EMBEDDER, "generate", "embed and score and rerank"),
+        (RERANKER, "classify", "score, rerank"),
+        (EMBEDDER, "generate", "embed, score, rerank"),
         (None, "embed", "generate"),
     ],
 )
