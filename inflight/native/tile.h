@@ -73,6 +73,18 @@ void pack_rows(const float* __restrict x, int64_t stride, int64_t steps, float* 
         for (int r = 0; r < Rows; ++r) to[i * width + r] = rows(r, i);
 }
 
+// Has the compiler keep a vector in its register: it would rather load it again for each use, and loads are scarcer than
+// registers.
+inline void keep(Vec& v) {
+#if defined(__x86_64__) || defined(__i386__)
+    asm("" : "+v"(v));
+#elif defined(__aarch64__)
+    asm("" : "+w"(v));
+#else
+    (void)v;
+#endif
+}
+
 // low and high [Rows] += a @ b for `steps` steps of k.
 template <int Rows, class Source, class Stored>
 __attribute__((always_inline)) inline void accumulate(const Source& a, const Stored* b, int64_t steps, Ahead ahead,
@@ -80,6 +92,8 @@ __attribute__((always_inline)) inline void accumulate(const Source& a, const Sto
     auto step = [&](int64_t k) __attribute__((always_inline)) {
         Vec w0, w1;
         load_row(b + k * kPanel, w0, w1);
+        keep(w0);
+        keep(w1);
 #pragma GCC unroll 16
         for (int r = 0; r < Rows; ++r) {
             low[r] += w0 * a(r, k);
