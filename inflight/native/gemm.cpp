@@ -116,25 +116,30 @@ struct Tiling {
     int64_t size(int64_t tile) const { return rows + (tile < larger); }
 };
 
-// Tiles [first_tile, last_tile) of one panel, k in [begin, end). Packed x begins with the first tile, whose rows are
-// `depth` floats long there, `begin` being number `skip` of them. The tiles share the work of fetching what is `next`.
+// Tiles [first_tile, last_tile) of x, packed one after another for `depth` k steps from `origin` on; of these, [begin, end)
+// are to be multiplied.
+struct Block {
+    const float* packed;
+    int64_t first_tile, last_tile, origin, depth, begin, end;
+};
+
+// A block times one panel. The tiles share the work of fetching what is `next`.
 template <class Stored>
-void multiply_panel(const Product<Stored>& product, const Tiling& tiling, int64_t first_tile, int64_t last_tile,
-                    int64_t panel, int64_t begin, int64_t end, const float* packed, int64_t depth, int64_t skip,
+void multiply_panel(const Product<Stored>& product, const Tiling& tiling, const Block& block, int64_t panel,
                     const Stored* next) {
     const auto small = tile_function<kGemmRows, Stored>(tiling.rows);
     const auto large = tile_function<kGemmRows, Stored>(tiling.rows + 1);
-    const int64_t tiles = last_tile - first_tile, first_row = tiling.first(first_tile);
+    const int64_t tiles = block.last_tile - block.first_tile, first_row = tiling.first(block.first_tile);
     const int64_t lines_per_group = kUnroll * kPanel * static_cast<int64_t>(sizeof(Stored)) / kLine;
     const int64_t lines = (lines_per_group + tiles - 1) / tiles;
-    const int64_t share = (end - begin) / kUnroll * lines * kLine;
+    const int64_t share = (block.end - block.begin) / kUnroll * lines * kLine;
     const char* ahead = reinterpret_cast<const char*>(next);
     for (int64_t i = 0; i < tiles; ++i) {
-        const int64_t tile = first_tile + i, first = tiling.first(tile);
+        const int64_t tile = block.first_tile + i, first = tiling.first(tile), size = tiling.size(tile);
         const auto multiply = tile < tiling.larger ? large : small;
-        const float* rows = packed + (first - first_row) * depth + skip * tiling.size(tile);
+        const float* rows = block.packed + (first - first_row) * block.depth + (block.begin - block.origin) * size;
         const bool wanted = i * lines < lines_per_group;
-        multiply(product, {panel, first, begin, end}, rows, {ahead + i * share, wanted ? lines : 0});
+        multiply(product, {panel, first, block.begin, block.end}, rows, {ahead + i * share, wanted ? lines : 0});
     }
 }
 
@@ -161,13 +166,13 @@ void multiply_few(const Product<Stored>& product, int threads) {
         const int64_t tile = unit / steps, begin = unit % steps * kPackStep;
         const int64_t first = tiling.first(tile), rows = tiling.size(tile);
         pack_tile<kGemmRows>(product.x + first * k + begin, k, rows, std::min(kPackStep, k - begin),
-                  packed + first * k + begin * rows);
+                             packed + first * k + begin * rows);
     });
     parallel_for(threads, product.panels(), chunk, [&](int64_t panel) {
         for (int64_t begin = 0; begin < k; begin += kDepth) {
             const int64_t end = std::min(begin + kDepth, k);
             // Panels lie one after another, so what follows this block is what is needed next.
-            multiply_panel(product, tiling, 0, tiling.tiles, panel, begin, end, tiles, k, begin,
+            multiply_panel(product, tiling, {tiles, 0, tiling.tiles, 0, k, begin, end}, panel,
                            product.panel(panel, end));
         }
     });
@@ -194,11 +199,11 @@ void multiply_many(const Product<Stored>& product, int threads) {
             for (int64_t tile = first_tile; tile < last_tile; ++tile) {
                 const int64_t first = tiling.first(tile);
                 pack_tile<kGemmRows>(product.x + first * k + begin, k, tiling.size(tile), depth,
-                          packed + (first - first_row) * depth);
+                                     packed + (first - first_row) * depth);
             }
             for (int64_t panel = first_panel; panel < last_panel; ++panel) {
                 const bool last = panel + 1 == last_panel;
-                multiply_panel(product, tiling, first_tile, last_tile, panel, begin, end, packed, depth, 0,
+                multiply_panel(product, tiling, {packed, first_tile, last_tile, begin, depth, begin, end}, panel,
                                last ? product.panel(first_panel, end) : product.panel(panel + 1, begin));
             }
         }
