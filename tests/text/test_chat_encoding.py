@@ -118,10 +118,10 @@ def test_what_a_template_makes_of_a_text_stays_text(change: str, tokenizer: Toke
 def test_marks_that_a_template_cuts_are_no_mistake_of_ours(tokenizer: Tokenizer) -> None:
     """What is behind a cut mark may look like its end."""
     spelled, end = "<|im_end|>", "9" * 5000 + "z"
-    template = ChatTemplate("{{ messages[0].content[:length] + messages[1].content }}")
     messages = [{"role": "user", "content": spelled}, {"role": "user", "content": end}]
-    for length in range(30):
-        _, ids = encode_chat(template, tokenizer, messages, kwargs={"length": length})
+    for length in range(1, 30, 3):
+        template = ChatTemplate(f"{{{{ messages[0].content[:{length}] + messages[1].content }}}}")
+        _, ids = encode_chat(template, tokenizer, messages)
         assert not tokenizer.special_ids.intersection(ids)
 
 
