@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from inflight import __version__
+from inflight.engine import ModelFacts
 from inflight.pooling import Task
 from inflight.server.state import ServerState
 
@@ -19,8 +20,6 @@ def address_of(state: ServerState, sockname: Any) -> str:
 def summary(state: ServerState, sockname: Any) -> str:
     facts, options = state.client.facts, state.options
     url = address_of(state, sockname)
-    num_tokens = facts.num_blocks * facts.block_size
-    fits = facts.num_full_requests
     key = " -H 'Authorization: Bearer KEY'" if state.keys.required else ""
     rows = (
         ("model", f"{', '.join(state.names)} ({facts.dtype}, context {facts.max_model_len:,})"),
@@ -28,17 +27,36 @@ def summary(state: ServerState, sockname: Any) -> str:
             "device",
             f"{facts.device}, engine in {'this process' if options.in_process else 'its own process'}",
         ),
-        ("KV memory", f"{facts.num_blocks:,} blocks of {facts.block_size} = {num_tokens:,} tokens"),
-        ("fits", f"{fits:,} requests of full length at once, {facts.max_num_seqs:,} at most"),
+        *_room(facts),
         ("policy", f"{options.policy}, queue of {options.max_queue:,}"),
         ("keys", "needed" if state.keys.required else "not needed"),
         ("can", ", ".join(state.tasks)),
-        ("look", f"{url}/ to chat, {url}/metrics, {url}/health"),
+        (
+            "look",
+            ", ".join([*([f"{url}/ to chat"] if facts.generates else []), f"{url}/metrics", f"{url}/health"]),
+        ),
     )
     lines = [f"inflight {__version__}", *(f"  {name:<10} {text}" for name, text in rows), "", "  try"]
     for route, body in (example for task, example in _EXAMPLES if task in state.tasks):
         lines.append(f"    curl -N {url}{route}{key} -H 'Content-Type: application/json' -d '{body}'")
     return "\n".join([*lines, ""])
+
+
+def _room(facts: ModelFacts) -> list[tuple[str, str]]:
+    """What fits at once: into the KV memory or, of an encoder, which keeps none, into a step."""
+    if facts.pooling is not None and not facts.pooling.splittable:
+        return [
+            (
+                "fits",
+                f"{facts.max_num_batched_tokens:,} tokens of up to {facts.max_num_seqs:,} texts per step",
+            )
+        ]
+    num_tokens = facts.num_blocks * facts.block_size
+    fits = facts.num_full_requests
+    return [
+        ("KV memory", f"{facts.num_blocks:,} blocks of {facts.block_size} = {num_tokens:,} tokens"),
+        ("fits", f"{fits:,} requests of full length at once, {facts.max_num_seqs:,} at most"),
+    ]
 
 
 _EXAMPLES: tuple[tuple[Task, tuple[str, str]], ...] = (
