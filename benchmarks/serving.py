@@ -79,7 +79,7 @@ def running(model: str | None, flags: list[str]) -> Iterator[tuple[ServerAddress
 def _when_ready(server: subprocess.Popen[bytes], log: Any) -> ServerAddress:
     while server.poll() is None:
         log.seek(0)
-        if found := re.search(r"(https?://\S+)/ to chat", log.read()):
+        if found := re.search(r"(https?://\S+)/metrics", log.read()):
             return ServerAddress.parse(found[1], None)
         time.sleep(0.05)
     log.seek(0)

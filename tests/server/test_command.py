@@ -54,7 +54,7 @@ def serving(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], httpx.Clie
     """A server that is ready, a client, and what it said."""
     with started(*arguments) as process:
         said = read_until_ready(process)
-        url = re.findall(r"look +(\S+)/ to chat", said)[0]
+        url = re.findall(r"(https?://\S+)/metrics", said)[0]
         with httpx.Client(base_url=url, timeout=60) as http:
             yield process, http, said
 

@@ -1,0 +1,43 @@
+"""The built-in reranker and embedder over HTTP: a real encoder in an engine process of its own."""
+
+from __future__ import annotations
+
+import pytest
+
+from inflight import LLM
+from inflight.models.builtin import builtin_folder
+from tests.server.test_command import serving
+
+QUERY = "why does it rain?"
+DOCUMENTS = [
+    "Bread is baked in an oven.",
+    "It rains when clouds cool and their water falls.",
+    "Two and two are four.",
+]
+
+
+def test_a_ranking_is_that_of_the_library() -> None:
+    folder = str(builtin_folder("reranker"))
+    with LLM(folder, show_progress=False) as llm:
+        expected = llm.rerank(QUERY, DOCUMENTS, use_tqdm=False)
+    with serving(folder) as (_, http, said):
+        assert "can        classify, score, rerank" in said
+        assert "KV memory" not in said
+        answer = http.post("/v1/rerank", json={"query": QUERY, "documents": DOCUMENTS}).json()
+    assert [item["index"] for item in answer["results"]] == [item.index for item in expected]
+    scores = [item["relevance_score"] for item in answer["results"]]
+    assert scores == [item.relevance_score for item in expected]
+    assert answer["scale"] == "sigmoid"
+
+
+def test_embeddings_are_those_of_the_library() -> None:
+    folder = str(builtin_folder("embedder"))
+    with LLM(folder, show_progress=False) as llm:
+        expected = [output.outputs.embedding for output in llm.embed(DOCUMENTS, use_tqdm=False)]
+    with serving(folder) as (_, http, _):
+        answer = http.post("/v1/embeddings", json={"input": DOCUMENTS}).json()
+        refused = http.post("/v1/completions", json={"prompt": "Hello"})
+    for item, vector in zip(answer["data"], expected, strict=True):
+        assert item["embedding"] == pytest.approx(vector, abs=1e-7)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["code"] == "unsupported_task"
