@@ -1,0 +1,36 @@
+"""DeepSeek V3, R1 and V3.1, whose special tokens are written with a wide bar and a low block.
+
+V3 and R1 write `function<sep>name` and the arguments in a fence, V3.1 `name<sep>` and the arguments.
+"""
+
+from __future__ import annotations
+
+import re
+
+from inflight.agents.sections import CallHeader, CallSections
+from inflight.agents.source import Markers, Reading, Source
+from inflight.agents.tool_format import ToolFormat
+
+_SECTION = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+_CALL = ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
+_SEPARATOR = "<｜tool▁sep｜>"
+_HEADER_ENDS = Markers(_SEPARATOR, _CALL[1], _SECTION[1])
+_NAME = re.compile(r"[^\n`{<]*")
+
+
+def _header(source: Source) -> Reading[CallHeader | None]:
+    name, ending = yield from source.text_until(_HEADER_ENDS)
+    if ending != _SEPARATOR:
+        return None
+    yield from source.skip_space()
+    if name.strip() == "function" and (yield from source.peek()) != "{":
+        name = yield from source.take_while(_NAME)
+        yield from source.skip_space()
+        yield from source.accept("```json")
+        yield from source.skip_space()
+    return CallHeader(name.strip())
+
+
+DEEPSEEK_V3 = ToolFormat(
+    CallSections(_SECTION, _CALL, _header, fence="```").read, (*_SECTION, *_CALL, _SEPARATOR)
+)

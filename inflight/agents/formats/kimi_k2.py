@@ -1,0 +1,32 @@
+"""Kimi K2. A call is named by its id, `functions.name:number`, which the model must get back with the result."""
+
+from __future__ import annotations
+
+import re
+
+from inflight.agents.sections import CallHeader, CallSections
+from inflight.agents.source import Markers, Reading, Source
+from inflight.agents.tool_format import ToolFormat
+
+_SECTION = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
+_CALL = ("<|tool_call_begin|>", "<|tool_call_end|>")
+_ARGUMENTS = "<|tool_call_argument_begin|>"
+_HEADER_ENDS = Markers(_ARGUMENTS, _CALL[1], _SECTION[1])
+_NUMBER = re.compile(r":\d+$")
+
+
+def _header(source: Source) -> Reading[CallHeader | None]:
+    text, ending = yield from source.text_until(_HEADER_ENDS)
+    if ending != _ARGUMENTS:
+        return None
+    yield from source.skip_space()
+    call_id = text.strip()
+    return CallHeader(_NUMBER.sub("", call_id).removeprefix("functions."), call_id)
+
+
+# It thinks, too, and goes over to a call without ending its thoughts.
+KIMI_K2 = ToolFormat(
+    CallSections(_SECTION, _CALL, _header).read,
+    (*_SECTION, *_CALL, _ARGUMENTS),
+    ends_reasoning=(_SECTION[0],),
+)

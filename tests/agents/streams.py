@@ -1,0 +1,48 @@
+"""Outputs in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain, pairwise
+
+from inflight.agents import (
+    ArgumentsDelta,
+    ContentDelta,
+    MessageParser,
+    ParserEvent,
+    ReasoningDelta,
+    ToolCallBegun,
+    ToolCallEnded,
+)
+from inflight.agents.events import joined
+
+
+def pieces(text: str, cuts: Iterable[int]) -> list[str]:
+    places = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
+    return [text[start:end] for start, end in pairwise(places)]
+
+
+def streamed(parser: MessageParser, deltas: Iterable[str]) -> list[ParserEvent]:
+    """All events, with those in a row that say one thing as one: so they do not depend on the cuts."""
+    return joined(chain(*map(parser.feed, deltas), parser.finish()))
+
+
+def check_sane(events: Iterable[ParserEvent]) -> None:
+    """Calls are numbered from 0, do not overlap, and end; no event is empty."""
+    next_index, open_call = 0, False
+    for event in events:
+        match event:
+            case ToolCallBegun(index, name):
+                assert (index, open_call) == (next_index, False)
+                assert name
+                next_index, open_call = next_index + 1, True
+            case ArgumentsDelta(index, text):
+                assert (index, open_call) == (next_index - 1, True)
+                assert text
+            case ToolCallEnded(index):
+                assert (index, open_call) == (next_index - 1, True)
+                open_call = False
+            case ContentDelta(text) | ReasoningDelta(text):
+                assert not open_call
+                assert text
+    assert not open_call

@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from inflight.agents import (
+    ArgumentsDelta,
+    ContentDelta,
+    MessageParser,
+    ParsedMessage,
+    ReasoningDelta,
+    ToolCallBegun,
+    ToolCallEnded,
+)
+from inflight.agents.json_calls import MAX_HELD
+from inflight.agents.source import MAX_TRIMMED
+from inflight.errors import ConfigError
+from inflight.text import IncrementalDetokenizer, Tokenizer
+
+from ..text.samples import byte_level_backend
+from .outputs import TOOLS
+
+
+def test_events_come_as_soon_as_they_are_certain() -> None:
+    parser = MessageParser("hermes", "think", tools=TOOLS)
+    steps = [
+        ("<think", []),
+        (">\nHm", [ReasoningDelta("Hm")]),
+        (" <", []),
+        ("3 </thi", [ReasoningDelta(" <3")]),
+        ("nk>\n\n", []),
+        ("Let me", [ContentDelta("Let me")]),
+        (" look.\n", [ContentDelta(" look.")]),
+        ("<tool_call>\n", []),
+        ('{"name": "get_weather", "arguments"', []),
+        (": ", []),
+        ('{"ci', [ToolCallBegun(0, "get_weather"), ArgumentsDelta(0, '{"ci')]),
+        ('ty": "P}', [ArgumentsDelta(0, 'ty": "P}')]),
+        ('"}', [ArgumentsDelta(0, '"}'), ToolCallEnded(0, True)]),
+        ("}\n</tool_call>\n", []),
+        ("So", [ContentDelta("\nSo")]),
+    ]
+    for text, events in steps:
+        assert parser.feed(text) == events, text
+    assert parser.finish() == []
+
+
+def test_strings_between_tags_stream_too() -> None:
+    parser = MessageParser("qwen3_coder", None, tools=TOOLS)
+    parser.feed("<tool_call>\n<function=get_weather>\n<parameter=city>")
+    assert parser.feed("\nNew ") == [ArgumentsDelta(0, '{"city": "New ')]
+    assert parser.feed('"York"\n') == [ArgumentsDelta(0, '\\"York\\"')]
+    assert parser.feed("City") == [ArgumentsDelta(0, "\\nCity")]
+    assert parser.feed("\n</parameter>\n</function>") == [
+        ArgumentsDelta(0, '"}'),
+        ToolCallEnded(0, True),
+    ]
+
+
+def test_after_the_end_there_is_nothing() -> None:
+    parser = MessageParser("hermes", None)
+    assert parser.feed("a <tool") == [ContentDelta("a")]
+    assert parser.finish() == [ContentDelta(" <tool")]
+    assert parser.finish() == []
+    assert parser.feed("more") == []
+
+
+def test_reasoning_comes_first_or_not_at_all() -> None:
+    text = "Write <think>this</think>."
+    assert MessageParser(None, "think").parse(text) == ParsedMessage(content=text)
+    assert MessageParser(None, "think").parse("\n<think>\na\n") == ParsedMessage(reasoning="a\n")
+    opened = MessageParser(None, "think", prompt="<|im_start|>assistant\n<think>\n")
+    assert opened.parse("<think>a</think><think>") == ParsedMessage("<think>", "a")
+    closed = MessageParser(None, "think", prompt="<think>\n\n</think>\n\n")
+    assert closed.parse("a</think>") == ParsedMessage("a</think>")
+
+
+def test_channels_without_tools_have_no_calls() -> None:
+    text = "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>commentary to=functions.f<|message|>{}"
+    assert MessageParser(None, "harmony").parse(text) == ParsedMessage("{}", "a")
+
+
+def test_names_that_there_are_not() -> None:
+    with pytest.raises(ConfigError, match="unknown tool call parser 'herms': choose one of hermes, "):
+        MessageParser("herms", None)
+    with pytest.raises(ConfigError, match="unknown reasoning parser 'thonk': choose one of think, "):
+        MessageParser(None, "thonk")
+
+
+def test_no_more_than_a_bound_is_held_back() -> None:
+    parser = MessageParser("hermes", None)
+    parser.feed('<tool_call>{"name": "')
+    assert parser.feed("x" * (MAX_HELD - 12)) == []
+    [event] = parser.feed("x" * 2)
+    assert isinstance(event, ContentDelta)
+    spaces = MessageParser("hermes", None).feed(" " * 1000)
+    assert spaces == [ContentDelta(" " * (1000 - MAX_TRIMMED))]
+
+
+SPECIAL = ["[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    backend = byte_level_backend()
+    backend.add_special_tokens(SPECIAL)
+    return Tokenizer(backend)
+
+
+def fed(tokenizer: Tokenizer, deltas: list[list[int]]) -> ParsedMessage:
+    parser = MessageParser("mistral", None, tokenizer=tokenizer)
+    assert parser.marker_ids == {tokenizer.token_id("[TOOL_CALLS]"), tokenizer.token_id("[ARGS]")}
+    detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=False)
+    message = ParsedMessage()
+    for delta in deltas:
+        for run in parser.runs(delta):
+            message.add(parser.feed(detokenizer.push(run), run))
+    message.add(parser.feed(detokenizer.flush()))
+    message.add(parser.finish())
+    return message
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    parts=st.lists(st.sampled_from(["[TOOL_CALLS]", 'f[ARGS]{"a": 1}', " said 🙂 ", "[TOOL"]), max_size=5),
+    cuts=st.lists(st.integers(0, 60), max_size=5),
+)
+@example(parts=["[TOOL_CALLS]", 'f[ARGS]{"a": 1}'], cuts=[])
+def test_a_special_token_counts_and_its_spelling_does_not(
+    tokenizer: Tokenizer, parts: list[str], cuts: list[int]
+) -> None:
+    spelled = "".join(parts)
+    ids = tokenizer.encode(spelled, parse_special=False)
+    ids += tokenizer.encode('[TOOL_CALLS]f[ARGS]{"a": ') + tokenizer.encode('"[ARGS]"', parse_special=False)
+    ids += tokenizer.encode("}")
+    places = sorted({0, len(ids), *(cut for cut in cuts if cut < len(ids))})
+    message = fed(tokenizer, [ids[start:end] for start, end in pairwise(places)])
+    assert message.content == spelled.rstrip()
+    assert [(call.name, call.arguments) for call in message.tool_calls] == [("f", '{"a": "[ARGS]"}')]
+
+
+def test_a_special_token_that_the_prompt_has_ended_with(tokenizer: Tokenizer) -> None:
+    backend = byte_level_backend()
+    backend.add_special_tokens(["[THINK]", "[/THINK]"])
+    tokenizer = Tokenizer(backend)
+    parser = MessageParser(None, "mistral", tokenizer=tokenizer, prompt="[/INST][THINK]")
+    end = tokenizer.token_id("[/THINK]")
+    assert end is not None
+    message = ParsedMessage()
+    for text, ids in (("a [/THINK]", []), ("[/THINK]", [end]), ("b", [])):
+        message.add(parser.feed(text, ids))
+    assert message == ParsedMessage("b", "a [/THINK]")

@@ -1,0 +1,94 @@
+"""Values that are not written as JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inflight.agents.python_literals import literal_json
+from inflight.agents.typed_values import types_of, value_json
+
+TEXTS = st.text(max_size=6)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(VALUES)
+def test_what_python_prints_is_read_back(value: Any) -> None:
+    found = literal_json(repr(value))
+    assert found is not None
+    assert json.loads(found) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("(1, 2,)", "[1, 2]"),
+        ("'\\x41\\u00e9\\q\\\\'", '"Aé\\\\q\\\\"'),
+        ("true", "true"),
+        ("'\\ud800'", '"\\ud800"'),
+        ("x + 1", None),
+        ("f()", None),
+        ("nan", None),
+        ("1e", None),
+        ("{1: 2}", None),
+        ("'", None),
+        ("", None),
+        ("[" * 100_000, None),
+        ("9" * 5000, None),
+    ],
+)
+def test_literals(text: str, said: str | None) -> None:
+    assert literal_json(text) == said
+
+
+@pytest.mark.parametrize(
+    ("text", "types", "said"),
+    [
+        ("12", ["integer"], "12"),
+        (" 12\n", ["number"], "12"),
+        ("12", ["string"], '"12"'),
+        ("12", [], "12"),
+        ("twelve", ["integer"], '"twelve"'),
+        ("1.5", ["integer"], '"1.5"'),
+        ("True", ["boolean"], "true"),
+        ("TRUE", ["boolean"], "true"),
+        ("None", ["string", "null"], "null"),
+        ("none of it", ["string", "null"], '"none of it"'),
+        ('{"a": 1}', ["object"], '{"a": 1}'),
+        ("['a']", ["array"], '["a"]'),
+        ("NaN", ["number"], '"NaN"'),
+        ('"a"', [], '"\\"a\\""'),
+        ("", [], '""'),
+    ],
+)
+def test_bare_values(text: str, types: list[str], said: str) -> None:
+    assert value_json(text, frozenset(types)) == said
+
+
+@pytest.mark.parametrize(
+    ("schema", "types"),
+    [
+        ({"type": "string"}, {"string"}),
+        ({"type": ["string", "null", 3]}, {"string", "null"}),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, {"integer", "null"}),
+        ({"oneOf": [{"type": "integer"}, {"$ref": "#/$defs/a"}]}, set()),
+        ({"enum": ["a", "b"]}, {"string"}),
+        ({"const": None}, {"null"}),
+        ({"enum": [1, True, 0.5, {}]}, {"integer", "boolean", "number", "object"}),
+        ({}, set()),
+        (True, set()),
+        (None, set()),
+        ({"type": 3, "anyOf": 3, "enum": 3}, set()),
+    ],
+)
+def test_the_types_of_a_schema(schema: object, types: set[str]) -> None:
+    assert types_of(schema) == types
