@@ -1,5 +1,6 @@
 """Tool calls and reasoning in what a model writes. Text and token ids in, events out; no server here."""
 
+from inflight.agents.detect import detect_reasoning_format, detect_tool_format
 from inflight.agents.events import (
     ArgumentsDelta,
     CalledFunction,
@@ -26,4 +27,6 @@ __all__ = [
     "ReasoningDelta",
     "ToolCallBegun",
     "ToolCallEnded",
+    "detect_reasoning_format",
+    "detect_tool_format",
 ]

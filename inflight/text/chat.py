@@ -100,6 +100,10 @@ class ChatTemplate:
         """Whether it may make one text of two."""
         return any(_JOINING.search(source) for source in self._sources.values())
 
+    def mentions(self, text: str) -> bool:
+        """Whether a template spells this."""
+        return any(text in source for source in self._sources.values())
+
     def close(self) -> None:
         """End the worker processes now rather than with the program."""
         self._renderer.close()

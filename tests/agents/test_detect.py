@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+
+from inflight.agents import detect_reasoning_format, detect_tool_format
+from inflight.text import ChatTemplate, Tokenizer
+from inflight.text.render import Renderer
+
+from ..text.samples import byte_level_backend
+from ..text.templates import CHATML
+from .templates import KNOWN
+
+SPECIALS = {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+@pytest.fixture(scope="module")
+def renderer() -> Iterator[Renderer]:
+    """One worker for all templates."""
+    made = Renderer()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def template(renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> partial[ChatTemplate]:
+    monkeypatch.setattr("inflight.text.chat.Renderer", lambda _: renderer)
+    return partial(ChatTemplate, special_tokens=SPECIALS)
+
+
+@pytest.mark.parametrize("name", list(KNOWN))
+def test_a_template_tells_its_formats(name: str, template: partial[ChatTemplate]) -> None:
+    source, tool_format, reasoning_format = KNOWN[name]
+    assert detect_reasoning_format(template(source)) == reasoning_format
+    assert detect_tool_format(template(source), reasoning_format) == tool_format
+
+
+def test_without_a_template_nothing_is_told(template: partial[ChatTemplate]) -> None:
+    assert detect_tool_format(template(None)) is None
+    assert detect_reasoning_format(template(None)) is None
+
+
+def test_the_template_for_tools_is_the_one_that_counts(template: partial[ChatTemplate]) -> None:
+    both = template({"default": CHATML, "tool_use": KNOWN["qwen3"][0]})
+    assert detect_tool_format(both) == "hermes"
+
+
+def test_the_vocabulary_tells_of_reasoning_where_the_template_does_not(
+    template: partial[ChatTemplate],
+) -> None:
+    backend = byte_level_backend()
+    backend.add_tokens(["<think>"])
+    assert detect_reasoning_format(template(CHATML), Tokenizer(backend)) is None
+    backend.add_tokens(["</think>"])
+    assert detect_reasoning_format(template(CHATML), Tokenizer(backend)) == "think"
