@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from inflight.outputs import CompletionOutput, RequestOutput
     from inflight.request import SamplingParams
     from inflight.scheduling.policy import Policy
+    from inflight.structured_outputs import StructuredOutputs
 
 __version__ = "0.1.0"
 
@@ -24,6 +25,7 @@ _EXPORTS = {
     "Policy": "inflight.scheduling.policy",
     "RequestOutput": "inflight.outputs",
     "SamplingParams": "inflight.request",
+    "StructuredOutputs": "inflight.structured_outputs",
 }
 
 __all__ = [
@@ -34,6 +36,7 @@ __all__ = [
     "Policy",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputs",
     "__version__",
 ]
 

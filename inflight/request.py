@@ -13,6 +13,8 @@ from typing import Any
 
 from inflight.errors import ParameterError, RequestError, shown
 from inflight.events import PositionLogprobs, RequestRecord
+from inflight.structured_outputs import KINDS, StructuredOutputs
+from inflight.structured_outputs import PARAM as STRUCTURED_OUTPUTS
 
 MAX_N = 128
 MAX_LOGPROBS = 100
@@ -69,6 +71,16 @@ def _within(
         raise ParameterError(f"{what or name} is {value!r}: it must be in {allowed}", param=name)
 
 
+def _structured(given: Mapping[str, Any]) -> StructuredOutputs:
+    unknown = sorted(set(map(str, given)) - set(KINDS))
+    if unknown:
+        raise ParameterError(
+            f"structured_outputs has {', '.join(unknown)}: allowed are {', '.join(KINDS)}",
+            param=STRUCTURED_OUTPUTS,
+        )
+    return StructuredOutputs(**given)
+
+
 def _in_bias_range(token_id: int, value: float) -> bool:
     return token_id >= 0 and -100 <= value <= 100
 
@@ -103,6 +115,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
+    structured_outputs: StructuredOutputs | None = None  # what the text must look like
 
     def __post_init__(self) -> None:
         _integer("n", self.n, 1, MAX_N)
@@ -132,6 +145,13 @@ class SamplingParams:
                 _integer(name, value, 0, MAX_LOGPROBS)
         self._normalise_stops()
         self._normalise_ids()
+        if isinstance(self.structured_outputs, Mapping):
+            object.__setattr__(self, STRUCTURED_OUTPUTS, _structured(self.structured_outputs))
+        elif not isinstance(self.structured_outputs, StructuredOutputs | None):
+            raise ParameterError(
+                f"structured_outputs is {shown(self.structured_outputs)}: it must be StructuredOutputs",
+                param=STRUCTURED_OUTPUTS,
+            )
 
     def _normalise_stops(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else _items("stop", self.stop, "strings")

@@ -20,6 +20,7 @@ EXPORTS = {
     "Policy": "class",
     "RequestOutput": "class",
     "SamplingParams": "class",
+    "StructuredOutputs": "class",
     "__version__": "str",
 }
 

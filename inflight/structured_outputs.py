@@ -1,0 +1,98 @@
+"""What the text of an answer must look like: a user's wish, checked as far as that needs no model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from inflight.errors import ParameterError, shown
+
+MAX_CONSTRAINT_LENGTH = 1 << 17  # characters
+MAX_CHOICES = 4096
+PARAM = "structured_outputs"
+KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutputs:
+    """Exactly one of these is given; the answer's text will match it from its first character to its last."""
+
+    json: str | bool | Mapping[str, Any] | None = None  # a JSON schema
+    regex: str | None = None
+    choice: Sequence[str] | None = None  # one of these texts
+    grammar: str | None = None  # in Lark's syntax or GBNF's
+    json_object: bool | None = None  # any JSON object
+    structural_tag: str | Mapping[str, Any] | None = None  # {"structures": [...], "triggers": [...]}
+
+    def __post_init__(self) -> None:
+        if self.json_object is False:  # as if it were not there
+            object.__setattr__(self, "json_object", None)
+        given = [name for name in KINDS if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise _error(
+                f"{PARAM} has {', '.join(given) or 'nothing'}: give exactly one of {', '.join(KINDS)}"
+            )
+        if self.json_object not in (None, True):
+            raise _error(f"{PARAM}.json_object is {shown(self.json_object)}: it must be true or false")
+        for name in ("regex", "grammar"):
+            text = getattr(self, name)
+            if text is not None and (not isinstance(text, str) or not text):
+                raise _error(f"{PARAM}.{name} is {shown(text)}: it must be a text that is not empty")
+        self._normalise_choice()
+        for name in ("json", "structural_tag"):
+            self._normalise_json(name)
+        size = len(self.text)
+        if size > MAX_CONSTRAINT_LENGTH:
+            raise _error(
+                f"{PARAM}.{self.kind} has {size} characters: at most {MAX_CONSTRAINT_LENGTH} are allowed"
+            )
+        if not self.text.isascii():
+            try:
+                self.text.encode()
+            except UnicodeEncodeError:
+                raise _error(f"{PARAM}.{self.kind} has a lone surrogate: it must be valid Unicode") from None
+
+    def _normalise_choice(self) -> None:
+        if self.choice is None:
+            return
+        if isinstance(self.choice, str | bytes | Mapping) or not isinstance(self.choice, Sequence):
+            raise _error(f"{PARAM}.choice is {shown(self.choice)}: it must be a list of texts")
+        if not 0 < len(self.choice) <= MAX_CHOICES:
+            raise _error(f"{PARAM}.choice has {len(self.choice)} texts: it must have 1 to {MAX_CHOICES}")
+        for text in self.choice:
+            if not isinstance(text, str) or not text:
+                raise _error(
+                    f"{PARAM}.choice has {shown(text)}: it must be a list of texts, none of them empty"
+                )
+        object.__setattr__(self, "choice", tuple(self.choice))
+
+    def _normalise_json(self, name: str) -> None:
+        """As text, which can travel and be compared."""
+        given = getattr(self, name)
+        if given is None or isinstance(given, str):
+            return
+        if not isinstance(given, bool | Mapping) or (name != "json" and isinstance(given, bool)):
+            raise _error(f"{PARAM}.{name} is {shown(given)}: it must be an object, or one as JSON text")
+        try:
+            text = json.dumps(given if isinstance(given, bool) else dict(given), allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise _error(f"{PARAM}.{name} is not JSON data: {error}") from None
+        object.__setattr__(self, name, text)
+
+    @property
+    def kind(self) -> str:
+        return next(name for name in KINDS if getattr(self, name) is not None)
+
+    @property
+    def text(self) -> str:
+        """All that is asked for beside the kind: together they are the key under which what is compiled is kept."""
+        if self.choice is not None:
+            return json.dumps(self.choice, ensure_ascii=False)
+        given = getattr(self, self.kind)
+        return given if isinstance(given, str) else ""
+
+
+def _error(message: str) -> ParameterError:
+    return ParameterError(message, param=PARAM)
