@@ -1,0 +1,12 @@
+"""Constrained generation: from what a user asks for to the tokens that may come next.
+
+    StructuredOutputs ── grammars.py ──► Lark ── compiler.py ──► Grammar ── Matcher: one for each request
+
+The grammar engine is llguidance, which is imported when the first constraint is compiled.
+"""
+
+from inflight.constraints.compiler import Grammar, GrammarCompiler
+from inflight.constraints.matcher import MaskFiller, Matcher
+from inflight.constraints.vocabulary import Vocabulary
+
+__all__ = ["Grammar", "GrammarCompiler", "MaskFiller", "Matcher", "Vocabulary"]

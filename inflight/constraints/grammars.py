@@ -1,0 +1,121 @@
+"""From what a user asks for to one grammar in llguidance's Lark."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection
+from typing import Any
+
+from inflight.constraints.schema import check_schema, read_schema
+from inflight.errors import ParameterError
+from inflight.structured_outputs import PARAM, StructuredOutputs
+
+# Any token that fits may come, rather than the one way in which a tokenizer would spell what must follow: models know
+# best how they spell, and nothing need be tokenized to compute a mask.
+_OPTIONS = '%llguidance {"no_forcing": true}\n'
+# As much as it takes to write JSON over several lines. Some models would never stop to indent.
+_WHITESPACE = r"[\x20\x09]{1,2}|\x0D?\x0A[\x20\x09]{0,40}"
+_JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": _WHITESPACE, "lenient": False}
+_TAG_KEYS = {"begin", "schema", "end"}
+
+
+def lark_grammar(asked: StructuredOutputs, special_tokens: Collection[str]) -> str:
+    """Raises ParameterError where it is no grammar at all; most mistakes are found when it is compiled."""
+    makers: dict[str, Callable[[str], str]] = {
+        "json": lambda text: f"start: {_json(read_schema(text))}",
+        "json_object": lambda _: f"start: {_json({'type': 'object'})}",
+        "regex": lambda text: f"start: {_regex(text)}",
+        "choice": lambda text: "start: " + " | ".join(map(_literal, json.loads(text))),
+        "grammar": _user_grammar,
+        "structural_tag": lambda text: _structural_tag(text, special_tokens),
+    }
+    return f"{makers[asked.kind](asked.text)}\n{_OPTIONS}"
+
+
+def _json(schema: Any) -> str:
+    if isinstance(schema, dict):
+        schema = {"x-guidance": _JSON_OPTIONS, **schema}
+    elif schema:
+        schema = {"x-guidance": _JSON_OPTIONS}
+    return "%json " + json.dumps(schema)
+
+
+def _regex(text: str) -> str:
+    from llguidance import regex_to_lark
+
+    return f"/{regex_to_lark(text, '')}/"
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _user_grammar(text: str) -> str:
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        return any_to_lark(text)
+    except (Exception, RecursionError) as error:  # the package raises bare ones
+        reason = " ".join(str(error).split())[:300]
+        raise ParameterError(f"{PARAM}.grammar is neither Lark nor GBNF: {reason}", param=PARAM) from None
+
+
+def _structural_tag(text: str, special_tokens: Collection[str]) -> str:
+    """Free text in which whatever begins with a trigger goes on as one of the structures."""
+    try:
+        tags = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ParameterError(f"{PARAM}.structural_tag is no JSON: {error}", param=PARAM) from None
+    structures, triggers = (
+        (tags.get("structures"), tags.get("triggers")) if isinstance(tags, dict) else (None, None)
+    )
+    if not _are_structures(structures) or not _are_texts(triggers):
+        raise ParameterError(
+            f'{PARAM}.structural_tag must be {{"structures": [{{"begin", "schema", "end"}}, ...], '
+            '"triggers": [text, ...]}',
+            param=PARAM,
+        )
+    rules = [
+        f"start: ({' | '.join(f'tag_{i}' for i in range(len(triggers)))})* rest",
+        "rest: TEXT",
+        r"TEXT: /(.|\n)*/",
+    ]
+    ways: list[list[str]] = [[] for _ in triggers]
+    for structure in structures:
+        begin = structure["begin"]
+        index = next((i for i, trigger in enumerate(triggers) if begin.startswith(trigger)), None)
+        if index is None:
+            raise ParameterError(
+                f"{PARAM}.structural_tag: no trigger begins the structure {begin!r}", param=PARAM
+            )
+        check_schema(structure["schema"], "structural_tag")
+        parts = (begin[len(triggers[index]) :], structure["end"])
+        before, after = (_literal(part) if part else "" for part in parts)
+        ways[index].append(f"{before} {_json(structure['schema'])} {after}")
+    for index, (trigger, bodies) in enumerate(zip(triggers, ways, strict=True)):
+        if not bodies:
+            raise ParameterError(
+                f"{PARAM}.structural_tag: no structure begins with the trigger {trigger!r}", param=PARAM
+            )
+        if trigger in special_tokens:
+            rules.append(f"tag_{index}: TEXT {trigger} body_{index}")
+        else:
+            rules += [
+                f"head_{index}[lazy]: TEXT {_literal(trigger)}",
+                f"tag_{index}: head_{index} body_{index}",
+            ]
+        rules.append(f"body_{index}: " + " | ".join(bodies))
+    return "\n".join(rules)
+
+
+def _are_texts(given: Any) -> bool:
+    return isinstance(given, list) and bool(given) and all(isinstance(text, str) and text for text in given)
+
+
+def _are_structures(given: Any) -> bool:
+    return (
+        isinstance(given, list)
+        and bool(given)
+        and all(isinstance(item, dict) and set(item) == _TAG_KEYS for item in given)
+        and all(isinstance(item["begin"], str) and isinstance(item["end"], str) for item in given)
+    )

@@ -1,0 +1,55 @@
+"""A model's tokens as a grammar sees them: the bytes that each adds to a text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """As wide as the logits."""
+
+    pieces: Sequence[bytes]  # b"" where a token stands for nothing: it never matches
+    special_ids: frozenset[int]  # which match no text, whatever they spell
+    eos_token_ids: tuple[int, ...]  # at least one
+
+    def tokenizer(self) -> LLTokenizer:
+        """What llguidance makes of it, which takes a second for 150,000 tokens."""
+        from llguidance import LLTokenizer
+
+        return LLTokenizer(_Wrapper(self), eos_token=list(self.eos_token_ids))  # type: ignore[arg-type]
+
+
+class _Wrapper:
+    """The attributes that llguidance reads."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        special = vocabulary.special_ids | set(vocabulary.eos_token_ids)
+        self.special_token_ids = sorted(i for i in special if i < len(vocabulary.pieces))
+        self.eos_token_id = vocabulary.eos_token_ids[0]
+        self.tokens = list(vocabulary.pieces)
+        for token_id in self.special_token_ids:  # no two may look the same
+            self.tokens[token_id] = self.tokens[token_id] or b"<%d>" % token_id
+        self._longest = max(map(len, self.tokens), default=1)
+        self._ids = {piece: i for i, piece in enumerate(self.tokens) if piece and i not in special}
+
+    def __call__(self, text: str) -> list[int]:
+        """Some way to spell a text. Asked for only where a grammar of a user insists on forced tokens."""
+        data, ids, start = text.encode(), [], 0
+        while start < len(data):
+            for end in range(min(len(data), start + self._longest), start, -1):
+                if data[start:end] in self._ids:
+                    ids.append(self._ids[data[start:end]])
+                    break
+            else:
+                return ids
+            start = end
+        return ids

@@ -1,0 +1,61 @@
+"""A compiler over the built-in model's tokens, and random texts that a constraint allows."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+
+import numpy as np
+
+from inflight.constraints import GrammarCompiler, MaskFiller, Matcher, Vocabulary
+from inflight.frontend.vocabulary import vocabulary_of
+from inflight.models.builtin import checkpoint_folder
+from inflight.structured_outputs import StructuredOutputs
+from inflight.text import Tokenizer
+
+PADDING = 70  # a model's vocabulary may be wider than its tokenizer's
+HURRY_AFTER = 40
+MAX_TOKENS = 400
+
+
+@cache
+def vocabulary() -> Vocabulary:
+    tokenizer = Tokenizer.load(checkpoint_folder())
+    assert tokenizer.eos_token_id is not None
+    return vocabulary_of(tokenizer, tokenizer.vocab_size + PADDING, (tokenizer.eos_token_id,))
+
+
+@cache
+def compiler() -> GrammarCompiler:
+    return GrammarCompiler(vocabulary)
+
+
+def allowed_ids(matcher: Matcher) -> list[int]:
+    size = len(vocabulary().pieces)
+    (mask,) = MaskFiller().fill([matcher], -(-size // 32))
+    ids: list[int] = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+    return ids
+
+
+def walk(asked: StructuredOutputs, seed: int, trusted: bool = True) -> str:
+    """A text of random tokens, every one of them allowed. After a while, of those that come to an end sooner."""
+    words, matcher = vocabulary(), compiler().compile(asked, trusted).matcher()
+    generator, ids = random.Random(seed), list[int]()
+    (end,) = words.eos_token_ids
+    while len(ids) < MAX_TOKENS:
+        allowed = allowed_ids(matcher)
+        assert matcher.error is None
+        assert allowed, f"nothing may follow {_text(ids)!r}"
+        hurries = len(ids) > HURRY_AFTER
+        if end in allowed and (hurries or generator.random() < 0.3):
+            return _text(ids)
+        closing = [i for i in allowed if any(byte in words.pieces[i] for byte in b'"]}')] if hurries else []
+        ids.append(generator.choice(closing or allowed))
+        if ids[-1] == end:
+            return _text(ids[:-1])
+        matcher.advance(ids[-1:])
+    raise AssertionError(f"no end after {_text(ids)!r}")
+
+
+def _text(ids: list[int]) -> str:
+    return b"".join(vocabulary().pieces[i] for i in ids).decode()
