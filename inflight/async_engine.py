@@ -8,6 +8,7 @@ import itertools
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -125,7 +126,8 @@ class AsyncEngine:
             )
         name = self._name(request_id)
         params = self._frontend.default_sampling_params() if sampling_params is None else sampling_params
-        prepared = self._frontend.prepare(name, prompt, params, priority, tenant, cache_salt)
+        prepare = partial(self._frontend.prepare, name, prompt, params, priority, tenant, cache_salt)
+        prepared = await asyncio.to_thread(prepare) if self._frontend.is_slow(params) else prepare()
         generation = self._calls[name] = Generation(self._client, [prepared])
         sent = _Sent()
         try:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from inflight.config import EngineConfig, SchedulerConfig
+from inflight.constraints import GrammarCompiler
 from inflight.engine import EngineCore, ModelFacts
 from inflight.errors import ConfigError, EngineError, ModelError
 from inflight.execution.encoder_runner import EncoderRunner
@@ -138,10 +139,10 @@ def _load_decoder(
     if max_model_len < context:
         logger.warning("the KV memory holds %d tokens: max_model_len is cut from %d", max_model_len, context)
     logger.info("%s; %d KV blocks of %d tokens", place.describe(), num_blocks, config.cache.block_size)
-    build = partial(_decoder_core, place, decoder, num_blocks, max_model_len)
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         eos = tuple(dict.fromkeys((*eos, tokenizer.eos_token_id)))
     input_processor = InputProcessor.create(tokenizer, spec.vocab_size, max_model_len, eos, model.seed)
+    build = partial(_decoder_core, place, decoder, num_blocks, max_model_len, input_processor.grammars)
     core = build(config, policy)
     return LoadedEngine(
         config,
@@ -257,6 +258,7 @@ def _decoder_core(
     decoder: Decoder,
     num_blocks: int,
     max_model_len: int,
+    grammars: GrammarCompiler,
     config: EngineConfig,
     policy: Policy,
 ) -> EngineCore:
@@ -269,7 +271,7 @@ def _decoder_core(
         TimedTokenBudget(max_tokens, target / 1000, place.step_sizes(max_tokens)) if target else None
     )
     scheduler = Scheduler(limits, policy, BlockManager(num_blocks, block_size, cache), token_budget)
-    runner = place.runner(config, decoder, num_blocks, max_model_len)
+    runner = place.runner(config, decoder, num_blocks, max_model_len, grammars)
     depth = options.pipeline_depth or place.pipeline_depth
     return EngineCore(scheduler, runner, depth, options.max_queue)
 

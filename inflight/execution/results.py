@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import Tensor
@@ -50,6 +50,7 @@ class Ticket:
     sampled: SampledTensors | None  # None when no entry samples
     prompt_logprobs: dict[int, list[LogprobTensors]]  # by entry, in order of position
     pooled: StepVectors | None = None  # None when no entry ends with a vector
+    failures: dict[int, RequestFailure] = field(default_factory=dict)  # of samples whose constraint failed
 
     def read(self) -> Sampled:
         """Waits for the device where the tensors are still on it."""
@@ -59,7 +60,7 @@ class Ticket:
             for index, entry in enumerate(self.sampling_entries):
                 result.token_ids[entry] = [sample.token_ids[index]]
                 if sample.bad[index]:
-                    result.errors[entry] = failure(sample.bad[index])
+                    result.errors[entry] = self.failures.get(index) or failure(sample.bad[index])
             result.logprobs = {
                 self.sampling_entries[index]: [found] for index, found in sample.logprobs.items()
             }

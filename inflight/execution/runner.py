@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from inflight.attention.backend import AttentionInputs
+from inflight.constraints import GrammarCompiler
+from inflight.execution.constrained_rows import ConstrainedRows
 from inflight.execution.results import PooledRows, ScoredRows, StepVectors, Ticket
 from inflight.execution.sampling import SampledTensors, Sampler, cpu_sampler, prompt_logprobs
 from inflight.models.decoder import Decoder
@@ -23,13 +25,20 @@ class ModelRunner:
     """Implements `Runner` on a CPU: permanent rows, one forward pass and one sampling pass per step."""
 
     def __init__(
-        self, decoder: Decoder, num_blocks: int, block_size: int, max_rows: int, max_len: int
+        self,
+        decoder: Decoder,
+        num_blocks: int,
+        block_size: int,
+        max_rows: int,
+        max_len: int,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self.decoder = decoder
         self.block_size = block_size
         self.caches = decoder.attention.allocate(decoder.kv_shape(block_size), num_blocks, decoder.device)
         self.rows = Rows(max_rows, max_len, block_size, decoder.device)
         self.sampler = cpu_sampler(max_rows, decoder.spec.vocab_size)
+        self.constrained = ConstrainedRows(self.sampler.state, grammars)
         self.scored = ScoredRows()
         self.pooled = PooledRows()
         # The compiled sampler has threads of its own.
@@ -42,9 +51,12 @@ class ModelRunner:
             for row, request in batch.admissions:
                 if request.max_tokens:  # else it never samples
                     self.sampler.state.set(row, request)
+            self.constrained.admit(batch.admissions)
             self.scored.admit(batch.admissions)
             self.pooled.admit(batch.admissions)
             inputs = build_inputs(batch, self.rows, self.block_size)
+        rows = [batch.rows[entry] for entry in inputs.sampling_entries]
+        masks = self.constrained.start(rows)
         ticket = Ticket(len(batch), inputs.sampling_entries, None, {})
         pooled, num_samples = self.pooled.ending(batch), len(inputs.sampling_entries)
         wanted = inputs.sampling_tokens
@@ -62,7 +74,12 @@ class ModelRunner:
             all_sample = num_samples == len(inputs.token_ids)
             hidden = self._forward(inputs, None if all_sample else wanted)
         if num_samples and self.decoder.generates:
-            ticket.sampled = self._sample(batch, inputs, hidden[:num_samples]).fetch()
+            if masks is not None:
+                self.constrained.finish(masks)
+            ticket.sampled = self._sample(rows, inputs, hidden[:num_samples]).fetch()
+            if masks is not None:
+                self.constrained.drew(masks, rows, ticket.sampled.token_ids.tolist)
+                ticket.failures = self.constrained.failures(masks, rows)
         if pooled and self.decoder.pooling_head is not None:
             ticket.pooled = StepVectors(pooled, self.decoder.pooling_head(hidden[num_samples:]))
         return ticket
@@ -70,13 +87,12 @@ class ModelRunner:
     def _forward(self, inputs: StepInputs, wanted: Tensor | None) -> Tensor:
         return self.decoder.forward(inputs.token_ids, self.caches, inputs.attention, wanted)
 
-    def _sample(self, batch: Batch, inputs: StepInputs, hidden: Tensor) -> SampledTensors:
+    def _sample(self, rows: list[int], inputs: StepInputs, hidden: Tensor) -> SampledTensors:
         """One token for every entry that has caught up, written into its row for the next step to read.
 
         hidden [S, hidden_size].
         """
         logits = self.decoder.logits(hidden)
-        rows = [batch.rows[entry] for entry in inputs.sampling_entries]
         with torch_threads(self._sampling_threads if logits.numel() >= WORTH_SHARING else 1):
             sampled = self.sampler.sample(logits, rows, inputs.sampling_lengths, self.rows.tokens)
             self.rows.append(inputs.sampling_rows, inputs.sampling_lengths, sampled.token_ids)
@@ -86,6 +102,7 @@ class ModelRunner:
         return ticket.read()
 
     def close(self) -> None:
+        self.constrained.close()
         self.caches.clear()
 
 

@@ -114,6 +114,10 @@ class Frontend:
         )
         return OutputProcessor(request_id, found if text is None else text, requests, self.tokenizer)
 
+    def is_slow(self, params: SamplingParams) -> bool:
+        """Whether `prepare` is no work for an event loop."""
+        return isinstance(params, SamplingParams) and self.input_processor.is_slow(params)
+
     def default_sampling_params(self) -> SamplingParams:
         return SamplingParams(**self.default_params)
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from itertools import count
 from typing import Any
 
 import numpy as np
 
+from inflight.constraints import GrammarCompiler
 from inflight.errors import ParameterError, PromptError, shown
+from inflight.frontend.vocabulary import vocabulary_of
 from inflight.request import MAX_SALT_LENGTH, Request, SamplingParams
 from inflight.text import Tokenizer, bad_word_ids
 
@@ -59,13 +62,15 @@ class InputProcessor:
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     seed: int
+    grammars: GrammarCompiler  # of the constraints on answers
     _counter: count[int]
 
     @classmethod
     def create(
         cls, tokenizer: Tokenizer | None, vocab_size: int, max_model_len: int, eos: tuple[int, ...], seed: int
     ) -> InputProcessor:
-        return cls(tokenizer, vocab_size, max_model_len, eos, seed, count())
+        grammars = GrammarCompiler(partial(vocabulary_of, tokenizer, vocab_size, eos))
+        return cls(tokenizer, vocab_size, max_model_len, eos, seed, grammars, count())
 
     def requests(
         self,
@@ -93,6 +98,8 @@ class InputProcessor:
         bad_words = self._bad_word_ids(params)
         if params.stop_strings:
             self._need_tokenizer("stop strings", "stop")
+        if params.structured_outputs is not None:
+            self.grammars.compile(params.structured_outputs)
         number = next(self._counter)
         seed = _derive(self.seed, number) if params.seed is None else params.seed
         return text, [
@@ -112,6 +119,11 @@ class InputProcessor:
             )
             for index in range(params.n)
         ]
+
+    def is_slow(self, params: SamplingParams) -> bool:
+        """Whether `requests` has a grammar to compile, which others must not wait for."""
+        asked = params.structured_outputs
+        return asked is not None and not self.grammars.is_compiled(asked)
 
     def check_listed(self, params: SamplingParams, num_answers: int, limit: int) -> None:
         """Lists cost every answer that has them, and others' steps wait for that: all of them together, times the

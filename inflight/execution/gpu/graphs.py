@@ -14,6 +14,7 @@ from inflight.execution.gpu.shapes import StepShape
 logger = logging.getLogger(__name__)
 
 ResultT = TypeVar("ResultT")
+PartT = TypeVar("PartT")
 
 
 class StepGraphs(Generic[ResultT]):
@@ -31,6 +32,12 @@ class StepGraphs(Generic[ResultT]):
         self._graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, ResultT]] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._cuda_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def beside(self, compute: Callable[[StepShape], PartT]) -> StepGraphs[PartT]:
+        """Graphs of something else in the same memory, which are never replayed at the same time."""
+        graphs = StepGraphs(compute)
+        graphs._pool, graphs._cuda_stream = self._pool, self._cuda_stream
+        return graphs
 
     def run(self, shape: StepShape) -> ResultT:
         self.prepare(shape)
@@ -63,6 +70,9 @@ class EagerSteps(Generic[ResultT]):
 
     def __init__(self, compute: Callable[[StepShape], ResultT]) -> None:
         self.run = self.prepare = compute
+
+    def beside(self, compute: Callable[[StepShape], PartT]) -> EagerSteps[PartT]:
+        return EagerSteps(compute)
 
     def clear(self) -> None:
         """Nothing is kept."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -11,8 +11,10 @@ from torch import Tensor
 
 from inflight.attention.triton.backend import TritonAttention
 from inflight.attention.triton.planner import AttentionPlanner
+from inflight.constraints import GrammarCompiler
 from inflight.errors import EngineError
-from inflight.events import PositionLogprobs
+from inflight.events import PositionLogprobs, RequestFailure
+from inflight.execution.constrained_rows import ConstrainedRows, StepMasks
 from inflight.execution.device import event_on, to_host, wait_for, watched
 from inflight.execution.gpu.device_step import DeviceStep
 from inflight.execution.gpu.graphs import EagerSteps, StepGraphs
@@ -56,6 +58,15 @@ class GpuTicket:
     prompt_logprobs: list[tuple[int, ToldLogprobs]]  # by entry, in order of position
     pooled: StepVectors | None
     done: torch.cuda.Event | None  # None where there is nothing to wait for
+    failures: dict[int, RequestFailure] = field(default_factory=dict)  # of samples whose constraint failed
+
+    def token_ids(self) -> list[int]:
+        """Those that were drawn, and some padding."""
+        assert self.drawn is not None
+        if self.done is not None:
+            self.done.synchronize()
+        token_ids: list[int] = self.drawn[0].tolist()
+        return token_ids
 
     def read(self) -> Sampled:
         if self.done is not None:
@@ -81,12 +92,18 @@ class GpuTicket:
             drawn = [by_entry.get(entry, []) for entry in range(self.num_entries)]
         result = Sampled(drawn)
         if any(bad):
-            result.errors = {entry: failure(how) for entry, how in zip(entries, bad, strict=False) if how}
+            result.errors = {
+                entry: self.failures.get(place) or failure(how)
+                for place, (entry, how) in enumerate(zip(entries, bad, strict=False))
+                if how
+            }
         return result
 
 
 class GpuRunner:
-    """Implements `Runner`. No part of `launch` waits for the device.
+    """Implements `Runner`. No part of `launch` waits for the device, unless rows are constrained: their masks depend on
+    the tokens of the step before. Then the forward pass is on its way already, and only what draws is launched after
+    the wait.
 
     With `graphs`, each shape of step is captured once and replayed. Without (and on a CPU under Triton's
     interpreter, where tests run it) every kernel is launched by itself.
@@ -101,6 +118,7 @@ class GpuRunner:
         max_len: int,
         max_tokens: int,
         graphs: bool = True,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         if not isinstance(decoder.attention, TritonAttention):
             raise EngineError(f"GpuRunner cannot plan for {type(decoder.attention).__name__}")
@@ -111,6 +129,7 @@ class GpuRunner:
         self.rows = DeviceRows(max_rows, max_len, block_size, device)
         num_drawn_from = spec.vocab_size if decoder.generates else 1  # memory goes with it
         self.sampling = DrawRows(max_rows, num_drawn_from, device)
+        self.constrained = ConstrainedRows(self.sampling, grammars)
         self.scored = ScoredRows()
         self.pooled = PooledRows()
         self.draw_workspace = SamplingWorkspace.allocate(max_rows, num_drawn_from, device)
@@ -123,6 +142,10 @@ class GpuRunner:
         self.step = DeviceStep(self.rows, self.buckets, planner, workspace)
         self.steps: StepGraphs[Tensor] | EagerSteps[Tensor]
         self.steps = StepGraphs(self._compute) if graphs else EagerSteps(self._compute)
+        # The two halves of a step, for those that have masks to wait for.
+        self.forwards: StepGraphs[Tensor] | EagerSteps[Tensor] = self.steps.beside(self._forward)
+        self.draws: StepGraphs[None] | EagerSteps[None] = self.steps.beside(self._draw_last)
+        self._last_hidden: Tensor | None = None  # what `_draw_last` draws from
 
     # ---- a step ----
 
@@ -136,6 +159,7 @@ class GpuRunner:
         if self.decoder.generates:
             drawing = [admission for admission in batch.admissions if admission.request.max_tokens]
             self.sampling.set_many(drawing, self.rows.tokens)
+            self.constrained.admit(batch.admissions)
         self.scored.admit(batch.admissions)
         self.pooled.admit(batch.admissions)
         updates = self.rows.extend(batch.tables)
@@ -144,8 +168,10 @@ class GpuRunner:
         entries = host.sampling_entries if self.decoder.generates else []
         counts = self.sampling.logprob_counts(host.sample_rows[: len(entries)])
         scores = self.scored.any_in(batch)
+        drawn_rows: list[int] = host.sample_rows[: len(entries)].tolist()
+        masks = self.constrained.start(drawn_rows)
         shape = self.step.upload(host, updates, counts, scores)
-        hidden = self.steps.run(shape)
+        hidden = self.steps.run(shape) if masks is None else self._run_constrained(shape, masks)
         prompt_logprobs = self._score_prompts(batch, hidden) if scores else []
         vectors = self._pool(pooled, host, shape, hidden) if pooled else None
         drawn = to_host(self.step.results(shape)) if entries else None
@@ -154,7 +180,7 @@ class GpuRunner:
             logprob_entries = [entry for entry, count in zip(entries, counts, strict=True) if count >= 0]
             told, width = counts[counts >= 0].tolist(), 1 + int(counts.max())
             logprobs = ToldLogprobs(to_host(self.step.logprobs(len(told), width)), told, width)
-        return GpuTicket(
+        ticket = GpuTicket(
             len(batch),
             entries,
             drawn,
@@ -164,16 +190,37 @@ class GpuRunner:
             vectors,
             event_on(self.decoder.device),
         )
+        if masks is not None:
+            self.constrained.drew(masks, drawn_rows, ticket.token_ids)
+            ticket.failures = self.constrained.failures(masks, drawn_rows)
+        return ticket
+
+    def _run_constrained(self, shape: StepShape, masks: StepMasks) -> Tensor:
+        """The masks are computed while the device is busy with the step before, or with this one's forward pass."""
+        self._last_hidden = hidden = self.forwards.run(shape)
+        self.constrained.finish(masks)
+        self.draws.run(shape)
+        return hidden
 
     def _compute(self, shape: StepShape) -> Tensor:
         """The device's part: a token for each sample that is drawn. Returns the hidden states of all samples, or of all
         tokens if the shape scores."""
+        hidden = self._forward(shape)
+        if self.decoder.generates:
+            self._draw(shape, hidden)
+        return hidden
+
+    def _forward(self, shape: StepShape) -> Tensor:
         token_ids, inputs = self.step.open(shape)
+        wanted = self.step.samples(shape).tokens if shape.chunks and not shape.scores else None
+        return self.decoder.forward(token_ids, self.caches, inputs, wanted)
+
+    def _draw_last(self, shape: StepShape) -> None:
+        assert self._last_hidden is not None
+        self._draw(shape, self._last_hidden)
+
+    def _draw(self, shape: StepShape, hidden: Tensor) -> None:
         samples = self.step.samples(shape)
-        wanted = samples.tokens if shape.chunks and not shape.scores else None
-        hidden = self.decoder.forward(token_ids, self.caches, inputs, wanted)
-        if not self.decoder.generates:
-            return hidden
         draw(
             self.decoder.logits(hidden[samples.tokens] if shape.scores else hidden),
             samples.rows,
@@ -185,7 +232,6 @@ class GpuRunner:
             self.draw_workspace,
             samples.logprobs,
         )
-        return hidden
 
     def _score_prompts(self, batch: Batch, hidden: Tensor) -> list[tuple[int, ToldLogprobs]]:
         """The logprobs of prompt tokens that this step predicts. hidden [T, hidden_size]"""
@@ -250,7 +296,10 @@ class GpuRunner:
 
     def close(self) -> None:
         wait_for(self.decoder.device)
-        self.steps.clear()
+        self.constrained.close()
+        for graphs in (self.steps, self.forwards, self.draws):
+            graphs.clear()
+        self._last_hidden = None
         self.caches.clear()
         if self.decoder.device.type == "cuda":
             torch.cuda.empty_cache()  # torch keeps what was freed; others may want it

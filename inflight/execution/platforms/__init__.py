@@ -10,6 +10,7 @@ import torch
 from inflight.attention.backend import AttentionBackend
 from inflight.attention.sequences import SequenceAttention
 from inflight.config import EngineConfig
+from inflight.constraints import GrammarCompiler
 from inflight.engine.runner import Runner
 from inflight.errors import ConfigError
 from inflight.layers.kernels import Kernels
@@ -46,7 +47,12 @@ class Platform(Protocol):
         """Tokens that steps with prompts are rounded up to, ascending; none where nothing is rounded."""
 
     def runner(
-        self, config: EngineConfig, decoder: Decoder, num_blocks: int, max_len: int
+        self,
+        config: EngineConfig,
+        decoder: Decoder,
+        num_blocks: int,
+        max_len: int,
+        grammars: GrammarCompiler | None = None,
     ) -> Runner[Any]: ...
 
     def encoder_kernels(self, spec: EncoderSpec, dtype: torch.dtype) -> EncoderKernels:

@@ -14,6 +14,7 @@ from inflight.attention.backend import AttentionBackend
 from inflight.attention.cpu import ComposedAttention, cpu_attention
 from inflight.attention.native_sequences import cpu_sequence_attention
 from inflight.config import EngineConfig
+from inflight.constraints import GrammarCompiler
 from inflight.errors import KVBudgetError
 from inflight.execution.platforms import EncoderKernels
 from inflight.execution.runner import ModelRunner
@@ -67,9 +68,16 @@ class CpuPlatform:
     def step_sizes(self, max_tokens: int) -> Sequence[int]:  # noqa: ARG002
         return ()
 
-    def runner(self, config: EngineConfig, decoder: Decoder, num_blocks: int, max_len: int) -> ModelRunner:
+    def runner(
+        self,
+        config: EngineConfig,
+        decoder: Decoder,
+        num_blocks: int,
+        max_len: int,
+        grammars: GrammarCompiler | None = None,
+    ) -> ModelRunner:
         max_rows = config.scheduler.max_num_seqs or self.max_num_seqs
-        return ModelRunner(decoder, num_blocks, config.cache.block_size, max_rows, max_len)
+        return ModelRunner(decoder, num_blocks, config.cache.block_size, max_rows, max_len, grammars)
 
     def encoder_kernels(
         self,

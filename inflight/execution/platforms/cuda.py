@@ -15,6 +15,7 @@ from inflight.attention.triton.backend import TritonAttention
 from inflight.attention.triton.sequences import TritonSequenceAttention
 from inflight.attention.triton.tuning import choose, choose_sequences
 from inflight.config import EngineConfig
+from inflight.constraints import GrammarCompiler
 from inflight.errors import ConfigError, KVBudgetError
 from inflight.execution.gpu.graphs import StepGraphs
 from inflight.execution.gpu.runner import GpuRunner
@@ -93,7 +94,13 @@ class CudaPlatform:
         return token_sizes(max_tokens)
 
     def runner(
-        self, config: EngineConfig, decoder: Decoder, num_blocks: int, max_len: int, graphs: bool = True
+        self,
+        config: EngineConfig,
+        decoder: Decoder,
+        num_blocks: int,
+        max_len: int,
+        grammars: GrammarCompiler | None = None,
+        graphs: bool = True,
     ) -> GpuRunner:
         options = config.scheduler
         runner = GpuRunner(
@@ -104,6 +111,7 @@ class CudaPlatform:
             max_len=max_len,
             max_tokens=options.max_num_batched_tokens or self.max_num_batched_tokens,
             graphs=graphs and not config.model.enforce_eager,
+            grammars=grammars,
         )
         if isinstance(runner.steps, StepGraphs):
             start = time.perf_counter()

@@ -18,6 +18,8 @@ def adjust(logits: Tensor, plan: SamplingPlan, state: SamplingRows, lengths: Ten
     flat = logits.view(-1)
     if plan.allowed is not None:
         _keep_allowed(logits, plan.allowed)
+    for entry, mask in plan.masks.items():
+        logits[entry].masked_fill_(~mask, -torch.inf)
     if plan.bad_words is not None:
         _forbid_bad_words(flat, plan.bad_words, plan.rows, state.num_prompt_tokens, lengths, tokens)
     if plan.stops is not None:

@@ -15,7 +15,7 @@ from inflight.execution.sampling.logprobs import LogprobTensors
 from inflight.execution.sampling.randomness import seed_words
 from inflight.execution.sampling.rows import MAX_TEMPERATURE, MIN_REPETITION_PENALTY, MIN_TEMPERATURE
 from inflight.execution.sampling.sampler import SampledTensors
-from inflight.execution.sampling.token_bits import token_bits
+from inflight.execution.sampling.token_bits import first_mask
 from inflight.native.library import Library
 from inflight.request import SamplingParams
 from inflight.scheduling import RowRequest
@@ -55,9 +55,8 @@ class NativeSamplingRows:
         bias = {i: value for i, value in (params.logit_bias or {}).items() if i < self.vocab_size}
         stops = self._known(request.stop_ids) if params.min_tokens > 0 else []
         words = [word for word in request.bad_word_ids if word and len(self._known(word)) == len(word)]
-        allowed = params.allowed_token_ids
         self._lists[row] = lists = (
-            np.empty(0) if allowed is None else token_bits(allowed, self.vocab_size),
+            first_mask(params, self.vocab_size),
             np.array(stops, dtype=np.int32),
             np.array([*bias], dtype=np.int32),
             np.array([*bias.values()], dtype=np.float32),
@@ -82,6 +81,11 @@ class NativeSamplingRows:
             len(words),
             *(part.ctypes.data if part.size else 0 for part in lists),
         )
+
+    def set_masks(self, rows: Sequence[int], bits: NDArray[np.int32]) -> None:
+        """The tokens that rows with a mask may have next: bits [len(rows), words]."""
+        for row, mask in zip(rows, bits, strict=True):
+            self._lists[row][0][:] = mask
 
     def clear(self, row: int) -> None:
         """`row` is free."""

@@ -45,6 +45,7 @@ class SamplingPlan:
     min_p: bool  # an entry of dense or nucleus uses min_p
     penalties: Tensor | None  # entries
     allowed: Allowed | None
+    masks: dict[int, Tensor]  # [V] bool, by entry
     bad_words: BadWords | None
     stops: tuple[Tensor, Tensor] | None  # entries [n] and places [n]
     bias: tuple[Tensor, Tensor] | None  # places [n] and values [n]
@@ -56,7 +57,7 @@ class SamplingPlan:
     def adjusts(self) -> bool:
         """Some logits are changed before a token is chosen."""
         parts = (self.allowed, self.bad_words, self.stops, self.bias, self.penalties)
-        return any(part is not None for part in parts)
+        return bool(self.masks) or any(part is not None for part in parts)
 
 
 def make_plan(state: SamplingRows, rows: Sequence[int]) -> SamplingPlan:
@@ -84,6 +85,7 @@ class _Planner:
             min_p=any(t.min_p and not t.width for t in self.traits),
             penalties=self._entries([i for i, t in enumerate(self.traits) if t.penalties]),
             allowed=self._allowed(),
+            masks={i: t.mask for i, t in enumerate(self.traits) if t.mask is not None},
             bad_words=self._bad_words(),
             stops=self._stops(),
             bias=self._bias(),

@@ -8,7 +8,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from inflight.errors import EngineError
@@ -42,6 +44,7 @@ class RowTraits:
     penalties: bool
     logprobs: int | None
     allowed_ids: Tensor | None  # [n]
+    mask: Tensor | None  # [V] bool, of a row with a constraint: its steps write it
     bias_ids: Tensor | None  # [n]
     bias_values: Tensor | None  # [n] float32
     stop_ids: Tensor | None  # [n], forbidden while the row is shorter than min_length
@@ -50,7 +53,14 @@ class RowTraits:
 
 def is_plain(traits: RowTraits) -> bool:
     """The row asks for a draw and nothing else: no changed logits and no logprobs."""
-    extras = (traits.logprobs, traits.allowed_ids, traits.bias_ids, traits.stop_ids, traits.bad_words)
+    extras = (
+        traits.logprobs,
+        traits.allowed_ids,
+        traits.mask,
+        traits.bias_ids,
+        traits.stop_ids,
+        traits.bad_words,
+    )
     return not traits.penalties and all(extra is None for extra in extras)
 
 
@@ -117,6 +127,14 @@ class SamplingRows:
         self.special_rows.discard(row)
         self.version += 1
 
+    def set_masks(self, rows: Sequence[int], bits: NDArray[np.int32]) -> None:
+        """The tokens that rows with a mask may have next: bits [len(rows), words]."""
+        chosen = np.unpackbits(bits.view(np.uint8), axis=1, count=self.vocab_size, bitorder="little")
+        for row, tokens in zip(rows, torch.from_numpy(chosen), strict=True):
+            mask = self.traits(row).mask
+            assert mask is not None
+            mask.copy_(tokens)
+
     def traits(self, row: int) -> RowTraits:
         found = self._traits[row]
         if found is None:
@@ -138,6 +156,7 @@ class SamplingRows:
         bias = {i: value for i, value in (params.logit_bias or {}).items() if 0 <= i < self.vocab_size}
         allowed = params.allowed_token_ids
         waits = params.min_tokens > 0
+        is_masked = params.structured_outputs is not None
         return RowTraits(
             greedy=greedy,
             width=self._width(top_k) if top_k and not greedy else 0,
@@ -148,6 +167,7 @@ class SamplingRows:
             or params.presence_penalty != 0,
             logprobs=None if params.logprobs is None else min(params.logprobs, self.vocab_size),
             allowed_ids=None if allowed is None else self._ids(allowed),
+            mask=torch.ones(self.vocab_size, dtype=torch.bool, device=self.device) if is_masked else None,
             bias_ids=self._ids(bias) if bias else None,
             bias_values=self.upload(list(bias.values()), torch.float32) if bias else None,
             stop_ids=self._ids(sorted(request.stop_ids)) if waits and request.stop_ids else None,

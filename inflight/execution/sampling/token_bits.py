@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from inflight.request import SamplingParams
+
 WORD = 32
 
 
@@ -16,3 +18,11 @@ def token_bits(token_ids: Sequence[int], vocab_size: int) -> NDArray[np.int32]:
     ids = np.array(token_ids, dtype=np.int64)
     chosen[ids[(ids >= 0) & (ids < vocab_size)]] = True
     return np.packbits(chosen, bitorder="little").view(np.int32)
+
+
+def first_mask(params: SamplingParams, vocab_size: int) -> NDArray[np.int32]:
+    """The tokens that a row may have, before its constraint has its say; empty where it may have all."""
+    if params.allowed_token_ids is not None:
+        return token_bits(params.allowed_token_ids, vocab_size)
+    is_masked = params.structured_outputs is not None
+    return np.full(-(-vocab_size // WORD) if is_masked else 0, -1, dtype=np.int32)

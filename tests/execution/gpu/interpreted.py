@@ -11,6 +11,7 @@ from inflight.attention.backend import AttentionBackend
 from inflight.attention.triton.backend import TritonAttention
 from inflight.attention.triton.tuning import choose
 from inflight.config import EngineConfig
+from inflight.constraints import GrammarCompiler
 from inflight.execution.gpu.runner import GpuRunner
 from inflight.execution.gpu.shapes import token_sizes
 from inflight.layers.kernels import Kernels
@@ -47,7 +48,14 @@ class InterpretedPlatform:
     def step_sizes(self, max_tokens: int) -> Sequence[int]:
         return token_sizes(max_tokens)
 
-    def runner(self, config: EngineConfig, decoder: Decoder, num_blocks: int, max_len: int) -> GpuRunner:
+    def runner(
+        self,
+        config: EngineConfig,
+        decoder: Decoder,
+        num_blocks: int,
+        max_len: int,
+        grammars: GrammarCompiler | None = None,
+    ) -> GpuRunner:
         options = config.scheduler
         self.runners.append(
             GpuRunner(
@@ -58,6 +66,7 @@ class InterpretedPlatform:
                 max_len=max_len,
                 max_tokens=options.max_num_batched_tokens or self.max_num_batched_tokens,
                 graphs=False,
+                grammars=grammars,
             )
         )
         return self.runners[-1]

@@ -17,7 +17,7 @@ from inflight.execution.sampling.rows import (
     MIN_REPETITION_PENALTY,
     MIN_TEMPERATURE,
 )
-from inflight.execution.sampling.token_bits import WORD, token_bits
+from inflight.execution.sampling.token_bits import WORD, first_mask
 from inflight.execution.sampling.triton.forbid import start_rows_kernel
 from inflight.execution.sampling.triton.layout import BIAS, FORBID, LOGPROBS, MASK, PENALTIES, ROW, WORDS
 from inflight.scheduling import RowRequest
@@ -98,9 +98,10 @@ class DrawRows:
         has_penalties = _has_penalties(request)
         (self._kept_up.add if has_penalties or rules else self._kept_up.discard)(row)
         flags = PENALTIES.value * has_penalties
-        if params.allowed_token_ids is not None:
+        mask = first_mask(params, self.vocab_size)
+        if mask.size:
             flags |= MASK.value
-            self.set_mask(row, token_bits(params.allowed_token_ids, self.vocab_size))
+            self.set_masks([row], mask[None])
         flags |= BIAS.value * (bias is not None) | FORBID.value * bool(rules)
         flags |= LOGPROBS.value * (params.logprobs is not None)
         num_logprobs = -1 if params.logprobs is None else min(params.logprobs, self.vocab_size)
@@ -125,9 +126,10 @@ class DrawRows:
             0 if lists.rules is None else lists.rules.data_ptr(),
         )
 
-    def set_mask(self, row: int, bits: NDArray[np.int32]) -> None:
-        """The tokens that a row with a mask may have next."""
-        self.mask[row].copy_(self._to_device(bits), non_blocking=True)
+    def set_masks(self, rows: Sequence[int], bits: NDArray[np.int32]) -> None:
+        """The tokens that rows with a mask may have next: bits [len(rows), words]."""
+        places = self._to_device(np.array(rows, dtype=np.int64))
+        self.mask.index_copy_(0, places, self._to_device(bits))
 
     def _bias(self, request: RowRequest) -> NDArray[np.int32] | None:
         given = sorted((request.params.logit_bias or {}).items())

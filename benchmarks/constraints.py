@@ -1,0 +1,168 @@
+"""What a constraint costs: a mask on a vocabulary of 150,000 tokens, a grammar, and a decode step.
+
+    python -m benchmarks.constraints [--json] [--device cpu] [--model FOLDER] [--rows 16]
+
+Masks are those along valid answers. The step is that of the built-in model, or of `--model`, with as many rows as asked
+for: all constrained by a schema whose answers do not end, against none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import statistics
+import time
+from typing import Any
+
+import numpy as np
+
+from benchmarks.dummy import spelling
+from benchmarks.report import show
+from inflight import LLM, SamplingParams, StructuredOutputs
+from inflight.constraints import GrammarCompiler, MaskFiller, Matcher, Vocabulary
+from inflight.events import StepRecord
+
+VOCAB_SIZE = 151_936
+NUM_STEPS = 120
+PERSON: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 40},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "email": {"type": "string", "pattern": "^[a-z0-9.]{1,20}@[a-z]{1,10}\\.(com|org)$"},
+        "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 5},
+        "note": {"type": "string"},
+    },
+    "required": ["name", "age", "email", "tags", "note"],
+    "additionalProperties": False,
+}
+WIDE = {
+    "type": "object",
+    "properties": {f"field_{i}": {"type": ["string", "integer"][i % 2]} for i in range(100)},
+    "required": [f"field_{i}" for i in range(100)],
+    "additionalProperties": False,
+}
+CASES: dict[str, StructuredOutputs] = {
+    "schema": StructuredOutputs(json=PERSON),
+    "schema, 100 properties": StructuredOutputs(json=WIDE),
+    "any JSON object": StructuredOutputs(json_object=True),
+    "regex": StructuredOutputs(regex="[A-Z][a-z]+ (and|or) [0-9]{1,4}( [a-z]+){20}"),
+}
+ENDLESS = StructuredOutputs(json={"type": "array", "items": PERSON, "minItems": 1000})
+
+
+def vocabulary() -> Vocabulary:
+    """Bytes, numbers, punctuation and JSON in runs, and words with and without a space: what large vocabularies hold."""
+    marks = ["".join(run) for size in (2, 3) for run in itertools.product(' "{}[]:,\n', repeat=size)]
+    pieces = [bytes([byte]) for byte in range(256)]
+    pieces += [text.encode() for text in (*map(str, range(10, 1000)), *marks)]
+    pieces += [chr(0x4E00 + i).encode() for i in range(20_000)]
+    for number in itertools.count():
+        for text in (spelling(number), " " + spelling(number), spelling(number).capitalize()):
+            pieces.append(text.encode())
+        if len(pieces) >= VOCAB_SIZE:
+            break
+    pieces = list(dict.fromkeys(pieces))[: VOCAB_SIZE - 1]
+    pieces += [b""] * (VOCAB_SIZE - 1 - len(pieces))
+    return Vocabulary([*pieces, b"<end>"], frozenset({VOCAB_SIZE - 1}), (VOCAB_SIZE - 1,))
+
+
+def mask_seconds(words: Vocabulary, matcher: Matcher, seed: int) -> list[float]:
+    """CPU time of every mask along one answer of random tokens, with the token's own step in the grammar."""
+    filler, generator, times = MaskFiller(), random.Random(seed), []
+    token_ids: list[int] = []
+    while len(times) < 200:
+        start = time.thread_time()  # others may want this core too
+        matcher.advance(token_ids)
+        (mask,) = filler.fill([matcher], -(-VOCAB_SIZE // 32))
+        times.append(time.thread_time() - start)
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+        token_ids = [int(generator.choice(allowed))]
+        if token_ids[0] in words.eos_token_ids:
+            break
+    return times
+
+
+def measure_masks() -> list[tuple[Any, ...]]:
+    words = vocabulary()
+    compiler = GrammarCompiler(lambda: words)
+    compiler.compile(StructuredOutputs(choice=["a"]))  # the tokenizer
+    rows = []
+    for name, asked in CASES.items():
+        start = time.perf_counter()
+        grammar = compiler.compile(asked, trusted=True)
+        compile_seconds = time.perf_counter() - start
+        cold = mask_seconds(words, grammar.matcher(), 0)
+        times: list[float] = []
+        matcher = grammar.matcher()
+        for seed in range(1, 21):
+            times += mask_seconds(words, matcher, seed)
+            grammar.give_back(matcher)
+            matcher = grammar.matcher()
+        p99 = float(np.percentile(times, 99))
+        found = (compile_seconds * 1e3, statistics.fmean(times) * 1e6, p99 * 1e6, max(times) * 1e6)
+        rows.append((name, *found, statistics.fmean(cold) * 1e6, max(cold) * 1e6))
+    return rows
+
+
+def measure_steps(arguments: argparse.Namespace) -> list[tuple[Any, ...]]:
+    options: dict[str, Any] = {"device": arguments.device} if arguments.device else {}
+    if arguments.model is not None:
+        options["load_format"] = arguments.load_format
+    with LLM(arguments.model, show_progress=False, **options) as llm:
+        plain = SamplingParams(temperature=1.0, seed=1, max_tokens=NUM_STEPS, ignore_eos=True)
+        constrained = SamplingParams(
+            temperature=1.0, seed=1, max_tokens=NUM_STEPS, ignore_eos=True, structured_outputs=ENDLESS
+        )
+        _decode_ms(llm, plain, arguments.rows)
+        _decode_ms(llm, constrained, arguments.rows)  # graphs, and what is compiled
+        both: list[tuple[float, float]] = []
+        for _ in range(arguments.repeats):  # by turns: machines have moods
+            both.append(
+                (_decode_ms(llm, plain, arguments.rows), _decode_ms(llm, constrained, arguments.rows))
+            )
+    without, beside = (statistics.median(times) for times in zip(*both, strict=True))
+    return [(arguments.rows, without, beside, 100 * (beside / without - 1))]
+
+
+def _decode_ms(llm: LLM, params: SamplingParams, num_rows: int) -> float:
+    """The median time between the ends of two steps that only decode."""
+    ends: list[float] = []
+
+    def observe(record: StepRecord) -> None:
+        if len(record.slots) == num_rows and not record.admitted_ids:
+            ends.append(record.finished_at)
+
+    llm.observe(observe)
+    llm.generate([[5, 6, 7, 8]] * num_rows, params, use_tqdm=False)
+    llm.unobserve(observe)
+    return 1e3 * statistics.median(after - before for before, after in itertools.pairwise(ends))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--device")
+    parser.add_argument("--model")
+    parser.add_argument("--load-format", default="auto")
+    parser.add_argument("--rows", type=int, default=16)
+    parser.add_argument("--repeats", type=int, default=5)
+    arguments = parser.parse_args()
+    masks = measure_masks()
+    columns = ("constraint", "compile ms", "mask µs", "p99 µs", "worst µs", "cold µs", "cold worst µs")
+    steps = measure_steps(arguments)
+    step_columns = ("rows", "step ms", "constrained ms", "more %")
+    if arguments.json:
+        data = {"benchmark": "constraints", "masks": masks, "steps": steps}
+        print(json.dumps(data))
+        return
+    show(f"masks over {VOCAB_SIZE} tokens", columns, masks, False, {})
+    show("a decode step", step_columns, steps, False, {})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""The rows whose texts are constrained: where each is in its grammar, and the tokens that it may have next.
+
+A mask depends on the row's last token. So a step's masks are computed beside its forward pass, by a thread of their
+own, once the step before has told its tokens; only sampling waits for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inflight.constraints import Grammar, GrammarCompiler, MaskFiller, Matcher
+from inflight.errors import EngineError, RequestError
+from inflight.events import RequestFailure
+from inflight.execution.sampling.token_bits import WORD, first_mask
+from inflight.scheduling import Admission
+from inflight.structured_outputs import StructuredOutputs
+
+
+class MaskedRows(Protocol):
+    """A sampler's rows."""
+
+    vocab_size: int
+
+    def set_masks(self, rows: Sequence[int], bits: NDArray[np.int32]) -> None: ...
+
+
+class DrawnTokens(Protocol):
+    """The tokens of one step, by the place of a sample in it. Waits for the device where they are still on it."""
+
+    def __call__(self) -> Sequence[int]: ...
+
+
+class _Drawn(NamedTuple):
+    """A token that a launched step draws."""
+
+    tokens: DrawnTokens
+    place: int
+
+
+@dataclass(slots=True)
+class _Constrained:
+    """One row. The grammar is compiled, and the outputs are replayed, when its first mask is wanted."""
+
+    asked: StructuredOutputs
+    allowed: NDArray[np.int32]  # by the other parameters
+    outputs: list[int]  # that the matcher has yet to see
+    drawn: _Drawn | None = None  # which comes behind them
+    grammar: Grammar | None = None
+    matcher: Matcher | None = None
+    failure: RequestFailure | None = None
+
+
+class StepMasks(NamedTuple):
+    """The masks of a step, on their way."""
+
+    rows: list[int]
+    bits: Future[NDArray[np.int32]]  # [len(rows), words]
+
+
+@dataclass(slots=True)
+class ConstrainedRows:
+    """Without a compiler nobody may ask for a constraint, which whoever validates requests sees to."""
+
+    state: MaskedRows
+    compiler: GrammarCompiler | None
+    _rows: dict[int, _Constrained] = field(default_factory=dict)
+    _filler: MaskFiller = field(default_factory=MaskFiller)
+    _thread: ThreadPoolExecutor | None = None
+    _latest: StepMasks | None = None
+
+    def admit(self, admissions: Sequence[Admission]) -> None:
+        if admissions and self._latest is not None:  # of a step that failed before it wanted its masks
+            wait([self._latest.bits])
+            self._latest = None
+        for row, request in admissions:
+            left = self._rows.pop(row, None)
+            if left is not None and left.grammar is not None and left.matcher is not None:
+                left.grammar.give_back(left.matcher)
+            params = request.params
+            if params.structured_outputs is not None and request.max_tokens:
+                outputs = request.token_ids[request.num_prompt_tokens :].tolist()
+                allowed = first_mask(params, self.state.vocab_size)
+                self._rows[row] = _Constrained(params.structured_outputs, allowed, outputs)
+
+    def start(self, rows: Sequence[int]) -> StepMasks | None:
+        """Begin with the masks for those of these rows that are constrained; None if none is."""
+        if not self._rows:
+            return None
+        chosen = [row for row in rows if row in self._rows]
+        if not chosen:
+            return None
+        if self.compiler is None:
+            raise EngineError("a request has a constraint, and this engine cannot compile any")
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "inflight-masks")
+        job = self._thread.submit(self._compute, [self._rows[row] for row in chosen])
+        self._latest = StepMasks(chosen, job)
+        return self._latest
+
+    def finish(self, masks: StepMasks) -> None:
+        """Wait for the masks, and give them to the sampler."""
+        bits = masks.bits.result()
+        self._latest = None
+        self.state.set_masks(masks.rows, bits)
+
+    def drew(self, masks: StepMasks, rows: Sequence[int], tokens: DrawnTokens) -> None:
+        """A step draws a token for each of `rows`, the constrained ones among them; they will be told by `tokens`."""
+        places = {row: place for place, row in enumerate(rows)}
+        for row in masks.rows:
+            self._rows[row].drawn = _Drawn(tokens, places[row])
+
+    def failures(self, masks: StepMasks, rows: Sequence[int]) -> dict[int, RequestFailure]:
+        """Why rows that have no token got no mask, by their place in `rows`."""
+        failed = {row: failure for row in masks.rows if (failure := self._rows[row].failure) is not None}
+        return {place: failed[row] for place, row in enumerate(rows) if row in failed} if failed else {}
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.shutdown()
+
+    # ---- in the thread ----
+
+    def _compute(self, constrained: list[_Constrained]) -> NDArray[np.int32]:
+        told: dict[DrawnTokens, Sequence[int]] = {}
+        for row in constrained:
+            if row.drawn is not None:
+                tokens, place = row.drawn
+                if tokens not in told:
+                    told[tokens] = tokens()
+                row.outputs.append(told[tokens][place])
+                row.drawn = None
+        matchers = [self._caught_up(row) for row in constrained]
+        masks = np.zeros((len(constrained), -(-self.state.vocab_size // WORD)), dtype=np.int32)
+        places = [place for place, matcher in enumerate(matchers) if matcher is not None]
+        masks[places] = self._filler.fill([m for m in matchers if m is not None], masks.shape[1])
+        for row, matcher, mask in zip(constrained, matchers, masks, strict=True):
+            mask &= row.allowed
+            if matcher is not None and matcher.error is not None:
+                row.failure = _failure(matcher.error)
+        return masks
+
+    def _caught_up(self, row: _Constrained) -> Matcher | None:
+        """The row's matcher, which has seen all its tokens; None if there is none."""
+        if row.matcher is None and row.failure is None:
+            assert self.compiler is not None
+            try:
+                row.grammar = self.compiler.compile(row.asked, trusted=True)
+            except RequestError as error:
+                row.failure = _failure(str(error))
+                return None
+            row.matcher = row.grammar.matcher()
+        if row.matcher is not None:
+            row.matcher.advance(row.outputs)
+            row.outputs.clear()
+        return row.matcher
+
+
+def _failure(reason: str) -> RequestFailure:
+    return RequestFailure("constraint_failed", f"the constraint cannot be followed any further: {reason}")
