@@ -54,7 +54,7 @@ ENDLESS = StructuredOutputs(json={"type": "array", "items": PERSON, "minItems": 
 
 
 def vocabulary() -> Vocabulary:
-    """Bytes, numbers, punctuation and JSON in runs, and words with and without a space: what large vocabularies hold."""
+    """Bytes, numbers, punctuation in runs, and words with and without a space: what large vocabularies hold."""
     marks = ["".join(run) for size in (2, 3) for run in itertools.product(' "{}[]:,\n', repeat=size)]
     pieces = [bytes([byte]) for byte in range(256)]
     pieces += [text.encode() for text in (*map(str, range(10, 1000)), *marks)]
@@ -71,7 +71,8 @@ def vocabulary() -> Vocabulary:
 
 def mask_seconds(words: Vocabulary, matcher: Matcher, seed: int) -> list[float]:
     """CPU time of every mask along one answer of random tokens, with the token's own step in the grammar."""
-    filler, generator, times = MaskFiller(), random.Random(seed), []
+    filler, generator = MaskFiller(), random.Random(seed)
+    times: list[float] = []
     token_ids: list[int] = []
     while len(times) < 200:
         start = time.thread_time()  # others may want this core too

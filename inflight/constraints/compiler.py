@@ -7,7 +7,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from inflight.constraints.grammars import lark_grammar
 from inflight.constraints.matcher import MaskFiller, Matcher
@@ -23,7 +23,7 @@ MAX_CACHED = 128  # grammars, and refusals
 MAX_CACHED_CHARACTERS = 4 << 20  # of all of them together
 MAX_IDLE = 64  # matchers that a grammar keeps for later requests
 # llguidance's "fuel" for one grammar and for one mask, of which it burns some ten thousands in a millisecond.
-LIMITS = {
+LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 100_000,
     "step_max_items": 20_000,
@@ -110,7 +110,7 @@ class GrammarCompiler:
 
         name = f"{PARAM}.{asked.kind}"
         grammar = lark_grammar(asked, self._special_tokens)
-        if not trusted and needs_trial(asked) and not passes_trial(grammar, LIMITS):
+        if not trusted and needs_trial(asked.kind, grammar) and not passes_trial(grammar, LIMITS):
             raise ParameterError(
                 f"{name} is too complex: compiling it took too long, or too much memory",
                 param=PARAM,

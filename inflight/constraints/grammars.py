@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Collection
 from typing import Any
 
+from inflight.constraints.patterns import with_safe_patterns
 from inflight.constraints.schema import check_schema, read_schema
 from inflight.errors import ParameterError
 from inflight.structured_outputs import PARAM, StructuredOutputs
@@ -15,7 +16,14 @@ from inflight.structured_outputs import PARAM, StructuredOutputs
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
 # As much as it takes to write JSON over several lines. Some models would never stop to indent.
 _WHITESPACE = r"[\x20\x09]{1,2}|\x0D?\x0A[\x20\x09]{0,40}"
-_JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": _WHITESPACE, "lenient": False}
+_JSON_OPTIONS = {
+    "whitespace_flexible": True,
+    "whitespace_pattern": _WHITESPACE,
+    "lenient": False,
+    # No \u0061: a key that is spelled so would not be known for the property that it is.
+    "json_allowed_escapes": '"\\bfnrt',
+    "json_allow_general_unicode_escapes": False,
+}
 _TAG_KEYS = {"begin", "schema", "end"}
 
 
@@ -34,7 +42,7 @@ def lark_grammar(asked: StructuredOutputs, special_tokens: Collection[str]) -> s
 
 def _json(schema: Any) -> str:
     if isinstance(schema, dict):
-        schema = {"x-guidance": _JSON_OPTIONS, **schema}
+        schema = {"x-guidance": _JSON_OPTIONS, **with_safe_patterns(schema)}
     elif schema:
         schema = {"x-guidance": _JSON_OPTIONS}
     return "%json " + json.dumps(schema)
@@ -66,9 +74,9 @@ def _structural_tag(text: str, special_tokens: Collection[str]) -> str:
         tags = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ParameterError(f"{PARAM}.structural_tag is no JSON: {error}", param=PARAM) from None
-    structures, triggers = (
-        (tags.get("structures"), tags.get("triggers")) if isinstance(tags, dict) else (None, None)
-    )
+    given = tags if isinstance(tags, dict) else {}
+    structures: Any = given.get("structures")
+    triggers: Any = given.get("triggers")
     if not _are_structures(structures) or not _are_texts(triggers):
         raise ParameterError(
             f'{PARAM}.structural_tag must be {{"structures": [{{"begin", "schema", "end"}}, ...], '

@@ -7,6 +7,7 @@ Unknown keywords are annotations by the book, and llguidance passes over them. B
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,6 +30,8 @@ _ANNOTATIONS = {
     *("default", "deprecated", "description", "discriminator", "example", "examples", "externalDocs", "id"),
     *("readOnly", "strict", "title", "writeOnly", "xml"),
 }
+# These need an escape of the form \u0001 in JSON, which `grammars.py` does not allow.
+_UNSPEAKABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 _KNOWN = _ONE | _SEVERAL | _NAMED | _ASSERTIONS | _ANNOTATIONS
 
 
@@ -49,23 +52,56 @@ def check_schema(schema: Any, where: str = "json") -> None:
             param=PARAM,
         )
     try:
-        for keyword, path in _keywords(schema, "#"):
+        if any(map(_UNSPEAKABLE.search, _texts(schema))):
+            raise ParameterError(
+                f"{PARAM}.{where} has a control character other than \\b, \\f, \\n, \\r and \\t in a text",
+                param=PARAM,
+                code="invalid_constraint",
+            )
+        for keyword, path, owner in _keywords(schema, "#"):
             if keyword not in _KNOWN and (keyword == "x-guidance" or not keyword.startswith("x-")):
-                raise ParameterError(
-                    f"{PARAM}.{where}: the keyword {keyword!r}, at {path}, is not supported",
-                    param=PARAM,
-                    code="unsupported_keyword",
-                )
+                raise _unsupported(where, keyword, path)
+            if keyword == "minProperties" and _may_repeat_names(owner):
+                reason = ": more than one property beyond the required ones"
+                raise _unsupported(where, keyword, path, reason)
     except RecursionError:
         raise ParameterError(f"{PARAM}.{where} is nested too deeply", param=PARAM) from None
 
 
-def _keywords(schema: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Every keyword of a schema and of those in it, with the place of the schema that has it."""
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in JSON data, names included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(item)
+    elif isinstance(value, dict):
+        yield from value
+        for item in value.values():
+            yield from _texts(item)
+
+
+def _unsupported(where: str, keyword: str, path: str, reason: str = "") -> ParameterError:
+    return ParameterError(
+        f"{PARAM}.{where}: the keyword {keyword!r}, at {path}, is not supported{reason}",
+        param=PARAM,
+        code="unsupported_keyword",
+    )
+
+
+def _may_repeat_names(schema: dict[str, Any]) -> bool:
+    """Whether an object could seem to have enough properties because one name comes twice, which no grammar sees."""
+    least, required = schema["minProperties"], schema.get("required")
+    num_required = len(required) if isinstance(required, list) else 0
+    return isinstance(least, int | float) and least > num_required + 1
+
+
+def _keywords(schema: Any, path: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Every keyword of a schema and of those in it, with the place of the schema that has it, and that schema."""
     if not isinstance(schema, dict):
         return
     for keyword, value in schema.items():
-        yield keyword, path
+        yield keyword, path, schema
         place = f"{path}/{keyword}"
         if keyword in _NAMED and isinstance(value, dict):
             for name, inner in value.items():

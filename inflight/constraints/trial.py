@@ -8,45 +8,48 @@ a process of its own first. That costs a tenth of a second or two, once for each
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import subprocess
 import sys
 import threading
+from pathlib import Path
+from typing import Any
 
-from inflight.constraints import trial_worker
-from inflight.structured_outputs import StructuredOutputs
+logger = logging.getLogger(__name__)
 
-SECONDS = 2
+SECONDS = 1
+START_SECONDS = 10  # a Python on a very busy machine
 MEMORY = 1 << 30  # bytes of address space
 MAX_PLAIN_LENGTH = 1 << 15  # characters of a schema that needs no trial
 _INHERITED = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONHOME", "LANG", "LC_ALL")
-_PLAIN = {"json", "json_object", "choice", "structural_tag"}
 _RISKY_KEYWORD = re.compile(r'"(pattern|patternProperties|allOf|multipleOf)"')
+_WORKER = Path(__file__).with_name("trial_worker.py")  # which is not imported here
 _places = threading.BoundedSemaphore(2)  # trials at once
 
 
-def needs_trial(asked: StructuredOutputs) -> bool:
-    if asked.kind == "choice":
+def needs_trial(kind: str, grammar: str) -> bool:
+    """Of a grammar that was made from what a user asked for: however it was written, keywords are spelled plainly."""
+    if kind in ("choice", "json_object"):
         return False
-    return (
-        asked.kind not in _PLAIN
-        or len(asked.text) > MAX_PLAIN_LENGTH
-        or _RISKY_KEYWORD.search(asked.text) is not None
-    )
+    is_written_by_user = kind in ("regex", "grammar")
+    return is_written_by_user or len(grammar) > MAX_PLAIN_LENGTH or bool(_RISKY_KEYWORD.search(grammar))
 
 
-def passes_trial(grammar: str, limits: dict[str, int]) -> bool:
+def passes_trial(grammar: str, limits: dict[str, Any]) -> bool:
     """Whether a grammar can be compiled, or be found wrong, within the limits of time and memory."""
     environment = {name: os.environ[name] for name in _INHERITED if name in os.environ}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    command = [sys.executable, "-S", "-P", trial_worker.__file__, str(SECONDS), str(MEMORY)]
+    command = [sys.executable, "-S", "-P", str(_WORKER), str(SECONDS), str(MEMORY)]
     job = json.dumps({"grammar": grammar, "limits": limits}).encode()
     with _places:
         try:
             done = subprocess.run(
-                command, input=job, env=environment, capture_output=True, timeout=2 * SECONDS
+                command, input=job, env=environment, capture_output=True, timeout=START_SECONDS + 2 * SECONDS
             )
         except subprocess.TimeoutExpired:
             return False
+    if done.returncode > 0:  # no limit ended it
+        logger.warning("a grammar could not be tried: %s", done.stderr.decode(errors="replace")[-500:])
     return done.returncode == 0

@@ -1,0 +1,71 @@
+"""Patterns of JSON schemas, made safe to quote.
+
+In JSON a string's `"` is written `\\"`. llguidance rewrites a pattern so that it matches what is written, and where a
+class of characters holds many control characters it takes all escapes for members: `[^"]` would let `\\"` through.
+Without the control characters that cannot be spelled here anyway the rewriting is exact, so they are taken out of every
+class.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+# Those without an escape of their own (\b, \t, \n, \f, \r).
+_OUT = r"&&[^\x00-\x07\x0b\x0e-\x1f\x7f]"
+_PROPERTY = re.compile(r"\\[pP](?:\{[^}]*\}|[A-Za-z])")
+
+
+def safe_pattern(pattern: str) -> str:
+    """The same but for control characters. What is no expression stays none."""
+    parts, at = [], 0
+    while at < len(pattern):
+        end = at + 1
+        if pattern[at] == "[":
+            end = _end_of_class(pattern, at)
+        elif pattern[at] == "\\":
+            found = _PROPERTY.match(pattern, at)
+            end = found.end() if found else at + 2
+        is_class = end > at + 2
+        parts.append(f"[{pattern[at:end]}{_OUT}]" if is_class else pattern[at:end])
+        at = end
+    return "".join(parts)
+
+
+def _end_of_class(pattern: str, start: int) -> int:
+    """Behind the bracket that closes the one at `start`; classes may hold others. If there is none: start + 1."""
+    depth, at = 0, start
+    while at < len(pattern):
+        character = pattern[at]
+        if character == "\\":
+            at += 1
+        elif character == "[":
+            depth += 1
+            at += pattern.startswith("^", at + 1)
+            at += pattern.startswith("]", at + 1)  # which stands for itself there
+        elif character == "]":
+            depth -= 1
+            if depth == 0:
+                return at + 1
+        at += 1
+    return start + 1
+
+
+def with_safe_patterns(schema: Any) -> Any:
+    """A copy of a schema, wherever its patterns are. What only looks like one, in constants, stays as it is."""
+    if isinstance(schema, list):
+        return [with_safe_patterns(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    copy = {}
+    for keyword, value in schema.items():
+        if keyword == "pattern" and isinstance(value, str):
+            value = safe_pattern(value)
+        elif keyword in ("properties", "$defs", "definitions") and isinstance(value, dict):
+            value = {name: with_safe_patterns(inner) for name, inner in value.items()}
+        elif keyword == "patternProperties" and isinstance(value, dict):
+            value = {safe_pattern(name): with_safe_patterns(inner) for name, inner in value.items()}
+        elif keyword not in ("const", "enum", "default", "example", "examples", "x-guidance"):
+            value = with_safe_patterns(value)
+        copy[keyword] = value
+    return copy
