@@ -88,6 +88,11 @@ class ConstrainedRows:
                 allowed = first_mask(params, self.state.vocab_size)
                 self._rows[row] = _Constrained(params.structured_outputs, allowed, outputs)
 
+    @property
+    def any(self) -> bool:
+        """Whether any row may be constrained."""
+        return bool(self._rows)
+
     def start(self, rows: Sequence[int]) -> StepMasks | None:
         """Begin with the masks for those of these rows that are constrained; None if none is."""
         if not self._rows:

@@ -168,7 +168,7 @@ class GpuRunner:
         entries = host.sampling_entries if self.decoder.generates else []
         counts = self.sampling.logprob_counts(host.sample_rows[: len(entries)])
         scores = self.scored.any_in(batch)
-        drawn_rows: list[int] = host.sample_rows[: len(entries)].tolist()
+        drawn_rows: list[int] = host.sample_rows[: len(entries)].tolist() if self.constrained.any else []
         masks = self.constrained.start(drawn_rows)
         shape = self.step.upload(host, updates, counts, scores)
         hidden = self.steps.run(shape) if masks is None else self._run_constrained(shape, masks)
