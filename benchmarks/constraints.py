@@ -1,9 +1,10 @@
 """What a constraint costs: a mask on a vocabulary of 150,000 tokens, a grammar, and a decode step.
 
-    python -m benchmarks.constraints [--json] [--device cpu] [--model FOLDER] [--rows 16]
+    python -m benchmarks.constraints [--json] [--device cpu] [--shape qwen3-0.6b] [--rows 16]
 
-Masks are those along valid answers. The step is that of the built-in model, or of `--model`, with as many rows as asked
-for: all constrained by a schema whose answers do not end, against none.
+Masks are those along valid answers. The step is that of the built-in model, or of random weights of a `--shape` with a
+vocabulary of that size, with as many rows as asked for: all constrained by a schema whose answers do not end, against
+none.
 """
 
 from __future__ import annotations
@@ -13,13 +14,16 @@ import itertools
 import json
 import random
 import statistics
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.dummy import spelling
+from benchmarks.dummy import spelling, write_checkpoint
 from benchmarks.report import show
+from benchmarks.shapes import SHAPES
 from inflight import LLM, SamplingParams, StructuredOutputs
 from inflight.constraints import GrammarCompiler, MaskFiller, Matcher, Vocabulary
 from inflight.events import StepRecord
@@ -59,13 +63,10 @@ def vocabulary() -> Vocabulary:
     pieces = [bytes([byte]) for byte in range(256)]
     pieces += [text.encode() for text in (*map(str, range(10, 1000)), *marks)]
     pieces += [chr(0x4E00 + i).encode() for i in range(20_000)]
-    for number in itertools.count():
+    for number in range(VOCAB_SIZE // 3):  # more than enough
         for text in (spelling(number), " " + spelling(number), spelling(number).capitalize()):
             pieces.append(text.encode())
-        if len(pieces) >= VOCAB_SIZE:
-            break
     pieces = list(dict.fromkeys(pieces))[: VOCAB_SIZE - 1]
-    pieces += [b""] * (VOCAB_SIZE - 1 - len(pieces))
     return Vocabulary([*pieces, b"<end>"], frozenset({VOCAB_SIZE - 1}), (VOCAB_SIZE - 1,))
 
 
@@ -110,9 +111,16 @@ def measure_masks() -> list[tuple[Any, ...]]:
 
 def measure_steps(arguments: argparse.Namespace) -> list[tuple[Any, ...]]:
     options: dict[str, Any] = {"device": arguments.device} if arguments.device else {}
-    if arguments.model is not None:
-        options["load_format"] = arguments.load_format
-    with LLM(arguments.model, show_progress=False, **options) as llm:
+    with tempfile.TemporaryDirectory() as folder:
+        if arguments.shape is not None:
+            config = {**SHAPES[arguments.shape], "vocab_size": VOCAB_SIZE, "eos_token_id": VOCAB_SIZE - 1}
+            model = write_checkpoint(Path(folder) / "model", config, vocabulary().pieces)
+            options |= {"model": model, "load_format": "dummy", "dtype": arguments.dtype}
+        return _measure_steps(options, arguments)
+
+
+def _measure_steps(options: dict[str, Any], arguments: argparse.Namespace) -> list[tuple[Any, ...]]:
+    with LLM(show_progress=False, **options) as llm:
         plain = SamplingParams(temperature=1.0, seed=1, max_tokens=NUM_STEPS, ignore_eos=True)
         constrained = SamplingParams(
             temperature=1.0, seed=1, max_tokens=NUM_STEPS, ignore_eos=True, structured_outputs=ENDLESS
@@ -148,8 +156,8 @@ def main() -> None:
     )
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--device")
-    parser.add_argument("--model")
-    parser.add_argument("--load-format", default="auto")
+    parser.add_argument("--shape", choices=SHAPES)
+    parser.add_argument("--dtype", default="auto", help="of the weights of a shape")
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
