@@ -9,6 +9,8 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from inflight.constraints.grammars import lark_grammar
 from inflight.constraints.matcher import MaskFiller, Matcher
 from inflight.constraints.trial import needs_trial, passes_trial
@@ -119,7 +121,8 @@ class GrammarCompiler:
         state = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         if not state.is_error():  # whoever cannot begin is told so now
             matcher = Matcher(state.deep_copy())
-            mask = MaskFiller().fill([matcher], -(-self._tokenizer.vocab_size // 32))
+            mask = np.zeros((1, -(-self._tokenizer.vocab_size // 32)), dtype=np.int32)
+            MaskFiller().fill([matcher], mask)
             if matcher.error is None:
                 if not mask.any():
                     raise ParameterError(
