@@ -43,7 +43,7 @@ def load(options: argparse.Namespace, dtype: str, cached: bool) -> LoadedEngine:
             skip_tokenizer_init=True,
             enable_prefix_caching=cached,
             max_model_len=4096,
-            gpu_memory_utilization=0.4,
+            kv_cache_memory=16 << 30 if dtype == "bfloat16" else None,  # two engines share a GPU
         )
     )
 

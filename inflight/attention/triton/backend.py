@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,8 @@ from inflight.attention.triton.rope_write import rope_write
 from inflight.attention.triton.step import TritonStep
 from inflight.attention.triton.tuning import Tuning
 from inflight.triton_utils.padding import padded_empty
+
+PIECE = 2 << 20  # bytes
 
 
 class TritonAttention:
@@ -26,7 +30,14 @@ class TritonAttention:
 
     def allocate(self, shape: KVShape, num_blocks: int, device: torch.device) -> list[Tensor]:
         size = (num_blocks, 2, shape.num_kv_heads, shape.block_size, shape.head_dim)
-        return [torch.empty(size, dtype=shape.dtype, device=device) for _ in range(shape.num_layers)]
+        num_elements, width = math.prod(size), shape.dtype.itemsize
+        # Torch takes memory from the device in such pieces, and puts other tensors into what one leaves free: KV memory
+        # could then not be given back for as long as they live.
+        rounded = -(-num_elements * width // PIECE) * PIECE // width
+        return [
+            torch.empty(rounded, dtype=shape.dtype, device=device)[:num_elements].view(size)
+            for _ in range(shape.num_layers)
+        ]
 
     def attend(self, qkv: Tensor, layer: AttentionLayer, cache: Tensor, inputs: TritonStep) -> Tensor:
         """Rows of the result that belong to no item hold whatever was in memory."""
