@@ -40,8 +40,7 @@ class GpuEncoderRunner:
             raise EngineError(f"GpuEncoderRunner cannot plan for {type(encoder.attention).__name__}")
         self.padded = False
         self.model = model
-        # Padding takes a text for each text.
-        self.buckets = TextBuckets(2 * max_rows, max_tokens)
+        self.buckets = TextBuckets(max_rows, max_tokens)
         self.texts = DeviceTexts(
             self.buckets,
             encoder.attention.tuning.tile.rows,

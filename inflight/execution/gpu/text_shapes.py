@@ -32,12 +32,12 @@ class TextBuckets:
 
     @property
     def largest(self) -> TextShape:
-        return TextShape(self.tokens[-1], self._texts(self.tokens[-1])[-1])
+        return TextShape(self.tokens[-1], self._with_filling(self.tokens[-1]))
 
     def shape(self, num_tokens: int, num_texts: int) -> TextShape:
         """Of a step of so many tokens and texts."""
         size = round_up(num_tokens, self.tokens)
-        return TextShape(size, round_up(num_texts, self._texts(size)))
+        return TextShape(size, round_up(num_texts, [*self._texts(size), self._with_filling(size)]))
 
     def usual(self) -> list[TextShape]:
         """What nearly all steps are like, those that take the most memory first."""
@@ -54,3 +54,7 @@ class TextBuckets:
         most = min(num_tokens, self.max_texts)
         sizes = (max(least, -(-num_tokens // each)) for least, each in TEXT_SIZES)
         return [*(size for size in sizes if size < most), most]
+
+    def _with_filling(self, num_tokens: int) -> int:
+        """The most texts there can be, if each is filled up by another (`TextRunner.padded`)."""
+        return min(num_tokens, 2 * self.max_texts)

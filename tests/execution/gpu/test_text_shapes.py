@@ -14,7 +14,7 @@ MAX_TEXTS, MAX_TOKENS = st.integers(1, 2048), st.integers(1, 40_000)
 def test_every_step_fits_its_shape(max_texts: int, max_tokens: int, data: st.DataObject) -> None:
     buckets = TextBuckets(max_texts, max_tokens)
     num_tokens = data.draw(st.integers(1, max_tokens))
-    num_texts = data.draw(st.integers(1, min(num_tokens, max_texts)))
+    num_texts = data.draw(st.integers(1, min(num_tokens, 2 * max_texts)))  # filled up, each has another
     shape = buckets.shape(num_tokens, num_texts)
     assert num_tokens <= shape.num_tokens <= buckets.largest.num_tokens == max_tokens
     assert num_texts <= shape.num_texts <= min(shape.num_tokens, buckets.largest.num_texts)
@@ -35,4 +35,11 @@ def test_usual_shapes_are_those_that_steps_get(max_texts: int, max_tokens: int) 
 
 
 def test_there_are_no_more_usual_shapes_than_can_be_captured_at_start() -> None:
-    assert len(TextBuckets(2048, 16384).usual()) < 200
+    assert len(TextBuckets(1024, 16384).usual()) < 200
+
+
+def test_texts_without_filling_have_no_room_for_it() -> None:
+    buckets = TextBuckets(1024, 16384)
+    assert buckets.shape(16384, 1024).num_texts == 1024
+    assert buckets.shape(16384, 1025).num_texts == 2048
+    assert max(shape.num_texts for shape in buckets.usual()) <= 1024
