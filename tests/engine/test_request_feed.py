@@ -48,7 +48,8 @@ def test_steps_are_as_full_as_if_all_were_there(longest: int, depth: int) -> Non
 
 
 def test_the_first_step_waits_for_its_own_requests_alone() -> None:
-    engine, made = make_engine(depth=2), []
+    made: list[str] = []
+    engine = make_engine(depth=2)
     feed = RequestFeed(engine.core, requests(1000, 20, made), lazily=True)
     feed.fill()
     assert len(made) == len(feed.added) < 50
@@ -56,7 +57,8 @@ def test_the_first_step_waits_for_its_own_requests_alone() -> None:
 
 
 def test_all_at_once() -> None:
-    engine, made = make_engine(depth=2), []
+    made: list[str] = []
+    engine = make_engine(depth=2)
     feed = RequestFeed(engine.core, requests(100, 20, made), lazily=False)
     feed.fill()
     assert feed.is_empty
