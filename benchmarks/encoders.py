@@ -7,9 +7,11 @@
 Weights are random and shared by both; texts are random ids of uniform random length. transformers gets its batches
 padded and as tensors, before its time begins, and runs at the best of `--batch` sizes; inflight gets lists of ids in no
 order. The two take turns `--repeat` times. What is reported are medians, the median of the turns' ratios, the
-share of places that transformers computed for padding, and how far the two results lie apart at most.
+share of places that transformers computed for padding, and how far the two results lie apart at most. What is known is
+told as soon as it is, and after `--seconds` no further batch size or turn is begun.
 
-Few texts sort badly: small batch sizes are tried as well then, so that the other side is not measured by its padding.
+Few texts sort badly: on a CPU small batch sizes are tried as well then, so that the other side is not measured by its
+padding. On a GPU they would take most of the time and win nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from benchmarks.report import show
+from benchmarks.report import Progress, show
 from inflight import LLM
 
 Floats = NDArray[np.float32]
@@ -104,7 +106,9 @@ def make_model(shape: EncoderShape, dtype: torch.dtype, device: torch.device) ->
     config = AutoConfig.for_model(shape.family, **COMMON, **shape.config)
     kind = AutoModel if shape.embeds else AutoModelForSequenceClassification
     options = {"add_pooling_layer": False} if shape.embeds else {}
-    return kind.from_config(config, attn_implementation="sdpa", **options).to(device, dtype).eval()
+    with device:  # a GPU makes so many random numbers in no time
+        model = kind.from_config(config, attn_implementation="sdpa", dtype=dtype, **options)
+    return model.to(device).eval()
 
 
 def write_checkpoint(model: Any, shape: EncoderShape, folder: Path) -> None:
@@ -197,12 +201,20 @@ def timed(run: Callable[[], Floats]) -> tuple[float, Floats]:
     return time.perf_counter() - start, result
 
 
-def best_batch(model: Any, shape: EncoderShape, texts: list[list[int]], sizes: list[int]) -> Padded:
+def best_batch(
+    model: Any, shape: EncoderShape, texts: list[list[int]], sizes: list[int], progress: Progress
+) -> Padded:
     """The fastest of two runs each, after one that warms up."""
-    contenders = [Padded(model, shape, texts, size) for size in sizes if size <= len(texts)]
-    contenders[0]()
-    best = {contender.size: min(timed(contender)[0] for _ in range(2)) for contender in contenders}
-    return min(contenders, key=lambda contender: best[contender.size])
+    contenders: dict[Padded, float] = {}
+    for size in (size for size in sizes if size <= len(texts)):
+        padded = Padded(model, shape, texts, size)
+        if not contenders:
+            padded()
+        contenders[padded] = seconds = min(timed(padded)[0] for _ in range(2))
+        progress.tell(f"transformers, batch {size}: {len(texts) / seconds:,.0f} texts/s")
+        if progress.is_late:
+            break
+    return min(contenders, key=contenders.__getitem__)
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -210,11 +222,13 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     shape, device = SHAPES[options.shape], torch.device(options.device)
     dtype = torch.bfloat16 if on_gpu else torch.float32
     texts = make_texts(shape, options.texts)
-    sizes = options.batch or ([32, 64, 128] if on_gpu else [8, 16, 32, 64])
-    if not options.batch and options.texts < 8 * max(sizes):
+    sizes = options.batch or ([64, 128] if on_gpu else [8, 16, 32, 64])
+    if not options.batch and not on_gpu and options.texts < 8 * max(sizes):
         sizes = [1, 2, 4, *sizes]
+    progress = Progress(options.seconds)
     model = make_model(shape, dtype, device)
     write_checkpoint(model, shape, folder)
+    progress.tell("the model is written")
     with LLM(
         str(folder),
         dtype=str(dtype).removeprefix("torch."),
@@ -224,14 +238,19 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         skip_tokenizer_init=True,
         show_progress=False,
     ) as llm:
-        ours, theirs = Packed(llm, shape, texts), best_batch(model, shape, texts, sizes)
-        ours()  # warms up
+        progress.tell("the engine is ready")
+        ours = Packed(llm, shape, texts)
+        for _ in range(2):  # the first warms up
+            progress.tell(f"inflight: {len(texts) / timed(ours)[0]:,.0f} texts/s")
+        theirs = best_batch(model, shape, texts, sizes, progress)
         times: list[tuple[float, float]] = []
         apart = 0.0
-        for _ in range(options.repeat):
+        while not times or (len(times) < options.repeat and not progress.is_late):
             (mine, found), (other, expected) = timed(ours), timed(theirs)
             times.append((mine, other))
             apart = max(apart, float(np.abs(found - expected).max()))
+            rates = [len(texts) / seconds for seconds in times[-1]]
+            progress.tell("in turns: inflight {:,.0f} texts/s, transformers {:,.0f}".format(*rates))
     rates = [len(texts) / statistics.median(column) for column in zip(*times, strict=True)]
     return {
         "shape": options.shape,
@@ -261,6 +280,7 @@ def parse() -> argparse.Namespace:
     add("--repeat", type=int, default=3)
     add("--max-num-batched-tokens", type=int)
     add("--max-num-seqs", type=int)
+    add("--seconds", type=float, default=90.0, help="after which no batch size and no turn is begun")
     add("--json", action="store_true")
     return parser.parse_args()
 

@@ -3,11 +3,29 @@
 from __future__ import annotations
 
 import json
+import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+
+class Progress:
+    """What is known so far, as soon as it is, on standard error; and when to begin nothing new."""
+
+    def __init__(self, seconds: float) -> None:
+        """`seconds`: after which time is up."""
+        self._start = time.perf_counter()
+        self._seconds = seconds
+
+    def tell(self, text: str) -> None:
+        print(f"{time.perf_counter() - self._start:6.1f} s  {text}", file=sys.stderr, flush=True)
+
+    @property
+    def is_late(self) -> bool:
+        return time.perf_counter() - self._start > self._seconds
 
 
 def show(

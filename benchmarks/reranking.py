@@ -4,7 +4,8 @@
 
 Random weights. Every document is one request of kind "pool": the shared tokens (instruction and query), then its own.
 All arrive at once. Told are the times until the first and the last score, and how many tokens were computed, with the
-prefix cache and without it, in turns in one run.
+prefix cache and without it, in turns in one run; each round as soon as it is over, on standard error. After `--seconds`
+no further round is begun.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.report import show
+from benchmarks.report import Progress, show
 from benchmarks.shapes import SHAPES
 from inflight.config import EngineConfig
 from inflight.events import StepRecord
@@ -44,6 +45,8 @@ def load(options: argparse.Namespace, dtype: str, cached: bool) -> LoadedEngine:
             enable_prefix_caching=cached,
             max_model_len=4096,
             kv_cache_memory=16 << 30 if dtype == "bfloat16" else None,  # two engines share a GPU
+            # No more slots than documents: fewer shapes to capture at start.
+            max_num_seqs=min(256, options.documents),
         )
     )
 
@@ -76,18 +79,28 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=200, help="of each document")
     parser.add_argument("--shared", type=int, default=400, help="tokens before each document")
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=45.0, help="after which no round is begun")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
     on_gpu = options.device != "cpu" and torch.cuda.is_available()
     dtype = "bfloat16" if on_gpu else "float32"
-    engines = {"prefix cache": load(options, dtype, True), "no cache": load(options, dtype, False)}
+    progress = Progress(options.seconds)
+    engines: dict[str, LoadedEngine] = {}
+    for name, cached in (("prefix cache", True), ("no cache", False)):
+        engines[name] = load(options, dtype, cached)
+        progress.tell(f"{name}: the engine is ready")
     rounds: dict[str, list[Round]] = {name: [] for name in engines}
     rng, largest = random.Random(0), min(10_000, SHAPES[options.shape]["vocab_size"])
     for number in range(options.repeat + 1):  # the first warms up
+        if number > 1 and progress.is_late:
+            break
         shared = [rng.randrange(largest) for _ in range(options.shared)]
         own = [[rng.randrange(largest) for _ in range(options.tokens)] for _ in range(options.documents)]
         for name, engine in engines.items():
             found = run(engine, [shared + ids for ids in own], f"{name}/{number}")
+            progress.tell(
+                f"{name}: first {found.first_ms:.1f} ms, last {found.last_ms:.1f}, {found.num_computed:,} tokens"
+            )
             if number:
                 rounds[name].append(found)
     rows = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from typing import Any, TypeVar
@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 
 from inflight.config import EngineConfig
-from inflight.engine import EngineStats, StepObserver
+from inflight.engine import EngineStats, RequestFeed, StepObserver
 from inflight.errors import ConfigError, EngineError, ParameterError, RequestError
 from inflight.events import Delta
 from inflight.frontend import (
@@ -139,7 +139,10 @@ class LLM:
     def _run(self, prompts: list[OutputProcessor], show: bool) -> list[RequestOutput]:
         by_id = {answer.request.request_id: prompt for prompt in prompts for answer in prompt.answers}
         requests = [answer.request for prompt in prompts for answer in prompt.answers]
-        self._compute(requests, lambda delta: by_id[delta.request_id].push(delta), "generating", show)
+        feed = RequestFeed(self._engine.core, requests, lazily=False)
+        self._compute(
+            feed, len(requests), lambda delta: by_id[delta.request_id].push(delta), "generating", show
+        )
         outputs = [prompt.output() for prompt in prompts]
         failed = [answer.error for output in outputs for answer in output.outputs if answer.error]
         if failed and len(failed) == len(by_id):
@@ -149,7 +152,7 @@ class LLM:
         return outputs
 
     def _compute(
-        self, requests: list[Request], take: Callable[[Delta], bool], doing: str, show: bool
+        self, feed: RequestFeed, num_requests: int, take: Callable[[Delta], bool], doing: str, show: bool
     ) -> None:
         """Step until all requests have ended. `take` gets every delta, and says whether its request is to end now."""
         if self._closed:
@@ -157,18 +160,18 @@ class LLM:
         core = self._engine.core
         with paused_collection(), held_interrupts() as let_go:
             try:
-                for request in requests:
-                    core.add(request)
-                with request_bar(doing, len(requests), show) as advance:
-                    while core.has_work:
+                feed.fill()
+                with request_bar(doing, num_requests, show) as advance:
+                    while core.has_work or not feed.is_empty:
                         let_go()  # between two steps, where all books are in order
+                        feed.fill()
                         deltas = core.step()
                         for delta in deltas:
                             if take(delta):
                                 deltas += core.abort(delta.request_id, "stop")[1]
                         advance(deltas)
             except BaseException:  # Ctrl-C above all
-                self._clear(request.request_id for request in requests)
+                self._clear(feed.added)
                 raise
 
     def _clear(self, request_ids: Iterable[str]) -> None:
@@ -279,20 +282,27 @@ class LLM:
         self, processor: PoolingProcessor, job: PoolingJob, doing: str, show: bool
     ) -> tuple[list[Request], PooledVectors]:
         """A request for each text of a job, and their vectors."""
-        texts = [text for chunk in job.chunks() for text in processor.inputs.encode(*chunk)]
-        first = self._num_requests
-        self._num_requests += len(texts)
-        requests = [
-            processor.request(str(number), text, RequestContext()) for number, text in enumerate(texts, first)
-        ]
-        vectors = PooledVectors(len(texts), processor.facts.size)
+        first, num_texts = self._num_requests, job.num_texts
+        self._num_requests += num_texts
+        requests: list[Request] = []
+
+        def made() -> Iterator[Request]:
+            context = RequestContext()
+            for chunk in job.chunks():
+                for text in processor.inputs.encode(*chunk):
+                    requests.append(processor.request(str(first + len(requests)), text, context))
+                    yield requests[-1]
+
+        vectors = PooledVectors(num_texts, processor.facts.size)
 
         def take(delta: Delta) -> bool:
             if delta.finish_reason is not None:
                 vectors.put(int(delta.request_id) - first, delta)
             return False
 
-        self._compute(requests, take, doing, show)
+        # Texts that can be split may share what they begin with: how many fill a step is not known then.
+        feed = RequestFeed(self._engine.core, made(), lazily=not processor.facts.splittable)
+        self._compute(feed, num_texts, take, doing, show)
         return requests, vectors
 
     # ---- around it ----

@@ -14,7 +14,6 @@ from inflight.config import EngineConfig, SchedulerConfig
 from inflight.constraints import GrammarCompiler
 from inflight.engine import EngineCore, ModelFacts
 from inflight.errors import ConfigError, EngineError, ModelError
-from inflight.execution.encoder_runner import EncoderRunner
 from inflight.execution.platforms import Platform, platform
 from inflight.frontend import Frontend, InputProcessor
 from inflight.kv import BlockManager, ChainHashCache, NoPrefixCache
@@ -292,9 +291,7 @@ def _encoder_core(
     num_spare = -(-HEADROOM * limits.max_num_seqs // max_model_len) + 1
     blocks = BlockManager(limits.max_num_seqs + num_spare, max_model_len, NoPrefixCache())
     scheduler = Scheduler(limits, policy, blocks)
-    runner = EncoderRunner(encoder)
-    if place.device.type == "cuda":
-        runner.warm_up(max_model_len, max_tokens)
+    runner = place.encoder_runner(config, encoder, limits)
     return EngineCore(scheduler, runner, options.pipeline_depth or place.pipeline_depth, options.max_queue)
 
 

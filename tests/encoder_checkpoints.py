@@ -84,7 +84,9 @@ def write_pooling(folder: Path, modes: Sequence[str] | str = "mean", after: Sequ
 
 
 def load(folder: Path, **options: Any) -> LoadedEngine:
-    return load_engine(EngineConfig.create(folder, device="cpu", skip_tokenizer_init=True, **options))
+    """On the CPU, unless asked otherwise."""
+    options = {"device": "cpu", "skip_tokenizer_init": True} | options
+    return load_engine(EngineConfig.create(folder, **options))
 
 
 def texts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:

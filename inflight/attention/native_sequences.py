@@ -41,7 +41,7 @@ class NativeSequenceAttention:
             qkv.data_ptr(),
             out.data_ptr(),
             sequences.starts.data_ptr(),
-            len(sequences.lengths),
+            len(sequences.starts) - 1,
             num_heads,
             head_dim,
             -1 if window is None else window,
@@ -75,10 +75,10 @@ class NativeSequenceAttention:
 
 def _check(qkv: Tensor, num_heads: int, head_dim: int, sequences: Sequences) -> None:
     """The library trusts its pointers, so what they point to is checked here."""
-    starts = sequences.starts
+    starts, lengths = sequences.starts, sequences.lengths
     if qkv.dim() != 2 or qkv.shape[1] != 3 * num_heads * head_dim:
         raise ConfigError(f"qkv is {list(qkv.shape)}: it must be [tokens, 3 * {num_heads} * {head_dim}]")
-    if starts.dtype != torch.int32 or starts.shape != (len(sequences.lengths) + 1,):
+    if starts.dtype != torch.int32 or lengths is None or starts.shape != (len(lengths) + 1,):
         raise ConfigError("starts must be int32, one more than there are sequences")
     if not starts.is_contiguous() or starts[0] != 0 or starts[-1] != len(qkv) or (starts.diff() < 0).any():
         raise ConfigError(f"starts must be contiguous and rise from 0 to {len(qkv)} tokens")

@@ -15,8 +15,7 @@ class Sequences:
     """The sequences of one step, side by side: B of them, T tokens, none between them."""
 
     starts: Tensor  # [B + 1] int32, from 0 to T, on the device
-    lengths: list[int]  # [B]
-    max_len: int  # of these lengths
+    lengths: list[int] | None  # [B]; None: only the device knows, and B and T are capacities
 
 
 class SequenceAttention(Protocol):
@@ -62,6 +61,7 @@ class TorchSequenceAttention:
             cos_sin, positions = rotary
             query = self._kernels.rotate(query, positions, cos_sin)
             key = self._kernels.rotate(key, positions, cos_sin)
+        assert sequences.lengths is not None
         out = torch.empty(len(qkv), num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
         first = 0
         for length in sequences.lengths:

@@ -11,7 +11,7 @@ from inflight.compare.layout import Span, SpanKind, Timeline
 from inflight.compare.measure import StepWatch, serve
 from inflight.errors import EngineError
 from inflight.events import StepRecord
-from inflight.execution.encoder_runner import EncoderRunner
+from inflight.execution.packed_texts import TextRunner
 from inflight.loading import LoadedEngine
 from inflight.request import Request
 
@@ -57,7 +57,7 @@ def measure_pairs(
     max_tokens = max(num_slots * longest, engine.max_model_len)
     core = engine.use(policy=strategy, max_num_seqs=num_slots, max_num_batched_tokens=max_tokens)
     runner = core.runner
-    assert isinstance(runner, EncoderRunner)
+    assert isinstance(runner, TextRunner)
     runner.warm_up(longest, longest)  # what only the first step of a process pays is no strategy's fault
     runner.padded = strategy == PADDED
     watch = StepWatch()

@@ -3,6 +3,7 @@
 from inflight.engine.client import EngineClient, Health, ModelFacts, RequestState
 from inflight.engine.core import EngineCore, EngineStats
 from inflight.engine.inproc import InprocClient
+from inflight.engine.request_feed import RequestFeed
 from inflight.engine.runner import Runner
 from inflight.engine.step_records import StepObserver
 
@@ -13,6 +14,7 @@ __all__ = [
     "Health",
     "InprocClient",
     "ModelFacts",
+    "RequestFeed",
     "RequestState",
     "Runner",
     "StepObserver",

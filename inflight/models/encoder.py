@@ -19,11 +19,9 @@ from inflight.models.tensors import Store, into_rows, into_tensor
 class TextBatch:
     """Texts side by side: T tokens of B texts."""
 
-    token_ids: Tensor  # [T] int64
-    positions: Tensor  # [T] int64, from 0 in each text
-    segments: (
-        Tensor | None
-    )  # [T] int64: which of two texts of a pair a token is in; None: all are in the first
+    token_ids: Tensor  # [T] int64, or on a GPU int32, as the others
+    positions: Tensor  # [T] from 0 in each text
+    segments: Tensor | None  # [T] which of two texts of a pair a token is in; None: all are in the first
     sequences: Sequences
 
 
@@ -146,7 +144,8 @@ class Encoder:
         device: torch.device,
         max_position: int,
     ) -> None:
-        self.spec, self.kernels, self.dtype, self.device = spec, kernels, dtype, device
+        self.spec, self.kernels, self.attention = spec, kernels, attention
+        self.dtype, self.device = dtype, device
         hidden = spec.hidden_size
         self._tokens = torch.empty(spec.vocab_size, hidden, dtype=dtype, device=device)
         self._positions = torch.empty(spec.num_positions, hidden, dtype=dtype, device=device)
@@ -218,6 +217,6 @@ class PoolingEncoder:
 
     def vectors(self, texts: TextBatch) -> Tensor:
         """[B, head.size] float32"""
-        picked = self.pooler.picked(texts.sequences)
+        picked = self.pooler.picked(texts.sequences, len(texts.token_ids))
         hidden = self.encoder.forward(texts, picked)
         return self.head(hidden if picked is not None else self.pooler(hidden, texts.sequences))

@@ -152,23 +152,33 @@ class Pooler:
     def __init__(self, modes: Sequence[str]) -> None:
         self.modes = tuple(modes)
 
-    def picked(self, sequences: Sequences) -> Tensor | None:
+    def picked(self, sequences: Sequences, num_tokens: int) -> Tensor | None:
         """[B] int64: the tokens whose hidden states are all that is needed; None: those of all tokens are."""
         if self.modes == ("cls",):
-            return sequences.starts[:-1].long()
-        return sequences.starts[1:].long() - 1 if self.modes == ("lasttoken",) else None
+            return _firsts(sequences, num_tokens)
+        return _lasts(sequences) if self.modes == ("lasttoken",) else None
 
     def __call__(self, hidden: Tensor, sequences: Sequences) -> Tensor:
         """[T, hidden] -> [B, len(modes) * hidden] float32"""
         return torch.cat([_POOL[mode](hidden, sequences) for mode in self.modes], dim=1)
 
 
+def _firsts(sequences: Sequences, num_tokens: int) -> Tensor:
+    """[B] int64. Where there is room for more sequences than there are, those begin behind the last token."""
+    return sequences.starts[:-1].long().clamp(max=num_tokens - 1)
+
+
+def _lasts(sequences: Sequences) -> Tensor:
+    """[B] int64"""
+    return sequences.starts[1:].long() - 1
+
+
 def _cls(hidden: Tensor, sequences: Sequences) -> Tensor:
-    return hidden[sequences.starts[:-1].long()].float()
+    return hidden[_firsts(sequences, len(hidden))].float()
 
 
 def _last(hidden: Tensor, sequences: Sequences) -> Tensor:
-    return hidden[sequences.starts[1:].long() - 1].float()
+    return hidden[_lasts(sequences)].float()
 
 
 def _max(hidden: Tensor, sequences: Sequences) -> Tensor:
@@ -185,10 +195,10 @@ def _mean_sqrt(hidden: Tensor, sequences: Sequences) -> Tensor:
 
 def _weighted_mean(hidden: Tensor, sequences: Sequences) -> Tensor:
     """Token i of a text, from 1, counts i times."""
-    lengths = _lengths(sequences)
-    starts = sequences.starts[:-1].repeat_interleave(lengths[:, 0].int(), output_size=len(hidden))
-    places = torch.arange(1, len(hidden) + 1, device=hidden.device) - starts
-    return _reduced(hidden * places.unsqueeze(1), sequences, "sum") / (lengths * (lengths + 1) / 2)
+    starts, lengths = sequences.starts, _lengths(sequences)
+    tokens = torch.arange(len(hidden), dtype=starts.dtype, device=hidden.device)
+    places = tokens + 1 - starts[torch.searchsorted(starts[1:], tokens, right=True)]
+    return _reduced(hidden.float() * places.unsqueeze(1), sequences, "sum") / (lengths * (lengths + 1) / 2)
 
 
 def _lengths(sequences: Sequences) -> Tensor:
@@ -199,7 +209,7 @@ def _lengths(sequences: Sequences) -> Tensor:
 def _reduced(hidden: Tensor, sequences: Sequences, how: str) -> Tensor:
     """[T, n] -> [B, n] float32, over the tokens of each sequence."""
     wide = hidden.float()
-    if hidden.is_cuda:
+    if sequences.lengths is None:
         return torch.segment_reduce(wide, how, offsets=sequences.starts.long(), axis=0, unsafe=True)
     # One by one, so that nothing depends on the neighbours; and a sum over rows is faster than that of segments.
     parts = torch.split(wide, sequences.lengths)

@@ -28,7 +28,7 @@ def attention(request: pytest.FixtureRequest) -> SequenceAttention:
 
 def sequences_of(lengths: list[int]) -> Sequences:
     starts = torch.tensor([0, *lengths]).cumsum(0).int()
-    return Sequences(starts, lengths, max(lengths, default=0))
+    return Sequences(starts, lengths)
 
 
 def positions_of(lengths: list[int]) -> Tensor:
@@ -127,6 +127,6 @@ def test_what_does_not_belong_together_is_refused() -> None:
     with pytest.raises(ConfigError, match="rise from 0 to 8 tokens"):
         attention.attend(qkv, 2, 4, 1.0, None, sequences_of([5, 4]))
     with pytest.raises(ConfigError, match="must be int32"):
-        attention.attend(qkv, 2, 4, 1.0, None, Sequences(fine.starts.long(), fine.lengths, 5))
+        attention.attend(qkv, 2, 4, 1.0, None, Sequences(fine.starts.long(), fine.lengths))
     with pytest.raises(ConfigError, match="cannot rotate"):
         attention.attend(qkv, 2, 4, 1.0, None, fine, (torch.zeros(9, 6), torch.arange(8)))

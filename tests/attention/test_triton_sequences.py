@@ -7,9 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
-from inflight.attention.triton.plan import Ints, plan_sequences
+from inflight.attention.triton.plan import Ints, max_sequence_items, plan_sequences
 from inflight.attention.triton.sequences import TritonSequenceAttention, sequence_attention
 from inflight.attention.triton.tuning import AttentionTile, SequenceTuning, choose_sequences
 from inflight.layers.rotary import Rope
@@ -105,3 +107,17 @@ def test_every_model_has_a_tile(dtype: torch.dtype, head_dim: int) -> None:
     tuning = choose_sequences(dtype, head_dim, torch.device(DEVICE))
     assert isinstance(tuning.tile, AttentionTile)
     assert not tuning.descriptors or head_dim & (head_dim - 1) == 0
+
+
+@given(st.lists(st.integers(1, 70), min_size=1, max_size=20), st.integers(0, 40), st.integers(0, 9))
+def test_there_is_room_for_every_plan(lengths: list[int], more_tokens: int, more_sequences: int) -> None:
+    """With fewer tokens and sequences than a shape has, and with as many."""
+    num_tokens = sum(lengths) + more_tokens
+    num_sequences = min(len(lengths) + more_sequences, num_tokens)
+    num_items = len(plan_sequences(np.array(lengths, dtype=np.int32), 16))
+    assert num_items <= max_sequence_items(num_tokens, num_sequences, 16)
+
+
+def test_there_is_no_more_room_than_needed() -> None:
+    lengths = np.array([17, 1, 33, 1], dtype=np.int32)
+    assert len(plan_sequences(lengths, 16)) == max_sequence_items(52, 4, 16)

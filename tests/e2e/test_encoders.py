@@ -227,6 +227,22 @@ def test_an_encoder_does_not_generate(folder: Path) -> None:
     assert np.linalg.norm(output.outputs.embedding) == pytest.approx(1)
 
 
+def test_a_text_that_is_refused_late_takes_all_others_with_it(folder: Path) -> None:
+    """Texts are made into requests while earlier ones are computed: nothing of those is left."""
+    llm = LLM(
+        folder, device="cpu", max_num_batched_tokens=LONGEST, skip_tokenizer_init=True, show_progress=False
+    )
+    fine = texts([3] * 300)
+    with pytest.raises(RequestError, match=f"text 300 has {LONGEST + 1} tokens"):
+        llm.embed([*fine, [5] * (LONGEST + 1)], use_tqdm=False)
+    stats = llm.stats()
+    assert stats.num_steps > 0
+    assert not llm._engine.core.has_work
+    found = llm.embed(fine, use_tqdm=False)
+    assert [output.request_id for output in found] == [str(index) for index in range(301, 601)]
+    assert np.linalg.norm(found[-1].outputs.embedding) == pytest.approx(1)
+
+
 # ---- odd files ----
 
 

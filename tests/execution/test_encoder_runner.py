@@ -25,6 +25,7 @@ class Recorder:
         self.steps: list[list[int]] = []
 
     def vectors(self, texts: TextBatch) -> Tensor:
+        assert texts.sequences.lengths is not None
         assert len(texts.token_ids) == sum(texts.sequences.lengths)
         self.steps.append(texts.sequences.lengths)
         return torch.tensor(texts.sequences.lengths, dtype=torch.float32).unsqueeze(1)

@@ -7,7 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
+from inflight.execution.gpu.encoder_runner import GpuEncoderRunner
+from inflight.execution.gpu.graphs import EagerSteps, StepGraphs
+from inflight.models.heads import POOLINGS
+from tests.encoder_checkpoints import load, make_encoder, texts, write_pooling
+from tests.encoder_checkpoints import vectors as encoded
 from tests.pooled import PooledEngine, random_texts, write_classifier, write_embedder, write_reranker
 
 TEXTS = random_texts(512, 300, 1, 33, 90, 64, 64, 129, shared=1) * 9
@@ -49,3 +55,45 @@ def test_embeddings_are_those_of_the_cpu(dense: int, tmp_path: Path) -> None:
     found, _ = vectors(folder, False, dtype="float32", **options)
     expected, _ = vectors(folder, False, dtype="float32", device="cpu", **options)
     assert found == pytest.approx(expected, abs=1e-3)
+
+
+# ---- encoders ----
+
+ENCODED = texts([96, 1, 33, 64, 7, 2, 90, 65, 50, 12] * 8)
+SECONDS = [0, 0, 5, 63, 3, 1, 0, 1, 20, 0] * 8
+
+
+def encoder_vectors(folder: Path, seconds: list[int], **options: Any) -> NDArray[np.float32]:
+    """[texts, size], computed twice by one engine: what is left of steps reaches nobody."""
+    engine = load(folder, max_num_seqs=32, max_num_batched_tokens=700, **options)
+    runner = engine.core.runner
+    if isinstance(runner, GpuEncoderRunner):
+        assert isinstance(runner.steps, EagerSteps if options.get("enforce_eager") else StepGraphs)
+    first, found = (np.array(encoded(engine, ENCODED, seconds)) for _ in range(2))
+    engine.close()
+    assert np.isfinite(first).all()
+    assert np.abs(found - first).max() < 1e-2 * np.abs(first).max()
+    return found
+
+
+def assert_captured_steps_are_right(folder: Path, seconds: list[int]) -> None:
+    """In float32, those of the CPU; in bfloat16, those of the same kernels launched one by one."""
+    captured = encoder_vectors(folder, seconds, device="cuda", dtype="float32")
+    expected = encoder_vectors(folder, seconds, dtype="float32")
+    assert np.abs(captured - expected).max() < 1e-3
+    captured = encoder_vectors(folder, seconds, device="cuda", dtype="bfloat16")
+    eager = encoder_vectors(folder, seconds, device="cuda", dtype="bfloat16", enforce_eager=True)
+    assert np.abs(captured - eager).max() < 2e-2 * np.abs(eager).max()
+    assert np.abs(captured - expected).max() < max(0.3, 0.1 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("family", ["bert", "xlm-roberta", "distilbert", "modernbert"])
+def test_classifying_encoders_are_those_of_the_cpu(family: str, tmp_path: Path) -> None:
+    make_encoder(family, classifier=True, num_labels=3).save_pretrained(tmp_path)
+    assert_captured_steps_are_right(tmp_path, SECONDS if family == "bert" else [0] * len(SECONDS))
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_every_pooling_of_an_encoder_is_that_of_the_cpu(pooling: str, tmp_path: Path) -> None:
+    make_encoder("bert", classifier=False).save_pretrained(tmp_path)
+    assert_captured_steps_are_right(write_pooling(tmp_path, pooling), SECONDS)

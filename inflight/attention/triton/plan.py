@@ -268,7 +268,7 @@ def plan_chunks(
 
 
 def plan_sequences(lengths: Ints, tile_positions: int) -> Ints:
-    """[num_items, SEQUENCE_FIELDS]: at most one item per sequence more than tiles of tokens."""
+    """[num_items, SEQUENCE_FIELDS]: at most `max_sequence_items`."""
     tiles = -(-lengths // tile_positions)
     # Tiles of one sequence stand side by side, so that one finds the keys that another has fetched.
     longest_first = (-lengths).argsort(kind="stable")
@@ -278,6 +278,11 @@ def plan_sequences(lengths: Ints, tile_positions: int) -> Ints:
     items[:, 1] = lengths[of]
     items[:, 2] = counting(tiles[longest_first]) * tile_positions
     return items
+
+
+def max_sequence_items(num_tokens: int, num_sequences: int, tile_positions: int) -> int:
+    """Of at most so many tokens, in at most so many sequences: not more than there are tokens."""
+    return (num_tokens - num_sequences) // tile_positions + num_sequences
 
 
 def split_size(total: int, extra_items: int, tile: int, min_split: int) -> int:

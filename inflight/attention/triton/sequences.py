@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -19,6 +20,13 @@ from inflight.attention.triton.step import Items
 from inflight.attention.triton.tuning import SequenceTuning
 from inflight.triton_utils.padding import padded_empty
 from inflight.triton_utils.pdl import launch_dependents_then_wait, launch_options
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedSequences(Sequences):
+    """Those of a captured step, whose work was planned before it (`plan_sequences`)."""
+
+    items: Items
 
 
 class TritonSequenceAttention:
@@ -50,7 +58,10 @@ class TritonSequenceAttention:
 
     def _items(self, sequences: Sequences, device: torch.device) -> Items:
         """Planned once for all layers of a step."""
+        if isinstance(sequences, PlannedSequences):
+            return sequences.items
         if self._known is None or self._known[0] is not sequences:
+            assert sequences.lengths is not None
             lengths = np.array(sequences.lengths, dtype=np.int32)
             table = torch.from_numpy(plan_sequences(lengths, self.tuning.tile.rows))
             count = torch.tensor([len(table)], dtype=torch.int32)

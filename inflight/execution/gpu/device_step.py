@@ -11,7 +11,7 @@ from torch import Tensor
 from inflight.attention.triton.plan import CHUNK_FIELDS, DECODE_FIELDS, MEMBER_FIELDS, PREFIX_FIELDS
 from inflight.attention.triton.planner import AttentionPlanner, DecodeWork
 from inflight.attention.triton.step import AttentionWorkspace, Items, TritonStep
-from inflight.execution.gpu.host_step import HostStep, Ints, Layout, staging
+from inflight.execution.gpu.host_step import HostStep, Ints, Layout, put, put_items, staging
 from inflight.execution.gpu.rows import DeviceRows, StepTokens, TableUpdates, open_step
 from inflight.execution.gpu.shapes import Buckets, StepShape
 from inflight.execution.sampling.triton import MAX_LOGPROBS, WantedLogprobs
@@ -99,23 +99,23 @@ class DeviceStep:
             num_chunks = len(host.rows) - num_decodes
             shape = self.buckets.mixed(host.num_tokens, num_decodes, num_chunks, num_samples, shared, scores)
         held, part = self._stage(shape)
-        _put(part["token_rows"], host.token_rows, -1)
-        _put(part["positions"], host.positions, 0)
-        _put(part["kv_places"], host.kv_places, -1)
-        _put(part["sample_tokens"], host.sample_tokens, 0)
-        _put(part["sample_rows"], host.sample_rows, -1)
-        _put(part["sample_lengths"], host.sample_lengths, 0)
+        put(part["token_rows"], host.token_rows, -1)
+        put(part["positions"], host.positions, 0)
+        put(part["kv_places"], host.kv_places, -1)
+        put(part["sample_tokens"], host.sample_tokens, 0)
+        put(part["sample_rows"], host.sample_rows, -1)
+        put(part["sample_lengths"], host.sample_lengths, 0)
         if logprob_counts is None:
             part["logprob_counts"][:] = -1
         else:
-            _put(part["logprob_counts"], logprob_counts, -1)
-            _put(part["logprob_places"], np.cumsum(logprob_counts >= 0, dtype=np.int32) - 1, 0)
+            put(part["logprob_counts"], logprob_counts, -1)
+            put(part["logprob_places"], np.cumsum(logprob_counts >= 0, dtype=np.int32) - 1, 0)
             part["logprob_width"][0] = 1 + logprob_counts.max()
         if updates.shape[1] > len(part["update_rows"]):
             rows.write_tables(updates)
             updates = updates[:, :0]
         for name, values in zip(("update_rows", "update_columns", "update_blocks"), updates, strict=True):
-            _put(part[name], values, -1)
+            put(part[name], values, -1)
         self._plan(host, work, shape, part)
         self._send(held)
         return shape
@@ -124,14 +124,14 @@ class DeviceStep:
         num_decodes = host.num_decodes
         counts = [0, 0, 0]
         if work is not None:
-            counts[0] = _put_items(part["decode_items"], work.decode.items)
+            counts[0] = put_items(part["decode_items"], work.decode.items)
             if work.prefix is not None:
-                counts[1] = _put_items(part["prefix_items"], work.prefix.items)
-                _put_items(part["members"], work.members())
+                counts[1] = put_items(part["prefix_items"], work.prefix.items)
+                put_items(part["members"], work.members())
         if shape.chunks:
             starts, contexts = host.query_starts[num_decodes:], host.context_lens[num_decodes:]
             plan = self.planner.chunks(starts, contexts, host.rows[num_decodes:])
-            counts[2] = _put_items(part["chunk_items"], plan.items)
+            counts[2] = put_items(part["chunk_items"], plan.items)
         for name, count in zip(
             ("num_decode_items", "num_prefix_items", "num_chunk_items"), counts, strict=True
         ):
@@ -194,13 +194,3 @@ class DeviceStep:
 
 def _items(part: dict[str, Tensor], kind: str, programs: int) -> Items:
     return Items(part[f"{kind}_items"], part[f"num_{kind}_items"], programs)
-
-
-def _put(section: Ints, values: Ints, rest: int) -> None:
-    section[: len(values)] = values
-    section[len(values) :] = rest
-
-
-def _put_items(section: Ints, items: Ints) -> int:
-    section[: items.size] = items.reshape(-1)
-    return len(items)

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
 import torch
 
-from inflight.execution.gpu.shapes import StepShape
-
 logger = logging.getLogger(__name__)
 
+ShapeT = TypeVar("ShapeT", bound=Hashable)
 ResultT = TypeVar("ResultT")
 PartT = TypeVar("PartT")
 
 
-class StepGraphs(Generic[ResultT]):
+class StepGraphs(Generic[ShapeT, ResultT]):
     """Runs `compute(shape)`, by replay.
 
     `compute` must enqueue the same kernels on the same memory whenever it is given the same shape. The first shape is
@@ -27,25 +26,25 @@ class StepGraphs(Generic[ResultT]):
     overwrites it.
     """
 
-    def __init__(self, compute: Callable[[StepShape], ResultT]) -> None:
+    def __init__(self, compute: Callable[[ShapeT], ResultT]) -> None:
         self._compute = compute
-        self._graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, ResultT]] = {}
+        self._graphs: dict[ShapeT, tuple[torch.cuda.CUDAGraph, ResultT]] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._cuda_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
-    def beside(self, compute: Callable[[StepShape], PartT]) -> StepGraphs[PartT]:
+    def beside(self, compute: Callable[[ShapeT], PartT]) -> StepGraphs[ShapeT, PartT]:
         """Graphs of something else in the same memory, which are never replayed at the same time."""
         graphs = StepGraphs(compute)
         graphs._pool, graphs._cuda_stream = self._pool, self._cuda_stream
         return graphs
 
-    def run(self, shape: StepShape) -> ResultT:
+    def run(self, shape: ShapeT) -> ResultT:
         self.prepare(shape)
         graph, result = self._graphs[shape]
         graph.replay()
         return result
 
-    def prepare(self, shape: StepShape) -> None:
+    def prepare(self, shape: ShapeT) -> None:
         """Make sure that the next step of this shape need only be replayed."""
         if shape in self._graphs:
             return
@@ -65,13 +64,13 @@ class StepGraphs(Generic[ResultT]):
         self._graphs.clear()
 
 
-class EagerSteps(Generic[ResultT]):
+class EagerSteps(Generic[ShapeT, ResultT]):
     """The same without graphs: every kernel is launched by itself, at every step."""
 
-    def __init__(self, compute: Callable[[StepShape], ResultT]) -> None:
+    def __init__(self, compute: Callable[[ShapeT], ResultT]) -> None:
         self.run = self.prepare = compute
 
-    def beside(self, compute: Callable[[StepShape], PartT]) -> EagerSteps[PartT]:
+    def beside(self, compute: Callable[[ShapeT], PartT]) -> EagerSteps[ShapeT, PartT]:
         return EagerSteps(compute)
 
     def clear(self) -> None:

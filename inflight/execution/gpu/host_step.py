@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -117,3 +118,15 @@ def staging(size: int, device: torch.device) -> tuple[Tensor, Ints]:
     """
     tensor = torch.empty(size, dtype=torch.int32, pin_memory=device.type == "cuda")
     return tensor, tensor.numpy()
+
+
+def put(section: Ints, values: NDArray[Any], rest: int) -> None:
+    """These values, and `rest` in what is left of the section."""
+    section[: len(values)] = values
+    section[len(values) :] = rest
+
+
+def put_items(section: Ints, items: Ints) -> int:
+    """The rows of a plan, one after the other; how many there are."""
+    section[: items.size] = items.reshape(-1)
+    return len(items)

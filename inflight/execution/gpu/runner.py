@@ -140,11 +140,13 @@ class GpuRunner:
         self.buckets = Buckets(max_rows, max_tokens, planner.short_context_sizes)
         workspace = planner.workspace(spec.num_heads, spec.num_kv_heads, spec.head_dim, device)
         self.step = DeviceStep(self.rows, self.buckets, planner, workspace)
-        self.steps: StepGraphs[Tensor] | EagerSteps[Tensor]
+        self.steps: StepGraphs[StepShape, Tensor] | EagerSteps[StepShape, Tensor]
         self.steps = StepGraphs(self._compute) if graphs else EagerSteps(self._compute)
         # The two halves of a step, for those that have masks to wait for.
-        self.forwards: StepGraphs[Tensor] | EagerSteps[Tensor] = self.steps.beside(self._forward)
-        self.draws: StepGraphs[None] | EagerSteps[None] = self.steps.beside(self._draw_last)
+        self.forwards: StepGraphs[StepShape, Tensor] | EagerSteps[StepShape, Tensor]
+        self.forwards = self.steps.beside(self._forward)
+        self.draws: StepGraphs[StepShape, None] | EagerSteps[StepShape, None]
+        self.draws = self.steps.beside(self._draw_last)
         self._last_hidden: Tensor | None = None  # what `_draw_last` draws from
 
     # ---- a step ----

@@ -42,7 +42,7 @@ class Buckets:
         """`short_context_sizes`: of decodes whose contexts may be short."""
         self.max_entries = max_entries
         self._short_context_sizes = short_context_sizes
-        self.decodes = _sizes(max_entries, DECODE_STEPS)
+        self.decodes = sizes_up_to(max_entries, DECODE_STEPS)
         self.tokens = token_sizes(max_tokens)
 
     def largest(self) -> tuple[StepShape, ...]:
@@ -69,7 +69,7 @@ class Buckets:
 
     def decode(self, count: int, prefix: bool, short_context: bool = False) -> StepShape:
         """A step of `count` entries with one token each."""
-        size = _round_up(count, self.decodes)
+        size = round_up(count, self.decodes)
         return StepShape(size, size, 0, size, prefix, short_context=short_context)
 
     def mixed(
@@ -82,9 +82,9 @@ class Buckets:
         scores: bool = False,
     ) -> StepShape:
         """A step with chunks, and maybe decodes beside them."""
-        size = _round_up(num_tokens, self.tokens)
+        size = round_up(num_tokens, self.tokens)
         # Nearly all decodes sample, and few others do: one size serves both.
-        decodes = min(_round_up(max(num_decodes, num_samples), self._samples(size)), size)
+        decodes = min(round_up(max(num_decodes, num_samples), self._samples(size)), size)
         chunks = min(FEW_CHUNKS if num_chunks <= FEW_CHUNKS else self.max_entries, size)
         return StepShape(size, decodes, chunks, decodes, prefix, scores)
 
@@ -96,10 +96,10 @@ class Buckets:
 
 def token_sizes(max_tokens: int) -> list[int]:
     """Of steps with chunks."""
-    return _sizes(max_tokens, TOKEN_STEPS)
+    return sizes_up_to(max_tokens, TOKEN_STEPS)
 
 
-def _sizes(largest: int, steps: tuple[tuple[int, int], ...]) -> list[int]:
+def sizes_up_to(largest: int, steps: tuple[tuple[int, int], ...]) -> list[int]:
     """Ascending, up to and including `largest`."""
     sizes: list[int] = []
     size = 0
@@ -110,5 +110,5 @@ def _sizes(largest: int, steps: tuple[tuple[int, int], ...]) -> list[int]:
     return sizes
 
 
-def _round_up(count: int, sizes: list[int]) -> int:
+def round_up(count: int, sizes: list[int]) -> int:
     return sizes[bisect_left(sizes, count)]

@@ -13,10 +13,13 @@ from inflight.config import EngineConfig
 from inflight.constraints import GrammarCompiler
 from inflight.engine.runner import Runner
 from inflight.errors import ConfigError
+from inflight.execution.packed_texts import TextRunner
 from inflight.layers.kernels import Kernels
 from inflight.models.decoder import Decoder
+from inflight.models.encoder import PoolingEncoder
 from inflight.models.encoder_spec import EncoderSpec
 from inflight.models.spec import DecoderSpec
+from inflight.scheduling import Limits
 
 
 class EncoderKernels(NamedTuple):
@@ -57,6 +60,8 @@ class Platform(Protocol):
 
     def encoder_kernels(self, spec: EncoderSpec, dtype: torch.dtype) -> EncoderKernels:
         """For an encoder whose weights are held as `dtype`."""
+
+    def encoder_runner(self, config: EngineConfig, encoder: PoolingEncoder, limits: Limits) -> TextRunner: ...
 
     def describe(self) -> str:
         """The device and what was chosen for it, in one line."""

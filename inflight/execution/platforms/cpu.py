@@ -16,15 +16,18 @@ from inflight.attention.native_sequences import cpu_sequence_attention
 from inflight.config import EngineConfig
 from inflight.constraints import GrammarCompiler
 from inflight.errors import KVBudgetError
+from inflight.execution.encoder_runner import EncoderRunner
 from inflight.execution.platforms import EncoderKernels
 from inflight.execution.runner import ModelRunner
 from inflight.kv.budget import blocks_for_memory
 from inflight.layers.kernels import Kernels
 from inflight.layers.native_kernels import cpu_kernels
 from inflight.models.decoder import Decoder
+from inflight.models.encoder import PoolingEncoder
 from inflight.models.encoder_spec import EncoderSpec
 from inflight.models.spec import DecoderSpec
 from inflight.native.library import native_library
+from inflight.scheduling import Limits
 
 MEMORY_SHARE = 0.4  # of the memory that is available once the weights are loaded
 
@@ -86,6 +89,14 @@ class CpuPlatform:
     ) -> EncoderKernels:
         kernels = cpu_kernels()
         return EncoderKernels(kernels, cpu_sequence_attention(kernels), kernels)
+
+    def encoder_runner(
+        self,
+        config: EngineConfig,  # noqa: ARG002
+        encoder: PoolingEncoder,
+        limits: Limits,  # noqa: ARG002
+    ) -> EncoderRunner:
+        return EncoderRunner(encoder)
 
     def describe(self) -> str:
         library = native_library()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from inflight.attention.triton.tuning import choose, choose_sequences
 from inflight.config import EngineConfig
 from inflight.constraints import GrammarCompiler
 from inflight.errors import ConfigError, KVBudgetError
+from inflight.execution.gpu.encoder_runner import GpuEncoderRunner
 from inflight.execution.gpu.graphs import StepGraphs
 from inflight.execution.gpu.runner import GpuRunner
 from inflight.execution.gpu.shapes import token_sizes
@@ -26,8 +28,10 @@ from inflight.layers.kernels import Kernels
 from inflight.layers.torch_kernels import TorchKernels
 from inflight.layers.triton_kernels import TritonKernels
 from inflight.models.decoder import Decoder
+from inflight.models.encoder import PoolingEncoder
 from inflight.models.encoder_spec import EncoderSpec
 from inflight.models.spec import DecoderSpec
+from inflight.scheduling import Limits
 
 logger = logging.getLogger(__name__)
 
@@ -114,22 +118,39 @@ class CudaPlatform:
             grammars=grammars,
         )
         if isinstance(runner.steps, StepGraphs):
-            start = time.perf_counter()
             shapes = runner.buckets.usual()
-            runner.prepare(shapes)
-            logger.info("captured %d shapes of step in %.1f s", len(shapes), time.perf_counter() - start)
+            with _capturing(len(shapes)):
+                runner.prepare(shapes)
         return runner
 
     def encoder_kernels(self, spec: EncoderSpec, dtype: torch.dtype) -> EncoderKernels:
         attention = TritonSequenceAttention(choose_sequences(dtype, spec.head_dim, self.device))
-        # Steps of texts have any number of tokens: kernels for few of them would be compiled in the middle of serving.
+        # The kernels for few tokens were chosen by what decoders do, and are not measured here.
         layers = TritonKernels(dtype, self.device, few_tokens=0)
         return EncoderKernels(layers, attention, TorchKernels(torch.float32, self.device))
+
+    def encoder_runner(
+        self, config: EngineConfig, encoder: PoolingEncoder, limits: Limits
+    ) -> GpuEncoderRunner:
+        graphs = not config.model.enforce_eager
+        runner = GpuEncoderRunner(encoder, limits.max_num_seqs, limits.max_num_batched_tokens, graphs)
+        if graphs:
+            shapes = runner.buckets.usual()
+            with _capturing(len(shapes)):
+                runner.prepare(shapes)
+        return runner
 
     def describe(self) -> str:
         name = torch.cuda.get_device_name(self.device)
         pdl = ", programmatic launch" if self.capability >= (9, 0) else ""
         return f"{name} (compute capability {_version(self.capability)}), Triton kernels{pdl}"
+
+
+@contextmanager
+def _capturing(num_shapes: int) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    logger.info("captured %d shapes of step in %.1f s", num_shapes, time.perf_counter() - start)
 
 
 def step_memory(make_runner: Callable[[], GpuRunner]) -> int:

@@ -1,24 +1,59 @@
-"""Encoders as a GPU computes them, kernels in the interpreter, against transformers."""
+"""The GPU's runner of encoders, kernels in the interpreter: the vectors of transformers and of the CPU's runner."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
+from inflight.attention.triton import sequences as triton_sequences
 from inflight.attention.triton.sequences import TritonSequenceAttention
 from inflight.attention.triton.tuning import choose_sequences
+from inflight.config import EngineConfig
+from inflight.errors import EngineError
+from inflight.execution.encoder_runner import EncoderRunner
+from inflight.execution.gpu.encoder_runner import GpuEncoderRunner
+from inflight.execution.gpu.text_shapes import TextShape
+from inflight.execution.packed_texts import TextRunner
 from inflight.execution.platforms import EncoderKernels
 from inflight.execution.platforms.cpu import CpuPlatform
 from inflight.layers.torch_kernels import TorchKernels
 from inflight.layers.triton_kernels import TritonKernels
+from inflight.models.encoder import PoolingEncoder
 from inflight.models.encoder_spec import EncoderSpec
-from tests.encoder_checkpoints import load, logits, make_encoder, texts, vectors
+from inflight.models.heads import POOLINGS, Pooler
+from inflight.request import Request, SamplingParams
+from inflight.scheduling import Admission, Batch, Limits, RowRequest
+from tests.encoder_checkpoints import (
+    HIDDEN,
+    LONGEST,
+    load,
+    logits,
+    make_encoder,
+    texts,
+    vectors,
+    write_pooling,
+)
+
+pytestmark = [
+    pytest.mark.skipif(
+        torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU"
+    ),
+    # Padding is computed from whatever was in memory, and its results are dropped.
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
+]
 
 CPU = torch.device("cpu")
+NAN = float("nan")
+# 50 tokens, with room for 64: a tile of positions and one more, one that is full, and the smallest.
+RAGGED = texts([1, 37, 7, 5])
 
 
 def triton_kernels(_: CpuPlatform, spec: EncoderSpec, dtype: torch.dtype) -> EncoderKernels:
@@ -26,21 +61,159 @@ def triton_kernels(_: CpuPlatform, spec: EncoderSpec, dtype: torch.dtype) -> Enc
     return EncoderKernels(TritonKernels(dtype, CPU, few_tokens=0), attention, TorchKernels(torch.float32))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is for machines without a GPU")
+def gpu_runner(_: CpuPlatform, __: EngineConfig, encoder: PoolingEncoder, limits: Limits) -> GpuEncoderRunner:
+    return GpuEncoderRunner(encoder, limits.max_num_seqs, limits.max_num_batched_tokens, graphs=False)
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines for the CPU have the GPU's kernels and runner."""
+    monkeypatch.setattr(CpuPlatform, "encoder_kernels", triton_kernels)
+    monkeypatch.setattr(CpuPlatform, "encoder_runner", gpu_runner)
+
+
+@pytest.mark.usefixtures("on_gpu")
 @pytest.mark.parametrize(
     ("family", "overrides"),
     [
-        ("bert", {"num_hidden_layers": 2}),
+        ("bert", {"num_hidden_layers": 2}),  # positions, segments, biases
+        ("xlm-roberta", {"num_hidden_layers": 1}),  # one segment
         ("modernbert", {"num_hidden_layers": 2, "local_attention": 8, "global_attn_every_n_layers": 2}),
     ],
 )
+@pytest.mark.parametrize("depth", [1, 2])
 def test_the_logits_of_transformers(
-    family: str, overrides: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, overrides: dict[str, Any], depth: int, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(CpuPlatform, "encoder_kernels", triton_kernels)
+    """In one step, and in two that are in flight at once."""
     model = make_encoder(family, classifier=True, **overrides)
     model.save_pretrained(tmp_path)
-    engine, prompts = load(tmp_path), texts([1, 37, 7])
-    for prompt, found in zip(prompts, vectors(engine, prompts), strict=True):
-        np.testing.assert_allclose(found, logits(model, prompt), atol=1e-4, rtol=1e-4)
+    max_tokens = {1: 64, 2: 40}[depth]
+    engine = load(tmp_path, max_model_len=40, max_num_batched_tokens=max_tokens, pipeline_depth=depth)
+    seconds = [0, 5, 0, 3] if family == "bert" else [0] * 4
+    found = vectors(engine, RAGGED, seconds)
+    for prompt, second, vector in zip(RAGGED, seconds, found, strict=True):
+        np.testing.assert_allclose(vector, logits(model, prompt, second), atol=1e-4, rtol=1e-4)
+    runner = engine.core.runner
+    assert isinstance(runner, GpuEncoderRunner)
+    shapes = runner.texts.shapes_met
+    assert shapes == ({TextShape(64, 8)} if depth == 1 else {TextShape(40, 8), TextShape(16, 8)})
     engine.close()
+
+
+# ---- the runner by itself ----
+
+Vectors = dict[int, NDArray[np.float32]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An embedder of one layer."""
+    path = tmp_path_factory.mktemp("bert")
+    make_encoder("bert", classifier=False, num_hidden_layers=1).save_pretrained(path)
+    return write_pooling(path)
+
+
+@pytest.fixture
+def cpu_runner(folder: Path) -> EncoderRunner:
+    runner = load(folder).core.runner
+    assert isinstance(runner, EncoderRunner)
+    return runner
+
+
+@pytest.fixture
+def runner(cpu_runner: EncoderRunner, folder: Path, on_gpu: None) -> GpuEncoderRunner:  # noqa: ARG001
+    runner = load(folder, max_num_batched_tokens=LONGEST, max_num_seqs=16).core.runner
+    assert isinstance(runner, GpuEncoderRunner)
+    return runner
+
+
+def batch_of(prompts: Sequence[list[int]]) -> Batch:
+    requests = [Request(str(row), ids, SamplingParams(), 0, kind="pool") for row, ids in enumerate(prompts)]
+    admissions = [Admission(row, RowRequest.of(request)) for row, request in enumerate(requests)]
+    rows, lengths = list(range(len(prompts))), [len(ids) for ids in prompts]
+    return Batch(0, rows, [0] * len(prompts), lengths, num_tokens=sum(lengths), admissions=admissions)
+
+
+def computed(runner: TextRunner, prompts: Sequence[list[int]]) -> Vectors:
+    return read(runner, runner.launch(batch_of(prompts)))
+
+
+def read(runner: TextRunner, ticket: Any) -> Vectors:
+    result = runner.collect(ticket)
+    assert not result.errors
+    return {entry: np.frombuffer(vector, np.float32) for entry, vector in result.vectors.items()}
+
+
+def assert_same(found: Vectors, expected: Vectors) -> None:
+    assert found.keys() == expected.keys()
+    for entry, vector in found.items():
+        np.testing.assert_allclose(vector, expected[entry], atol=1e-4, rtol=1e-4)
+
+
+class Unchanged:
+    """Implements `Head`."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __call__(self, pooled: Tensor) -> Tensor:
+        return pooled.float()
+
+
+def with_pooling(model: PoolingEncoder, modes: tuple[str, ...]) -> PoolingEncoder:
+    return PoolingEncoder(model.encoder, Pooler(modes), Unchanged(len(modes) * HIDDEN))
+
+
+@pytest.mark.parametrize("modes", [("cls",), ("lasttoken",), POOLINGS], ids=["cls", "last", "all"])
+@pytest.mark.parametrize("lengths", [(5, 33, 1, 12), (40, 24)], ids=["padded", "full"])
+def test_every_pooling_is_that_of_the_cpu(
+    runner: GpuEncoderRunner, cpu_runner: EncoderRunner, modes: tuple[str, ...], lengths: tuple[int, ...]
+) -> None:
+    """With tokens and texts that only fill the shape, and with texts alone: there is no token behind the last."""
+    prompts, model = texts(lengths), with_pooling(runner.model, modes)
+    on_gpu = GpuEncoderRunner(model, max_rows=16, max_tokens=LONGEST, graphs=False)
+    on_cpu = EncoderRunner(with_pooling(cpu_runner._model, modes))
+    assert_same(computed(on_gpu, prompts), computed(on_cpu, prompts))
+    assert on_gpu.texts.shapes_met == {TextShape(64, 8)}
+
+
+def test_what_was_in_memory_reaches_nobody(
+    runner: GpuEncoderRunner, cpu_runner: EncoderRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = computed(cpu_runner, RAGGED)
+    computed(runner, texts([48, 48], seed=1))  # a step of more tokens, laid out differently
+    runner.texts.vectors(0, 32).fill_(NAN)
+
+    def not_a_number(num_tokens: int, num_features: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.full((num_tokens, num_features), NAN, dtype=dtype, device=device)
+
+    monkeypatch.setattr(triton_sequences, "padded_empty", not_a_number)
+    assert_same(computed(runner, RAGGED), expected)
+
+
+def test_a_later_step_leaves_vectors_alone_that_were_not_collected(
+    runner: GpuEncoderRunner, cpu_runner: EncoderRunner
+) -> None:
+    other = texts([7, 5], seed=1)
+    tickets = [runner.launch(batch_of(prompts)) for prompts in (RAGGED, other)]
+    for prompts, ticket in zip((RAGGED, other), tickets, strict=True):
+        assert_same(read(runner, ticket), computed(cpu_runner, prompts))
+
+
+def test_texts_that_are_filled_up(runner: GpuEncoderRunner, cpu_runner: EncoderRunner) -> None:
+    """To compare with: as many tokens as padding would have, and the same vectors."""
+    runner.padded = True
+    assert_same(computed(runner, texts([3, 9, 1])), computed(cpu_runner, texts([3, 9, 1])))
+    assert runner.texts.shapes_met == {TextShape(32, 8)}
+
+
+def test_shapes_are_prepared_and_trial_steps_are_run(runner: GpuEncoderRunner) -> None:
+    runner.prepare([TextShape(16, 8), TextShape(32, 32)])
+    runner.warm_up(max_len=24, max_tokens=50)
+    assert runner.texts.shapes_met == {TextShape(16, 8), TextShape(32, 32), TextShape(48, 8)}
+
+
+def test_attention_that_cannot_be_planned_is_refused(cpu_runner: EncoderRunner) -> None:
+    with pytest.raises(EngineError, match="cannot plan for"):
+        GpuEncoderRunner(cpu_runner._model, max_rows=4, max_tokens=64, graphs=False)
