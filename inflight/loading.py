@@ -17,6 +17,7 @@ from inflight.errors import ConfigError, EngineError, ModelError
 from inflight.execution.encoder_runner import EncoderRunner
 from inflight.execution.platforms import Platform, platform
 from inflight.frontend import Frontend, InputProcessor
+from inflight.frontend.chat_formats import check_parsers
 from inflight.kv import BlockManager, ChainHashCache, NoPrefixCache
 from inflight.kv.budget import fit_context
 from inflight.models.builtin import checkpoint_folder
@@ -97,6 +98,7 @@ def load_engine(config: EngineConfig, progress: LoadProgress | None = None) -> L
     """Open the checkpoint, load the weights, size the KV memory and put the engine together."""
     model = config.model
     policy = _policy(config.scheduler)  # first of all: a wrong name should not take minutes to show
+    check_parsers(model)
     place = platform(model.device)
     checkpoint = open_checkpoint(_model(config), model.revision, model.load_format, model.hf_config)
     tokenizer = _load_tokenizer(config, checkpoint)

@@ -1,6 +1,12 @@
 """Tool calls and reasoning in what a model writes. Text and token ids in, events out; no server here."""
 
-from inflight.agents.detect import detect_reasoning_format, detect_tool_format
+from inflight.agents.detect import (
+    CallStyle,
+    detect_calls,
+    detect_reasoning_format,
+    detect_tool_format,
+    shows_tools,
+)
 from inflight.agents.events import (
     ArgumentsDelta,
     CalledFunction,
@@ -19,6 +25,7 @@ __all__ = [
     "REASONING_FORMATS",
     "TOOL_FORMATS",
     "ArgumentsDelta",
+    "CallStyle",
     "CalledFunction",
     "ContentDelta",
     "MessageParser",
@@ -27,6 +34,8 @@ __all__ = [
     "ReasoningDelta",
     "ToolCallBegun",
     "ToolCallEnded",
+    "detect_calls",
     "detect_reasoning_format",
     "detect_tool_format",
+    "shows_tools",
 ]

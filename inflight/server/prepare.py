@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from inflight.frontend import OutputProcessor, context_length_error
+from inflight.frontend import ChatRequest, OutputProcessor, context_length_error
 from inflight.request import SamplingParams
 from inflight.server.errors import ApiError
 from inflight.server.keys import Caller
@@ -189,33 +189,54 @@ def _check_characters(state: ServerState, num_characters: int) -> None:
         )
 
 
-def prepare_chat(
-    state: ServerState, caller: Caller, body: ChatBody, params: GenerationParams
-) -> list[OutputProcessor]:
-    contents = (message.content or "" for message in body.messages)
-    _check_characters(
-        state, sum(len(c) if isinstance(c, str) else sum(len(part.text) for part in c) for c in contents)
+def chat_request(body: Any) -> ChatRequest:
+    """The conversation of a body: of a chat, or of a question about its tokens."""
+    continues = bool(body.continue_final_message)
+    begins = not continues if body.add_generation_prompt is None else body.add_generation_prompt
+    return ChatRequest(
+        [message.given() for message in body.messages],
+        template_kwargs=body.chat_template_kwargs or {},
+        add_generation_prompt=begins,
+        continue_final_message=continues,
     )
+
+
+def prepare_chat(
+    state: ServerState,
+    caller: Caller,
+    chat: ChatRequest,
+    params: GenerationParams,
+    *,
+    priority: int = 0,
+    user: str | None = None,
+    cache_salt: str = "",
+) -> list[OutputProcessor]:
+    """For every API that has conversations. Renders the template, and may compile a grammar: no work for the loop."""
+    check_tokenizer(state)
+    contents = (message.get("content") or "" for message in chat.messages)
+    _check_characters(state, sum(len(c) if isinstance(c, str) else _num_characters(c) for c in contents))
     _check_listed(state, params, 1)
-    text, token_ids = chat_tokens(state, body)
-    return [_prepared(state, caller, body, params, token_ids, text)]
+    found = state.frontend.prepare_chat(
+        f"g{next(state.serials)}",
+        chat,
+        params.sampling,
+        priority=priority,
+        tenant=caller.tenant(user),
+        cache_salt=caller.salt(cache_salt),
+    )
+    _check_prompt_tokens(state, len(found.prompt_token_ids))
+    return [found]
 
 
-def chat_tokens(state: ServerState, body: Any) -> tuple[str, list[int]]:
-    """A conversation's prompt; of a chat, or of a question about its tokens."""
-    front = state.frontend
-    if front.tokenizer is None:
+def _num_characters(parts: Any) -> int:
+    return sum(len(part.get("text") or "") for part in parts)
+
+
+def check_tokenizer(state: ServerState) -> None:
+    if state.frontend.tokenizer is None:
         raise ApiError(
             400, "this model has no tokenizer: send token ids to /v1/completions", param="messages"
         )
-    continues = bool(body.continue_final_message)
-    begins = not continues if body.add_generation_prompt is None else body.add_generation_prompt
-    return front.encode_chat(
-        [message.given() for message in body.messages],
-        add_generation_prompt=begins,
-        continue_final_message=continues,
-        kwargs=body.chat_template_kwargs,
-    )
 
 
 def _prepared(
@@ -226,9 +247,8 @@ def _prepared(
     prompt: Any,
     text: str | None,
 ) -> OutputProcessor:
-    limit = state.options.max_prompt_tokens
-    if limit is not None and isinstance(prompt, list) and len(prompt) > limit:
-        raise context_length_error(f"it has {len(prompt)} tokens: at most {limit} are allowed here")
+    if isinstance(prompt, list):
+        _check_prompt_tokens(state, len(prompt))
     return state.frontend.prepare(
         f"g{next(state.serials)}",
         prompt,
@@ -239,3 +259,9 @@ def _prepared(
         text=text,
         kind=params.kind,
     )
+
+
+def _check_prompt_tokens(state: ServerState, num_tokens: int) -> None:
+    limit = state.options.max_prompt_tokens
+    if limit is not None and num_tokens > limit:
+        raise context_length_error(f"it has {num_tokens} tokens: at most {limit} are allowed here")

@@ -104,6 +104,23 @@ class ChatTemplate:
         """Whether a template spells this."""
         return any(text in source for source in self._sources.values())
 
+    def effort_kwargs(self, effort: str | None) -> dict[str, Scalar]:
+        """The template's own arguments for so much reasoning, as far as it has any; "none" switches it off."""
+        if effort is None:
+            return {}
+        found: dict[str, Scalar] = {}
+        if self.mentions("reasoning_effort"):
+            found["reasoning_effort"] = effort
+        for name in ("enable_thinking", "thinking"):
+            if self._reads(name):
+                found[name] = effort != "none"
+        return found
+
+    def _reads(self, name: str) -> bool:
+        """Whether this word, which is no part of another or of a message, is in a template."""
+        pattern = re.compile(rf"(?<![\w.'\"]){name}\b")
+        return any(pattern.search(source) for source in self._sources.values())
+
     def close(self) -> None:
         """End the worker processes now rather than with the program."""
         self._renderer.close()

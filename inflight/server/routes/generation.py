@@ -11,11 +11,12 @@ from starlette.responses import Response
 
 from inflight.server.body import read_json
 from inflight.server.engine_response import RequestHead
-from inflight.server.formatters import ChatFormatter, CompletionFormatter
 from inflight.server.generation_response import GenerationResponse, GenerationSpec
+from inflight.server.openai_formatters import ChatFormatter, CompletionFormatter
 from inflight.server.openapi import documented
 from inflight.server.prepare import (
     chat_params,
+    chat_request,
     check_answers,
     completion_params,
     prepare_chat,
@@ -86,7 +87,15 @@ async def chat_completions(request: Request) -> Response:
         RequestHead("/v1/chat/completions", request_id, model, *_place(body)),
         num_answers=params.sampling.n,
         echo=False,
-        prepare=lambda: prepare_chat(state, caller, body, params),
+        prepare=lambda: prepare_chat(
+            state,
+            caller,
+            chat_request(body),
+            params,
+            priority=body.priority or 0,
+            user=body.user,
+            cache_salt=body.cache_salt or "",
+        ),
         is_long=True,  # a template is rendered by another process
         has_long_answer=params.num_logprobs is not None or body.prompt_logprobs is not None,
         formatter=formatter,

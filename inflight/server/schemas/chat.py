@@ -33,11 +33,8 @@ class ChatMessage(Body):
     annotations: Nothing | None = None
 
     def given(self) -> dict[str, Any]:
-        """What a chat template sees. Parts of text become one: not every template can read a list."""
-        found = self.model_dump(exclude_none=True)
-        if isinstance(self.content, list):
-            found["content"] = "".join(part.text for part in self.content)
-        return found
+        """What of it was given."""
+        return self.model_dump(exclude_none=True)
 
 
 Messages = Annotated[Items[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
