@@ -78,7 +78,7 @@ def tool_choice_of(given: Any) -> ToolChoice:
 
 
 def checked_tools(given: Any) -> list[dict[str, Any]]:
-    """Tools as requests have them, each with a schema for its parameters. Raises ParameterError."""
+    """Tools as requests have them. Raises ParameterError."""
     if given is None:
         return []
     if not isinstance(given, Sequence) or isinstance(given, str):
@@ -109,7 +109,6 @@ def _checked_tool(where: str, tool: Any) -> dict[str, Any]:
             where,
         )
     found = {key: value for key, value in function.items() if value is not None}
-    found.setdefault("parameters", {"type": "object", "properties": {}})
     for key, type_, words in (
         ("description", str, "a text"),
         ("parameters", Mapping, "a JSON schema"),
@@ -127,11 +126,14 @@ def _refusal(param: str, message: str, where: str | None = None) -> ParameterErr
 
 
 def template_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Tools as a template reads them: `strict` is for the server, and no model was trained on it."""
-    return [
-        {**tool, "function": {key: value for key, value in tool["function"].items() if key != "strict"}}
-        for tool in tools
-    ]
+    """Tools as a template reads them: each with a schema, and without `strict`, which no model was trained on."""
+    return [{**tool, "function": _shown_function(tool["function"])} for tool in tools]
+
+
+def _shown_function(function: Mapping[str, Any]) -> dict[str, Any]:
+    found = {key: value for key, value in function.items() if key != "strict"}
+    found.setdefault("parameters", {"type": "object", "properties": {}})
+    return found
 
 
 def template_messages(messages: Sequence[Any], style: CallStyle) -> list[Any]:

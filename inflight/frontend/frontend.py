@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from inflight.agents import MessageParser
+from inflight.agents import MessageParser, answer_grammar
 from inflight.config import EngineConfig
 from inflight.engine import ModelFacts
 from inflight.errors import ConfigError, ParameterError
@@ -128,26 +128,33 @@ class Frontend:
         may compile a grammar: no work for an event loop."""
         if not self.generates:
             raise cannot("generate", self.pooling, generates=False)
-        formats = self.chat_formats
-        tools = chat.offered_tools
         self._check_tools(chat)
         text, token_ids = self.encode_chat(chat)
-        _, requests = self.input_processor.requests(
-            request_id, token_ids, params, priority, tenant, cache_salt
+        tools, reasoning = chat.offered_tools, self.chat_formats.reasoning
+        formats = self.chat_formats.tools if tools else None, reasoning
+        given: dict[str, Any] = {"tools": tools, "tokenizer": self.tokenizer, "prompt": text}
+        constraint = answer_grammar(
+            *formats,
+            **given,
+            tool_choice=chat.tool_choice,
+            parallel=chat.parallel_tool_calls,
+            content=params.structured_outputs,
+            max_reasoning_tokens=None if reasoning is None else self._reasoning_budget(chat),
         )
-        tool_format = formats.tools if tools else None
-        make_parser = None
-        if tool_format is not None or formats.reasoning is not None:
-            make_parser = partial(
-                MessageParser,
-                tool_format,
-                formats.reasoning,
-                tools=tools,
-                tokenizer=self.tokenizer,
-                prompt=text,
-            )
+        if constraint is not params.structured_outputs:
+            params = replace(params, structured_outputs=constraint)
+        requests = self.input_processor.requests(request_id, token_ids, params, priority, tenant, cache_salt)[
+            1
+        ]
+        make_parser = None if formats == (None, None) else partial(MessageParser, *formats, **given)
         answers = ChatAnswers(make_parser, None if chat.parallel_tool_calls else 1)
         return OutputProcessor(request_id, text, requests, self.tokenizer, answers)
+
+    def _reasoning_budget(self, chat: ChatRequest) -> int | None:
+        """What is asked for; no reasoning at all where the template has no switch for that."""
+        if chat.reasoning_effort == "none" and not self.chat_template.effort_kwargs("none"):
+            return 0
+        return chat.max_reasoning_tokens
 
     def _check_tools(self, chat: ChatRequest) -> None:
         """Raises ParameterError for tools that the model would not see, or whose calls could not be read."""
