@@ -43,6 +43,19 @@ class ChatRequest:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
 
+    def __post_init__(self) -> None:
+        budget = self.max_reasoning_tokens
+        if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < 0):
+            raise ParameterError(
+                f"max_reasoning_tokens is {shown(budget)}: it must be an integer of at least 0",
+                param="max_reasoning_tokens",
+            )
+        if not isinstance(self.reasoning_effort, str | None):
+            raise ParameterError(
+                f"reasoning_effort is {shown(self.reasoning_effort)}: it must be a word",
+                param="reasoning_effort",
+            )
+
     @property
     def offered_tools(self) -> Sequence[Mapping[str, Any]]:
         """Those that the model gets to see."""
@@ -176,6 +189,7 @@ def _call(call: Mapping[str, Any], style: CallStyle) -> dict[str, Any]:
 
 def _arguments(given: Any, as_text: bool) -> Any:
     """In the form that the template wants; what is no JSON object stays as it is."""
+    given = {} if given is None else given
     if as_text:
         return json.dumps(given, ensure_ascii=False) if isinstance(given, Mapping) else given
     if not isinstance(given, str):

@@ -57,7 +57,9 @@ async def completions(request: Request) -> Response:
         num_answers=len(prompts) * params.sampling.n,
         echo=params.echo,
         prepare=lambda: prepare_completion(state, caller, body, params, prompts),
-        is_long=body.is_large or sum(map(len, prompts)) > LONG_TEXT,
+        is_long=body.is_large
+        or sum(map(len, prompts)) > LONG_TEXT
+        or state.frontend.is_slow(params.sampling),
         has_long_answer=params.num_logprobs is not None or body.prompt_logprobs is not None,
         formatter=formatter,
     )
@@ -81,6 +83,7 @@ async def chat_completions(request: Request) -> Response:
             *(request_id, created, model, state.frontend.tokenizer),
             num_logprobs=params.num_logprobs,
             **_common(body),
+            with_reasoning=body.include_reasoning is not False,
         )
 
     spec = GenerationSpec(
