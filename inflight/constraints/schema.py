@@ -35,37 +35,38 @@ _UNSPEAKABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 _KNOWN = _ONE | _SEVERAL | _NAMED | _ASSERTIONS | _ANNOTATIONS
 
 
-def read_schema(text: str, where: str = "json") -> Any:
+def read_schema(text: str) -> Any:
     """The schema, all of whose keywords are known. Raises ParameterError that names one that is not."""
+    name = f"{PARAM}.json"
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ParameterError(f"{PARAM}.{where} is no JSON: {error}", param=PARAM) from None
-    check_schema(schema, where)
+        raise ParameterError(f"{name} is no JSON: {error}", param=PARAM) from None
+    check_schema(schema, name)
     return schema
 
 
-def check_schema(schema: Any, where: str = "json") -> None:
+def check_schema(schema: Any, name: str, param: str = PARAM) -> None:
+    """`name` is what a refusal calls the schema, `param` the parameter that it blames."""
     if not isinstance(schema, bool | dict):
         raise ParameterError(
-            f"{PARAM}.{where} is a {type(schema).__name__}: a JSON schema is an object, true or false",
-            param=PARAM,
+            f"{name} is a {type(schema).__name__}: a JSON schema is an object, true or false", param=param
         )
     try:
         if any(map(_UNSPEAKABLE.search, _texts(schema))):
             raise ParameterError(
-                f"{PARAM}.{where} has a control character other than \\b, \\f, \\n, \\r and \\t in a text",
-                param=PARAM,
+                f"{name} has a control character other than \\b, \\f, \\n, \\r and \\t in a text",
+                param=param,
                 code="invalid_constraint",
             )
         for keyword, path, owner in _keywords(schema, "#"):
             if keyword not in _KNOWN and (keyword == "x-guidance" or not keyword.startswith("x-")):
-                raise _unsupported(where, keyword, path)
+                raise _unsupported(name, param, keyword, path)
             if keyword == "minProperties" and _may_repeat_names(owner):
                 reason = ": more than one property beyond the required ones"
-                raise _unsupported(where, keyword, path, reason)
+                raise _unsupported(name, param, keyword, path, reason)
     except RecursionError:
-        raise ParameterError(f"{PARAM}.{where} is nested too deeply", param=PARAM) from None
+        raise ParameterError(f"{name} is nested too deeply", param=param) from None
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -81,10 +82,10 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(item)
 
 
-def _unsupported(where: str, keyword: str, path: str, reason: str = "") -> ParameterError:
+def _unsupported(name: str, param: str, keyword: str, path: str, reason: str = "") -> ParameterError:
     return ParameterError(
-        f"{PARAM}.{where}: the keyword {keyword!r}, at {path}, is not supported{reason}",
-        param=PARAM,
+        f"{name}: the keyword {keyword!r}, at {path}, is not supported{reason}",
+        param=param,
         code="unsupported_keyword",
     )
 

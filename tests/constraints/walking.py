@@ -30,10 +30,16 @@ def compiler() -> GrammarCompiler:
     return GrammarCompiler(vocabulary)
 
 
+<<<<<<< HEAD
 def allowed_ids(matcher: Matcher) -> list[int]:
     size = len(vocabulary().pieces)
     mask = np.zeros(-(-size // 32), dtype=np.int32)
     MaskFiller().fill([matcher], mask[None])
+=======
+def allowed_ids(matcher: Matcher, vocab_size: int | None = None) -> list[int]:
+    size = len(vocabulary().pieces) if vocab_size is None else vocab_size
+    (mask,) = MaskFiller().fill([matcher], -(-size // 32))
+>>>>>>> 5e5388d (agents: one grammar for thoughts, calls and content of an answer; a tool's schema that cannot be used is refused by its name, or loosened if it is not strict)
     ids: list[int] = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
     return ids
 
