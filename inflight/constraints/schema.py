@@ -24,7 +24,6 @@ _ASSERTIONS = {
     *("maxProperties", "maximum", "minItems", "minLength", "minProperties", "minimum", "multipleOf"),
     *("pattern", "required", "type"),
 }
-# What says something about a value without forbidding any.
 _ANNOTATIONS = {
     *("$anchor", "$comment", "$id", "$schema", "contentEncoding", "contentMediaType", "contentSchema"),
     *("default", "deprecated", "description", "discriminator", "example", "examples", "externalDocs", "id"),
@@ -32,7 +31,12 @@ _ANNOTATIONS = {
 }
 # These need an escape of the form \u0001 in JSON, which `grammars.py` does not allow.
 _UNSPEAKABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
-_KNOWN = _ONE | _SEVERAL | _NAMED | _ASSERTIONS | _ANNOTATIONS
+_KEYWORDS = _ONE | _SEVERAL | _NAMED | _ASSERTIONS
+
+
+def is_annotation(keyword: str) -> bool:
+    """Whether a keyword says something about a value without forbidding any."""
+    return keyword in _ANNOTATIONS or (keyword.startswith("x-") and keyword != "x-guidance")
 
 
 def read_schema(text: str) -> Any:
@@ -60,7 +64,7 @@ def check_schema(schema: Any, name: str, param: str = PARAM) -> None:
                 code="invalid_constraint",
             )
         for keyword, path, owner in _keywords(schema, "#"):
-            if keyword not in _KNOWN and (keyword == "x-guidance" or not keyword.startswith("x-")):
+            if keyword not in _KEYWORDS and not is_annotation(keyword):
                 raise _unsupported(name, param, keyword, path)
             if keyword == "minProperties" and _may_repeat_names(owner):
                 reason = ": more than one property beyond the required ones"
