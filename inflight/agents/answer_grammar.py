@@ -17,7 +17,7 @@ from inflight.agents.formats.harmony_grammar import harmony_answer
 from inflight.agents.rule_writer import ANY_OBJECT, RuleWriter, Tool
 from inflight.agents.thinking import HARMONY_REASONING, THINKING
 from inflight.agents.tool_format import TOOL_FORMATS
-from inflight.constraints import RuleSchema, literal
+from inflight.constraints import RuleSchema, literal, without_annotations
 from inflight.errors import ParameterError
 from inflight.structured_outputs import MAX_CONSTRAINT_LENGTH, PARAM, StructuredOutputs
 from inflight.text import Tokenizer
@@ -101,7 +101,7 @@ def read_tools(tools: Sequence[Mapping[str, Any]]) -> list[Tool]:
             if is_strict:
                 raise ParameterError(f"{param} must be a schema of type object", param=param)
             schema = {}
-        found.append(Tool(function["name"], {**schema, **ANY_OBJECT}, is_strict, param))
+        found.append(Tool(function["name"], {**without_annotations(schema), **ANY_OBJECT}, is_strict, param))
     return found
 
 

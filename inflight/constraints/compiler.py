@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 from collections import OrderedDict
@@ -92,6 +93,12 @@ class GrammarCompiler:
         if isinstance(found, ParameterError):
             raise ParameterError(*found.args, param=found.param, code=found.code)
         return found
+
+    def warm_up(self) -> None:
+        """Make what the first constraint would wait for, if constraints can be had at all. Nothing else runs in this
+        process meanwhile: llguidance keeps Python's lock."""
+        with contextlib.suppress(ImportError, ParameterError):
+            self.compile(StructuredOutputs(choice=["a"]))
 
     def is_compiled(self, asked: StructuredOutputs) -> bool:
         """Whether `compile` would answer at once."""

@@ -245,12 +245,11 @@ def test_a_format_refuses_what_it_cannot_promise() -> None:
 BUSY = {"allOf": [{"type": "string", "pattern": f"a{{{i},{i + 20}}}.*b"} for i in range(28)]}
 
 
-@pytest.mark.parametrize("strict", [True, False])
-def test_hostile_tools_are_refused_in_time(strict: bool) -> None:
+def test_hostile_tools_are_refused_in_time() -> None:
     """Also behind a tool whose own mistake would end the trial of all of them."""
     some = model("hermes", None, special=True)
     wrong = {"name": "g", "parameters": {"type": "object", "properties": {"a": {"format": "x"}}}}
-    busy = with_schema({"type": "object", "properties": {"a": BUSY}, "required": ["a"]}, strict)
+    busy = with_schema({"type": "object", "properties": {"a": BUSY}, "required": ["a"]}, strict=False)
     for tools in (busy, [{"type": "function", "function": wrong}, *busy]):
         with pytest.raises(ParameterError) as caught:
             compiled(some, "hermes", tools)
@@ -263,6 +262,7 @@ def test_there_may_be_many_tools_but_not_too_long_ones() -> None:
     tools = [{"type": "function", "function": {"name": f"f{i}", "parameters": schema}} for i in range(512)]
     compiled(some, "hermes", tools)
     long = {"type": "object", "properties": {f"property_{i}": {"type": "string"} for i in range(20)}}
+
     tools = [{"type": "function", "function": {"name": f"f{i}", "parameters": long}} for i in range(512)]
     with pytest.raises(ParameterError, match="at most 131072") as caught:
         compiled(some, "hermes", tools)
