@@ -47,31 +47,19 @@ def answer_grammar(
     Formats, tools, tokenizer and prompt as `MessageParser` has them. With `tool_choice` "none" there are no tools.
     Raises ParameterError.
     """
-    offered = [] if tool_choice == "none" else read_tools(tools)
-    if not isinstance(tool_choice, str):
-        offered = [tool for tool in offered if tool.name == tool_choice.name]
-    is_required = tool_choice not in ("auto", "none")
-    needs_calls = bool(offered) and (is_required or any(tool.strict for tool in offered))
-    is_content_all = content is None or (not offered and reasoning_format is None)
-    if not needs_calls and max_reasoning_tokens is None and is_content_all:
-        return content
-    writer = RuleWriter(tokenizer)
-    shape = AnswerShape(
-        tools=offered,
-        is_required=is_required,
-        parallel=parallel,
-        content=None if content is None else _content(writer, content),
-        max_reasoning_tokens=max_reasoning_tokens,
-    )
-    if HARMONY_REASONING in (tool_format, reasoning_format):
-        start = harmony_answer(writer, shape, HARMONY.opened(prompt))
-    else:
-        thinking = None if reasoning_format is None else THINKING[reasoning_format]
-        calls = None if tool_format is None else TOOL_FORMATS.get(tool_format).grammar
-        start = marked_answer(
-            writer, shape, calls, thinking, thinking is not None and bool(thinking.opened(prompt))
-        )
     try:
+        offered = [] if tool_choice == "none" else read_tools(tools)
+        if not isinstance(tool_choice, str):
+            offered = [tool for tool in offered if tool.name == tool_choice.name]
+        is_required = tool_choice not in ("auto", "none")
+        needs_calls = bool(offered) and (is_required or any(tool.strict for tool in offered))
+        is_content_all = content is None or (not offered and reasoning_format is None)
+        if not needs_calls and max_reasoning_tokens is None and is_content_all:
+            return content
+        writer = RuleWriter(tokenizer)
+        wanted = None if content is None else _content(writer, content)
+        shape = AnswerShape(offered, is_required, parallel, wanted, max_reasoning_tokens)
+        start = _start(writer, shape, tool_format, reasoning_format, prompt)
         text = writer.answer(start).text()
     except RecursionError:
         raise ParameterError("tools has a schema that is nested too deeply", param="tools") from None
@@ -84,6 +72,17 @@ def answer_grammar(
             code="constraint_too_complex",
         )
     return StructuredOutputs(answer=text)
+
+
+def _start(
+    writer: RuleWriter, shape: AnswerShape, tool_format: str | None, reasoning_format: str | None, prompt: str
+) -> str:
+    if HARMONY_REASONING in (tool_format, reasoning_format):
+        return harmony_answer(writer, shape, HARMONY.opened(prompt))
+    thinking = None if reasoning_format is None else THINKING[reasoning_format]
+    calls = None if tool_format is None else TOOL_FORMATS.get(tool_format).grammar
+    opened = thinking is not None and bool(thinking.opened(prompt))
+    return marked_answer(writer, shape, calls, thinking, opened)
 
 
 def read_tools(tools: Sequence[Mapping[str, Any]]) -> list[Tool]:

@@ -118,10 +118,10 @@ class GrammarCompiler:
     def _compile(self, asked: StructuredOutputs, trusted: bool) -> Grammar:
         if asked.kind == "answer":
             return self._compile_answer(AnswerRules.read(asked.text), trusted)
-        name = f"{PARAM}.{asked.kind}"
-        if not trusted and needs_trial(asked.kind, spelled := lark_grammar(asked, ())):
-            self._try(name, PARAM, spelled)
-        return _checked(name, PARAM, self._started(lark_grammar(asked, self._special_tokens)))
+        name, grammar = f"{PARAM}.{asked.kind}", lark_grammar(asked, self._special_tokens)
+        if not trusted and needs_trial(asked.kind, grammar):
+            self._try(name, PARAM, lark_grammar(asked, ()))  # who tries it has no special tokens
+        return _checked(name, PARAM, self._started(grammar))
 
     def _compile_answer(self, answer: AnswerRules, trusted: bool) -> Grammar:
         """Schemas that cannot be used are refused, or loosened if nobody insists on them."""
@@ -135,9 +135,10 @@ class GrammarCompiler:
         return _checked(answer.name, answer.param, found)
 
     def _started_answer(self, answer: AnswerRules, loosened: frozenset[str], trusted: bool) -> Grammar | str:
-        if not trusted and needs_trial(answer.kind, spelled := answer_lark(answer, loosened, None)):
-            self._try(answer.name, answer.param, spelled)
-        return self._started(answer_lark(answer, loosened, self._special_tokens))
+        grammar = answer_lark(answer, loosened, self._special_tokens)
+        if not trusted and needs_trial(answer.kind, grammar):
+            self._try(answer.name, answer.param, answer_lark(answer, loosened, None))
+        return self._started(grammar)
 
     def _unusable(self, answer: AnswerRules, loosened: frozenset[str], trusted: bool) -> frozenset[str]:
         """The schemas that cannot be compiled even alone. Raises ParameterError if one of these is strict."""
