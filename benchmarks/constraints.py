@@ -1,26 +1,31 @@
 """What a constraint costs: a mask on a vocabulary of 150,000 tokens, a grammar, and a decode step.
 
-    python -m benchmarks.constraints [--json] [--device cpu] [--model FOLDER] [--rows 16]
+    python -m benchmarks.constraints [--json] [--device cpu] [--shape qwen3-0.6b] [--rows 16]
 
-Masks are those along valid answers. The step is that of the built-in model, or of `--model`, with as many rows as asked
-for: all constrained by a schema whose answers do not end, against none.
+Masks are those along valid answers. The step is that of the built-in model, or of random weights of a `--shape` with a
+vocabulary of that size, with as many rows as asked for: all constrained by a schema whose answers do not end, against
+none. The first token is that of a short prompt.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import itertools
 import json
 import random
 import statistics
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.dummy import spelling
+from benchmarks.dummy import spelling, write_checkpoint
 from benchmarks.report import show
-from inflight import LLM, SamplingParams, StructuredOutputs
+from benchmarks.shapes import SHAPES
+from inflight import LLM, AsyncEngine, SamplingParams, StructuredOutputs
 from inflight.constraints import GrammarCompiler, MaskFiller, Matcher, Vocabulary
 from inflight.events import StepRecord
 
@@ -50,7 +55,21 @@ CASES: dict[str, StructuredOutputs] = {
     "any JSON object": StructuredOutputs(json_object=True),
     "regex": StructuredOutputs(regex="[A-Z][a-z]+ (and|or) [0-9]{1,4}( [a-z]+){20}"),
 }
-ENDLESS = StructuredOutputs(json={"type": "array", "items": PERSON, "minItems": 1000})
+PLAIN = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "age": {"type": "integer"},
+        "here": {"type": "boolean"},
+        "tags": {"type": "array", "items": {"type": "string"}},
+    },
+    "required": ["name", "age", "here", "tags"],
+    "additionalProperties": False,
+}
+ENDLESS = {
+    name: StructuredOutputs(json={"type": "array", "items": schema, "minItems": 1000})
+    for name, schema in (("plain", PLAIN), ("bounds, patterns", PERSON))
+}
 
 
 def vocabulary() -> Vocabulary:
@@ -59,25 +78,23 @@ def vocabulary() -> Vocabulary:
     pieces = [bytes([byte]) for byte in range(256)]
     pieces += [text.encode() for text in (*map(str, range(10, 1000)), *marks)]
     pieces += [chr(0x4E00 + i).encode() for i in range(20_000)]
-    for number in itertools.count():
+    for number in range(VOCAB_SIZE // 3):  # more than enough
         for text in (spelling(number), " " + spelling(number), spelling(number).capitalize()):
             pieces.append(text.encode())
-        if len(pieces) >= VOCAB_SIZE:
-            break
     pieces = list(dict.fromkeys(pieces))[: VOCAB_SIZE - 1]
-    pieces += [b""] * (VOCAB_SIZE - 1 - len(pieces))
     return Vocabulary([*pieces, b"<end>"], frozenset({VOCAB_SIZE - 1}), (VOCAB_SIZE - 1,))
 
 
 def mask_seconds(words: Vocabulary, matcher: Matcher, seed: int) -> list[float]:
     """CPU time of every mask along one answer of random tokens, with the token's own step in the grammar."""
     filler, generator = MaskFiller(), random.Random(seed)
+    mask = np.empty(-(-VOCAB_SIZE // 32), dtype=np.int32)
     times: list[float] = []
     token_ids: list[int] = []
     while len(times) < 200:
         start = time.thread_time()  # others may want this core too
         matcher.advance(token_ids)
-        (mask,) = filler.fill([matcher], -(-VOCAB_SIZE // 32))
+        filler.fill([matcher], mask[None])
         times.append(time.thread_time() - start)
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
         token_ids = [int(generator.choice(allowed))]
@@ -108,24 +125,56 @@ def measure_masks() -> list[tuple[Any, ...]]:
     return rows
 
 
-def measure_steps(arguments: argparse.Namespace) -> list[tuple[Any, ...]]:
+def engine_options(arguments: argparse.Namespace, folder: str) -> dict[str, Any]:
+    """Of the model that was asked for, which is written into the folder if it is not the built-in one."""
     options: dict[str, Any] = {"device": arguments.device} if arguments.device else {}
-    if arguments.model is not None:
-        options["load_format"] = arguments.load_format
-    with LLM(arguments.model, show_progress=False, **options) as llm:
-        plain = SamplingParams(temperature=1.0, seed=1, max_tokens=NUM_STEPS, ignore_eos=True)
-        constrained = SamplingParams(
-            temperature=1.0, seed=1, max_tokens=NUM_STEPS, ignore_eos=True, structured_outputs=ENDLESS
-        )
-        _decode_ms(llm, plain, arguments.rows)
-        _decode_ms(llm, constrained, arguments.rows)  # graphs, and what is compiled
-        both: list[tuple[float, float]] = []
-        for _ in range(arguments.repeats):  # by turns: machines have moods
-            both.append(
-                (_decode_ms(llm, plain, arguments.rows), _decode_ms(llm, constrained, arguments.rows))
+    if arguments.shape is None:
+        return options
+    config = {**SHAPES[arguments.shape], "vocab_size": VOCAB_SIZE, "eos_token_id": VOCAB_SIZE - 1}
+    model = write_checkpoint(Path(folder) / "model", config, vocabulary().pieces)
+    return {**options, "model": str(model), "load_format": "dummy", "dtype": arguments.dtype}
+
+
+def measure_steps(options: dict[str, Any], arguments: argparse.Namespace) -> list[tuple[Any, ...]]:
+    with LLM(show_progress=False, **options) as llm:
+        asked = [None, *ENDLESS.values()]
+        params = [
+            SamplingParams(
+                temperature=1.0, seed=1, max_tokens=NUM_STEPS, ignore_eos=True, structured_outputs=each
             )
-    without, beside = (statistics.median(times) for times in zip(*both, strict=True))
-    return [(arguments.rows, without, beside, 100 * (beside / without - 1))]
+            for each in asked
+        ]
+        for each in params:  # graphs, and what is compiled
+            _decode_ms(llm, each, arguments.rows)
+        runs = [  # by turns: machines have moods
+            [_decode_ms(llm, each, arguments.rows) for each in params] for _ in range(arguments.repeats)
+        ]
+    without, *beside = (statistics.median(times) for times in zip(*runs, strict=True))
+    return [
+        (name, arguments.rows, without, took, 100 * (took / without - 1))
+        for name, took in zip(ENDLESS, beside, strict=True)
+    ]
+
+
+async def measure_first_token(options: dict[str, Any], repeats: int) -> list[tuple[Any, ...]]:
+    """A request at a time, with and without a schema that nobody has compiled, of an engine in its own process."""
+    async with await AsyncEngine.start(in_process=False, **options) as engine:
+        both: list[tuple[float, float]] = []
+        for number in range(repeats + 1):  # the first one warms up
+            names = [f"field_{i}_{number}" for i in range(100)]
+            schema = {**WIDE, "properties": {name: {"type": "string"} for name in names}, "required": names}
+            plain, constrained = None, StructuredOutputs(json=schema)
+            both.append((await _first_token_ms(engine, plain), await _first_token_ms(engine, constrained)))
+    without, cold = (statistics.median(times[1:]) for times in zip(*both, strict=True))
+    return [(without, cold, cold - without)]
+
+
+async def _first_token_ms(engine: AsyncEngine, asked: StructuredOutputs | None) -> float:
+    params = SamplingParams(temperature=1.0, seed=1, max_tokens=1, structured_outputs=asked)
+    start = time.perf_counter()
+    async for _ in engine.generate(list(range(5, 37)), params):
+        pass
+    return 1e3 * (time.perf_counter() - start)
 
 
 def _decode_ms(llm: LLM, params: SamplingParams, num_rows: int) -> float:
@@ -148,21 +197,26 @@ def main() -> None:
     )
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--device")
-    parser.add_argument("--model")
-    parser.add_argument("--load-format", default="auto")
+    parser.add_argument("--shape", choices=SHAPES)
+    parser.add_argument("--dtype", default="auto", help="of the weights of a shape")
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
     masks = measure_masks()
     columns = ("constraint", "compile ms", "mask µs", "p99 µs", "worst µs", "cold µs", "cold worst µs")
-    steps = measure_steps(arguments)
-    step_columns = ("rows", "step ms", "constrained ms", "more %")
+    with tempfile.TemporaryDirectory() as folder:
+        options = engine_options(arguments, folder)
+        steps = measure_steps(options, arguments)
+        first = asyncio.run(measure_first_token(options, arguments.repeats))
+    step_columns = ("schema", "rows", "step ms", "constrained ms", "more %")
+    first_columns = ("first token ms", "with a cold schema ms", "more ms")
     if arguments.json:
-        data = {"benchmark": "constraints", "masks": masks, "steps": steps}
+        data = {"benchmark": "constraints", "masks": masks, "steps": steps, "first_token": first}
         print(json.dumps(data))
         return
     show(f"masks over {VOCAB_SIZE} tokens", columns, masks, False, {})
     show("a decode step", step_columns, steps, False, {})
+    show("the first token, with a schema of 100 properties that is new", first_columns, first, False, {})
 
 
 if __name__ == "__main__":

@@ -7,17 +7,25 @@ a real model is.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from inflight.text.pieces import BYTE_OF
 
 LETTERS = "etaoinshrdlucmfwypvbgkjqxz"
 
 
-def write_checkpoint(folder: Path, config: dict[str, Any]) -> Path:
-    """For `--load-format dummy`."""
+def write_checkpoint(folder: Path, config: dict[str, Any], pieces: Sequence[bytes] | None = None) -> Path:
+    """For `--load-format dummy`. The tokens are words, or what is given."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
-    vocabulary = {f"Ġ{spelling(number)}": number for number in range(config["vocab_size"])}
+    if pieces is None:
+        words = [f"Ġ{spelling(number)}" for number in range(config["vocab_size"])]
+    else:
+        characters = {byte: character for character, byte in BYTE_OF.items()}
+        words = ["".join(map(characters.__getitem__, piece)) for piece in pieces]
+    vocabulary = {word: number for number, word in enumerate(words)}
     tokenizer: dict[str, Any] = {
         "version": "1.0",
         "truncation": None,
@@ -32,7 +40,7 @@ def write_checkpoint(folder: Path, config: dict[str, Any]) -> Path:
         },
         "post_processor": None,
         "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": f"Ġ{spelling(0)}"},
+        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": words[0]},
     }
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     return folder

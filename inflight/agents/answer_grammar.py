@@ -17,7 +17,7 @@ from inflight.agents.formats.harmony_grammar import harmony_answer
 from inflight.agents.rule_writer import ANY_OBJECT, RuleWriter, Tool
 from inflight.agents.thinking import HARMONY_REASONING, THINKING
 from inflight.agents.tool_format import TOOL_FORMATS
-from inflight.constraints import RuleSchema, literal
+from inflight.constraints import RuleSchema, literal, without_annotations
 from inflight.errors import ParameterError
 from inflight.structured_outputs import MAX_CONSTRAINT_LENGTH, PARAM, StructuredOutputs
 from inflight.text import Tokenizer
@@ -47,31 +47,19 @@ def answer_grammar(
     Formats, tools, tokenizer and prompt as `MessageParser` has them. With `tool_choice` "none" there are no tools.
     Raises ParameterError.
     """
-    offered = [] if tool_choice == "none" else read_tools(tools)
-    if not isinstance(tool_choice, str):
-        offered = [tool for tool in offered if tool.name == tool_choice.name]
-    is_required = tool_choice not in ("auto", "none")
-    needs_calls = bool(offered) and (is_required or any(tool.strict for tool in offered))
-    is_content_all = content is None or (not offered and reasoning_format is None)
-    if not needs_calls and max_reasoning_tokens is None and is_content_all:
-        return content
-    writer = RuleWriter(tokenizer)
-    shape = AnswerShape(
-        tools=offered,
-        is_required=is_required,
-        parallel=parallel,
-        content=None if content is None else _content(writer, content),
-        max_reasoning_tokens=max_reasoning_tokens,
-    )
-    if HARMONY_REASONING in (tool_format, reasoning_format):
-        start = harmony_answer(writer, shape, HARMONY.opened(prompt))
-    else:
-        thinking = None if reasoning_format is None else THINKING[reasoning_format]
-        calls = None if tool_format is None else TOOL_FORMATS.get(tool_format).grammar
-        start = marked_answer(
-            writer, shape, calls, thinking, thinking is not None and bool(thinking.opened(prompt))
-        )
     try:
+        offered = [] if tool_choice == "none" else read_tools(tools)
+        if not isinstance(tool_choice, str):
+            offered = [tool for tool in offered if tool.name == tool_choice.name]
+        is_required = tool_choice not in ("auto", "none")
+        needs_calls = bool(offered) and (is_required or any(tool.strict for tool in offered))
+        is_content_all = content is None or (not offered and reasoning_format is None)
+        if not needs_calls and max_reasoning_tokens is None and is_content_all:
+            return content
+        writer = RuleWriter(tokenizer)
+        wanted = None if content is None else _content(writer, content)
+        shape = AnswerShape(offered, is_required, parallel, wanted, max_reasoning_tokens)
+        start = _start(writer, shape, tool_format, reasoning_format, prompt)
         text = writer.answer(start).text()
     except RecursionError:
         raise ParameterError("tools has a schema that is nested too deeply", param="tools") from None
@@ -84,6 +72,17 @@ def answer_grammar(
             code="constraint_too_complex",
         )
     return StructuredOutputs(answer=text)
+
+
+def _start(
+    writer: RuleWriter, shape: AnswerShape, tool_format: str | None, reasoning_format: str | None, prompt: str
+) -> str:
+    if HARMONY_REASONING in (tool_format, reasoning_format):
+        return harmony_answer(writer, shape, HARMONY.opened(prompt))
+    thinking = None if reasoning_format is None else THINKING[reasoning_format]
+    calls = None if tool_format is None else TOOL_FORMATS.get(tool_format).grammar
+    opened = thinking is not None and bool(thinking.opened(prompt))
+    return marked_answer(writer, shape, calls, thinking, opened)
 
 
 def read_tools(tools: Sequence[Mapping[str, Any]]) -> list[Tool]:
@@ -101,7 +100,7 @@ def read_tools(tools: Sequence[Mapping[str, Any]]) -> list[Tool]:
             if is_strict:
                 raise ParameterError(f"{param} must be a schema of type object", param=param)
             schema = {}
-        found.append(Tool(function["name"], {**schema, **ANY_OBJECT}, is_strict, param))
+        found.append(Tool(function["name"], {**without_annotations(schema), **ANY_OBJECT}, is_strict, param))
     return found
 
 

@@ -35,7 +35,15 @@ def marked_answer(
             param="tools",
             code="tools_unavailable",
         )
-    thoughts = _thoughts(writer, thinking, opened, shape.max_reasoning_tokens) if thinking else ""
+    for tool in shape.tools:
+        if calls is not None and calls.names is not None and not calls.names.fullmatch(tool.name):
+            raise ParameterError(
+                f"tools has a function named {tool.name!r}: this model cannot write such a name",
+                param="tools",
+            )
+    # Content has no white space of its own, so what stands before it belongs to the thoughts.
+    gap = "GAP" if shape.content is not None and not shape.is_required else ""
+    thoughts = _thoughts(writer, thinking, opened, shape.max_reasoning_tokens, gap) if thinking else ""
     # What looks like thoughts would be read as such.
     never_first = (thinking.open,) if thinking else ()
     if shape.tools and calls is not None:
@@ -43,21 +51,23 @@ def marked_answer(
         if shape.is_required:
             body = f"GAP {_calls_only(writer, calls, after, shape.parallel)}"
         elif shape.content is not None:
-            body = f"GAP ({_calls_only(writer, calls, after, shape.parallel)} | {shape.content})"
+            body = f"({_calls_only(writer, calls, after, shape.parallel)} | {shape.content})"
         elif calls.bare:
             body = _bare_calls_or_text(writer, calls, after)
         else:
             body = _text_and_calls(writer, calls, after, shape.parallel, never_first)
     elif shape.content is not None:
-        body = f"GAP {shape.content}" if thoughts else shape.content
+        body = shape.content
     else:
         body = writer.text("TEXT", never_first=never_first)
     return f"{thoughts} {body}"
 
 
-def _thoughts(writer: RuleWriter, thinking: ThinkingMarkers, opened: bool, limit: int | None) -> str:
+def _thoughts(
+    writer: RuleWriter, thinking: ThinkingMarkers, opened: bool, limit: int | None, gap: str
+) -> str:
     if limit == 0:
-        return writer.marked(thinking.close) if opened else ""
+        return f"{writer.marked(thinking.close)} {gap}" if opened else ""
     close_id = writer.token_id(thinking.close)
     if limit is not None and close_id is None:
         raise ParameterError(
@@ -71,7 +81,7 @@ def _thoughts(writer: RuleWriter, thinking: ThinkingMarkers, opened: bool, limit
         block = f"{said} {writer.token(close_id)}"
     else:
         block = writer.rule("thoughts[lazy]", f"{writer.text('THOUGHTS')} {writer.marked(thinking.close)}")
-    return block if opened else f"({writer.marked(thinking.open)} {block})?"
+    return f"{block} {gap}" if opened else f"({writer.marked(thinking.open)} {block} {gap})?"
 
 
 def _calls_only(writer: RuleWriter, calls: CallGrammar, after: str, parallel: bool) -> str:

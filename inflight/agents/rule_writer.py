@@ -11,7 +11,6 @@ from inflight.constraints import AnswerRules, RuleSchema, literal
 from inflight.text import Tokenizer
 
 ANY_OBJECT = {"type": "object"}
-_ANYTHING = "/(?s:.*)/"
 _GAP = "GAP: /[ \\t\\r\\n]{0,8}/"  # some models would never stop to break lines
 
 
@@ -33,12 +32,11 @@ class CallGrammar:
     # What follows the opening, as an expression. It may hold several calls if asked to.
     write: Callable[[RuleWriter, Sequence[Tool], bool], str]
     repeats: bool = True  # whether every call has an opening of its own
-    bare: str = (
-        ""  # the character that begins calls at the beginning of an answer, where they need no opening
-    )
-    never: tuple[
-        str, ...
-    ] = ()  # what else a reader would take for the beginning of a call, and is never written
+    # The character that begins a call at the beginning of an answer, where it needs no opening.
+    bare: str = ""
+    # What else a reader would take for the beginning of a call; it is never written.
+    never: tuple[str, ...] = ()
+    names: re.Pattern[str] | None = None  # of functions that a reader understands, None for all
 
 
 @dataclass(slots=True)
@@ -115,9 +113,12 @@ class RuleWriter:
         ]
         return self.rule("call", " | ".join(ways))
 
-    def text(self, name: str, never: Sequence[str] = (), never_first: Sequence[str] = ()) -> str:
-        """A terminal: free text without some texts in it, and without others at its beginning."""
-        parts = [_ANYTHING]
+    def text(
+        self, name: str, never: Sequence[str] = (), never_first: Sequence[str] = (), length: str = "*"
+    ) -> str:
+        """A terminal: free text without some texts in it, and without others at its beginning. `length` is how often a
+        character comes, as expressions say it."""
+        parts = [f"/(?s:.){length}/"]
         if inside := _spelled(self, never):
             parts.append(f"~/(?s:.*)({inside})(?s:.*)/")
         if first := _spelled(self, never_first):

@@ -9,6 +9,7 @@ from inflight.constraints.answer_rules import AnswerRules, RuleSchema
 from inflight.constraints.compiler import Grammar, GrammarCompiler
 from inflight.constraints.grammars import literal
 from inflight.constraints.matcher import MaskFiller, Matcher
+from inflight.constraints.schema import is_annotation, without_annotations
 from inflight.constraints.vocabulary import Vocabulary
 
 __all__ = [
@@ -19,5 +20,7 @@ __all__ = [
     "Matcher",
     "RuleSchema",
     "Vocabulary",
+    "is_annotation",
     "literal",
+    "without_annotations",
 ]

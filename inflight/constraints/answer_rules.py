@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
-from inflight.constraints.schema import check_schema
+from inflight.constraints.schema import check_schema, rewritten
 from inflight.errors import ParameterError
 from inflight.structured_outputs import PARAM, StructuredOutputs
 
@@ -70,12 +70,14 @@ class AnswerRules:
 
     def text(self) -> str:
         """For `StructuredOutputs.answer`."""
-        return json.dumps(asdict(self))
+        schemas = {name: astuple(schema) for name, schema in self.schemas.items()}
+        data = {"rules": self.rules, "tokens": self.tokens, "schemas": schemas, "content": self.content}
+        return json.dumps(data, separators=(",", ":"))
 
     @classmethod
     def read(cls, text: str) -> AnswerRules:
         data = json.loads(text)
-        schemas = {name: RuleSchema(**schema) for name, schema in data["schemas"].items()}
+        schemas = {name: RuleSchema(*schema) for name, schema in data["schemas"].items()}
         content = data["content"] and tuple(data["content"])
         return cls(tuple(data["rules"]), data["tokens"], schemas, content)
 
@@ -109,19 +111,9 @@ class AnswerRules:
 
 def _moved(schema: Any, place: str) -> Any:
     """A copy of a schema that stands at a place in another, with references to its own parts."""
-    if isinstance(schema, list):
-        return [_moved(item, place) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    copy = {}
-    for keyword, value in schema.items():
-        if keyword == "$ref" and isinstance(value, str) and value.startswith("#"):
-            value = place + value[1:]
-        elif keyword in ("properties", "patternProperties", "$defs", "definitions") and isinstance(
-            value, dict
-        ):
-            value = {name: _moved(inner, place) for name, inner in value.items()}
-        elif keyword not in ("const", "enum", "default", "example", "examples"):
-            value = _moved(value, place)
-        copy[keyword] = value
-    return copy
+
+    def change(keyword: str, value: Any) -> Any:
+        is_own = keyword == "$ref" and isinstance(value, str) and value.startswith("#")
+        return place + value[1:] if is_own else value
+
+    return rewritten(schema, change)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from inflight.constraints.answer_rules import AnswerRules
 from inflight.constraints.grammars import answer_lark, json_rule, lark_grammar
@@ -91,6 +94,12 @@ class GrammarCompiler:
             raise ParameterError(*found.args, param=found.param, code=found.code)
         return found
 
+    def warm_up(self) -> None:
+        """Make what the first constraint would wait for, if constraints can be had at all. Nothing else runs in this
+        process meanwhile: llguidance keeps Python's lock."""
+        with contextlib.suppress(ImportError, ParameterError):
+            self.compile(StructuredOutputs(choice=["a"]))
+
     def is_compiled(self, asked: StructuredOutputs) -> bool:
         """Whether `compile` would answer at once."""
         with self._lock:
@@ -109,10 +118,10 @@ class GrammarCompiler:
     def _compile(self, asked: StructuredOutputs, trusted: bool) -> Grammar:
         if asked.kind == "answer":
             return self._compile_answer(AnswerRules.read(asked.text), trusted)
-        name = f"{PARAM}.{asked.kind}"
-        if not trusted and needs_trial(asked.kind, spelled := lark_grammar(asked, ())):
-            self._try(name, PARAM, spelled)
-        return _checked(name, PARAM, self._started(lark_grammar(asked, self._special_tokens)))
+        name, grammar = f"{PARAM}.{asked.kind}", lark_grammar(asked, self._special_tokens)
+        if not trusted and needs_trial(asked.kind, grammar):
+            self._try(name, PARAM, lark_grammar(asked, ()))  # who tries it has no special tokens
+        return _checked(name, PARAM, self._started(grammar))
 
     def _compile_answer(self, answer: AnswerRules, trusted: bool) -> Grammar:
         """Schemas that cannot be used are refused, or loosened if nobody insists on them."""
@@ -126,9 +135,10 @@ class GrammarCompiler:
         return _checked(answer.name, answer.param, found)
 
     def _started_answer(self, answer: AnswerRules, loosened: frozenset[str], trusted: bool) -> Grammar | str:
-        if not trusted and needs_trial(answer.kind, spelled := answer_lark(answer, loosened, None)):
-            self._try(answer.name, answer.param, spelled)
-        return self._started(answer_lark(answer, loosened, self._special_tokens))
+        grammar = answer_lark(answer, loosened, self._special_tokens)
+        if not trusted and needs_trial(answer.kind, grammar):
+            self._try(answer.name, answer.param, answer_lark(answer, loosened, None))
+        return self._started(grammar)
 
     def _unusable(self, answer: AnswerRules, loosened: frozenset[str], trusted: bool) -> frozenset[str]:
         """The schemas that cannot be compiled even alone. Raises ParameterError if one of these is strict."""
@@ -165,7 +175,8 @@ class GrammarCompiler:
         if state.is_error():
             return state.get_error()
         matcher = Matcher(state.deep_copy())
-        mask = MaskFiller().fill([matcher], -(-self._tokenizer.vocab_size // 32))
+        mask = np.zeros((1, -(-self._tokenizer.vocab_size // 32)), dtype=np.int32)
+        MaskFiller().fill([matcher], mask)
         if matcher.error is not None:
             return matcher.state.get_error()
         return Grammar(state) if mask.any() else "no text can match it"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
-MASK_THREADS = 4  # that fill the masks of one step
+MAX_MASK_THREADS = 12  # that fill the masks of one step
 
 
 class Matcher:
@@ -41,20 +42,22 @@ class MaskFiller:
     def __init__(self) -> None:
         self._executor: LLExecutor | None = None
 
-    def fill(self, matchers: Sequence[Matcher], num_words: int) -> NDArray[np.int32]:
-        """[len(matchers), num_words]: the tokens that each may have next, the lowest bit of a word first. None at all
-        for one with an error; where a text must end, the tokens that end it."""
-        masks = np.zeros((len(matchers), num_words), dtype=np.int32)
+    def fill(self, matchers: Sequence[Matcher], masks: NDArray[np.int32]) -> None:
+        """masks [len(matchers), words]: the tokens that each may have next, the lowest bit of a word first. None at
+        all for one with an error; where a text must end, the tokens that end it."""
         if len(matchers) == 1:
             matchers[0].state.unsafe_compute_mask_ptr(masks.ctypes.data, masks.nbytes)
         elif matchers:
             if self._executor is None:
                 from llguidance import LLExecutor
 
-                self._executor = LLExecutor(num_threads=MASK_THREADS)
+                self._executor = LLExecutor(num_threads=min(_num_cores(), MAX_MASK_THREADS))
             states = [(matcher.state, index) for index, matcher in enumerate(matchers)]
-            self._executor.unsafe_compute_mask_ptr(states, masks.ctypes.data, 4 * num_words, len(matchers))
+            self._executor.unsafe_compute_mask_ptr(states, masks.ctypes.data, masks.strides[0], len(matchers))
         for index, matcher in enumerate(matchers):
             if matcher.error is not None:
                 masks[index] = 0
-        return masks
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -10,6 +10,16 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 
+# Where all texts of one of these kinds may follow, the tokens among them are taken together, and not one by one. Strings
+# of bounded length, which come to have less and less room, are why there are so many.
+_CHARACTER = r'[^"\\\x00-\x1F\x7F]'
+_SLICES = [
+    r"[\x20\x0A\x0D\x09]+",
+    *(f"{_CHARACTER}{{1,{longest}}}" for longest in (2, 4, 6, 8, 10, 15, 30)),
+    f"{_CHARACTER}+",
+]
+
+
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
     """As wide as the logits."""
@@ -19,10 +29,11 @@ class Vocabulary:
     eos_token_ids: tuple[int, ...]  # at least one
 
     def tokenizer(self) -> LLTokenizer:
-        """What llguidance makes of it, which takes a second for 150,000 tokens."""
+        """What llguidance makes of it, which takes up to a second for 150,000 tokens."""
         from llguidance import LLTokenizer
 
-        return LLTokenizer(_Wrapper(self), eos_token=list(self.eos_token_ids))  # type: ignore[arg-type]
+        ends = list(self.eos_token_ids)
+        return LLTokenizer(_Wrapper(self), eos_token=ends, slices=_SLICES)  # type: ignore[arg-type]
 
 
 class _Wrapper:

@@ -1,14 +1,15 @@
 """The rows whose texts are constrained: where each is in its grammar, and the tokens that it may have next.
 
-A mask depends on the row's last token. So a step's masks are computed beside its forward pass, by a thread of their
-own, once the step before has told its tokens; only sampling waits for them.
+A mask depends on the row's last token. So a step's masks are computed beside its forward pass, once the step before has
+told its tokens; only sampling waits for them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -17,15 +18,20 @@ from numpy.typing import NDArray
 from inflight.constraints import Grammar, GrammarCompiler, MaskFiller, Matcher
 from inflight.errors import EngineError, RequestError
 from inflight.events import RequestFailure
-from inflight.execution.sampling.token_bits import WORD, first_mask
+from inflight.execution.sampling.token_bits import first_mask
 from inflight.scheduling import Admission
 from inflight.structured_outputs import StructuredOutputs
+
+NUM_COMPILERS = 2  # threads
 
 
 class MaskedRows(Protocol):
     """A sampler's rows."""
 
     vocab_size: int
+
+    def mask_buffer(self, num_rows: int) -> NDArray[np.int32]:
+        """[num_rows, words], to be filled and given to `set_masks`."""
 
     def set_masks(self, rows: Sequence[int], bits: NDArray[np.int32]) -> None: ...
 
@@ -45,10 +51,10 @@ class _Drawn(NamedTuple):
 
 @dataclass(slots=True)
 class _Constrained:
-    """One row. The grammar is compiled, and the outputs are replayed, when its first mask is wanted."""
+    """One row. Its grammar is compiled from its admission on, its outputs are replayed for its first mask."""
 
-    asked: StructuredOutputs
-    allowed: NDArray[np.int32]  # by the other parameters
+    compiled: Future[Grammar]
+    allowed: NDArray[np.int32] | None  # by the other parameters; None: all
     outputs: list[int]  # that the matcher has yet to see
     drawn: _Drawn | None = None  # which comes behind them
     grammar: Grammar | None = None
@@ -60,7 +66,7 @@ class StepMasks(NamedTuple):
     """The masks of a step, on their way."""
 
     rows: list[int]
-    bits: Future[NDArray[np.int32]]  # [len(rows), words]
+    bits: Callable[[], NDArray[np.int32]]  # [len(rows), words]
 
 
 @dataclass(slots=True)
@@ -69,14 +75,18 @@ class ConstrainedRows:
 
     state: MaskedRows
     compiler: GrammarCompiler | None
+    in_thread: bool = (
+        True  # that computes masks; else whoever wants them does, since the forward pass leaves it free
+    )
     _rows: dict[int, _Constrained] = field(default_factory=dict)
     _filler: MaskFiller = field(default_factory=MaskFiller)
     _thread: ThreadPoolExecutor | None = None
-    _latest: StepMasks | None = None
+    _compiling: ThreadPoolExecutor | None = None
+    _latest: Future[NDArray[np.int32]] | None = None
 
     def admit(self, admissions: Sequence[Admission]) -> None:
         if admissions and self._latest is not None:  # of a step that failed before it wanted its masks
-            wait([self._latest.bits])
+            wait([self._latest])
             self._latest = None
         for row, request in admissions:
             left = self._rows.pop(row, None)
@@ -85,8 +95,19 @@ class ConstrainedRows:
             params = request.params
             if params.structured_outputs is not None and request.max_tokens:
                 outputs = request.token_ids[request.num_prompt_tokens :].tolist()
-                allowed = first_mask(params, self.state.vocab_size)
-                self._rows[row] = _Constrained(params.structured_outputs, allowed, outputs)
+                allowed = (
+                    None if params.allowed_token_ids is None else first_mask(params, self.state.vocab_size)
+                )
+                compiled = self._compile(params.structured_outputs)
+                self._rows[row] = _Constrained(compiled, allowed, outputs)
+
+    def _compile(self, asked: StructuredOutputs) -> Future[Grammar]:
+        """Beside the steps that compute the prompt. What was compiled before is there at once."""
+        if self.compiler is None:
+            raise EngineError("a request has a constraint, and this engine cannot compile any")
+        if self._compiling is None:
+            self._compiling = ThreadPoolExecutor(NUM_COMPILERS, "inflight-grammars")
+        return self._compiling.submit(self.compiler.compile, asked, trusted=True)
 
     @property
     def any(self) -> bool:
@@ -100,17 +121,17 @@ class ConstrainedRows:
         chosen = [row for row in rows if row in self._rows]
         if not chosen:
             return None
-        if self.compiler is None:
-            raise EngineError("a request has a constraint, and this engine cannot compile any")
+        constrained = [self._rows[row] for row in chosen]
+        if not self.in_thread:
+            return StepMasks(chosen, partial(self._compute, constrained))
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "inflight-masks")
-        job = self._thread.submit(self._compute, [self._rows[row] for row in chosen])
-        self._latest = StepMasks(chosen, job)
-        return self._latest
+        self._latest = self._thread.submit(self._compute, constrained)
+        return StepMasks(chosen, self._latest.result)
 
     def finish(self, masks: StepMasks) -> None:
-        """Wait for the masks, and give them to the sampler."""
-        bits = masks.bits.result()
+        """Wait for the masks, or compute them, and give them to the sampler."""
+        bits = masks.bits()
         self._latest = None
         self.state.set_masks(masks.rows, bits)
 
@@ -126,10 +147,11 @@ class ConstrainedRows:
         return {place: failed[row] for place, row in enumerate(rows) if row in failed} if failed else {}
 
     def close(self) -> None:
-        if self._thread is not None:
-            self._thread.shutdown()
+        for threads in (self._thread, self._compiling):
+            if threads is not None:
+                threads.shutdown()
 
-    # ---- in the thread ----
+    # ---- beside the forward pass ----
 
     def _compute(self, constrained: list[_Constrained]) -> NDArray[np.int32]:
         told: dict[DrawnTokens, Sequence[int]] = {}
@@ -141,11 +163,18 @@ class ConstrainedRows:
                 row.outputs.append(told[tokens][place])
                 row.drawn = None
         matchers = [self._caught_up(row) for row in constrained]
-        masks = np.zeros((len(constrained), -(-self.state.vocab_size // WORD)), dtype=np.int32)
-        places = [place for place, matcher in enumerate(matchers) if matcher is not None]
-        masks[places] = self._filler.fill([m for m in matchers if m is not None], masks.shape[1])
+        masks = self.state.mask_buffer(len(constrained))
+        if None in matchers:
+            masks[:] = 0
+            places = [place for place, matcher in enumerate(matchers) if matcher is not None]
+            found = masks[places]
+            self._filler.fill([m for m in matchers if m is not None], found)
+            masks[places] = found
+        else:
+            self._filler.fill([m for m in matchers if m is not None], masks)
         for row, matcher, mask in zip(constrained, matchers, masks, strict=True):
-            mask &= row.allowed
+            if row.allowed is not None:
+                mask &= row.allowed
             if matcher is not None and matcher.error is not None:
                 row.failure = _failure(matcher.error)
         return masks
@@ -153,9 +182,8 @@ class ConstrainedRows:
     def _caught_up(self, row: _Constrained) -> Matcher | None:
         """The row's matcher, which has seen all its tokens; None if there is none."""
         if row.matcher is None and row.failure is None:
-            assert self.compiler is not None
             try:
-                row.grammar = self.compiler.compile(row.asked, trusted=True)
+                row.grammar = row.compiled.result()
             except RequestError as error:
                 row.failure = _failure(str(error))
                 return None

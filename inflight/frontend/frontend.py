@@ -143,9 +143,9 @@ class Frontend:
         )
         if constraint is not params.structured_outputs:
             params = replace(params, structured_outputs=constraint)
-        requests = self.input_processor.requests(request_id, token_ids, params, priority, tenant, cache_salt)[
-            1
-        ]
+        _, requests = self.input_processor.requests(
+            request_id, token_ids, params, priority, tenant, cache_salt
+        )
         make_parser = None if formats == (None, None) else partial(MessageParser, *formats, **given)
         answers = ChatAnswers(make_parser, None if chat.parallel_tool_calls else 1)
         return OutputProcessor(request_id, text, requests, self.tokenizer, answers)
@@ -180,6 +180,11 @@ class Frontend:
                 param="tools",
                 code="tools_unavailable",
             )
+
+    def warm_up(self) -> None:
+        """What the first constrained request would wait for: up to a second, so whoever serves does it at start."""
+        if self.generates:
+            self.input_processor.grammars.warm_up()
 
     def is_slow(self, params: SamplingParams) -> bool:
         """Whether `prepare` is no work for an event loop."""

@@ -44,7 +44,7 @@ def _byte_characters() -> dict[str, int]:
     return table | {chr(0x100 + index): byte for index, byte in enumerate(others)}
 
 
-_BYTE_OF = _byte_characters()
+BYTE_OF = _byte_characters()
 
 
 class _Pieces(dict[int, bytes]):
@@ -118,7 +118,7 @@ class ByteDecoder:
 
 def _from_byte_level(token: str) -> bytes:
     try:
-        return bytes([_BYTE_OF[character] for character in token])
+        return bytes([BYTE_OF[character] for character in token])
     except KeyError:  # an added token, spelled in plain text
         return token.encode()
 

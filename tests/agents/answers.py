@@ -22,8 +22,9 @@ from ..text.samples import byte_level_backend
 END = "<|over|>"
 HURRY_AFTER = 80
 MAX_TOKENS = 600
+CLOSING_TAG = "\n</parameter>"  # of a format that has no tokens for its tags
 CLOSING = tuple("\"'])}>\n")
-WORDS = ('{"', '":', '"}', "}}", "]}", " true", "name", "\n", "</", "Paris")
+WORDS = ('{"', '":', '"}', "}}", "]}", " true", "name", "\n", "</", "Paris", CLOSING_TAG)
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Model:
         tokenizer = Tokenizer(backend)
         end = tokenizer.token_id(END)
         assert end is not None
-        ids = [tokenizer.token_id(marker) for marker in markers]
+        ids = [tokenizer.token_id(marker) for marker in (*markers, CLOSING_TAG)]
         vocabulary = vocabulary_of(tokenizer, tokenizer.vocab_size, (end,))
         return cls(
             tokenizer, GrammarCompiler(lambda: vocabulary), frozenset(i for i in ids if i is not None), end

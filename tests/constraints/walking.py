@@ -32,7 +32,8 @@ def compiler() -> GrammarCompiler:
 
 def allowed_ids(matcher: Matcher, vocab_size: int | None = None) -> list[int]:
     size = len(vocabulary().pieces) if vocab_size is None else vocab_size
-    (mask,) = MaskFiller().fill([matcher], -(-size // 32))
+    mask = np.zeros(-(-size // 32), dtype=np.int32)
+    MaskFiller().fill([matcher], mask[None])
     ids: list[int] = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
     return ids
 

@@ -158,5 +158,6 @@ async def test_what_a_chat_refuses(chat: Chat, options: dict[str, Any], param: s
 
 @pytest.mark.parametrize("name", ["tool_call_parser", "reasoning_parser"])
 def test_parsers_that_there_are_not(with_tools: Path, name: str) -> None:
+    options: dict[str, Any] = {name: "nope"}
     with pytest.raises(ConfigError, match=r"unknown .* parser 'nope': choose one of \w+, "):
-        LLM(with_tools, **{name: "nope"})
+        LLM(with_tools, show_progress=False, **options)

@@ -17,13 +17,12 @@ SCHEMA = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
-PLAIN = SamplingParams(temperature=1.0, seed=3, max_tokens=80)
 
 
 def answers(**options: Any) -> list[str]:
     asked = [StructuredOutputs(json=SCHEMA), StructuredOutputs(regex="[a-c]{3}-\\d{2}"), None]
     params = [
-        SamplingParams(temperature=1.0, seed=3, max_tokens=80, structured_outputs=each)
+        SamplingParams(temperature=1.0, seed=3, max_tokens=300, structured_outputs=each)
         for _ in PROMPTS
         for each in asked
     ]

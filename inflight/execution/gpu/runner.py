@@ -129,7 +129,7 @@ class GpuRunner:
         self.rows = DeviceRows(max_rows, max_len, block_size, device)
         num_drawn_from = spec.vocab_size if decoder.generates else 1  # memory goes with it
         self.sampling = DrawRows(max_rows, num_drawn_from, device)
-        self.constrained = ConstrainedRows(self.sampling, grammars)
+        self.constrained = ConstrainedRows(self.sampling, grammars, in_thread=False)
         self.scored = ScoredRows()
         self.pooled = PooledRows()
         self.draw_workspace = SamplingWorkspace.allocate(max_rows, num_drawn_from, device)

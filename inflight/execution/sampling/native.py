@@ -15,7 +15,7 @@ from inflight.execution.sampling.logprobs import LogprobTensors
 from inflight.execution.sampling.randomness import seed_words
 from inflight.execution.sampling.rows import MAX_TEMPERATURE, MIN_REPETITION_PENALTY, MIN_TEMPERATURE
 from inflight.execution.sampling.sampler import SampledTensors
-from inflight.execution.sampling.token_bits import first_mask
+from inflight.execution.sampling.token_bits import WORD, first_mask
 from inflight.native.library import Library
 from inflight.request import SamplingParams
 from inflight.scheduling import RowRequest
@@ -81,6 +81,10 @@ class NativeSamplingRows:
             len(words),
             *(part.ctypes.data if part.size else 0 for part in lists),
         )
+
+    def mask_buffer(self, num_rows: int) -> NDArray[np.int32]:
+        """[num_rows, words], to be filled and given to `set_masks`."""
+        return np.empty((num_rows, -(-self.vocab_size // WORD)), dtype=np.int32)
 
     def set_masks(self, rows: Sequence[int], bits: NDArray[np.int32]) -> None:
         """The tokens that rows with a mask may have next: bits [len(rows), words]."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from inflight.errors import EngineError
 from inflight.execution.sampling.randomness import seed_words
+from inflight.execution.sampling.token_bits import WORD
 from inflight.scheduling.batch import RowRequest
 
 # Below this a temperature is greedy: float32 logits divided by less would overflow.
@@ -126,6 +127,10 @@ class SamplingRows:
         self._traits[row] = None
         self.special_rows.discard(row)
         self.version += 1
+
+    def mask_buffer(self, num_rows: int) -> NDArray[np.int32]:
+        """[num_rows, words], to be filled and given to `set_masks`."""
+        return np.empty((num_rows, -(-self.vocab_size // WORD)), dtype=np.int32)
 
     def set_masks(self, rows: Sequence[int], bits: NDArray[np.int32]) -> None:
         """The tokens that rows with a mask may have next: bits [len(rows), words]."""

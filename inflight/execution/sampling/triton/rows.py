@@ -126,10 +126,21 @@ class DrawRows:
             0 if lists.rules is None else lists.rules.data_ptr(),
         )
 
+    def mask_buffer(self, num_rows: int) -> NDArray[np.int32]:
+        """[num_rows, words], to be filled and given to `set_masks`."""
+        on_gpu = self.device.type == "cuda"
+        # Torch keeps pinned memory for the next call, and reuses none that a copy may still be reading.
+        buffer = torch.empty(num_rows, self.mask.shape[1], dtype=torch.int32, pin_memory=on_gpu)
+        array: NDArray[np.int32] = buffer.numpy()
+        return array
+
     def set_masks(self, rows: Sequence[int], bits: NDArray[np.int32]) -> None:
         """The tokens that rows with a mask may have next: bits [len(rows), words]."""
         places = self._to_device(np.array(rows, dtype=np.int64))
-        self.mask.index_copy_(0, places, self._to_device(bits))
+        given = torch.from_numpy(bits)
+        if self.device.type == "cuda" and not given.is_pinned():
+            given = given.pin_memory()
+        self.mask.index_copy_(0, places, given.to(self.device, non_blocking=True))
 
     def _bias(self, request: RowRequest) -> NDArray[np.int32] | None:
         given = sorted((request.params.logit_bias or {}).items())
