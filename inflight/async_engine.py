@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -16,8 +16,10 @@ from inflight.config import EngineConfig, ProcessConfig
 from inflight.engine import EngineClient, EngineStats, Health, InprocClient, ModelFacts, RequestState
 from inflight.errors import ConfigError, EngineError, ParameterError, RequestError
 from inflight.frontend import (
+    ChatRequest,
     Frontend,
     Generation,
+    OutputProcessor,
     Pair,
     PooledVectors,
     PoolingJob,
@@ -25,8 +27,11 @@ from inflight.frontend import (
     PoolingRun,
     Prompt,
     RequestContext,
+    ToolChoice,
     check_top_n,
+    checked_tools,
     ranked,
+    tool_choice_of,
 )
 from inflight.outputs import Classifications, CompletionOutput, Embeddings, Ranking, RequestOutput, Scores
 from inflight.pooling import Scale
@@ -89,6 +94,7 @@ class AsyncEngine:
         client = await ProcessClient.start(config, process, progress)
         try:
             front = await asyncio.to_thread(Frontend.of, config, client.facts)
+            await asyncio.to_thread(front.warm_up)
         except BaseException:
             await client.close()
             raise
@@ -98,11 +104,14 @@ class AsyncEngine:
 
     def _name(self, request_id: str | None) -> str:
         name = request_id if request_id is not None else f"request-{next(self._ids)}"
+        self._check_free(name)
+        return name
+
+    def _check_free(self, name: str) -> None:
         if name in self._calls:
             raise RequestError(
                 f"request id {name!r} is already in use", param="request_id", code="request_id_in_use"
             )
-        return name
 
     async def generate(
         self,
@@ -119,6 +128,64 @@ class AsyncEngine:
 
         A reader slower than the engine gets several tokens at a time; the engine never waits for it.
         """
+        prepare = partial(
+            self._frontend.prepare, prompt=prompt, priority=priority, tenant=tenant, cache_salt=cache_salt
+        )
+        is_slow = sampling_params is not None and self._frontend.is_slow(sampling_params)
+        outputs = self._outputs(prepare, is_slow, sampling_params, request_id, output_kind)
+        async with contextlib.aclosing(outputs):
+            async for output in outputs:
+                yield output
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tool_choice: ToolChoice | Mapping[str, Any] = "auto",
+        parallel_tool_calls: bool = True,
+        reasoning_effort: str | None = None,
+        max_reasoning_tokens: int | None = None,
+        output_kind: OutputKind = "cumulative",
+        priority: int = 0,
+        tenant: str = "",
+        cache_salt: str = "",
+    ) -> AsyncGenerator[RequestOutput]:
+        """`generate` for a conversation, through the checkpoint's chat template. `message` of an answer has content,
+        reasoning and tool calls apart: all so far, whatever the kind of output."""
+        chat = ChatRequest(
+            messages,
+            checked_tools(tools),
+            tool_choice_of(tool_choice),
+            parallel_tool_calls,
+            reasoning_effort,
+            max_reasoning_tokens,
+            chat_template_kwargs or {},
+            add_generation_prompt,
+            continue_final_message,
+        )
+        prepare = partial(
+            self._frontend.prepare_chat, chat=chat, priority=priority, tenant=tenant, cache_salt=cache_salt
+        )
+        outputs = self._outputs(prepare, True, sampling_params, request_id, output_kind)
+        async with contextlib.aclosing(outputs):
+            async for output in outputs:
+                yield output
+
+    async def _outputs(
+        self,
+        prepare: Callable[..., OutputProcessor],
+        is_slow: bool,
+        sampling_params: SamplingParams | None,
+        request_id: str | None,
+        output_kind: OutputKind,
+    ) -> AsyncGenerator[RequestOutput]:
+        """`prepare` gets a name and parameters, in a thread where it is slow."""
         if output_kind not in get_args(OutputKind):
             raise ParameterError(
                 f"output_kind is {output_kind!r}: allowed are {', '.join(get_args(OutputKind))}",
@@ -126,8 +193,10 @@ class AsyncEngine:
             )
         name = self._name(request_id)
         params = self._frontend.default_sampling_params() if sampling_params is None else sampling_params
-        prepare = partial(self._frontend.prepare, name, prompt, params, priority, tenant, cache_salt)
-        prepared = await asyncio.to_thread(prepare) if self._frontend.is_slow(params) else prepare()
+        prepared = (
+            await asyncio.to_thread(prepare, name, params=params) if is_slow else prepare(name, params=params)
+        )
+        self._check_free(name)  # it may have been taken meanwhile
         generation = self._calls[name] = Generation(self._client, [prepared])
         sent = _Sent()
         try:
@@ -145,33 +214,6 @@ class AsyncEngine:
         finally:
             del self._calls[name]
             await generation.close()
-
-    async def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        sampling_params: SamplingParams | None = None,
-        request_id: str | None = None,
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        **options: Any,
-    ) -> AsyncGenerator[RequestOutput]:
-        """`generate`, with its options, for a conversation: through the checkpoint's chat template."""
-        text, token_ids = await asyncio.to_thread(
-            self._frontend.encode_chat,
-            messages,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            kwargs=chat_template_kwargs,
-        )
-        generation = self.generate(token_ids, sampling_params, request_id, **options)
-        async with contextlib.aclosing(generation) as outputs:
-            async for output in outputs:
-                output.prompt = text
-                yield output
 
     # ---- embedding, classifying, scoring ----
     #
@@ -349,7 +391,9 @@ class AsyncEngine:
 def _load(config: EngineConfig, progress: LoadProgress | None) -> LoadedEngine:
     from inflight.loading import load_engine  # torch, which takes long to import too
 
-    return load_engine(config, progress)
+    loaded = load_engine(config, progress)
+    loaded.warm_up()
+    return loaded
 
 
 def _snapshot(output: RequestOutput) -> RequestOutput:

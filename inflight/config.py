@@ -46,6 +46,19 @@ class ModelConfig:
         unset="what the checkpoint and the memory allow",
     )
     seed: int = option(0, MODEL, "Of requests that give none.", at_least=0)
+    tool_call_parser: str | None = option(
+        None,
+        MODEL,
+        "How the model writes tool calls: hermes, qwen3_coder, glm45, mistral, deepseek_v3, kimi_k2, harmony, "
+        "llama3_json, pythonic, or none.",
+        unset="what the chat template tells",
+    )
+    reasoning_parser: str | None = option(
+        None,
+        MODEL,
+        "How the model marks its reasoning: think, mistral, seed_oss, kimi_vl, harmony, or none.",
+        unset="what the chat template tells",
+    )
     skip_tokenizer_init: bool = option(False, PYTHON, "Token ids in, token ids out: no text.")
     hf_config: dict[str, Any] | None = option(
         None,

@@ -15,6 +15,7 @@ from inflight.engine import EngineStats, RequestFeed, StepObserver
 from inflight.errors import ConfigError, EngineError, ParameterError, RequestError
 from inflight.events import Delta
 from inflight.frontend import (
+    ChatRequest,
     OutputProcessor,
     Pair,
     PooledVectors,
@@ -22,9 +23,12 @@ from inflight.frontend import (
     PoolingProcessor,
     Prompt,
     RequestContext,
+    ToolChoice,
     check_top_n,
+    checked_tools,
     ranked,
     split_prompts,
+    tool_choice_of,
 )
 from inflight.garbage import paused_collection
 from inflight.interrupts import held_interrupts
@@ -88,20 +92,15 @@ class LLM:
         while it runs fails alone, with finish reason "error"; only if all fail is EngineError raised.
         """
         items = split_prompts(prompts)
-        if sampling_params is None:
-            sampling_params = self.get_default_sampling_params()
-        params = _for_each(items, sampling_params, SamplingParams, "sampling params", "sampling_params")
         priorities = _for_each(items, priority, int, "priorities", "priority")
         tenants = _for_each(items, tenant, str, "tenants", "tenant")
-        prepared = []
-        for index, parts in enumerate(zip(items, params, priorities, tenants, strict=True)):
-            try:
-                prepared.append(self._prepare(*parts))
-            except RequestError as error:
-                if len(items) > 1:
-                    error.add_note(f"in prompt {index} of {len(items)}")
-                raise
-        return self._run(prepared, use_tqdm)
+        places = [*zip(items, priorities, tenants, strict=True)]
+
+        def prepare(index: int, request_id: str, params: SamplingParams) -> OutputProcessor:
+            prompt, priority, tenant = places[index]
+            return self._engine.prepare(request_id, prompt, params, priority, tenant)
+
+        return self._run(self._prepare(items, sampling_params, prepare), use_tqdm)
 
     def chat(
         self,
@@ -112,29 +111,60 @@ class LLM:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        tool_choice: ToolChoice | Mapping[str, Any] = "auto",
+        parallel_tool_calls: bool = True,
+        reasoning_effort: str | None = None,
+        max_reasoning_tokens: int | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or a list of them, through the checkpoint's chat template."""
+        """Answer one conversation, or a list of them, through the checkpoint's chat template.
+
+        Of each answer, `message` has content, reasoning and tool calls apart; `message.as_dict()` is what to append to
+        the conversation. Tools and the choice among them are as in OpenAI's API.
+        """
         one = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if one else list(messages)
-        prompts = [
-            self._engine.encode_chat(
+        chats = [
+            ChatRequest(
                 conversation,
-                tools=tools,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                kwargs=chat_template_kwargs,
+                checked_tools(tools),
+                tool_choice_of(tool_choice),
+                parallel_tool_calls,
+                reasoning_effort,
+                max_reasoning_tokens,
+                chat_template_kwargs or {},
+                add_generation_prompt,
+                continue_final_message,
             )
             for conversation in conversations
         ]
-        outputs = self.generate([token_ids for _, token_ids in prompts], sampling_params, use_tqdm)
-        for output, (text, _) in zip(outputs, prompts, strict=True):
-            output.prompt = text
-        return outputs
 
-    def _prepare(self, prompt: Prompt, params: SamplingParams, priority: int, tenant: str) -> OutputProcessor:
-        request_id = str(self._num_requests)
-        self._num_requests += 1
-        return self._engine.prepare(request_id, prompt, params, priority, tenant)
+        def prepare(index: int, request_id: str, params: SamplingParams) -> OutputProcessor:
+            return self._engine.prepare_chat(request_id, chats[index], params)
+
+        return self._run(self._prepare(chats, sampling_params, prepare), use_tqdm)
+
+    def _prepare(
+        self,
+        items: Sequence[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        prepare: Callable[[int, str, SamplingParams], OutputProcessor],
+    ) -> list[OutputProcessor]:
+        """All of them, or none."""
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        found = []
+        params = _for_each(items, sampling_params, SamplingParams, "sampling params", "sampling_params")
+        for index, each in enumerate(params):
+            request_id = str(self._num_requests)
+            self._num_requests += 1
+            try:
+                found.append(prepare(index, request_id, each))
+            except RequestError as error:
+                if len(items) > 1:
+                    error.add_note(f"in prompt {index} of {len(items)}")
+                raise
+        return found
 
     def _run(self, prompts: list[OutputProcessor], show: bool) -> list[RequestOutput]:
         by_id = {answer.request.request_id: prompt for prompt in prompts for answer in prompt.answers}
@@ -359,7 +389,9 @@ def _outputs(requests: list[Request], found: list[PooledT]) -> list[PoolingReque
     ]
 
 
-def _for_each(prompts: list[Prompt], given: T | Sequence[T], kind: type[T], name: str, param: str) -> list[T]:
+def _for_each(
+    prompts: Sequence[Any], given: T | Sequence[T], kind: type[T], name: str, param: str
+) -> list[T]:
     """One for each prompt, from one for all or from a list."""
     if isinstance(given, kind):
         return [given] * len(prompts)

@@ -16,6 +16,7 @@ from inflight.engine import EngineCore, ModelFacts
 from inflight.errors import ConfigError, EngineError, ModelError
 from inflight.execution.platforms import Platform, platform
 from inflight.frontend import Frontend, InputProcessor
+from inflight.frontend.chat_formats import check_parsers
 from inflight.kv import BlockManager, ChainHashCache, NoPrefixCache
 from inflight.kv.budget import fit_context
 from inflight.models.builtin import checkpoint_folder
@@ -96,6 +97,7 @@ def load_engine(config: EngineConfig, progress: LoadProgress | None = None) -> L
     """Open the checkpoint, load the weights, size the KV memory and put the engine together."""
     model = config.model
     policy = _policy(config.scheduler)  # first of all: a wrong name should not take minutes to show
+    check_parsers(model)
     place = platform(model.device)
     checkpoint = open_checkpoint(_model(config), model.revision, model.load_format, model.hf_config)
     tokenizer = _load_tokenizer(config, checkpoint)
@@ -208,6 +210,7 @@ def _load_encoder(
 def load_core(config: EngineConfig, progress: LoadProgress) -> tuple[EngineCore, ModelFacts]:
     """The half of an engine that runs in a process of its own: see `engine/worker.py`."""
     loaded = load_engine(config, progress)
+    loaded.warm_up()
     return loaded.core, loaded.facts
 
 

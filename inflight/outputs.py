@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from inflight.events import RequestRecord
 from inflight.pooling import Scale
@@ -28,6 +28,40 @@ class Logprob:
 Logprobs = dict[int, Logprob]
 
 
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A function that the model wants to be called."""
+
+    id: str
+    name: str
+    arguments: str  # JSON text; broken off where the answer was
+
+
+@dataclass(frozen=True, slots=True)
+class AssistantMessage:
+    """The answer to a conversation, taken apart."""
+
+    content: str | None  # None if there are only calls
+    reasoning: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """As a message of the conversation, to go on with."""
+        found: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.reasoning:
+            found["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            found["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in self.tool_calls
+            ]
+        return found
+
+
 @dataclass(slots=True)
 class CompletionOutput:
     """One of the `n` answers to a prompt."""
@@ -40,6 +74,7 @@ class CompletionOutput:
     finish_reason: str | None = None  # "stop", "length", "abort" or "error"
     stop_reason: int | str | None = None  # the stop string or stop token id that ended it; None for EOS
     error: str | None = None
+    message: AssistantMessage | None = None  # of chats
 
     @property
     def finished(self) -> bool:

@@ -1,6 +1,13 @@
 """Tool calls and reasoning in what a model writes. Text and token ids in, events out; no server here."""
 
-from inflight.agents.detect import detect_reasoning_format, detect_tool_format
+from inflight.agents.answer_grammar import answer_grammar
+from inflight.agents.detect import (
+    CallStyle,
+    detect_calls,
+    detect_reasoning_format,
+    detect_tool_format,
+    shows_tools,
+)
 from inflight.agents.events import (
     ArgumentsDelta,
     CalledFunction,
@@ -19,6 +26,7 @@ __all__ = [
     "REASONING_FORMATS",
     "TOOL_FORMATS",
     "ArgumentsDelta",
+    "CallStyle",
     "CalledFunction",
     "ContentDelta",
     "MessageParser",
@@ -27,6 +35,9 @@ __all__ = [
     "ReasoningDelta",
     "ToolCallBegun",
     "ToolCallEnded",
+    "answer_grammar",
+    "detect_calls",
     "detect_reasoning_format",
     "detect_tool_format",
+    "shows_tools",
 ]

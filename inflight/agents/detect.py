@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -15,7 +16,7 @@ from inflight.agents.parser import MessageParser
 from inflight.agents.python_literals import parsed_json
 from inflight.agents.thinking import HARMONY_REASONING, THINKING
 from inflight.agents.tool_format import TOOL_FORMATS
-from inflight.errors import InflightError, TemplateError
+from inflight.errors import RequestError, TemplateError
 from inflight.text import ChatTemplate, Tokenizer
 
 _NAME = "count_zebras"
@@ -36,25 +37,63 @@ _TOOL = {
     },
 }
 _QUESTION = {"role": "user", "content": "How many zebras are there?"}
-# Templates differ in what they take: arguments as an object or as text, no content or an empty one, ids of some form.
 _ARGUMENT_FORMS: tuple[Any, ...] = (_ARGUMENTS, json.dumps(_ARGUMENTS))
-_CONTENT_FORMS = (None, "")
 _IDS = (f"functions.{_NAME}:0", "a1B2c3D4e")
 
 
-def detect_tool_format(template: ChatTemplate, reasoning_format: str | None = None) -> str | None:
-    """The name of the tool format, for `TOOL_FORMATS`; None where the template does not tell. Never raises."""
+@dataclass(frozen=True, slots=True)
+class CallStyle:
+    """How a template wants the calls of earlier turns: templates differ in what they take."""
+
+    arguments_as_text: bool = False  # else as an object
+    empty_content: str | None = None  # of a message that only calls
+    short_ids: bool = False  # nine letters or digits
+
+
+_STYLES = tuple(
+    CallStyle(as_text, content, short_ids)
+    for as_text, content, short_ids in product((False, True), (None, ""), (False, True))
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DetectedCalls:
+    """How a checkpoint writes and reads calls, by its template."""
+
+    tool_format: str  # its name, for `TOOL_FORMATS`
+    style: CallStyle
+
+
+def detect_calls(template: ChatTemplate, reasoning_format: str | None = None) -> DetectedCalls | None:
+    """None where the template does not tell. Raises only if templates cannot be rendered at the moment."""
     try:
         renderings = list(_rendered_calls(template))
-    except InflightError:  # it takes no tools, or no messages at all
+    except RequestError:  # it takes no tools, or no messages at all
         return None
-    for text, name in product(renderings, TOOL_FORMATS):
+    for (style, text), name in product(renderings, TOOL_FORMATS):
         message = MessageParser(name, reasoning_format, tools=[_TOOL]).parse(text)
         if [call.name for call in message.tool_calls] != [_NAME]:
             continue
         if parsed_json(message.tool_calls[0].arguments) == _ARGUMENTS:
-            return name
+            return DetectedCalls(name, style)
     return None
+
+
+def detect_tool_format(template: ChatTemplate, reasoning_format: str | None = None) -> str | None:
+    """The name of the tool format alone."""
+    found = detect_calls(template, reasoning_format)
+    return None if found is None else found.tool_format
+
+
+def shows_tools(template: ChatTemplate) -> bool:
+    """Whether the model gets to see tools at all: some templates leave them out, or refuse them."""
+    for messages in ([_QUESTION], [{"role": "system", "content": "Be brief."}, _QUESTION]):
+        try:
+            if _NAME in template.render(messages, tools=[_TOOL]):
+                return True
+        except RequestError:
+            continue
+    return False
 
 
 def detect_reasoning_format(template: ChatTemplate, tokenizer: Tokenizer | None = None) -> str | None:
@@ -75,21 +114,21 @@ def detect_reasoning_format(template: ChatTemplate, tokenizer: Tokenizer | None 
     return None
 
 
-def _rendered_calls(template: ChatTemplate) -> Iterator[str]:
-    """What the model would have written, in the first form of a call that the template takes."""
+def _rendered_calls(template: ChatTemplate) -> Iterator[tuple[CallStyle, str]]:
+    """What the model would have written, by the styles that the template takes."""
     tools = [_TOOL]
     asked = template.render([_QUESTION], tools=tools, add_generation_prompt=False)
     prompt = template.render([_QUESTION], tools=tools)
-    for arguments, content, call_id in product(_ARGUMENT_FORMS, _CONTENT_FORMS, _IDS):
-        function = {"name": _NAME, "arguments": arguments}
-        call = {"id": call_id, "type": "function", "function": function}
-        message = {"role": "assistant", "content": content, "tool_calls": [call]}
+    for style in _STYLES:
+        function = {"name": _NAME, "arguments": _ARGUMENT_FORMS[style.arguments_as_text]}
+        call = {"id": _IDS[style.short_ids], "type": "function", "function": function}
+        message = {"role": "assistant", "content": style.empty_content, "tool_calls": [call]}
         try:
             text = template.render([_QUESTION, message], tools=tools, add_generation_prompt=False)
         except TemplateError:
             continue
         # A prompt may end with what only some answers begin with, such as a block of reasoning.
         if text.startswith(prompt):
-            yield text[len(prompt) :]
+            yield style, text[len(prompt) :]
         differing = (at for at, pair in enumerate(zip(asked, text, strict=False)) if pair[0] != pair[1])
-        yield text[next(differing, min(len(asked), len(text))) :]
+        yield style, text[next(differing, min(len(asked), len(text))) :]

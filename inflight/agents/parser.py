@@ -55,6 +55,11 @@ class MessageParser:
         """Special tokens that a detokenizer must not hide from this parser."""
         return frozenset(self._special)
 
+    @property
+    def in_reasoning(self) -> bool:
+        """Whether what comes next is reasoning, as far as is known."""
+        return self._source.in_reasoning
+
     def runs(self, token_ids: Sequence[int]) -> Iterator[Sequence[int]]:
         """The ids of a delta in pieces, with each of `marker_ids` in a piece of its own.
 

@@ -66,6 +66,7 @@ class Source:
         self._awaited: deque[str] = deque()  # special tokens that came before their text
         self._searched = 0  # the position up to which special tokens have been found
         self._real: set[int] = set()  # positions of special tokens
+        self.in_reasoning = False  # set by those who read it, for those who count its tokens
 
     def push(self, text: str, token_ids: Sequence[int] = ()) -> None:
         if self._mark is None:

@@ -43,9 +43,11 @@ def read_thinking(source: Source, markers: ThinkingMarkers, also_ends: tuple[str
         source.rewind()
         return
     source.release()
+    source.in_reasoning = True
     yield from source.accept_after_space(markers.open)  # some models open what the prompt has opened
     yield from source.skip_space()
     ending = yield from source.until(Markers(markers.close, *also_ends), ReasoningDelta, trim=True)
+    source.in_reasoning = False
     if ending is not None and not ending.endswith(markers.close):
         source.back(len(ending.lstrip()))
     yield from source.skip_space()

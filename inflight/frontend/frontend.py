@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from inflight.agents import MessageParser, answer_grammar
 from inflight.config import EngineConfig
 from inflight.engine import ModelFacts
-from inflight.errors import ConfigError
+from inflight.errors import ConfigError, ParameterError
+from inflight.frontend.chat import ChatRequest, NamedTool, template_messages, template_tools
+from inflight.frontend.chat_formats import ChatFormats, check_parsers
 from inflight.frontend.input_processor import InputProcessor, Prompt
-from inflight.frontend.output_processor import OutputProcessor
+from inflight.frontend.output_processor import ChatAnswers, OutputProcessor
 from inflight.frontend.pooling import PoolingProcessor, cannot
 from inflight.frontend.pooling_inputs import PoolingInputs
 from inflight.pooling import PoolingFacts, Task
 from inflight.request import SamplingParams
-from inflight.text import ChatTemplate, Tokenizer, encode_chat
+from inflight.text import ChatTemplate, Tokenizer, check_messages, encode_chat
 
 
 @dataclass
@@ -34,6 +36,7 @@ class Frontend:
     @classmethod
     def of(cls, config: EngineConfig, facts: ModelFacts) -> Frontend:
         """Before an engine elsewhere, which told its facts."""
+        check_parsers(config.model)
         folder = facts.tokenizer_folder
         tokenizer = None if folder is None else Tokenizer.load(Path(folder))
         input_processor = InputProcessor.create(
@@ -71,27 +74,25 @@ class Frontend:
             raise ConfigError("chat needs a tokenizer, and this engine runs without one")
         return ChatTemplate(self.tokenizer.chat_template, self.tokenizer.special_tokens)
 
-    def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> tuple[str, list[int]]:
+    @cached_property
+    def chat_formats(self) -> ChatFormats:
+        """How the model writes calls and reasoning. Found out when first asked, which is no work for an event loop."""
+        return ChatFormats.of(self.config.model, self.chat_template, self.tokenizer)
+
+    def encode_chat(self, chat: ChatRequest) -> tuple[str, list[int]]:
         """A conversation's prompt, as text and token ids. What messages and tools spell is text, never a special
         token: those come from the template alone."""
         template = self.chat_template
         assert self.tokenizer is not None
+        check_messages(chat.messages)
         return encode_chat(
             template,
             self.tokenizer,
-            messages,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            kwargs=kwargs,
+            template_messages(chat.messages, self.chat_formats.style),
+            tools=template_tools(chat.offered_tools) or None,
+            add_generation_prompt=chat.add_generation_prompt,
+            continue_final_message=chat.continue_final_message,
+            kwargs={**template.effort_kwargs(chat.reasoning_effort), **chat.template_kwargs},
         )
 
     def prepare(
@@ -113,6 +114,77 @@ class Frontend:
             request_id, prompt, params, priority, tenant, cache_salt, kind
         )
         return OutputProcessor(request_id, found if text is None else text, requests, self.tokenizer)
+
+    def prepare_chat(
+        self,
+        request_id: str,
+        chat: ChatRequest,
+        params: SamplingParams,
+        priority: int = 0,
+        tenant: str = "",
+        cache_salt: str = "",
+    ) -> OutputProcessor:
+        """The same for a conversation, whose answers are then read for calls and reasoning. Renders the template, and
+        may compile a grammar: no work for an event loop."""
+        if not self.generates:
+            raise cannot("generate", self.pooling, generates=False)
+        self._check_tools(chat)
+        text, token_ids = self.encode_chat(chat)
+        tools, reasoning = chat.offered_tools, self.chat_formats.reasoning
+        formats = self.chat_formats.tools if tools else None, reasoning
+        given: dict[str, Any] = {"tools": tools, "tokenizer": self.tokenizer, "prompt": text}
+        constraint = answer_grammar(
+            *formats,
+            **given,
+            tool_choice=chat.tool_choice,
+            parallel=chat.parallel_tool_calls,
+            content=params.structured_outputs,
+            max_reasoning_tokens=None if reasoning is None else self._reasoning_budget(chat),
+        )
+        if constraint is not params.structured_outputs:
+            params = replace(params, structured_outputs=constraint)
+        _, requests = self.input_processor.requests(
+            request_id, token_ids, params, priority, tenant, cache_salt
+        )
+        make_parser = None if formats == (None, None) else partial(MessageParser, *formats, **given)
+        answers = ChatAnswers(make_parser, None if chat.parallel_tool_calls else 1)
+        return OutputProcessor(request_id, text, requests, self.tokenizer, answers)
+
+    def _reasoning_budget(self, chat: ChatRequest) -> int | None:
+        """What is asked for; no reasoning at all where the template has no switch for that."""
+        if chat.reasoning_effort == "none" and not self.chat_template.effort_kwargs("none"):
+            return 0
+        return chat.max_reasoning_tokens
+
+    def _check_tools(self, chat: ChatRequest) -> None:
+        """Raises ParameterError for tools that the model would not see, or whose calls could not be read."""
+        choice, names = chat.tool_choice, [tool["function"]["name"] for tool in chat.tools]
+        if isinstance(choice, NamedTool) and choice.name not in names:
+            raise ParameterError(
+                f"tool_choice names {choice.name!r:.100}: there is no such tool", param="tool_choice"
+            )
+        if choice == "required" and not names:
+            raise ParameterError("tool_choice is required: there are no tools", param="tool_choice")
+        if not chat.offered_tools:
+            return
+        if not self.chat_formats.shows_tools:
+            raise ParameterError(
+                "tools are given: the chat template of this model does not show tools to it",
+                param="tools",
+                code="tools_unavailable",
+            )
+        if self.chat_formats.tools is None:
+            raise ParameterError(
+                "tools are given: the chat template of this model does not tell how it writes calls; start with "
+                "--tool-call-parser to say so, or set tool_choice to none",
+                param="tools",
+                code="tools_unavailable",
+            )
+
+    def warm_up(self) -> None:
+        """What the first constrained request would wait for: up to a second, so whoever serves does it at start."""
+        if self.generates:
+            self.input_processor.grammars.warm_up()
 
     def is_slow(self, params: SamplingParams) -> bool:
         """Whether `prepare` is no work for an event loop."""

@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from inflight.agents import MessageParser
 from inflight.events import Delta, PositionLogprobs, RequestRecord
-from inflight.outputs import CompletionOutput, Logprob, Logprobs, RequestMetrics, RequestOutput
+from inflight.frontend.message_reader import MessageReader
+from inflight.outputs import (
+    AssistantMessage,
+    CompletionOutput,
+    Logprob,
+    Logprobs,
+    RequestMetrics,
+    RequestOutput,
+)
 from inflight.request import Request, SamplingParams
 from inflight.text import IncrementalDetokenizer, StopStrings, Tokenizer
 
@@ -12,16 +24,22 @@ class Answer:
     """One answer as it grows. Text, and the names of candidates, are made when someone looks; text also when stop
     strings have to be found in it."""
 
-    def __init__(self, index: int, request: Request, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, index: int, request: Request, tokenizer: Tokenizer | None, chat: ChatAnswers | None = None
+    ) -> None:
         self.request = request
         self.output = CompletionOutput(index)
         self.record: RequestRecord = request.record
         self._params = params = request.params
         self._tokenizer = tokenizer
+        self.reader: MessageReader | None = None  # of chats in which there may be more than plain content
+        if chat is not None and chat.make_parser is not None and params.detokenize:
+            self.reader = MessageReader(chat.make_parser(), self.output, self.complete, chat.max_calls)
         self._detokenizer: IncrementalDetokenizer | None = None
         if tokenizer is not None and params.detokenize:
             prompt = request.token_ids[: request.num_prompt_tokens]
-            self._detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens, prompt)
+            shown = frozenset() if self.reader is None else self.reader.marker_ids
+            self._detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens, prompt, shown)
         self._stops = _stops_of(params)
         self._num_read = 0  # tokens whose text has been made
         self._positions: list[PositionLogprobs] = []  # candidates for each token
@@ -76,9 +94,13 @@ class Answer:
         """Make the text of the tokens up to `end`."""
         if self._detokenizer is None or end <= self._num_read:
             return
-        text = self._detokenizer.push(self.output.token_ids[self._num_read : end])
-        self._num_read = end
-        self.output.text += self._pass(text) if end < self._params.min_tokens else self._stops.push(text)
+        ids, self._num_read = self.output.token_ids[self._num_read : end], end
+        for piece in (ids,) if self.reader is None else self.reader.pieces(ids):
+            text = self._detokenizer.push(piece)
+            text = self._pass(text) if end < self._params.min_tokens else self._stops.push(text)
+            self.output.text += text
+            if self.reader is not None:
+                self.reader.feed(text, piece)
 
     def _pass(self, text: str) -> str:
         """Before min_tokens nothing stops an answer: a stop string complete so early is only text. One that has
@@ -95,14 +117,21 @@ class Answer:
         """Bring the output up to date with the tokens; at the end, with all text that was held back."""
         self._name_candidates()
         output = self.output
-        if self._detokenizer is None or self._stops.matched is not None:
-            return
-        self._read(len(output.token_ids) - self._hides_last())
-        if output.finished:
-            output.text += self._stops.push(self._detokenizer.flush())
-            if self._stops.matched is None:
-                output.text += self._stops.flush()
-            self._detokenizer = None
+        held = ""
+        if self._detokenizer is not None and self._stops.matched is None:
+            self._read(len(output.token_ids) - self._hides_last())
+            if output.finished:
+                held = self._stops.push(self._detokenizer.flush())
+                if self._stops.matched is None:
+                    held += self._stops.flush()
+                output.text += held
+                self._detokenizer = None
+        if self.reader is not None and output.finished:
+            self.reader.finish(held)
+
+    def message(self) -> AssistantMessage:
+        """The answer to a conversation, as far as it is."""
+        return AssistantMessage(self.output.text) if self.reader is None else self.reader.assistant_message()
 
     def take_text(self) -> str:
         """The text since it was last taken. Whoever passes it on at once need not keep a growing copy."""
@@ -132,11 +161,24 @@ def named(position: PositionLogprobs, tokenizer: Tokenizer | None) -> Logprobs:
     return {found.token_id: Logprob(found.logprob, found.rank, text(found.token_id)) for found in position}
 
 
+@dataclass(frozen=True, slots=True)
+class ChatAnswers:
+    """How the answers to a conversation are read."""
+
+    make_parser: Callable[[], MessageParser] | None  # None: all of an answer is content
+    max_calls: int | None = None
+
+
 class OutputProcessor:
     """Collects the answers to one prompt: there is one request for each."""
 
     def __init__(
-        self, request_id: str, prompt: str | None, requests: list[Request], tokenizer: Tokenizer | None
+        self,
+        request_id: str,
+        prompt: str | None,
+        requests: list[Request],
+        tokenizer: Tokenizer | None,
+        chat: ChatAnswers | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
@@ -145,8 +187,10 @@ class OutputProcessor:
         if requests[0].params.prompt_logprobs is not None and len(self.prompt_token_ids) == 1:
             self.prompt_logprobs = [None]  # nothing predicts the first token, so no delta will bring any
         self._tokenizer = tokenizer
+        self._is_chat = chat is not None
         self._answers = {
-            request.request_id: Answer(index, request, tokenizer) for index, request in enumerate(requests)
+            request.request_id: Answer(index, request, tokenizer, chat)
+            for index, request in enumerate(requests)
         }
 
     @property
@@ -174,6 +218,8 @@ class OutputProcessor:
         answers = self.answers
         for answer in answers:
             answer.complete()
+            if self._is_chat:
+                answer.output.message = answer.message()
         records = [answer.record for answer in answers]
         return RequestOutput(
             request_id=self.request_id,

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp
 
 from inflight import __version__
 from inflight.errors import InflightError
+from inflight.server.error_shapes import error_at
 from inflight.server.errors import ApiError, of_exception
 from inflight.server.middleware import AccessMiddleware
 from inflight.server.openapi import document
@@ -72,7 +73,7 @@ async def _failed(request: Request, error: Exception) -> Response:
     state = state_of(request)
     told = of_exception(error, state.request_log.retry_after())
     state.metrics.refused[told.code or str(told.status)] += 1
-    return told.response()
+    return error_at(request.url.path, told)
 
 
 async def _gone(request: Request, error: Exception) -> Response:  # noqa: ARG001
@@ -87,8 +88,9 @@ async def _not_routed(request: Request, error: Exception) -> Response:
         path = request.url.path
         hint = f": it is at /v1{path}" if path in _FORGOTTEN else ""
         message = f"there is nothing at {path!r:.200}{hint}"
-        return ApiError(404, message, code="unknown_path").response()
+        return error_at(path, ApiError(404, message, code="unknown_path"))
     if error.status_code == 405:
         message = f"{request.method} is not allowed at {request.url.path!r:.200}"
-        return ApiError(405, message, code="method_not_allowed", headers=error.headers).response()
-    return ApiError(error.status_code, str(error.detail), headers=error.headers).response()
+        told = ApiError(405, message, code="method_not_allowed", headers=error.headers)
+        return error_at(request.url.path, told)
+    return error_at(request.url.path, ApiError(error.status_code, str(error.detail), headers=error.headers))

@@ -113,8 +113,11 @@ def of_answer(delta: Delta) -> ApiError:
     if delta.error_code == "no_token_allowed":
         message = (
             "the parameters leave no token that may come next: look at allowed_token_ids, bad_words, "
-            "min_tokens and repetition_penalty"
+            "min_tokens, repetition_penalty and constraints on the text"
         )
+        return ApiError(400, message, code=delta.error_code)
+    if delta.error_code == "constraint_failed":
+        message = "the constraint on the answer became too complex to be followed any further: simplify it"
         return ApiError(400, message, code=delta.error_code)
     return _of_engine(str(delta.error), dead=False)
 
@@ -154,7 +157,9 @@ def _place(error: Any) -> list[Any]:
     return [
         part
         for part in error["loc"]
-        if not (isinstance(part, str) and (part in _TYPE_NAMES or part.startswith(("list[", "literal["))))
+        if not (
+            isinstance(part, str) and (part in _TYPE_NAMES or part.startswith(("list[", "literal[", "dict[")))
+        )
     ]
 
 

@@ -13,12 +13,11 @@ from inflight.events import Delta
 from inflight.frontend import Generation, OutputProcessor
 from inflight.server.engine_response import EngineResponse, RequestHead
 from inflight.server.errors import ApiError, of_answer
-from inflight.server.formatters import DONE, Choice, ResponseFormatter
+from inflight.server.formatters import Choice, ResponseFormatter
 from inflight.server.keys import Caller
 from inflight.server.state import ServerState
 
 _EVENTS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
@@ -49,10 +48,10 @@ class GenerationResponse(EngineResponse):
 
     async def _run(self) -> None:
         state, spec = self._state, self._spec
+        self._formatter = spec.formatter(self._logged.created)
         prompts = await state.in_thread_if(spec.is_long, spec.prepare)
         self._generation = generation = Generation(state.client, prompts)
         state.request_log.set_generation(self._logged, generation)
-        self._formatter = spec.formatter(self._logged.created)
         pairs = [(prompt, answer) for prompt in prompts for answer in prompt.answers]
         for index, (prompt, answer) in enumerate(pairs):
             self._choices[answer.request.request_id] = Choice(index, prompt, answer, spec.echo)
@@ -68,9 +67,10 @@ class GenerationResponse(EngineResponse):
     async def _stream(self, generation: Generation) -> None:
         send, formatter, choices = self._send, self._formatter, list(self._choices.values())
         self._events_begun = True
-        headers = [*_EVENTS, (b"x-request-id", self._head.request_id.encode())]
+        headers = [(b"content-type", formatter.content_type), *_EVENTS, *formatter.headers]
+        headers.append((b"x-request-id", self._head.request_id.encode()))
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        opening = b"".join([formatter.begin(choice) for choice in choices])
+        opening = formatter.opening(choices)
         if opening:
             await send({"type": "http.response.body", "body": opening, "more_body": True})
         num_open = len(choices)
@@ -85,18 +85,20 @@ class GenerationResponse(EngineResponse):
                     started_at = time.perf_counter()
                     await send({"type": "http.response.body", "body": data, "more_body": True})
                     self._logged.client_seconds += time.perf_counter() - started_at
-        end = data + formatter.usage(choices) + DONE
+        end = data + formatter.closing(choices)
         await send({"type": "http.response.body", "body": end, "more_body": False})
 
     async def _event(self, choice: Choice, is_last: bool) -> bytes:
-        write, text = self._formatter.end if is_last else self._formatter.more, choice.answer.take_text()
+        write = self._formatter.end if is_last else self._formatter.more
         is_long = choice.echoes and self._spec.has_long_answer  # the logprobs of a whole prompt
-        return await self._state.in_thread_if(is_long, lambda: write(choice, text))
+        return await self._state.in_thread_if(is_long, lambda: write(choice))
 
     async def _collect(self, generation: Generation) -> None:
         async with contextlib.aclosing(generation.deltas()) as deltas:
             async for _, delta in deltas:
-                self._count(delta)
+                choice = self._count(delta)
+                if choice.reader is not None:  # as it comes: at the end it would be long
+                    choice.answer.complete()
         choices = list(self._choices.values())
         content = await self._state.in_thread_if(
             self._spec.has_long_answer, lambda: self._formatter.whole(choices)
@@ -143,7 +145,7 @@ class GenerationResponse(EngineResponse):
     async def _write_error(self, error: ApiError) -> None:
         """As a response of its own or, once events were sent, as the last of them."""
         if self._events_begun:
-            data = b"data: " + error.body() + b"\n\n"
+            data = self._formatter.error_event(error)
             await self._send({"type": "http.response.body", "body": data, "more_body": False})
         else:
-            await super()._write_error(error)
+            await self._respond(self._formatter.error_response(error))

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inflight.errors import ConfigError
 from inflight.logs import request_id as current_request_id
+from inflight.server.error_shapes import error_at
 from inflight.server.errors import ApiError, of_exception
 from inflight.server.keys import Caller
 from inflight.server.origins import Origins
@@ -62,7 +63,7 @@ class AccessMiddleware:
         except ApiError as error:
             scope["inflight.caller"] = None
             self._state.metrics.refused[error.code or "denied"] += 1
-            await error.response()(scope, receive, watched)
+            await error_at(scope["path"], error)(scope, receive, watched)
         else:
             await self._pass(scope, receive, watched, seen)
         self._log(scope, seen, time.perf_counter() - started)
@@ -73,7 +74,7 @@ class AccessMiddleware:
         except Exception as error:
             # The framework has logged it and answered, where it could; here it ends.
             if not seen["status"]:
-                await of_exception(error).response()(scope, receive, send)
+                await error_at(scope["path"], of_exception(error))(scope, receive, send)
 
     def _caller(self, scope: Scope) -> Caller:
         if scope["path"] in OPEN and scope["method"] in ("GET", "HEAD"):

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
-from inflight.frontend import OutputProcessor, context_length_error
+from inflight.frontend import (
+    ChatRequest,
+    OutputProcessor,
+    checked_tools,
+    context_length_error,
+    tool_choice_of,
+)
 from inflight.request import SamplingParams
+from inflight.server.constraints import ContentConstraint, read_constraint
 from inflight.server.errors import ApiError
 from inflight.server.keys import Caller
 from inflight.server.schemas.chat import ChatBody
 from inflight.server.schemas.common import GenerationBody
 from inflight.server.schemas.completions import CompletionBody
+from inflight.server.schemas.constraints import ConstrainedBody
+from inflight.server.schemas.tokens import TokenizeBody
 from inflight.server.state import ServerState
 
 DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's API has it
@@ -25,6 +35,11 @@ class GenerationParams:
     num_logprobs: int | None = None
     echo: bool = False
     kind: str = "generate"  # of the requests
+    constraint: ContentConstraint | None = None  # which the sampling has too
+
+    def blamed(self) -> AbstractContextManager[None]:
+        """In it, refusals name what the client has written."""
+        return nullcontext() if self.constraint is None else self.constraint.blamed()
 
 
 # ---- parameters ----
@@ -40,8 +55,10 @@ def completion_params(state: ServerState, body: CompletionBody) -> GenerationPar
         asked["logprobs"] = _num_logprobs(state, "logprobs", body.logprobs)
         if body.echo:
             asked["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
+    constraint = _read_constraint(body, asked)
     params = _params(state, body, asked)
-    return GenerationParams(params, body.logprobs, bool(body.echo), "score" if scores_only else "generate")
+    kind = "score" if scores_only else "generate"
+    return GenerationParams(params, body.logprobs, bool(body.echo), kind, constraint)
 
 
 def chat_params(state: ServerState, body: ChatBody) -> GenerationParams:
@@ -57,7 +74,15 @@ def chat_params(state: ServerState, body: ChatBody) -> GenerationParams:
     num_logprobs = _num_logprobs(state, "top_logprobs", body.top_logprobs or 0) if body.logprobs else None
     if num_logprobs is not None:
         asked["logprobs"] = num_logprobs
-    return GenerationParams(_params(state, body, asked), num_logprobs)
+    constraint = _read_constraint(body, asked)
+    return GenerationParams(_params(state, body, asked), num_logprobs, constraint=constraint)
+
+
+def _read_constraint(body: ConstrainedBody, asked: dict[str, Any]) -> ContentConstraint | None:
+    found = read_constraint(body)
+    if found is not None:
+        asked["structured_outputs"] = found.structured_outputs()
+    return found
 
 
 def _max_tokens(state: ServerState, given: int | None, default: int | None) -> int | None:
@@ -189,33 +214,73 @@ def _check_characters(state: ServerState, num_characters: int) -> None:
         )
 
 
-def prepare_chat(
-    state: ServerState, caller: Caller, body: ChatBody, params: GenerationParams
-) -> list[OutputProcessor]:
-    contents = (message.content or "" for message in body.messages)
-    _check_characters(
-        state, sum(len(c) if isinstance(c, str) else sum(len(part.text) for part in c) for c in contents)
+def chat_request(body: ChatBody) -> ChatRequest:
+    """The conversation of a chat. Raises RequestError."""
+    budget = body.max_reasoning_tokens
+    if body.thinking_token_budget is not None:
+        if budget is not None:
+            message = "max_reasoning_tokens and thinking_token_budget are both given: they mean the same"
+            raise ApiError(400, message, param="thinking_token_budget")
+        budget = body.thinking_token_budget
+    return replace(
+        tokenized_chat(body),
+        tool_choice=tool_choice_of(body.tool_choice),
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        reasoning_effort=body.reasoning_effort,
+        max_reasoning_tokens=budget,
     )
+
+
+def tokenized_chat(body: ChatBody | TokenizeBody) -> ChatRequest:
+    """As far as it decides about the prompt."""
+    continues = bool(body.continue_final_message)
+    begins = not continues if body.add_generation_prompt is None else body.add_generation_prompt
+    return ChatRequest(
+        [message.given() for message in body.messages or ()],
+        checked_tools(body.tools),
+        template_kwargs=body.chat_template_kwargs or {},
+        add_generation_prompt=begins,
+        continue_final_message=continues,
+    )
+
+
+def prepare_chat(
+    state: ServerState,
+    caller: Caller,
+    chat: ChatRequest,
+    params: GenerationParams,
+    *,
+    priority: int = 0,
+    user: str | None = None,
+    cache_salt: str = "",
+) -> list[OutputProcessor]:
+    """For every API that has conversations. Renders the template, and may compile a grammar: no work for the loop."""
+    check_tokenizer(state)
+    contents = (message.get("content") or "" for message in chat.messages)
+    _check_characters(state, sum(len(c) if isinstance(c, str) else _num_characters(c) for c in contents))
     _check_listed(state, params, 1)
-    text, token_ids = chat_tokens(state, body)
-    return [_prepared(state, caller, body, params, token_ids, text)]
+    with params.blamed():
+        found = state.frontend.prepare_chat(
+            f"g{next(state.serials)}",
+            chat,
+            params.sampling,
+            priority=priority,
+            tenant=caller.tenant(user),
+            cache_salt=caller.salt(cache_salt),
+        )
+    _check_prompt_tokens(state, len(found.prompt_token_ids))
+    return [found]
 
 
-def chat_tokens(state: ServerState, body: Any) -> tuple[str, list[int]]:
-    """A conversation's prompt; of a chat, or of a question about its tokens."""
-    front = state.frontend
-    if front.tokenizer is None:
+def _num_characters(parts: Any) -> int:
+    return sum(len(part.get("text") or "") for part in parts)
+
+
+def check_tokenizer(state: ServerState) -> None:
+    if state.frontend.tokenizer is None:
         raise ApiError(
             400, "this model has no tokenizer: send token ids to /v1/completions", param="messages"
         )
-    continues = bool(body.continue_final_message)
-    begins = not continues if body.add_generation_prompt is None else body.add_generation_prompt
-    return front.encode_chat(
-        [message.given() for message in body.messages],
-        add_generation_prompt=begins,
-        continue_final_message=continues,
-        kwargs=body.chat_template_kwargs,
-    )
 
 
 def _prepared(
@@ -226,16 +291,22 @@ def _prepared(
     prompt: Any,
     text: str | None,
 ) -> OutputProcessor:
+    if isinstance(prompt, list):
+        _check_prompt_tokens(state, len(prompt))
+    with params.blamed():
+        return state.frontend.prepare(
+            f"g{next(state.serials)}",
+            prompt,
+            params.sampling,
+            priority=body.priority or 0,
+            tenant=caller.tenant(body.user),
+            cache_salt=caller.salt(body.cache_salt or ""),
+            text=text,
+            kind=params.kind,
+        )
+
+
+def _check_prompt_tokens(state: ServerState, num_tokens: int) -> None:
     limit = state.options.max_prompt_tokens
-    if limit is not None and isinstance(prompt, list) and len(prompt) > limit:
-        raise context_length_error(f"it has {len(prompt)} tokens: at most {limit} are allowed here")
-    return state.frontend.prepare(
-        f"g{next(state.serials)}",
-        prompt,
-        params.sampling,
-        priority=body.priority or 0,
-        tenant=caller.tenant(body.user),
-        cache_salt=caller.salt(body.cache_salt or ""),
-        text=text,
-        kind=params.kind,
-    )
+    if limit is not None and num_tokens > limit:
+        raise context_length_error(f"it has {num_tokens} tokens: at most {limit} are allowed here")

@@ -21,7 +21,7 @@ import uvloop
 
 from inflight.async_engine import AsyncEngine
 from inflight.engine.supervisor import LoadProgress
-from inflight.errors import ConfigError, EngineDeadError
+from inflight.errors import ConfigError, EngineDeadError, InflightError
 from inflight.logs import configure_logging
 from inflight.server.app import create_app
 from inflight.server.config import ServerConfig
@@ -95,7 +95,10 @@ async def start_state(
         progress=progress,
         **options.engine.options() | {"tenant_weights": keys.weights() or None},
     )
-    return engine, ServerState(engine, options, keys, hosts, tracer)
+    state = ServerState(engine, options, keys, hosts, tracer)
+    with contextlib.suppress(InflightError):  # whoever chats is told what is wrong
+        await asyncio.to_thread(lambda: engine.frontend.chat_formats)
+    return engine, state
 
 
 async def _serve(options: ServerConfig, keys: Keys, hosts: Hosts, listener: socket.socket) -> bool:

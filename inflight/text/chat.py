@@ -104,6 +104,23 @@ class ChatTemplate:
         """Whether a template spells this."""
         return any(text in source for source in self._sources.values())
 
+    def effort_kwargs(self, effort: str | None) -> dict[str, Scalar]:
+        """The template's own arguments for so much reasoning, as far as it has any; "none" switches it off."""
+        if effort is None:
+            return {}
+        found: dict[str, Scalar] = {}
+        if self.mentions("reasoning_effort"):
+            found["reasoning_effort"] = effort
+        for name in ("enable_thinking", "thinking"):
+            if self._reads(name):
+                found[name] = effort != "none"
+        return found
+
+    def _reads(self, name: str) -> bool:
+        """Whether this word, which is no part of another or of a message, is in a template."""
+        pattern = re.compile(rf"(?<![\w.'\"]){name}\b")
+        return any(pattern.search(source) for source in self._sources.values())
+
     def close(self) -> None:
         """End the worker processes now rather than with the program."""
         self._renderer.close()
@@ -189,6 +206,7 @@ def _check_message(name: str, message: object) -> None:
             param="messages",
         )
     role, content = message.get("role"), message.get("content")
+    _check_calls(f"{name}.tool_calls", message.get("tool_calls"))
     if not isinstance(role, str) or not role:
         raise PromptError(f"{name}.role is {shown(role)}: it must be a non-empty string", param="messages")
     if content is None and role == "assistant":  # only calls tools, or only thinks
@@ -209,6 +227,25 @@ def _check_message(name: str, message: object) -> None:
             )
         if not isinstance(part.get("text"), str):
             raise PromptError(f"{name}.content[{index}].text must be a string", param="messages")
+
+
+def _check_calls(name: str, calls: object) -> None:
+    """The calls of an earlier turn, which templates write out anew."""
+    if calls is None:
+        return
+    if not isinstance(calls, list | tuple):
+        raise PromptError(f"{name} is of type {type(calls).__name__}: it must be a list", param="messages")
+    for index, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise PromptError(
+                f"{name}[{index}] is {shown(call)}: it must have a function with a name", param="messages"
+            )
+        if not isinstance(function.get("arguments"), str | Mapping | None):
+            raise PromptError(
+                f"{name}[{index}].function.arguments is {shown(function['arguments'])}: it must be JSON text",
+                param="messages",
+            )
 
 
 def _marked(message: Message, marker: str) -> Message:

@@ -36,9 +36,14 @@ class IncrementalDetokenizer:
     """The text of one output as it grows, in constant time per token."""
 
     def __init__(
-        self, tokenizer: Tokenizer, skip_special_tokens: bool = True, prompt_ids: Sequence[int] = ()
+        self,
+        tokenizer: Tokenizer,
+        skip_special_tokens: bool = True,
+        prompt_ids: Sequence[int] = (),
+        shown_ids: frozenset[int] = frozenset(),
     ) -> None:
-        self._hidden = tokenizer.special_ids if skip_special_tokens else frozenset()
+        """`shown_ids` are special tokens that are not skipped."""
+        self._hidden = tokenizer.special_ids - shown_ids if skip_special_tokens else frozenset()
         decoder = tokenizer.byte_decoder
         self._stream: _Stream = _ByteStream(decoder) if decoder else _WindowStream(tokenizer)
         self._stream.begin(token_id for token_id in reversed(prompt_ids) if token_id not in self._hidden)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from inflight import LLM, AsyncEngine, RequestOutput, SamplingParams
+from inflight.errors import ConfigError, ParameterError, RequestError
 from tests.e2e.conftest import Folder
 
 SPELLED = "<|end|>"
@@ -31,13 +32,13 @@ def with_tools(folder: Folder, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 @pytest.fixture(scope="module")
 def llm(with_tools: Path) -> Iterator[LLM]:
-    with LLM(with_tools) as llm:
+    with LLM(with_tools, tool_call_parser="hermes") as llm:
         yield llm
 
 
 @pytest.fixture
 async def engine(with_tools: Path) -> AsyncIterator[AsyncEngine]:
-    async with await AsyncEngine.start(with_tools) as engine:
+    async with await AsyncEngine.start(with_tools, tool_call_parser="hermes") as engine:
         yield engine
 
 
@@ -66,7 +67,6 @@ CASES: dict[str, Callable[[str], dict[str, Any]]] = {
         "messages": [{"role": "user", "content": "hello", "name": f"x{word}"}, {"role": word, "content": "?"}]
     },
     "a tool's text": lambda word: {"tools": [tool("look", "where", f"a place {word}")]},
-    "a tool's name": lambda word: {"tools": [tool(f"look{word}", "where", "a place")]},
     "a tool's parameter": lambda word: {"tools": (tool("look", f"where{word}", "a place"),)},
     "a template argument": lambda word: {"chat_template_kwargs": {"date_string": f"today {word}"}},
 }
@@ -94,3 +94,70 @@ async def test_ordinary_chats_have_the_templates_ids(chat: Chat, llm: LLM) -> No
     assert output.prompt is not None
     assert output.prompt.startswith('<|system|>[{"type": "function"')
     assert output.prompt_token_ids == llm.get_tokenizer().encode(output.prompt, add_special_tokens=False)
+
+
+LOOK = tool("look", "where", "a place")
+LOOK["function"]["parameters"] = {
+    "type": "object",
+    "properties": {"where": {"enum": ["here", "there"]}},
+    "required": ["where"],
+    "additionalProperties": False,
+}
+ENOUGH = SamplingParams(temperature=1.0, seed=5, max_tokens=200)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "look"}}])
+async def test_a_call_that_must_come(choice: Any, llm: LLM, engine: AsyncEngine) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    options: dict[str, Any] = {"tools": [LOOK], "tool_choice": choice, "parallel_tool_calls": False}
+    (answer,) = llm.chat(messages, ENOUGH, use_tqdm=False, **options)[0].outputs
+    assert answer.message is not None
+    (call,) = answer.message.tool_calls
+    assert (call.name, answer.message.content) == ("look", None)
+    assert json.loads(call.arguments)["where"] in ("here", "there")
+    *_, last = [output async for output in engine.chat(messages, ENOUGH, output_kind="delta", **options)]
+    assert last.outputs[0].message is not None
+    (same,) = last.outputs[0].message.tool_calls
+    assert (same.name, same.arguments) == (call.name, call.arguments)
+
+
+async def test_messages_of_all_forms(chat: Chat) -> None:
+    call = {"id": "x", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
+    plain = await chat([{"role": "user", "content": "hello"}, {"role": "assistant", "content": "x"}])
+    given = await chat(
+        [{"role": "user", "content": parts, "name": None}, {"role": "assistant", "content": "x"}]
+    )
+    assert given.prompt == plain.prompt
+    assert given.outputs[0].message is not None
+    assert given.outputs[0].message.content == given.outputs[0].text
+    with pytest.raises(RequestError, match=r"messages\[1\].tool_calls\[0\]"):
+        await chat(
+            [
+                {"role": "user", "content": "hello"},
+                {"role": "assistant", "tool_calls": [{**call, "function": 1}]},
+            ]
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"tools": [{"type": "x"}]}, "tools[0]"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": 5, "tools": [LOOK]}, "tool_choice"),
+        ({"max_reasoning_tokens": -1}, "max_reasoning_tokens"),
+        ({"reasoning_effort": 3}, "reasoning_effort"),
+    ],
+)
+async def test_what_a_chat_refuses(chat: Chat, options: dict[str, Any], param: str) -> None:
+    with pytest.raises(ParameterError) as refusal:
+        await chat([{"role": "user", "content": "hello"}], **options)
+    assert refusal.value.param == param
+
+
+@pytest.mark.parametrize("name", ["tool_call_parser", "reasoning_parser"])
+def test_parsers_that_there_are_not(with_tools: Path, name: str) -> None:
+    options: dict[str, Any] = {name: "nope"}
+    with pytest.raises(ConfigError, match=r"unknown .* parser 'nope': choose one of \w+, "):
+        LLM(with_tools, show_progress=False, **options)

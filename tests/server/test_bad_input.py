@@ -19,10 +19,17 @@ USER = {"role": "user", "content": "Hello"}
 ROWS: list[tuple[str, dict[str, Any], str | None, str]] = [
     # unknown, unsupported, of the wrong type
     (COMPLETIONS, {"foo": 1}, "foo", "unknown parameter: foo"),
-    (CHAT, {"guided_json": {}}, "guided_json", "unknown parameter"),
+    (CHAT, {"guided_json": 5}, "guided_json", "valid"),
+    (COMPLETIONS, {"guided_json": {"not": {}}}, "guided_json", "unsupported_keyword"),
+    (COMPLETIONS, {"structured_outputs": {"regex": "("}}, "structured_outputs", "structured_outputs.regex"),
+    (COMPLETIONS, {"response_format": {"type": "yaml"}}, "response_format.type", "yaml"),
     (CHAT, {"messages": [{**USER, "colour": "red"}]}, "messages[0].colour", "unknown parameter"),
-    (CHAT, {"tools": [{"type": "function"}]}, "tools", "tools is not supported here: describe them"),
-    (CHAT, {"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+    (
+        CHAT,
+        {"functions": [{"name": "f"}]},
+        "functions",
+        "functions is not supported here: send them as tools",
+    ),
     (CHAT, {"store": True}, "store", "answers are not kept"),
     (CHAT, {"service_tier": "flex"}, "service_tier", "use priority"),
     (CHAT, {"chat_template": "{{ 1 }}"}, "chat_template", "never with a request"),

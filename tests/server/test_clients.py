@@ -187,5 +187,5 @@ def test_langchain_completions(server: Live, llm: LLM) -> None:
 def test_langchain_errors(chat: Any) -> None:
     from openai import BadRequestError
 
-    with pytest.raises(BadRequestError, match="tools is not supported here"):
-        chat.bind(tools=[{"type": "function", "function": {"name": "f"}}]).invoke(QUESTION)
+    with pytest.raises(BadRequestError, match="functions is not supported here"):
+        chat.bind(functions=[{"name": "f"}]).invoke(QUESTION)

@@ -94,7 +94,10 @@ def worker_of(process: subprocess.Popen[str]) -> int:
     found: list[int] = []
     while not found:
         files = Path(f"/proc/{process.pid}/task").glob("*/children")  # of each thread
-        found = [int(child) for file in files for child in file.read_text().split()]
+        children = [int(child) for file in files for child in file.read_text().split()]
+        found = [
+            child for child in children if b"render_worker" not in Path(f"/proc/{child}/cmdline").read_bytes()
+        ]
     (number,) = found
     return number
 

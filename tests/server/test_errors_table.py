@@ -15,12 +15,17 @@ from tests.server.test_limits_table import PAGE, rows
 
 PACKAGE = Path(inflight.__file__).parent
 CODE = re.compile(r"`([a-z]+(?:_[a-z]+)*)`")
+BELOW = ("frontend", "agents", "constraints", "text", "engine")
 LEFT = 499  # the client has gone: no one reads it
 
 INSIDE = {"aborted", "logits_not_finite"}  # which a server tells as `cancelled`, and as `engine_error`
 # Where the code is no literal beside the status: it is that of an exception, or chosen before.
 ELSEWHERE = {
-    400: {"context_length_exceeded", "too_many_listed_tokens", "unsupported_task", "no_token_allowed"},
+    400: {
+        *("context_length_exceeded", "too_many_listed_tokens", "unsupported_task", "no_token_allowed"),
+        *("unsupported_keyword", "invalid_constraint", "constraint_too_complex", "constraints_unavailable"),
+        *("tools_unavailable", "constraint_failed", "unsupported"),
+    },
     401: {"missing_api_key", "invalid_api_key"},
     429: {QueueFullError.code},
     503: {TemplateWorkerError.code},
@@ -78,7 +83,7 @@ def test_the_types_are_those_of_the_answers() -> None:
 
 def test_codes_from_below_the_server_are_told() -> None:
     told = {code for _, codes in table().values() for code in codes}
-    below = {code_of(call) for folder in ("frontend", "text", "engine") for call in calls_of(folder)} - {None}
+    below = {code_of(call) for folder in BELOW for call in calls_of(folder)} - {None}
     assert below - told == INSIDE
 
 

@@ -171,11 +171,9 @@ def test_errors(client: openai.OpenAI, server: Live) -> None:
     with pytest.raises(openai.NotFoundError, match="is not served here") as not_found:
         client.chat.completions.create(model="gpt", messages=MESSAGES)
     assert not_found.value.code == "model_not_found"
-    with pytest.raises(openai.BadRequestError, match="tools is not supported") as bad:
-        client.chat.completions.create(
-            model=MODEL, messages=MESSAGES, tools=[{"type": "function", "function": {"name": "f"}}]
-        )
-    assert bad.value.param == "tools"
+    with pytest.raises(openai.BadRequestError, match="functions is not supported") as bad:
+        client.chat.completions.create(model=MODEL, messages=MESSAGES, functions=[{"name": "f"}])
+    assert bad.value.param == "functions"
     with pytest.raises(openai.BadRequestError) as too_long:
         client.completions.create(model=MODEL, prompt=[5] * 3000)
     assert too_long.value.code == "context_length_exceeded"

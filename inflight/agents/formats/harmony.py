@@ -65,9 +65,11 @@ class _HarmonyReader:
             yield from self._call(source, name.removeprefix("functions."))
             return
         thinks = channel is not None and channel.group(1) == "analysis"
+        source.in_reasoning = thinks
         ending = yield from source.until(
             _END_OF_BODY, self._teller(ReasoningDelta if thinks else ContentDelta)
         )
+        source.in_reasoning = False
         if ending is not None and ending not in _ENDS:
             source.back(len(ending))
 

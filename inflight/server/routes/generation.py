@@ -11,11 +11,12 @@ from starlette.responses import Response
 
 from inflight.server.body import read_json
 from inflight.server.engine_response import RequestHead
-from inflight.server.formatters import ChatFormatter, CompletionFormatter
 from inflight.server.generation_response import GenerationResponse, GenerationSpec
+from inflight.server.openai_formatters import ChatFormatter, CompletionFormatter
 from inflight.server.openapi import documented
 from inflight.server.prepare import (
     chat_params,
+    chat_request,
     check_answers,
     completion_params,
     prepare_chat,
@@ -56,7 +57,9 @@ async def completions(request: Request) -> Response:
         num_answers=len(prompts) * params.sampling.n,
         echo=params.echo,
         prepare=lambda: prepare_completion(state, caller, body, params, prompts),
-        is_long=body.is_large or sum(map(len, prompts)) > LONG_TEXT,
+        is_long=body.is_large
+        or sum(map(len, prompts)) > LONG_TEXT
+        or state.frontend.is_slow(params.sampling),
         has_long_answer=params.num_logprobs is not None or body.prompt_logprobs is not None,
         formatter=formatter,
     )
@@ -80,13 +83,22 @@ async def chat_completions(request: Request) -> Response:
             *(request_id, created, model, state.frontend.tokenizer),
             num_logprobs=params.num_logprobs,
             **_common(body),
+            with_reasoning=body.include_reasoning is not False,
         )
 
     spec = GenerationSpec(
         RequestHead("/v1/chat/completions", request_id, model, *_place(body)),
         num_answers=params.sampling.n,
         echo=False,
-        prepare=lambda: prepare_chat(state, caller, body, params),
+        prepare=lambda: prepare_chat(
+            state,
+            caller,
+            chat_request(body),
+            params,
+            priority=body.priority or 0,
+            user=body.user,
+            cache_salt=body.cache_salt or "",
+        ),
         is_long=True,  # a template is rendered by another process
         has_long_answer=params.num_logprobs is not None or body.prompt_logprobs is not None,
         formatter=formatter,

@@ -13,7 +13,7 @@ from inflight.errors import PromptError
 from inflight.server.body import read_json
 from inflight.server.errors import ApiError
 from inflight.server.openapi import documented, respond
-from inflight.server.prepare import chat_tokens
+from inflight.server.prepare import check_tokenizer, tokenized_chat
 from inflight.server.request_report import report_of
 from inflight.server.schemas.service import Cancelled, Model, Models, PoolingHead, RequestReport, Version
 from inflight.server.schemas.tokens import DetokenizeBody, DetokenizedText, TokenizeBody, Tokens
@@ -76,7 +76,8 @@ async def tokenize(request: Request) -> Response:
         if body.prompt is not None:
             token_ids = tokenizer.encode(body.prompt, body.add_special_tokens is not False)
         else:
-            _, token_ids = chat_tokens(state, body)
+            check_tokenizer(state)
+            _, token_ids = state.frontend.encode_chat(tokenized_chat(body))
         spelled = [tokenizer.token(token_id) for token_id in token_ids] if body.return_token_strs else None
         length = state.frontend.max_model_len
         return respond(
@@ -110,7 +111,7 @@ def _characters(body: TokenizeBody) -> tuple[str, int, str]:
     if body.prompt is not None:
         return "prompt", len(body.prompt), "characters"
     messages = [message.given() for message in body.messages or ()]
-    return "messages", _num_characters([messages, body.chat_template_kwargs]), "characters"
+    return "messages", _num_characters([messages, body.tools, body.chat_template_kwargs]), "characters"
 
 
 def _num_characters(value: Any) -> int:

@@ -6,8 +6,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field
 
+from inflight.frontend.chat import MAX_TOOLS
 from inflight.request import MAX_LOGPROBS
-from inflight.server.schemas.common import Body, FinishReason, GenerationBody, Items, Usage, ranged
+from inflight.server.schemas.common import Body, Items, Usage, ranged
+from inflight.server.schemas.constraints import ConstrainedBody
 from inflight.text.chat import MAX_MESSAGES
 
 Nothing = Annotated[list[Any], Field(max_length=0)]
@@ -28,26 +30,24 @@ class ChatMessage(Body):
     tool_calls: Items[dict[str, Any]] | None = None
     function_call: dict[str, Any] | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     refusal: None = None
     audio: None = None
     annotations: Nothing | None = None
 
     def given(self) -> dict[str, Any]:
-        """What a chat template sees. Parts of text become one: not every template can read a list."""
-        found = self.model_dump(exclude_none=True)
-        if isinstance(self.content, list):
-            found["content"] = "".join(part.text for part in self.content)
-        return found
+        """What of it was given."""
+        return self.model_dump(exclude_none=True)
 
 
 Messages = Annotated[Items[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
 
 
-class TextFormat(Body):
-    type: Literal["text"]
+Tools = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_TOOLS)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
-class ChatBody(GenerationBody):
+class ChatBody(ConstrainedBody):
     messages: Messages
     max_completion_tokens: int | None = ranged(minimum=1)
     max_tokens: int | None = ranged(minimum=1, description="The older name of max_completion_tokens.")
@@ -57,17 +57,26 @@ class ChatBody(GenerationBody):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
 
-    # Accepted as far as they change nothing.
-    response_format: TextFormat | None = None
-    modalities: Items[Literal["text"]] | None = None
-    tools: Nothing | None = None
-    functions: Nothing | None = None
-    tool_choice: Literal["none", "auto"] | None = None
-    function_call: Literal["none", "auto"] | None = None
+    tools: Tools | None = None
+    tool_choice: str | dict[str, Any] | None = Field(
+        None, description='none, auto, required, or {"type": "function", "function": {"name": ...}}.'
+    )
     parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = Field(
+        None, description="For templates that know it; none: no reasoning."
+    )
+    max_reasoning_tokens: int | None = Field(None, ge=0, description="Then the reasoning is ended.")
+    thinking_token_budget: int | None = Field(None, ge=0, description="vLLM's name of max_reasoning_tokens.")
+    include_reasoning: bool | None = Field(
+        None, description="Whether answers show it; true unless told otherwise."
+    )
+
+    # Accepted as far as they change nothing.
+    modalities: Items[Literal["text"]] | None = None
+    functions: Nothing | None = None
+    function_call: Literal["none", "auto"] | None = None
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
-    reasoning_effort: None = None
     verbosity: None = None
     metadata: None = None
     audio: None = None
@@ -79,15 +88,11 @@ class ChatBody(GenerationBody):
     documents: None = None
 
     unsupported: ClassVar[dict[str, str]] = {
-        "response_format": "only text is written; ask for the form in a message",
         "modalities": "only text is written",
-        "tools": "describe them in a message and read the calls from the text",
-        "functions": "describe them in a message and read the calls from the text",
-        "tool_choice": "there are no tools to choose from",
-        "function_call": "there are no functions to call",
+        "functions": "send them as tools",
+        "function_call": "use tool_choice",
         "store": "answers are not kept",
         "service_tier": "use priority, or a key with another weight",
-        "reasoning_effort": "use chat_template_kwargs, where the model's template knows it",
         "verbosity": "ask for it in a message",
         "metadata": "requests are not kept; use request_id to find one again",
         "audio": "only text is read and written",
@@ -115,17 +120,34 @@ class ChatLogprobs(BaseModel):
     refusal: None = None
 
 
+class FunctionText(BaseModel):
+    name: str
+    arguments: str = Field(description="JSON text.")
+
+
+class AnswerToolCall(BaseModel):
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionText
+
+
 class AnswerMessage(BaseModel):
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None = Field(description="Null if there are only calls.")
     refusal: None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = Field(None, description="The same.")
+    tool_calls: list[AnswerToolCall] | None = None
+
+
+ChatFinishReason = Literal["stop", "length", "abort", "tool_calls"]
 
 
 class ChatChoice(BaseModel):
     index: int
     message: AnswerMessage
     logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReason | None = None
+    finish_reason: ChatFinishReason | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
 
@@ -143,16 +165,33 @@ class ChatCompletion(BaseModel):
     prompt_logprobs: list[dict[str, Any] | None] | None = None
 
 
+class FunctionDelta(BaseModel):
+    name: str | None = None
+    arguments: str
+
+
+class ToolCallDelta(BaseModel):
+    """The first one of a call has its id, type and name, those after it more of its arguments."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionDelta
+
+
 class ChatDelta(BaseModel):
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatChunkChoice(BaseModel):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReason | None = None
+    finish_reason: ChatFinishReason | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
 

@@ -109,11 +109,18 @@ class PromptDetails(BaseModel):
     cached_tokens: int = 0
 
 
+class CompletionDetails(BaseModel):
+    reasoning_tokens: int = 0
+
+
 class Usage(BaseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails | None = Field(
+        None, description="Of chats, where it is known."
+    )
 
 
 FinishReason = Literal["stop", "length", "abort"]

@@ -7,7 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, Field, WithJsonSchema
 
 from inflight.request import MAX_LOGPROBS
-from inflight.server.schemas.common import FinishReason, GenerationBody, Usage, ranged
+from inflight.server.schemas.common import FinishReason, Usage, ranged
+from inflight.server.schemas.constraints import ConstrainedBody
 
 _TEXT = {"type": "string", "minLength": 1}
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
@@ -28,7 +29,7 @@ Prompts = Annotated[
 ]
 
 
-class CompletionBody(GenerationBody):
+class CompletionBody(ConstrainedBody):
     prompt: Prompts
     max_tokens: int | None = ranged(minimum=0, description="0 only with echo: to score the prompt.")
     logprobs: int | None = ranged(minimum=0, maximum=MAX_LOGPROBS)

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from inflight.server.schemas.chat import Messages
+from inflight.server.schemas.chat import Messages, Tools
 from inflight.server.schemas.common import Body, Items
 
 
@@ -23,6 +23,7 @@ class TokenizeBody(Body):
     add_special_tokens: bool | None = Field(None, description="For a prompt; true unless told otherwise.")
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    tools: Tools | None = None
     chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
     return_token_strs: bool | None = None
 

@@ -1,0 +1,129 @@
+"""A server whose model says what a test has written: for what clients see of calls and thoughts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from inflight import AsyncEngine
+from inflight.config import EngineConfig
+from inflight.engine import EngineStats, Health, ModelFacts, RequestState
+from inflight.engine.step_records import StepObserver
+from inflight.events import Delta, KVUsage, PositionLogprobs, RequestRecord, TokenLogprob
+from inflight.frontend import Frontend
+from inflight.request import Request
+from tests.checkpoints import write_tokenizer
+from tests.server.live import Backend, Live, live_server
+from tests.text.templates import QWEN3
+
+SPECIALS = ["<|im_start|>", "<|im_end|>"]
+
+
+def write_folder(folder: Path, template: str = QWEN3, specials: tuple[str, ...] = ()) -> Path:
+    """A tokenizer with this template."""
+    write_tokenizer(folder)
+    backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    backend.add_special_tokens([*SPECIALS, *specials])
+    backend.save(str(folder / "tokenizer.json"))
+    path = folder / "tokenizer_config.json"
+    path.write_text(
+        json.dumps({**json.loads(path.read_text()), "chat_template": template, "eos_token": "<|im_end|>"})
+    )
+    return folder
+
+
+class ScriptedClient:
+    """Implements `EngineClient`: answers with `script`, or what `scripts` has for each next request."""
+
+    def __init__(self, facts: ModelFacts) -> None:
+        self.facts = facts
+        self.script = "Hello."
+        self.scripts: list[str] = []
+        self.piece = 1  # tokens in a delta
+        self.error: tuple[str, str] | None = None  # code and message with which answers end
+        self.requests: list[Request] = []  # so far
+        self.encode: Callable[[str], list[int]] = lambda _: []
+        self._told: dict[str, list[int]] = {}
+
+    async def add(self, request: Request) -> None:
+        self.requests.append(request)
+        text = self.scripts.pop(0) if self.scripts else self.script
+        self._told[request.request_id] = [*self.encode(text), *self.facts.eos_token_ids]
+
+    async def stream(self, request_id: str) -> AsyncGenerator[Delta]:
+        request = next(request for request in self.requests if request.request_id == request_id)
+        ids = self._told[request_id]
+        given = ids[: request.max_tokens]
+        for start, end in pairwise([*range(0, len(given), self.piece), len(given)]):
+            scored: list[PositionLogprobs] = [(TokenLogprob(i, -0.5, 1),) for i in given[start:end]]
+            yield Delta(
+                request_id, given[start:end], logprobs=scored if request.params.logprobs is not None else None
+            )
+        reason = "error" if self.error else "stop" if given == ids else "length"
+        record = RequestRecord(request_id, "", 0, request.num_prompt_tokens, finish_reason=reason)
+        code, message = self.error or (None, None)
+        stop_id = ids[-1] if reason == "stop" else None
+        yield Delta(
+            request_id,
+            [],
+            finish_reason=reason,
+            stop_token_id=stop_id,
+            record=record,
+            error=message,
+            error_code=code,
+        )
+
+    async def abort(self, request_id: str, reason: str = "abort") -> int:  # noqa: ARG002
+        return 0
+
+    async def describe(self, request_id: str) -> RequestState | None:  # noqa: ARG002
+        return None
+
+    def watch(self, observer: StepObserver) -> Callable[[], None]:  # noqa: ARG002
+        return lambda: None
+
+    async def stats(self) -> EngineStats:
+        return EngineStats(0, 0, 0, 0, 0, 0, 0, 0, 0, KVUsage(0, 0, 0, 0, 16, 0))
+
+    async def health(self) -> Health:
+        return Health(True, 0.0)
+
+    async def close(self, drain: float = 0.0) -> None:
+        """There is nothing to stop."""
+
+
+class ScriptedBackend(Backend):
+    """Over a `ScriptedClient`."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        self._folder = folder
+        super().__init__(**options)
+
+    async def _start(self, options: dict[str, Any]) -> AsyncEngine:
+        config = EngineConfig.create(self._folder, **options)
+        tokenizer = tokenizers.Tokenizer.from_file(str(self._folder / "tokenizer.json"))
+        size, end = tokenizer.get_vocab_size(), tokenizer.token_to_id("<|im_end|>")
+        assert end is not None
+        facts = ModelFacts(
+            "scripted", size, 4096, (end,), {}, str(self._folder), "none", "none", 64, 16, 8, 64
+        )
+        self.client = ScriptedClient(facts)
+        self.client.encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids
+        return AsyncEngine(Frontend.of(config, facts), self.client)
+
+
+@contextmanager
+def scripted_server(folder: Path, **options: Any) -> Iterator[tuple[Live, ScriptedClient]]:
+    """Options are those of the engine."""
+    backend = ScriptedBackend(folder, **options)
+    try:
+        with live_server(backend) as live:
+            yield live, backend.client
+    finally:
+        backend.close()
