@@ -12,7 +12,8 @@ from inflight.errors import ParameterError, shown
 MAX_CONSTRAINT_LENGTH = 1 << 17  # characters
 MAX_CHOICES = 4096
 PARAM = "structured_outputs"
-KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")  # that users may ask for
+_ALL_KINDS = (*KINDS, "answer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +26,13 @@ class StructuredOutputs:
     grammar: str | None = None  # in Lark's syntax or GBNF's
     json_object: bool | None = None  # any JSON object
     structural_tag: str | Mapping[str, Any] | None = None  # {"structures": [...], "triggers": [...]}
+    # A whole answer with its thoughts and calls, as `constraints/answer_rules.py` has it. Not for users to write.
+    answer: str | None = None
 
     def __post_init__(self) -> None:
         if self.json_object is False:  # as if it were not there
             object.__setattr__(self, "json_object", None)
-        given = [name for name in KINDS if getattr(self, name) is not None]
+        given = [name for name in _ALL_KINDS if getattr(self, name) is not None]
         if len(given) != 1:
             raise _error(
                 f"{PARAM} has {', '.join(given) or 'nothing'}: give exactly one of {', '.join(KINDS)}"
@@ -83,7 +86,7 @@ class StructuredOutputs:
 
     @property
     def kind(self) -> str:
-        return next(name for name in KINDS if getattr(self, name) is not None)
+        return next(name for name in _ALL_KINDS if getattr(self, name) is not None)
 
     @property
     def text(self) -> str:

@@ -1,5 +1,6 @@
 """Tool calls and reasoning in what a model writes. Text and token ids in, events out; no server here."""
 
+from inflight.agents.answer_grammar import answer_grammar
 from inflight.agents.detect import detect_reasoning_format, detect_tool_format
 from inflight.agents.events import (
     ArgumentsDelta,
@@ -27,6 +28,7 @@ __all__ = [
     "ReasoningDelta",
     "ToolCallBegun",
     "ToolCallEnded",
+    "answer_grammar",
     "detect_reasoning_format",
     "detect_tool_format",
 ]

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from inflight.agents.events import ArgumentsDelta, ParserEvent, ToolCallBegun, ToolCallEnded
+from inflight.agents.schema_types import resolved
 
 
 class Calls:
@@ -29,7 +30,7 @@ class Calls:
         """The JSON schema of a parameter, None where there is none."""
         schema = self._parameters.get(function)
         properties = schema.get("properties") if isinstance(schema, Mapping) else None
-        return properties.get(parameter) if isinstance(properties, Mapping) else None
+        return resolved(properties.get(parameter), schema) if isinstance(properties, Mapping) else None
 
     def begin(self, name: str, id: str | None = None) -> ParserEvent:
         self._index += 1

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from inflight.agents.calls import Calls
+from inflight.agents.rule_writer import CallGrammar
 from inflight.agents.source import Reading, Source
 from inflight.registry import Registry
 
@@ -16,6 +17,7 @@ class ToolFormat:
 
     read: Callable[[Source, Calls], Reading[None]]  # a message without its reasoning, to the end
     markers: tuple[str, ...]  # that may be special tokens
+    grammar: CallGrammar | None = None  # how calls are written; None where none can be
     ends_reasoning: tuple[
         str, ...
     ] = ()  # markers that a model also writes instead of the end of its reasoning

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from inflight.agents.calls import Calls
 from inflight.agents.python_literals import NOT_JSON, json_string, literal_json, parsed_json
+from inflight.agents.schema_types import type_name, types_of
 from inflight.agents.source import Markers, Reading, Source
-
-_MAX_DEPTH = 8  # of alternatives within alternatives of a schema
-_NAMES = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
 
 
 class TypedArguments:
@@ -55,24 +50,5 @@ def value_json(text: str, types: frozenset[str]) -> str:
 def _is_one_of(value: object, types: frozenset[str]) -> bool:
     if isinstance(value, str):
         return False  # bare text has no quotes of its own
-    name = "null" if value is None else _NAMES[type(value)]
+    name = type_name(value)
     return not types or name in types or (name == "integer" and "number" in types)
-
-
-def types_of(schema: object, depth: int = _MAX_DEPTH) -> frozenset[str]:
-    """The types that a schema allows; none where it does not say, or not in a way that is understood here."""
-    if not isinstance(schema, Mapping) or depth == 0:
-        return frozenset()
-    named = schema.get("type")
-    if isinstance(named, str):
-        return frozenset({named})
-    if isinstance(named, list):
-        return frozenset(name for name in named if isinstance(name, str))
-    for key in ("anyOf", "oneOf"):
-        if isinstance(schema.get(key), list):
-            found = [types_of(choice, depth - 1) for choice in schema[key]]
-            return frozenset().union(*found) if all(found) else frozenset()
-    values: Any = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if isinstance(values, list) and values:
-        return frozenset("null" if value is None else _NAMES.get(type(value), "object") for value in values)
-    return frozenset()

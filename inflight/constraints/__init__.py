@@ -5,8 +5,22 @@
 The grammar engine is llguidance, which is imported when the first constraint is compiled.
 """
 
+from inflight.constraints.answer_rules import AnswerRules, RuleSchema
 from inflight.constraints.compiler import Grammar, GrammarCompiler
+from inflight.constraints.grammars import literal
 from inflight.constraints.matcher import MaskFiller, Matcher
+from inflight.constraints.schema import is_annotation, without_annotations
 from inflight.constraints.vocabulary import Vocabulary
 
-__all__ = ["Grammar", "GrammarCompiler", "MaskFiller", "Matcher", "Vocabulary"]
+__all__ = [
+    "AnswerRules",
+    "Grammar",
+    "GrammarCompiler",
+    "MaskFiller",
+    "Matcher",
+    "RuleSchema",
+    "Vocabulary",
+    "is_annotation",
+    "literal",
+    "without_annotations",
+]

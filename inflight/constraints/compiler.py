@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 from collections import OrderedDict
@@ -11,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from inflight.constraints.grammars import lark_grammar
+from inflight.constraints.answer_rules import AnswerRules
+from inflight.constraints.grammars import answer_lark, json_rule, lark_grammar
 from inflight.constraints.matcher import MaskFiller, Matcher
 from inflight.constraints.trial import needs_trial, passes_trial
 from inflight.constraints.vocabulary import Vocabulary
@@ -92,6 +94,12 @@ class GrammarCompiler:
             raise ParameterError(*found.args, param=found.param, code=found.code)
         return found
 
+    def warm_up(self) -> None:
+        """Make what the first constraint would wait for, if constraints can be had at all. Nothing else runs in this
+        process meanwhile: llguidance keeps Python's lock."""
+        with contextlib.suppress(ImportError, ParameterError):
+            self.compile(StructuredOutputs(choice=["a"]))
+
     def is_compiled(self, asked: StructuredOutputs) -> bool:
         """Whether `compile` would answer at once."""
         with self._lock:
@@ -108,29 +116,70 @@ class GrammarCompiler:
                 self._num_characters -= len(oldest[1])
 
     def _compile(self, asked: StructuredOutputs, trusted: bool) -> Grammar:
-        from llguidance import LLMatcher
+        if asked.kind == "answer":
+            return self._compile_answer(AnswerRules.read(asked.text), trusted)
+        name, grammar = f"{PARAM}.{asked.kind}", lark_grammar(asked, self._special_tokens)
+        if not trusted and needs_trial(asked.kind, grammar):
+            self._try(name, PARAM, lark_grammar(asked, ()))  # who tries it has no special tokens
+        return _checked(name, PARAM, self._started(grammar))
 
-        name = f"{PARAM}.{asked.kind}"
-        grammar = lark_grammar(asked, self._special_tokens)
-        if not trusted and needs_trial(asked.kind, grammar) and not passes_trial(grammar, LIMITS):
+    def _compile_answer(self, answer: AnswerRules, trusted: bool) -> Grammar:
+        """Schemas that cannot be used are refused, or loosened if nobody insists on them."""
+        loosened = answer.unsupported()
+        found = self._started_answer(answer, loosened, trusted)
+        if isinstance(found, Grammar):
+            return found
+        unusable = self._unusable(answer, loosened, trusted)
+        if unusable:
+            found = self._started_answer(answer, loosened | unusable, trusted)
+        return _checked(answer.name, answer.param, found)
+
+    def _started_answer(self, answer: AnswerRules, loosened: frozenset[str], trusted: bool) -> Grammar | str:
+        grammar = answer_lark(answer, loosened, self._special_tokens)
+        if not trusted and needs_trial(answer.kind, grammar):
+            self._try(answer.name, answer.param, answer_lark(answer, loosened, None))
+        return self._started(grammar)
+
+    def _unusable(self, answer: AnswerRules, loosened: frozenset[str], trusted: bool) -> frozenset[str]:
+        """The schemas that cannot be compiled even alone. Raises ParameterError if one of these is strict."""
+        schemas = answer.whole_schemas(loosened)
+        alone = {name: f"start: {json_rule(schema)}" for name, schema in schemas.items()}
+        risky = [grammar for grammar in alone.values() if needs_trial("json", grammar)]
+        if risky and not trusted:
+            self._try(answer.name, answer.param, *risky)
+        found = set()
+        for name, grammar in alone.items():
+            outcome = self._started(grammar)
+            if isinstance(outcome, Grammar):
+                continue
+            schema = answer.schemas[name]
+            if schema.strict:
+                raise _refusal(schema.param, schema.param, outcome)
+            found.add(name)
+        return frozenset(found)
+
+    def _try(self, name: str, param: str, *grammars: str) -> None:
+        """What could keep the compiler busy for ever is compiled by a child process first."""
+        if not passes_trial(grammars, LIMITS):
             raise ParameterError(
                 f"{name} is too complex: compiling it took too long, or too much memory",
-                param=PARAM,
+                param=param,
                 code="constraint_too_complex",
             )
+
+    def _started(self, grammar: str) -> Grammar | str:
+        """What is compiled, or why it cannot be. Whoever cannot begin is told so now."""
+        from llguidance import LLMatcher
+
         state = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
-        if not state.is_error():  # whoever cannot begin is told so now
-            matcher = Matcher(state.deep_copy())
-            mask = np.zeros((1, -(-self._tokenizer.vocab_size // 32)), dtype=np.int32)
-            MaskFiller().fill([matcher], mask)
-            if matcher.error is None:
-                if not mask.any():
-                    raise ParameterError(
-                        f"{name}: no text can match it", param=PARAM, code="invalid_constraint"
-                    )
-                return Grammar(state)
-            state = matcher.state
-        raise _refusal(name, state.get_error())
+        if state.is_error():
+            return state.get_error()
+        matcher = Matcher(state.deep_copy())
+        mask = np.zeros((1, -(-self._tokenizer.vocab_size // 32)), dtype=np.int32)
+        MaskFiller().fill([matcher], mask)
+        if matcher.error is not None:
+            return matcher.state.get_error()
+        return Grammar(state) if mask.any() else "no text can match it"
 
     @cached_property
     def _vocabulary(self) -> Vocabulary:
@@ -153,7 +202,13 @@ class GrammarCompiler:
         return frozenset(pieces[token_id].decode(errors="replace") for token_id in ids)
 
 
-def _refusal(name: str, message: str) -> ParameterError:
+def _checked(name: str, param: str, found: Grammar | str) -> Grammar:
+    if isinstance(found, str):
+        raise _refusal(name, param, found)
+    return found
+
+
+def _refusal(name: str, param: str, message: str) -> ParameterError:
     """What llguidance says, without the grammar around it that the user never saw."""
     text = message.split("<non-verbose/>")[0]
     text = text.split("failed to compile JSON schema: ", 1)[-1]
@@ -163,7 +218,7 @@ def _refusal(name: str, message: str) -> ParameterError:
     if unsupported:
         keywords = unsupported[1].replace('"', "'")
         return ParameterError(
-            f"{name}: the keyword {keywords} is not supported", param=PARAM, code="unsupported_keyword"
+            f"{name}: the keyword {keywords} is not supported", param=param, code="unsupported_keyword"
         )
     code = "constraint_too_complex" if _COMPLEX.search(text) else "invalid_constraint"
-    return ParameterError(f"{name} cannot be used: {text}", param=PARAM, code=code)
+    return ParameterError(f"{name} cannot be used: {text}", param=param, code=code)

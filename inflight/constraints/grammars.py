@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Collection
 from typing import Any
 
+from inflight.constraints.answer_rules import AnswerRules
 from inflight.constraints.patterns import with_safe_patterns
 from inflight.constraints.schema import check_schema, read_schema
 from inflight.errors import ParameterError
@@ -30,17 +31,32 @@ _TAG_KEYS = {"begin", "schema", "end"}
 def lark_grammar(asked: StructuredOutputs, special_tokens: Collection[str]) -> str:
     """Raises ParameterError where it is no grammar at all; most mistakes are found when it is compiled."""
     makers: dict[str, Callable[[str], str]] = {
-        "json": lambda text: f"start: {_json(read_schema(text))}",
-        "json_object": lambda _: f"start: {_json({'type': 'object'})}",
+        "json": lambda text: f"start: {json_rule(read_schema(text))}",
+        "json_object": lambda _: f"start: {json_rule({'type': 'object'})}",
         "regex": lambda text: f"start: {_regex(text)}",
-        "choice": lambda text: "start: " + " | ".join(map(_literal, json.loads(text))),
+        "choice": lambda text: "start: " + " | ".join(map(literal, json.loads(text))),
         "grammar": _user_grammar,
         "structural_tag": lambda text: _structural_tag(text, special_tokens),
     }
     return f"{makers[asked.kind](asked.text)}\n{_OPTIONS}"
 
 
-def _json(schema: Any) -> str:
+def answer_lark(
+    answer: AnswerRules, loosened: Collection[str], special_tokens: Collection[str] | None
+) -> str:
+    """Of a whole answer. Without special tokens, those in the rules are texts, so that any vocabulary will do."""
+    rules = [*answer.rules, *answer.token_rules(spelled=special_tokens is None)]
+    for name, schema in answer.whole_schemas(loosened).items():
+        rules.append(f"{name}: {json_rule(schema)}")
+    grammar = "\n".join([*rules, _OPTIONS])
+    asked = answer.user_content
+    if asked is None:
+        return grammar
+    content = lark_grammar(asked, special_tokens or ())
+    return json.dumps({"grammars": [{"lark_grammar": grammar}, {"name": "content", "lark_grammar": content}]})
+
+
+def json_rule(schema: Any) -> str:
     if isinstance(schema, dict):
         schema = {"x-guidance": _JSON_OPTIONS, **with_safe_patterns(schema)}
     elif schema:
@@ -54,7 +70,8 @@ def _regex(text: str) -> str:
     return f"/{regex_to_lark(text, '')}/"
 
 
-def _literal(text: str) -> str:
+def literal(text: str) -> str:
+    """A text in Lark's quotes."""
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -96,10 +113,10 @@ def _structural_tag(text: str, special_tokens: Collection[str]) -> str:
             raise ParameterError(
                 f"{PARAM}.structural_tag: no trigger begins the structure {begin!r}", param=PARAM
             )
-        check_schema(structure["schema"], "structural_tag")
+        check_schema(structure["schema"], f"{PARAM}.structural_tag")
         parts = (begin[len(triggers[index]) :], structure["end"])
-        before, after = (_literal(part) if part else "" for part in parts)
-        ways[index].append(f"{before} {_json(structure['schema'])} {after}")
+        before, after = (literal(part) if part else "" for part in parts)
+        ways[index].append(f"{before} {json_rule(structure['schema'])} {after}")
     for index, (trigger, bodies) in enumerate(zip(triggers, ways, strict=True)):
         if not bodies:
             raise ParameterError(
@@ -109,7 +126,7 @@ def _structural_tag(text: str, special_tokens: Collection[str]) -> str:
             rules.append(f"tag_{index}: TEXT {trigger} body_{index}")
         else:
             rules += [
-                f"head_{index}[lazy]: TEXT {_literal(trigger)}",
+                f"head_{index}[lazy]: TEXT {literal(trigger)}",
                 f"tag_{index}: head_{index} body_{index}",
             ]
         rules.append(f"body_{index}: " + " | ".join(bodies))

@@ -11,6 +11,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from inflight.constraints.schema import rewritten
+
 # Those without an escape of their own (\b, \t, \n, \f, \r).
 _OUT = r"&&[^\x00-\x07\x0b\x0e-\x1f\x7f]"
 _PROPERTY = re.compile(r"\\[pP](?:\{[^}]*\}|[A-Za-z])")
@@ -52,20 +54,13 @@ def _end_of_class(pattern: str, start: int) -> int:
 
 
 def with_safe_patterns(schema: Any) -> Any:
-    """A copy of a schema, wherever its patterns are. What only looks like one, in constants, stays as it is."""
-    if isinstance(schema, list):
-        return [with_safe_patterns(item) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    copy = {}
-    for keyword, value in schema.items():
-        if keyword == "pattern" and isinstance(value, str):
-            value = safe_pattern(value)
-        elif keyword in ("properties", "$defs", "definitions") and isinstance(value, dict):
-            value = {name: with_safe_patterns(inner) for name, inner in value.items()}
-        elif keyword == "patternProperties" and isinstance(value, dict):
-            value = {safe_pattern(name): with_safe_patterns(inner) for name, inner in value.items()}
-        elif keyword not in ("const", "enum", "default", "example", "examples", "x-guidance"):
-            value = with_safe_patterns(value)
-        copy[keyword] = value
-    return copy
+    """A copy of a schema, wherever its patterns are."""
+    return rewritten(schema, _safe)
+
+
+def _safe(keyword: str, value: Any) -> Any:
+    if keyword == "pattern" and isinstance(value, str):
+        return safe_pattern(value)
+    if keyword == "patternProperties" and isinstance(value, dict):
+        return {safe_pattern(name): inner for name, inner in value.items()}
+    return value

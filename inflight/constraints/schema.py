@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from inflight.errors import ParameterError
@@ -24,7 +24,6 @@ _ASSERTIONS = {
     *("maxProperties", "maximum", "minItems", "minLength", "minProperties", "minimum", "multipleOf"),
     *("pattern", "required", "type"),
 }
-# What says something about a value without forbidding any.
 _ANNOTATIONS = {
     *("$anchor", "$comment", "$id", "$schema", "contentEncoding", "contentMediaType", "contentSchema"),
     *("default", "deprecated", "description", "discriminator", "example", "examples", "externalDocs", "id"),
@@ -32,40 +31,77 @@ _ANNOTATIONS = {
 }
 # These need an escape of the form \u0001 in JSON, which `grammars.py` does not allow.
 _UNSPEAKABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
-_KNOWN = _ONE | _SEVERAL | _NAMED | _ASSERTIONS | _ANNOTATIONS
+_CONSTANTS = {"const", "enum", "default", "example", "examples", "x-guidance"}
+OMIT = object()
+_KEYWORDS = _ONE | _SEVERAL | _NAMED | _ASSERTIONS
 
 
-def read_schema(text: str, where: str = "json") -> Any:
+def is_annotation(keyword: str) -> bool:
+    """Whether a keyword says something about a value without forbidding any."""
+    return keyword in _ANNOTATIONS or (keyword.startswith("x-") and keyword != "x-guidance")
+
+
+def read_schema(text: str) -> Any:
     """The schema, all of whose keywords are known. Raises ParameterError that names one that is not."""
+    name = f"{PARAM}.json"
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ParameterError(f"{PARAM}.{where} is no JSON: {error}", param=PARAM) from None
-    check_schema(schema, where)
+        raise ParameterError(f"{name} is no JSON: {error}", param=PARAM) from None
+    check_schema(schema, name)
     return schema
 
 
-def check_schema(schema: Any, where: str = "json") -> None:
+def check_schema(schema: Any, name: str, param: str = PARAM) -> None:
+    """`name` is what a refusal calls the schema, `param` the parameter that it blames."""
     if not isinstance(schema, bool | dict):
         raise ParameterError(
-            f"{PARAM}.{where} is a {type(schema).__name__}: a JSON schema is an object, true or false",
-            param=PARAM,
+            f"{name} is a {type(schema).__name__}: a JSON schema is an object, true or false", param=param
         )
     try:
         if any(map(_UNSPEAKABLE.search, _texts(schema))):
             raise ParameterError(
-                f"{PARAM}.{where} has a control character other than \\b, \\f, \\n, \\r and \\t in a text",
-                param=PARAM,
+                f"{name} has a control character other than \\b, \\f, \\n, \\r and \\t in a text",
+                param=param,
                 code="invalid_constraint",
             )
         for keyword, path, owner in _keywords(schema, "#"):
-            if keyword not in _KNOWN and (keyword == "x-guidance" or not keyword.startswith("x-")):
-                raise _unsupported(where, keyword, path)
+            if keyword not in _KEYWORDS and not is_annotation(keyword):
+                raise _unsupported(name, param, keyword, path)
             if keyword == "minProperties" and _may_repeat_names(owner):
                 reason = ": more than one property beyond the required ones"
-                raise _unsupported(where, keyword, path, reason)
+                raise _unsupported(name, param, keyword, path, reason)
     except RecursionError:
-        raise ParameterError(f"{PARAM}.{where} is nested too deeply", param=PARAM) from None
+        raise ParameterError(f"{name} is nested too deeply", param=param) from None
+
+
+def rewritten(schema: Any, change: Callable[[str, Any], Any]) -> Any:
+    """A copy of a schema, in which every keyword has the value that `change` says, or is left out if that is OMIT.
+
+    Names of properties are no keywords, and neither is what only looks like one in a constant.
+    """
+    if isinstance(schema, list):
+        return [rewritten(item, change) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    copy = {}
+    for keyword, value in schema.items():
+        value = change(keyword, value)
+        if keyword in _NAMED and isinstance(value, dict):
+            value = {name: rewritten(inner, change) for name, inner in value.items()}
+        elif keyword not in _CONSTANTS:
+            value = rewritten(value, change)
+        if value is not OMIT:
+            copy[keyword] = value
+    return copy
+
+
+def without_annotations(schema: Any) -> Any:
+    """A copy that allows the same: grammars have no use for descriptions."""
+    kept = ("$id", "$anchor", "id")  # to which others may refer
+    return rewritten(
+        schema, lambda keyword, value: OMIT if is_annotation(keyword) and keyword not in kept else value
+    )
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -81,10 +117,10 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(item)
 
 
-def _unsupported(where: str, keyword: str, path: str, reason: str = "") -> ParameterError:
+def _unsupported(name: str, param: str, keyword: str, path: str, reason: str = "") -> ParameterError:
     return ParameterError(
-        f"{PARAM}.{where}: the keyword {keyword!r}, at {path}, is not supported{reason}",
-        param=PARAM,
+        f"{name}: the keyword {keyword!r}, at {path}, is not supported{reason}",
+        param=param,
         code="unsupported_keyword",
     )
 

@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +38,12 @@ def needs_trial(kind: str, grammar: str) -> bool:
     return is_written_by_user or len(grammar) > MAX_PLAIN_LENGTH or bool(_RISKY_KEYWORD.search(grammar))
 
 
-def passes_trial(grammar: str, limits: dict[str, Any]) -> bool:
-    """Whether a grammar can be compiled, or be found wrong, within the limits of time and memory."""
+def passes_trial(grammars: Sequence[str], limits: dict[str, Any]) -> bool:
+    """Whether grammars can be compiled, or be found wrong, all of them within the limits of time and memory."""
     environment = {name: os.environ[name] for name in _INHERITED if name in os.environ}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     command = [sys.executable, "-S", "-P", str(_WORKER), str(SECONDS), str(MEMORY)]
-    job = json.dumps({"grammar": grammar, "limits": limits}).encode()
+    job = json.dumps({"grammars": grammars, "limits": limits}).encode()
     with _places:
         try:
             done = subprocess.run(

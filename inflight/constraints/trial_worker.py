@@ -1,6 +1,6 @@
-"""A grammar's trial, run as a script by `trial.py`: compile what comes on the standard input, take a few steps in it.
+"""The trial of grammars, run as a script by `trial.py`: compile what the standard input has, take a few steps in it.
 
-Only how long that takes counts, and that it ends. So it has a vocabulary of single bytes, and mistakes in the grammar
+Only how long that takes counts, and that it ends. So it has a vocabulary of single bytes, and mistakes in a grammar
 are none of its business. Nothing of inflight is imported, so that it starts soon.
 """
 
@@ -22,7 +22,12 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     job = json.loads(sys.stdin.buffer.read())
     limits = LLParserLimits(**job["limits"], verbose_errors=False)
-    state = LLMatcher(LLTokenizer("byte", slices=[]), job["grammar"], log_level=0, limits=limits)
+    tokenizer = LLTokenizer("byte", slices=[])
+    for grammar in job["grammars"]:
+        walk(LLMatcher(tokenizer, grammar, log_level=0, limits=limits))
+
+
+def walk(state: LLMatcher) -> None:
     for _ in range(STEPS):
         mask = state.compute_bitmask()
         allowed = [i for i in range(256) if mask[i // 8] >> i % 8 & 1]

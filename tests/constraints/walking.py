@@ -30,8 +30,8 @@ def compiler() -> GrammarCompiler:
     return GrammarCompiler(vocabulary)
 
 
-def allowed_ids(matcher: Matcher) -> list[int]:
-    size = len(vocabulary().pieces)
+def allowed_ids(matcher: Matcher, vocab_size: int | None = None) -> list[int]:
+    size = len(vocabulary().pieces) if vocab_size is None else vocab_size
     mask = np.zeros(-(-size // 32), dtype=np.int32)
     MaskFiller().fill([matcher], mask[None])
     ids: list[int] = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()

@@ -6,7 +6,9 @@ V3 and R1 write `function<sep>name` and the arguments in a fence, V3.1 `name<sep
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
+from inflight.agents.rule_writer import CallGrammar, RuleWriter, Tool
 from inflight.agents.sections import CallHeader, CallSections
 from inflight.agents.source import Markers, Reading, Source
 from inflight.agents.tool_format import ToolFormat
@@ -31,6 +33,19 @@ def _header(source: Source) -> Reading[CallHeader | None]:
     return CallHeader(name.strip())
 
 
+def _write(writer: RuleWriter, tools: Sequence[Tool], parallel: bool) -> str:
+    """Both ways: a model knows its own."""
+    ways = []
+    for tool, arguments in writer.arguments(tools):
+        ways.append(f"{writer.marked(tool.name, _SEPARATOR)} {arguments}")
+        fence = writer.marked("function", _SEPARATOR, f"{tool.name}\n```json\n")
+        ways.append(f'{fence} {arguments} "\\n```"')
+    call = writer.rule("call", f"{writer.marked(_CALL[0])} ({' | '.join(ways)}) {writer.marked(_CALL[1])}")
+    return f"{call} {f'(GAP {call})*' if parallel else ''} GAP {writer.marked(_SECTION[1])}"
+
+
 DEEPSEEK_V3 = ToolFormat(
-    CallSections(_SECTION, _CALL, _header, fence="```").read, (*_SECTION, *_CALL, _SEPARATOR)
+    CallSections(_SECTION, _CALL, _header, fence="```").read,
+    (*_SECTION, *_CALL, _SEPARATOR),
+    CallGrammar(_SECTION[0], _write, repeats=False, never=(_CALL[0],), names=_NAME),
 )

@@ -4,9 +4,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from inflight.agents.calls import Calls
 from inflight.agents.events import ContentDelta
+from inflight.agents.parameter_rules import Parameter, all_of, bare_value, parameters
+from inflight.agents.rule_writer import CallGrammar, RuleWriter, Tool
 from inflight.agents.source import Markers, Reading, Source
 from inflight.agents.tool_format import ToolFormat
 from inflight.agents.typed_values import TypedArguments
@@ -56,4 +59,20 @@ def _read_argument(source: Source, arguments: TypedArguments) -> Reading[bool]:
     return (yield from arguments.read(source, key.strip(), _VALUE_ENDS)) is not None
 
 
-GLM45 = ToolFormat(read, (_OPEN, _CLOSE, _KEY, _KEY_END, _VALUE, _VALUE_END))
+def _write(writer: RuleWriter, tools: Sequence[Tool], _: bool) -> str:
+    def written(parameter: Parameter) -> str:
+        key = writer.marked(_KEY, parameter.name, _KEY_END)
+        return f"{key} GAP {writer.marked(_VALUE)} {bare_value(writer, parameter, _VALUE_END)} GAP"
+
+    ways = (
+        f"{writer.marked(tool.name)} GAP {all_of(given, written)}"
+        for tool, given in zip(tools, parameters(tools, _KEY_TEXT), strict=True)
+    )
+    return f"GAP ({' | '.join(ways)}) {writer.marked(_CLOSE)}"
+
+
+GLM45 = ToolFormat(
+    read,
+    (_OPEN, _CLOSE, _KEY, _KEY_END, _VALUE, _VALUE_END),
+    CallGrammar(_OPEN, _write, names=_NAME),
+)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from inflight.agents.calls import Calls
 from inflight.agents.events import ContentDelta
 from inflight.agents.json_calls import read_json_call
+from inflight.agents.rule_writer import CallGrammar, RuleWriter, Tool
 from inflight.agents.source import Markers, Reading, Source
 from inflight.agents.tool_format import ToolFormat
 
@@ -21,4 +24,8 @@ def read(source: Source, calls: Calls) -> Reading[None]:
         yield from source.skip_last_space()
 
 
-HERMES = ToolFormat(read, (_OPEN, _CLOSE))
+def _write(writer: RuleWriter, tools: Sequence[Tool], _: bool) -> str:
+    return f"GAP {writer.json_call(tools, 'arguments')} GAP {writer.marked(_CLOSE)}"
+
+
+HERMES = ToolFormat(read, (_OPEN, _CLOSE), CallGrammar(_OPEN, _write))

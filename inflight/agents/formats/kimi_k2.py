@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
+from inflight.agents.rule_writer import CallGrammar, RuleWriter, Tool
 from inflight.agents.sections import CallHeader, CallSections
 from inflight.agents.source import Markers, Reading, Source
 from inflight.agents.tool_format import ToolFormat
@@ -24,9 +26,19 @@ def _header(source: Source) -> Reading[CallHeader | None]:
     return CallHeader(_NUMBER.sub("", call_id).removeprefix("functions."), call_id)
 
 
+def _write(writer: RuleWriter, tools: Sequence[Tool], parallel: bool) -> str:
+    ways = (
+        f"{writer.marked(f'functions.{tool.name}:')} /[0-9]{{1,4}}/ {writer.marked(_ARGUMENTS)} {said}"
+        for tool, said in writer.arguments(tools)
+    )
+    call = writer.rule("call", f"{writer.marked(_CALL[0])} ({' | '.join(ways)}) {writer.marked(_CALL[1])}")
+    return f"{call} {f'(GAP {call})*' if parallel else ''} GAP {writer.marked(_SECTION[1])}"
+
+
 # It thinks, too, and goes over to a call without ending its thoughts.
 KIMI_K2 = ToolFormat(
     CallSections(_SECTION, _CALL, _header).read,
     (*_SECTION, *_CALL, _ARGUMENTS),
+    CallGrammar(_SECTION[0], _write, repeats=False, never=(_CALL[0],)),
     ends_reasoning=(_SECTION[0],),
 )

@@ -6,9 +6,12 @@ that token, and only if it names a tool that there is.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from inflight.agents.calls import Calls
 from inflight.agents.events import ContentDelta
 from inflight.agents.json_calls import read_json_call
+from inflight.agents.rule_writer import CallGrammar, RuleWriter, Tool
 from inflight.agents.source import Markers, Reading, Source
 from inflight.agents.tool_format import ToolFormat
 
@@ -33,4 +36,9 @@ def _read_calls(source: Source, calls: Calls) -> Reading[bool]:
     return True
 
 
-LLAMA3_JSON = ToolFormat(read, (_TAG,))
+def _write(writer: RuleWriter, tools: Sequence[Tool], parallel: bool) -> str:
+    call = writer.json_call(tools, "parameters")
+    return f'GAP {call} (GAP ";" GAP {call})*' if parallel else f"GAP {call}"
+
+
+LLAMA3_JSON = ToolFormat(read, (_TAG,), CallGrammar(_TAG, _write, repeats=False, bare="{"))

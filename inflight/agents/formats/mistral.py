@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from inflight.agents.calls import Calls
 from inflight.agents.events import ContentDelta
 from inflight.agents.json_calls import read_arguments, read_json_call
+from inflight.agents.rule_writer import CallGrammar, RuleWriter, Tool
 from inflight.agents.source import Markers, Reading, Source
 from inflight.agents.tool_format import ToolFormat
 
@@ -55,4 +57,14 @@ def _read_list(source: Source, calls: Calls) -> Reading[bool]:
     return True
 
 
-MISTRAL = ToolFormat(read, (_CALLS, _ID, _ARGS))
+def _write(writer: RuleWriter, tools: Sequence[Tool], parallel: bool) -> str:
+    """Newer models have a token before the arguments."""
+    if writer.is_special(_ARGS):
+        ways = (f"{writer.marked(tool.name, _ARGS)} {said}" for tool, said in writer.arguments(tools))
+        return f"({' | '.join(ways)})"
+    call = writer.json_call(tools, "arguments")
+    more = f'(GAP "," GAP {call})*' if parallel else ""
+    return f'GAP "[" GAP {call} {more} GAP "]"'
+
+
+MISTRAL = ToolFormat(read, (_CALLS, _ID, _ARGS), CallGrammar(_CALLS, _write, names=_NAME))

@@ -7,10 +7,14 @@ after that token, and only if they name a tool that there is.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from inflight.agents.calls import Calls
 from inflight.agents.events import ContentDelta
+from inflight.agents.parameter_rules import Parameter, json_value, parameters
 from inflight.agents.python_literals import json_string, literal_json
+from inflight.agents.rule_writer import CallGrammar, RuleWriter, Tool
+from inflight.agents.schema_types import types_of
 from inflight.agents.source import Markers, Reading, Source
 from inflight.agents.tool_format import ToolFormat
 
@@ -125,4 +129,42 @@ def _string(source: Source, quote: str) -> Reading[str]:
             return "".join(parts)
 
 
-PYTHONIC = ToolFormat(read, (_START, _END))
+def _write(writer: RuleWriter, tools: Sequence[Tool], parallel: bool) -> str:
+    ways = (
+        f"{writer.marked(f'{tool.name}(')} {_written_arguments(writer, given)} GAP {writer.marked(')')}"
+        for tool, given in zip(tools, parameters(tools, _NAME), strict=True)
+    )
+    call = writer.rule("call", " | ".join(ways))
+    more = f'(GAP "," GAP {call})*' if parallel else ""
+    end = f"{writer.marked(_END)}?" if writer.is_special(_END) else ""
+    return f'GAP "[" GAP {call} {more} GAP "]" {end}'
+
+
+def _written_arguments(writer: RuleWriter, given: list[Parameter]) -> str:
+    """In their order, with commas between those that are there."""
+    tail = ""  # what may come behind the parameter that is looked at
+    ways: list[str] = []  # to begin
+    for parameter in reversed(given):
+        said = f"{writer.marked(f'{parameter.name}=')} {_written_value(writer, parameter)}"
+        if parameter.required:
+            ways.clear()
+        ways.append(f"{said} {tail}")
+        further = f'GAP "," GAP {said}'
+        tail = writer.rule(
+            f"{parameter.rule}_tail", f"{further if parameter.required else f'({further})?'} {tail}"
+        )
+    optional = "" if any(parameter.required for parameter in given) else "?"
+    return f"({' | '.join(ways)}){optional}" if ways else ""
+
+
+def _written_value(writer: RuleWriter, parameter: Parameter) -> str:
+    """JSON, which Python reads too but for three words."""
+    types = types_of(parameter.schema)
+    if types == {"boolean"} and not parameter.schema.keys() & {"enum", "const"}:
+        return '("True" | "False")'
+    return json_value(writer, parameter)
+
+
+PYTHONIC = ToolFormat(
+    read, (_START, _END), CallGrammar(_START, _write, repeats=False, bare="\\[", names=_NAME)
+)

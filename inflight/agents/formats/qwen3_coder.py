@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from inflight.agents.calls import Calls
 from inflight.agents.events import ContentDelta
+from inflight.agents.parameter_rules import Parameter, all_of, bare_value, parameters
+from inflight.agents.rule_writer import CallGrammar, RuleWriter, Tool
 from inflight.agents.source import Markers, Reading, Source
 from inflight.agents.tool_format import ToolFormat
 from inflight.agents.typed_values import TypedArguments
@@ -68,4 +71,20 @@ def _name(source: Source) -> Reading[str | None]:
     return name.strip() if (yield from source.accept(">")) else None
 
 
-QWEN3_CODER = ToolFormat(read, (_OPEN, _CLOSE))
+def _write(writer: RuleWriter, tools: Sequence[Tool], _: bool) -> str:
+    def written(parameter: Parameter) -> str:
+        value = bare_value(
+            writer, parameter, f"\n{_PARAMETER_END}", (f"\n{_PARAMETER}", f"\n{_FUNCTION_END}")
+        )
+        begin = writer.marked(f"{_PARAMETER}{parameter.name}>\n")
+        return f"{begin} {value} GAP"
+
+    ways = (
+        f"{writer.marked(f'{tool.name}>')} GAP {all_of(given, written)}"
+        for tool, given in zip(tools, parameters(tools, _NAME), strict=True)
+    )
+    function = f"{writer.marked(_FUNCTION)} ({' | '.join(ways)}) {writer.marked(_FUNCTION_END)}"
+    return f"GAP {function} GAP {writer.marked(_CLOSE)}"
+
+
+QWEN3_CODER = ToolFormat(read, (_OPEN, _CLOSE), CallGrammar(_OPEN, _write, never=(_FUNCTION,), names=_NAME))

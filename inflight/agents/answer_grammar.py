@@ -1,0 +1,125 @@
+"""What an answer must look like, thoughts and calls included, as one grammar.
+
+[thoughts] [gap] calls                      a call is required
+[thoughts] [gap] (calls | content)          content of a shape, and tools that may be called instead
+[thoughts] (text opening call)* text        whatever begins as a call goes on as a valid one
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from inflight.agents.answer_shape import AnswerShape, marked_answer
+from inflight.agents.formats.harmony import HARMONY
+from inflight.agents.formats.harmony_grammar import harmony_answer
+from inflight.agents.rule_writer import ANY_OBJECT, RuleWriter, Tool
+from inflight.agents.thinking import HARMONY_REASONING, THINKING
+from inflight.agents.tool_format import TOOL_FORMATS
+from inflight.constraints import RuleSchema, literal, without_annotations
+from inflight.errors import ParameterError
+from inflight.structured_outputs import MAX_CONSTRAINT_LENGTH, PARAM, StructuredOutputs
+from inflight.text import Tokenizer
+
+
+class NamesTool(Protocol):
+    """A choice of one tool."""
+
+    @property
+    def name(self) -> str: ...
+
+
+def answer_grammar(
+    tool_format: str | None,
+    reasoning_format: str | None,
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+    tool_choice: str | NamesTool = "auto",
+    parallel: bool = True,
+    content: StructuredOutputs | None = None,
+    prompt: str = "",
+    max_reasoning_tokens: int | None = None,
+    tokenizer: Tokenizer | None = None,
+) -> StructuredOutputs | None:
+    """One constraint for all that a request asks of its answer; None where nothing needs any.
+
+    Formats, tools, tokenizer and prompt as `MessageParser` has them. With `tool_choice` "none" there are no tools.
+    Raises ParameterError.
+    """
+    try:
+        offered = [] if tool_choice == "none" else read_tools(tools)
+        if not isinstance(tool_choice, str):
+            offered = [tool for tool in offered if tool.name == tool_choice.name]
+        is_required = tool_choice not in ("auto", "none")
+        needs_calls = bool(offered) and (is_required or any(tool.strict for tool in offered))
+        is_content_all = content is None or (not offered and reasoning_format is None)
+        if not needs_calls and max_reasoning_tokens is None and is_content_all:
+            return content
+
+        def written(tools: Sequence[Tool]) -> str:
+            writer = RuleWriter(tokenizer)
+            wanted = None if content is None else _content(writer, content)
+            shape = AnswerShape(tools, is_required, parallel, wanted, max_reasoning_tokens)
+            return writer.answer(_start(writer, shape, tool_format, reasoning_format, prompt)).text()
+
+        text = written(offered)
+        if len(text) > MAX_CONSTRAINT_LENGTH and not needs_calls:  # nobody asked for valid arguments
+            text = written([replace(tool, schema=ANY_OBJECT) for tool in offered])
+    except RecursionError:
+        raise ParameterError("tools has a schema that is nested too deeply", param="tools") from None
+    if len(text) > MAX_CONSTRAINT_LENGTH:
+        param = "tools" if offered else PARAM
+        raise ParameterError(
+            f"{param} would make a grammar of {len(text)} characters: at most {MAX_CONSTRAINT_LENGTH} are allowed "
+            "where calls must match their schemas",
+            param=param,
+            code="constraint_too_complex",
+        )
+    return StructuredOutputs(answer=text)
+
+
+def _start(
+    writer: RuleWriter, shape: AnswerShape, tool_format: str | None, reasoning_format: str | None, prompt: str
+) -> str:
+    if HARMONY_REASONING in (tool_format, reasoning_format):
+        return harmony_answer(writer, shape, HARMONY.opened(prompt))
+    thinking = None if reasoning_format is None else THINKING[reasoning_format]
+    calls = None if tool_format is None else TOOL_FORMATS.get(tool_format).grammar
+    opened = thinking is not None and bool(thinking.opened(prompt))
+    return marked_answer(writer, shape, calls, thinking, opened)
+
+
+def read_tools(tools: Sequence[Mapping[str, Any]]) -> list[Tool]:
+    """Tools as requests have them. Their arguments are objects, whatever else the schemas say."""
+    found = []
+    for index, tool in enumerate(tools):
+        function = tool.get("function", tool)
+        schema = function.get("parameters")
+        if schema is None:  # it takes none
+            schema = {**ANY_OBJECT, "additionalProperties": False}
+        is_strict = function.get("strict") is True
+        param = f"tools[{index}].function.parameters"
+        kind = schema.get("type", "object") if isinstance(schema, dict) else None
+        if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+            if is_strict:
+                raise ParameterError(f"{param} must be a schema of type object", param=param)
+            schema = {}
+        found.append(Tool(function["name"], {**without_annotations(schema), **ANY_OBJECT}, is_strict, param))
+    return found
+
+
+def _content(writer: RuleWriter, asked: StructuredOutputs) -> str:
+    """What the content of an answer must be, as an expression."""
+    if asked.kind == "json":
+        try:
+            schema = json.loads(asked.text)
+        except (ValueError, RecursionError) as error:
+            raise ParameterError(f"{PARAM}.json is no JSON: {error}", param=PARAM) from None
+        return writer.schema("content", RuleSchema(schema, PARAM))
+    if asked.kind == "json_object":
+        return writer.schema("content", RuleSchema(ANY_OBJECT, PARAM))
+    if asked.kind == "choice":
+        return writer.rule("content", " | ".join(map(literal, json.loads(asked.text))))
+    return writer.user_content(asked.kind, asked.text)

@@ -1,0 +1,108 @@
+"""Random answers that a grammar allows, and what a parser reads in them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import tokenizers
+
+from inflight.agents import MessageParser, ParsedMessage, answer_grammar
+from inflight.constraints import GrammarCompiler, Matcher
+from inflight.frontend.vocabulary import vocabulary_of
+from inflight.structured_outputs import StructuredOutputs
+from inflight.text import IncrementalDetokenizer, Tokenizer
+
+from ..constraints.walking import allowed_ids
+from ..text.samples import byte_level_backend
+
+END = "<|over|>"
+HURRY_AFTER = 80
+MAX_TOKENS = 600
+CLOSING_TAG = "\n</parameter>"  # of a format that has no tokens for its tags
+CLOSING = tuple("\"'])}>\n")
+WORDS = ('{"', '":', '"}', "}}", "]}", " true", "name", "\n", "</", "Paris", CLOSING_TAG)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A tokenizer that knows the markers of a format, as special tokens or as ordinary ones."""
+
+    tokenizer: Tokenizer
+    grammars: GrammarCompiler
+    markers: frozenset[int]
+    end: int
+
+    @classmethod
+    @cache
+    def with_markers(cls, markers: tuple[str, ...], special: bool) -> Model:
+        backend = byte_level_backend()
+        backend.add_special_tokens([tokenizers.AddedToken(END, special=True)])
+        backend.add_tokens([tokenizers.AddedToken(word, special=False) for word in WORDS])
+        added = [tokenizers.AddedToken(marker, special=special) for marker in markers]
+        (backend.add_special_tokens if special else backend.add_tokens)(added)
+        tokenizer = Tokenizer(backend)
+        end = tokenizer.token_id(END)
+        assert end is not None
+        ids = [tokenizer.token_id(marker) for marker in (*markers, CLOSING_TAG)]
+        vocabulary = vocabulary_of(tokenizer, tokenizer.vocab_size, (end,))
+        return cls(
+            tokenizer, GrammarCompiler(lambda: vocabulary), frozenset(i for i in ids if i is not None), end
+        )
+
+    def walk(self, asked: StructuredOutputs, seed: int) -> list[int]:
+        """The ids of an answer, without the end. After a while, of those that come to an end sooner."""
+        matcher = self.grammars.compile(asked).matcher()
+        generator, ids = random.Random(seed), list[int]()
+        while len(ids) < MAX_TOKENS:
+            allowed = allowed_ids(matcher, self.tokenizer.vocab_size)
+            assert matcher.error is None, matcher.error
+            assert allowed, f"nothing may follow {self.text(ids)!r}"
+            hurries = len(ids) > HURRY_AFTER
+            if self.end in allowed and (hurries or generator.random() < 0.1):
+                return ids
+            ids.append(self._chosen(generator, [i for i in allowed if i != self.end] or allowed, hurries))
+            if ids[-1] == self.end:
+                return ids[:-1]
+            matcher.advance(ids[-1:])
+        raise AssertionError(f"no end after {self.text(ids)!r}")
+
+    def _chosen(self, generator: random.Random, allowed: list[int], hurries: bool) -> int:
+        marking = [i for i in allowed if i in self.markers]
+        if marking and generator.random() < 0.4:
+            return generator.choice(marking)
+        closing = [i for i in allowed if self.tokenizer.text_of(i)[:1] in CLOSING] if hurries else []
+        return generator.choice(closing or allowed)
+
+    def text(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
+
+    def matcher(self, asked: StructuredOutputs) -> Matcher:
+        return self.grammars.compile(asked).matcher()
+
+    def read(self, parser: MessageParser, ids: Sequence[int]) -> ParsedMessage:
+        detokenizer = IncrementalDetokenizer(self.tokenizer, skip_special_tokens=False)
+        message = ParsedMessage()
+        for run in parser.runs(ids):
+            message.add(parser.feed(detokenizer.push(run), run))
+        message.add(parser.feed(detokenizer.flush()))
+        message.add(parser.finish())
+        return message
+
+    def answer(
+        self,
+        seed: int,
+        tool_format: str | None,
+        reasoning: str | None,
+        tools: Sequence[Mapping[str, Any]],
+        **asked: Any,
+    ) -> ParsedMessage:
+        """What a parser reads in a random answer."""
+        prompt = asked.get("prompt", "")
+        grammar = answer_grammar(tool_format, reasoning, tools=tools, tokenizer=self.tokenizer, **asked)
+        assert grammar is not None
+        parser = MessageParser(tool_format, reasoning, tools=tools, tokenizer=self.tokenizer, prompt=prompt)
+        return self.read(parser, self.walk(grammar, seed))

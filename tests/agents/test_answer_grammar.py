@@ -1,0 +1,279 @@
+"""Whatever is drawn under the grammar of an answer, a parser reads valid calls in it."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import jsonschema
+import pytest
+
+from inflight import StructuredOutputs
+from inflight.agents import TOOL_FORMATS, MessageParser, ParsedMessage, answer_grammar
+from inflight.agents.thinking import THINKING
+from inflight.errors import ParameterError
+
+from ..constraints.walking import allowed_ids
+from .answers import Model
+
+PLACE = {
+    "type": "object",
+    "properties": {"lat": {"type": "number"}, "names": {"type": "array", "items": {"type": "string"}}},
+    "required": ["lat"],
+    "additionalProperties": False,
+}
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "strict": True,
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "city": {"type": "string"},
+                    "unit": {"$ref": "#/$defs/unit"},
+                    "days": {"type": "integer", "minimum": 1, "maximum": 14},
+                    "place": PLACE,
+                    "note": {"type": ["string", "null"]},
+                    "level": {"enum": ["low", 3, None]},
+                    "code": {"type": "string", "minLength": 2, "maxLength": 4},
+                },
+                "required": ["city", "unit"],
+                "additionalProperties": False,
+                "$defs": {"unit": {"type": "string", "enum": ["celsius", "37"]}},
+            },
+        },
+    },
+    {
+        "type": "function",
+        "function": {
+            "name": "get_time",
+            "parameters": {"type": "object", "properties": {}, "additionalProperties": False},
+        },
+    },
+]
+SCHEMAS = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
+NAMED = type("NamedTool", (), {"name": "get_weather"})()
+
+
+def model(tool_format: str | None, reasoning: str | None, special: bool) -> Model:
+    markers = TOOL_FORMATS.get(tool_format).markers if tool_format else ()
+    thinking = THINKING.get(reasoning or "")
+    return Model.with_markers((*markers, *((thinking.open, thinking.close) if thinking else ())), special)
+
+
+def check_calls(message: ParsedMessage) -> None:
+    for call in message.tool_calls:
+        assert call.complete
+        jsonschema.Draft202012Validator(SCHEMAS[call.name]).validate(json.loads(call.arguments))
+
+
+# Formats with the reasoning that their models have, and whether their markers are special tokens.
+FORMATS = [
+    ("hermes", "think", False),
+    ("hermes", "seed_oss", True),
+    ("qwen3_coder", None, False),
+    ("qwen3_coder", "think", True),
+    ("glm45", "think", False),
+    ("glm45", None, True),
+    ("mistral", "mistral", True),
+    ("mistral", None, False),
+    ("deepseek_v3", "think", True),
+    ("kimi_k2", "kimi_vl", True),
+    ("llama3_json", None, True),
+    ("llama3_json", "think", False),
+    ("pythonic", None, True),
+    ("harmony", "harmony", True),
+]
+
+
+@pytest.mark.parametrize(("tool_format", "reasoning", "special"), FORMATS)
+def test_required_calls_are_valid(tool_format: str, reasoning: str | None, special: bool) -> None:
+    some = model(tool_format, reasoning, special)
+    counts, thought = set(), False
+    for seed in range(16):
+        message = some.answer(seed, tool_format, reasoning, TOOLS, tool_choice="required")
+        assert message.tool_calls
+        assert not message.content
+        check_calls(message)
+        counts.add(len(message.tool_calls))
+        thought |= bool(message.reasoning)
+    assert thought or reasoning is None
+    assert len(counts) > 1 or tool_format == "harmony"  # which ends with a call
+
+
+@pytest.mark.parametrize(("tool_format", "reasoning", "special"), FORMATS)
+def test_one_call_of_the_tool_that_was_named(tool_format: str, reasoning: str | None, special: bool) -> None:
+    some = model(tool_format, reasoning, special)
+    for seed in range(4):
+        message = some.answer(seed, tool_format, reasoning, TOOLS, tool_choice=NAMED, parallel=False)
+        assert [call.name for call in message.tool_calls] == ["get_weather"]
+        check_calls(message)
+
+
+@pytest.mark.parametrize(("tool_format", "reasoning", "special"), FORMATS)
+def test_strict_tools_may_be_called_and_then_calls_are_valid(
+    tool_format: str, reasoning: str | None, special: bool
+) -> None:
+    some = model(tool_format, reasoning, special)
+    messages = [some.answer(seed, tool_format, reasoning, TOOLS) for seed in range(16)]
+    for message in messages:
+        check_calls(message)
+    assert any(message.tool_calls for message in messages)
+    assert any(message.content for message in messages)
+
+
+@pytest.mark.parametrize(("tool_format", "reasoning", "special"), FORMATS)
+def test_calls_or_content_of_a_shape(tool_format: str, reasoning: str | None, special: bool) -> None:
+    some = model(tool_format, reasoning, special)
+    content = StructuredOutputs(json=PLACE)
+    messages = [some.answer(seed, tool_format, reasoning, TOOLS, content=content) for seed in range(16)]
+    for message in messages:
+        check_calls(message)
+        if not message.tool_calls:
+            jsonschema.validate(json.loads(message.content), PLACE)
+    assert len({bool(message.tool_calls) for message in messages}) == 2
+
+
+def test_nothing_is_constrained_without_need() -> None:
+    plain = [TOOLS[1]]
+    assert answer_grammar("hermes", "think", tools=plain) is None
+    assert answer_grammar("hermes", "think", tools=TOOLS, tool_choice="none") is None
+    content = StructuredOutputs(choice=["a"])
+    assert answer_grammar(None, None, content=content) is content
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("prompt", ["", "<think>\n"])
+@pytest.mark.parametrize(
+    "content",
+    [StructuredOutputs(json=PLACE), StructuredOutputs(regex="[a-c]{2}"), StructuredOutputs(choice=["yes"])],
+)
+def test_content_of_a_shape_comes_after_the_thoughts(
+    content: StructuredOutputs, prompt: str, special: bool
+) -> None:
+    some = model(None, "think", special)
+    messages = [some.answer(seed, None, "think", (), content=content, prompt=prompt) for seed in range(8)]
+    for message in messages:
+        match content.kind:
+            case "json":
+                jsonschema.validate(json.loads(message.content), PLACE)
+            case "regex":
+                assert re.fullmatch("[a-c]{2}", message.content)
+            case _:
+                assert message.content == "yes"
+    assert any(message.reasoning for message in messages)
+
+
+@pytest.mark.parametrize("reasoning", ["think", "harmony"])
+@pytest.mark.parametrize("opened", [True, False])
+@pytest.mark.parametrize("limit", [0, 3])
+def test_a_budget_ends_the_thoughts(reasoning: str, opened: bool, limit: int) -> None:
+    tool_format = "harmony" if reasoning == "harmony" else None
+    some = model(tool_format, reasoning, special=reasoning == "harmony")
+    prompts = {"think": "<think>", "harmony": "<|start|>assistant<|channel|>analysis<|message|>"}
+    prompt = prompts[reasoning] if opened else ""
+    asked = answer_grammar(
+        None, reasoning, max_reasoning_tokens=limit, prompt=prompt, tokenizer=some.tokenizer
+    )
+    assert asked is not None
+    longest = 0
+    for seed in range(20):
+        ids = some.walk(asked, seed)
+        parser = MessageParser(None, reasoning, tokenizer=some.tokenizer, prompt=prompt)
+        thought = some.read(parser, ids).reasoning
+        longest = max(longest, len(thought))
+        assert limit or not thought
+        for count in range(1, len(ids)):  # whoever goes on from the tokens so far counts them all
+            replayed = some.matcher(asked)
+            replayed.advance(ids[:count])
+            assert ids[count] in allowed_ids(replayed, some.tokenizer.vocab_size)
+        words = some.tokenizer.encode(thought, parse_special=False)
+        assert len(thought) <= limit * max(len(some.text([i])) for i in (*ids, *words))
+    assert bool(longest) == bool(limit)
+    grammar = some.grammars.compile(asked)
+    used = grammar.matcher()
+    used.advance(some.walk(asked, 0))
+    grammar.give_back(used)
+    assert allowed_ids(
+        grammar.matcher(), some.tokenizer.vocab_size
+    )  # nobody gets one that cannot begin again
+
+
+def test_a_budget_needs_an_end_that_is_one_token() -> None:
+    some = model(None, None, special=False)
+    with pytest.raises(ParameterError, match="no single token") as caught:
+        answer_grammar(None, "think", max_reasoning_tokens=5, tokenizer=some.tokenizer)
+    assert caught.value.param == "max_reasoning_tokens"
+
+
+def with_schema(schema: Any, strict: bool) -> list[dict[str, Any]]:
+    return [TOOLS[1], {"type": "function", "function": {"name": "f", "parameters": schema, "strict": strict}}]
+
+
+def compiled(some: Model, tool_format: str, tools: list[dict[str, Any]]) -> None:
+    asked = answer_grammar(tool_format, None, tools=tools, tool_choice="required", tokenizer=some.tokenizer)
+    assert asked is not None
+    some.grammars.compile(asked)
+
+
+@pytest.mark.parametrize("tool_format", ["hermes", "kimi_k2", "glm45", "pythonic"])
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}, "'uniqueItems'"),
+        ({"type": "object", "properties": {"a": {"type": "integer", "not": {}}}, "required": ["a"]}, "'not'"),
+        ({"type": "object", "properties": {"a": {"type": "object", "requried": []}}}, "'requried'"),
+        ({"type": "object", "properties": {"a": {"type": "array", "items": {"format": "x"}}}}, "format: x"),
+    ],
+)
+def test_a_schema_that_cannot_be_used_is_named_or_loosened(
+    tool_format: str, schema: dict[str, Any], message: str
+) -> None:
+    some = model(tool_format, None, special=True)
+    with pytest.raises(ParameterError, match=message) as caught:
+        compiled(some, tool_format, with_schema(schema, strict=True))
+    assert caught.value.param == "tools[1].function.parameters"
+    tools = with_schema(schema, strict=False)
+    for seed in range(4):
+        message_read = some.answer(seed, tool_format, None, tools, tool_choice="required")
+        assert all(isinstance(json.loads(call.arguments), dict) for call in message_read.tool_calls)
+
+
+def test_a_format_refuses_what_it_cannot_promise() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "a+"}}}
+    with pytest.raises(ParameterError, match="'pattern', at #/properties/a") as caught:
+        answer_grammar("qwen3_coder", None, tools=with_schema(schema, True), tool_choice="required")
+    assert caught.value.code == "unsupported_keyword"
+
+
+BUSY = {"allOf": [{"type": "string", "pattern": f"a{{{i},{i + 20}}}.*b"} for i in range(28)]}
+
+
+def test_hostile_tools_are_refused_in_time() -> None:
+    """Also behind a tool whose own mistake would end the trial of all of them."""
+    some = model("hermes", None, special=True)
+    wrong = {"name": "g", "parameters": {"type": "object", "properties": {"a": {"format": "x"}}}}
+    busy = with_schema({"type": "object", "properties": {"a": BUSY}, "required": ["a"]}, strict=False)
+    for tools in (busy, [{"type": "function", "function": wrong}, *busy]):
+        with pytest.raises(ParameterError) as caught:
+            compiled(some, "hermes", tools)
+        assert (caught.value.param, caught.value.code) == ("tools", "constraint_too_complex")
+
+
+def test_there_may_be_many_tools_but_not_too_long_ones() -> None:
+    some = model("hermes", None, special=True)
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+    tools = [{"type": "function", "function": {"name": f"f{i}", "parameters": schema}} for i in range(512)]
+    compiled(some, "hermes", tools)
+    long = {"type": "object", "properties": {f"property_{i}": {"type": "string"} for i in range(20)}}
+
+    tools = [{"type": "function", "function": {"name": f"f{i}", "parameters": long}} for i in range(512)]
+    assert (
+        answer_grammar("hermes", "think", tools=tools, max_reasoning_tokens=0) is not None
+    )  # not about calls
+    with pytest.raises(ParameterError, match="at most 131072") as caught:
+        compiled(some, "hermes", tools)
+    assert caught.value.param == "tools"
