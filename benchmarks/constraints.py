@@ -4,12 +4,13 @@
 
 Masks are those along valid answers. The step is that of the built-in model, or of random weights of a `--shape` with a
 vocabulary of that size, with as many rows as asked for: all constrained by a schema whose answers do not end, against
-none.
+none. The first token is that of a short prompt.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import itertools
 import json
 import random
@@ -24,7 +25,7 @@ import numpy as np
 from benchmarks.dummy import spelling, write_checkpoint
 from benchmarks.report import show
 from benchmarks.shapes import SHAPES
-from inflight import LLM, SamplingParams, StructuredOutputs
+from inflight import LLM, AsyncEngine, SamplingParams, StructuredOutputs
 from inflight.constraints import GrammarCompiler, MaskFiller, Matcher, Vocabulary
 from inflight.events import StepRecord
 
@@ -124,17 +125,17 @@ def measure_masks() -> list[tuple[Any, ...]]:
     return rows
 
 
-def measure_steps(arguments: argparse.Namespace) -> list[tuple[Any, ...]]:
+def engine_options(arguments: argparse.Namespace, folder: str) -> dict[str, Any]:
+    """Of the model that was asked for, which is written into the folder if it is not the built-in one."""
     options: dict[str, Any] = {"device": arguments.device} if arguments.device else {}
-    with tempfile.TemporaryDirectory() as folder:
-        if arguments.shape is not None:
-            config = {**SHAPES[arguments.shape], "vocab_size": VOCAB_SIZE, "eos_token_id": VOCAB_SIZE - 1}
-            model = write_checkpoint(Path(folder) / "model", config, vocabulary().pieces)
-            options |= {"model": model, "load_format": "dummy", "dtype": arguments.dtype}
-        return _measure_steps(options, arguments)
+    if arguments.shape is None:
+        return options
+    config = {**SHAPES[arguments.shape], "vocab_size": VOCAB_SIZE, "eos_token_id": VOCAB_SIZE - 1}
+    model = write_checkpoint(Path(folder) / "model", config, vocabulary().pieces)
+    return {**options, "model": str(model), "load_format": "dummy", "dtype": arguments.dtype}
 
 
-def _measure_steps(options: dict[str, Any], arguments: argparse.Namespace) -> list[tuple[Any, ...]]:
+def measure_steps(options: dict[str, Any], arguments: argparse.Namespace) -> list[tuple[Any, ...]]:
     with LLM(show_progress=False, **options) as llm:
         asked = [None, *ENDLESS.values()]
         params = [
@@ -153,6 +154,27 @@ def _measure_steps(options: dict[str, Any], arguments: argparse.Namespace) -> li
         (name, arguments.rows, without, took, 100 * (took / without - 1))
         for name, took in zip(ENDLESS, beside, strict=True)
     ]
+
+
+async def measure_first_token(options: dict[str, Any], repeats: int) -> list[tuple[Any, ...]]:
+    """A request at a time, with and without a schema that nobody has compiled, of an engine in its own process."""
+    async with await AsyncEngine.start(in_process=False, **options) as engine:
+        both: list[tuple[float, float]] = []
+        for number in range(repeats + 1):  # the first one warms up
+            names = [f"field_{i}_{number}" for i in range(100)]
+            schema = {**WIDE, "properties": {name: {"type": "string"} for name in names}, "required": names}
+            plain, constrained = None, StructuredOutputs(json=schema)
+            both.append((await _first_token_ms(engine, plain), await _first_token_ms(engine, constrained)))
+    without, cold = (statistics.median(times[1:]) for times in zip(*both, strict=True))
+    return [(without, cold, cold - without)]
+
+
+async def _first_token_ms(engine: AsyncEngine, asked: StructuredOutputs | None) -> float:
+    params = SamplingParams(temperature=1.0, seed=1, max_tokens=1, structured_outputs=asked)
+    start = time.perf_counter()
+    async for _ in engine.generate(list(range(5, 37)), params):
+        pass
+    return 1e3 * (time.perf_counter() - start)
 
 
 def _decode_ms(llm: LLM, params: SamplingParams, num_rows: int) -> float:
@@ -182,14 +204,19 @@ def main() -> None:
     arguments = parser.parse_args()
     masks = measure_masks()
     columns = ("constraint", "compile ms", "mask µs", "p99 µs", "worst µs", "cold µs", "cold worst µs")
-    steps = measure_steps(arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        options = engine_options(arguments, folder)
+        steps = measure_steps(options, arguments)
+        first = asyncio.run(measure_first_token(options, arguments.repeats))
     step_columns = ("schema", "rows", "step ms", "constrained ms", "more %")
+    first_columns = ("first token ms", "with a cold schema ms", "more ms")
     if arguments.json:
-        data = {"benchmark": "constraints", "masks": masks, "steps": steps}
+        data = {"benchmark": "constraints", "masks": masks, "steps": steps, "first_token": first}
         print(json.dumps(data))
         return
     show(f"masks over {VOCAB_SIZE} tokens", columns, masks, False, {})
     show("a decode step", step_columns, steps, False, {})
+    show("the first token, with a schema of 100 properties that is new", first_columns, first, False, {})
 
 
 if __name__ == "__main__":

@@ -89,6 +89,7 @@ class AsyncEngine:
         client = await ProcessClient.start(config, process, progress)
         try:
             front = await asyncio.to_thread(Frontend.of, config, client.facts)
+            await asyncio.to_thread(front.warm_up)
         except BaseException:
             await client.close()
             raise
@@ -349,7 +350,9 @@ class AsyncEngine:
 def _load(config: EngineConfig, progress: LoadProgress | None) -> LoadedEngine:
     from inflight.loading import load_engine  # torch, which takes long to import too
 
-    return load_engine(config, progress)
+    loaded = load_engine(config, progress)
+    loaded.warm_up()
+    return loaded
 
 
 def _snapshot(output: RequestOutput) -> RequestOutput:

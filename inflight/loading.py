@@ -209,6 +209,7 @@ def _load_encoder(
 def load_core(config: EngineConfig, progress: LoadProgress) -> tuple[EngineCore, ModelFacts]:
     """The half of an engine that runs in a process of its own: see `engine/worker.py`."""
     loaded = load_engine(config, progress)
+    loaded.warm_up()
     return loaded.core, loaded.facts
 
 

@@ -22,6 +22,8 @@ from inflight.execution.sampling.token_bits import first_mask
 from inflight.scheduling import Admission
 from inflight.structured_outputs import StructuredOutputs
 
+NUM_COMPILERS = 2  # threads
+
 
 class MaskedRows(Protocol):
     """A sampler's rows."""
@@ -49,9 +51,9 @@ class _Drawn(NamedTuple):
 
 @dataclass(slots=True)
 class _Constrained:
-    """One row. The grammar is compiled, and the outputs are replayed, when its first mask is wanted."""
+    """One row. Its grammar is compiled from its admission on, its outputs are replayed for its first mask."""
 
-    asked: StructuredOutputs
+    compiled: Future[Grammar]
     allowed: NDArray[np.int32] | None  # by the other parameters; None: all
     outputs: list[int]  # that the matcher has yet to see
     drawn: _Drawn | None = None  # which comes behind them
@@ -79,6 +81,7 @@ class ConstrainedRows:
     _rows: dict[int, _Constrained] = field(default_factory=dict)
     _filler: MaskFiller = field(default_factory=MaskFiller)
     _thread: ThreadPoolExecutor | None = None
+    _compiling: ThreadPoolExecutor | None = None
     _latest: Future[NDArray[np.int32]] | None = None
 
     def admit(self, admissions: Sequence[Admission]) -> None:
@@ -95,7 +98,16 @@ class ConstrainedRows:
                 allowed = (
                     None if params.allowed_token_ids is None else first_mask(params, self.state.vocab_size)
                 )
-                self._rows[row] = _Constrained(params.structured_outputs, allowed, outputs)
+                compiled = self._compile(params.structured_outputs)
+                self._rows[row] = _Constrained(compiled, allowed, outputs)
+
+    def _compile(self, asked: StructuredOutputs) -> Future[Grammar]:
+        """Beside the steps that compute the prompt. What was compiled before is there at once."""
+        if self.compiler is None:
+            raise EngineError("a request has a constraint, and this engine cannot compile any")
+        if self._compiling is None:
+            self._compiling = ThreadPoolExecutor(NUM_COMPILERS, "inflight-grammars")
+        return self._compiling.submit(self.compiler.compile, asked, trusted=True)
 
     @property
     def any(self) -> bool:
@@ -109,8 +121,6 @@ class ConstrainedRows:
         chosen = [row for row in rows if row in self._rows]
         if not chosen:
             return None
-        if self.compiler is None:
-            raise EngineError("a request has a constraint, and this engine cannot compile any")
         constrained = [self._rows[row] for row in chosen]
         if not self.in_thread:
             return StepMasks(chosen, partial(self._compute, constrained))
@@ -137,8 +147,9 @@ class ConstrainedRows:
         return {place: failed[row] for place, row in enumerate(rows) if row in failed} if failed else {}
 
     def close(self) -> None:
-        if self._thread is not None:
-            self._thread.shutdown()
+        for threads in (self._thread, self._compiling):
+            if threads is not None:
+                threads.shutdown()
 
     # ---- beside the forward pass ----
 
@@ -171,9 +182,8 @@ class ConstrainedRows:
     def _caught_up(self, row: _Constrained) -> Matcher | None:
         """The row's matcher, which has seen all its tokens; None if there is none."""
         if row.matcher is None and row.failure is None:
-            assert self.compiler is not None
             try:
-                row.grammar = self.compiler.compile(row.asked, trusted=True)
+                row.grammar = row.compiled.result()
             except RequestError as error:
                 row.failure = _failure(str(error))
                 return None

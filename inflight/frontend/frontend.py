@@ -114,6 +114,11 @@ class Frontend:
         )
         return OutputProcessor(request_id, found if text is None else text, requests, self.tokenizer)
 
+    def warm_up(self) -> None:
+        """What the first constrained request would wait for: up to a second, so whoever serves does it at start."""
+        if self.generates:
+            self.input_processor.grammars.warm_up()
+
     def is_slow(self, params: SamplingParams) -> bool:
         """Whether `prepare` is no work for an event loop."""
         return isinstance(params, SamplingParams) and self.input_processor.is_slow(params)
