@@ -46,6 +46,8 @@ def test_sampling_params_take_it_as_an_object_or_as_a_mapping() -> None:
     assert SamplingParams(structured_outputs=asked) == SamplingParams(structured_outputs={"json": SCHEMA})  # type: ignore[arg-type]
     with pytest.raises(ParameterError, match="structured_outputs has guided, jsn: allowed are json, regex"):
         SamplingParams(structured_outputs={"jsn": SCHEMA, "guided": 1})  # type: ignore[arg-type]
+    with pytest.raises(ParameterError, match="structured_outputs has answer: allowed are json, regex"):
+        SamplingParams(structured_outputs={"answer": "{}"})  # type: ignore[arg-type]
     with pytest.raises(ParameterError, match="structured_outputs is 'json': it must be StructuredOutputs"):
         SamplingParams(structured_outputs="json")  # type: ignore[arg-type]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from inflight.agents.answer_shape import AnswerShape, marked_answer
@@ -56,11 +57,16 @@ def answer_grammar(
         is_content_all = content is None or (not offered and reasoning_format is None)
         if not needs_calls and max_reasoning_tokens is None and is_content_all:
             return content
-        writer = RuleWriter(tokenizer)
-        wanted = None if content is None else _content(writer, content)
-        shape = AnswerShape(offered, is_required, parallel, wanted, max_reasoning_tokens)
-        start = _start(writer, shape, tool_format, reasoning_format, prompt)
-        text = writer.answer(start).text()
+
+        def written(tools: Sequence[Tool]) -> str:
+            writer = RuleWriter(tokenizer)
+            wanted = None if content is None else _content(writer, content)
+            shape = AnswerShape(tools, is_required, parallel, wanted, max_reasoning_tokens)
+            return writer.answer(_start(writer, shape, tool_format, reasoning_format, prompt)).text()
+
+        text = written(offered)
+        if len(text) > MAX_CONSTRAINT_LENGTH and not needs_calls:  # nobody asked for valid arguments
+            text = written([replace(tool, schema=ANY_OBJECT) for tool in offered])
     except RecursionError:
         raise ParameterError("tools has a schema that is nested too deeply", param="tools") from None
     if len(text) > MAX_CONSTRAINT_LENGTH:

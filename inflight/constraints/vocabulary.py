@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 
-# Where all texts of one of these kinds may follow, the tokens among them are taken together, and not one by one. Strings
-# of bounded length, which come to have less and less room, are why there are so many.
+# Where all texts of one of these kinds may follow, the tokens among them are taken together, and not one by one.
+# Strings of bounded length, which come to have less and less room, are why there are so many.
 _CHARACTER = r'[^"\\\x00-\x1F\x7F]'
 _SLICES = [
     r"[\x20\x0A\x0D\x09]+",

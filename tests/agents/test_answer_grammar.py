@@ -193,6 +193,13 @@ def test_a_budget_ends_the_thoughts(reasoning: str, opened: bool, limit: int) ->
         words = some.tokenizer.encode(thought, parse_special=False)
         assert len(thought) <= limit * max(len(some.text([i])) for i in (*ids, *words))
     assert bool(longest) == bool(limit)
+    grammar = some.grammars.compile(asked)
+    used = grammar.matcher()
+    used.advance(some.walk(asked, 0))
+    grammar.give_back(used)
+    assert allowed_ids(
+        grammar.matcher(), some.tokenizer.vocab_size
+    )  # nobody gets one that cannot begin again
 
 
 def test_a_budget_needs_an_end_that_is_one_token() -> None:
@@ -264,6 +271,9 @@ def test_there_may_be_many_tools_but_not_too_long_ones() -> None:
     long = {"type": "object", "properties": {f"property_{i}": {"type": "string"} for i in range(20)}}
 
     tools = [{"type": "function", "function": {"name": f"f{i}", "parameters": long}} for i in range(512)]
+    assert (
+        answer_grammar("hermes", "think", tools=tools, max_reasoning_tokens=0) is not None
+    )  # not about calls
     with pytest.raises(ParameterError, match="at most 131072") as caught:
         compiled(some, "hermes", tools)
     assert caught.value.param == "tools"

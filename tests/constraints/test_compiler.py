@@ -151,17 +151,38 @@ def test_grammars_and_refusals_are_kept_but_not_for_ever() -> None:
     assert not small.is_compiled(wrong)
 
 
+def test_warming_up_makes_what_the_first_constraint_would_wait_for() -> None:
+    made: list[Vocabulary] = []
+
+    def make() -> Vocabulary:
+        made.append(Vocabulary([b"a", b""], frozenset(), (1,)))
+        return made[-1]
+
+    cold = GrammarCompiler(make)
+    cold.warm_up()
+    assert len(made) == 1
+    cold.compile(StructuredOutputs(choice=["aa"]))
+    assert len(made) == 1
+
+
 def test_models_that_cannot_be_constrained_say_so() -> None:
     without = GrammarCompiler(lambda: vocabulary_of(None, 10, (1,)))
+    without.warm_up()
     with pytest.raises(ParameterError, match="it runs without a tokenizer") as caught:
         without.compile(StructuredOutputs(choice=["a"]))
     assert caught.value.code == "constraints_unavailable"
 
 
+# Two dozen patterns at once: hours, if nobody ends it.
+INTERSECTIONS = {"allOf": [{"type": "string", "pattern": f"a{{{i},{i + 20}}}.*b"} for i in range(28)]}
+SPECIAL = vocabulary().pieces[vocabulary().eos_token_ids[0]].decode()
 HOSTILE: dict[str, dict[str, Any]] = {
-    # Two dozen patterns at once: hours, if nobody ends it.
-    "intersections": {
-        "json": {"allOf": [{"type": "string", "pattern": f"a{{{i},{i + 20}}}.*b"} for i in range(28)]}
+    "intersections": {"json": INTERSECTIONS},
+    "behind a special token": {
+        "structural_tag": {
+            "structures": [{"begin": SPECIAL, "schema": INTERSECTIONS, "end": ""}],
+            "triggers": [SPECIAL],
+        }
     },
     "multiples": {"json": {"type": "integer", "multipleOf": 999_999_937}},
     "alternatives": {

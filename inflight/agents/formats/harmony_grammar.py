@@ -18,6 +18,8 @@ def harmony_answer(writer: RuleWriter, shape: AnswerShape, opened: str) -> str:
             code="constraints_unavailable",
         )
     text = writer.text("TEXT")
+    if opened and "analysis" not in opened:  # it is in its last message already
+        return shape.content or text
     limit = shape.max_reasoning_tokens
     next_message = writer.marked(_END, _START, "assistant")
     said = writer.rule("thoughts" if not limit else f"thoughts[max_tokens={limit}]", text)
@@ -26,7 +28,7 @@ def harmony_answer(writer: RuleWriter, shape: AnswerShape, opened: str) -> str:
     many = "*" if limit is None else "?"
     thoughts = "" if limit == 0 else f"({thought}){many}"
     last = writer.rule("last", _last_message(writer, shape, text))
-    if "analysis" in opened:
+    if opened:
         rest = next_message if limit == 0 else f"{said} {next_message}"
         return f"{rest} {thoughts if limit is None else ''} {last}"
     return f"{thoughts} {last}"

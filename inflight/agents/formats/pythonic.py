@@ -142,7 +142,8 @@ def _write(writer: RuleWriter, tools: Sequence[Tool], parallel: bool) -> str:
 
 def _written_arguments(writer: RuleWriter, given: list[Parameter]) -> str:
     """In their order, with commas between those that are there."""
-    tail, ways = "", []  # what may come behind the parameters looked at so far; those that may come first
+    tail = ""  # what may come behind the parameter that is looked at
+    ways: list[str] = []  # to begin
     for parameter in reversed(given):
         said = f"{writer.marked(f'{parameter.name}=')} {_written_value(writer, parameter)}"
         if parameter.required:
