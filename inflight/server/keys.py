@@ -136,17 +136,22 @@ class Keys:
         """The shares of named callers, for fair scheduling."""
         return {caller.name: caller.weight for caller in self._callers.values() if caller.name}
 
-    def find(self, authorization: str | None) -> Caller:
-        """The caller of an `Authorization` header. Raises ApiError where there is none."""
+    def find(self, authorization: str | None, api_key: str | None = None) -> Caller:
+        """The caller of an `Authorization` header or, without one, of `x-api-key`, as clients of Anthropic's API have
+        it. Raises ApiError where there is none."""
         if not self._callers:
             return self._everyone
-        scheme, _, key = (authorization or "").partition(" ")
+        given = f"Bearer {api_key or ''}" if authorization is None else authorization
+        scheme, _, key = given.partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
-            raise _denied("an API key is needed: send it as 'Authorization: Bearer KEY'", "missing_api_key")
-        given = self._digest(key.strip())
+            raise _denied(
+                "an API key is needed: send it as 'Authorization: Bearer KEY', or as 'x-api-key: KEY'",
+                "missing_api_key",
+            )
+        wanted = self._digest(key.strip())
         found = None
         for digest, caller in self._callers.items():
-            if hmac.compare_digest(digest, given):
+            if hmac.compare_digest(digest, wanted):
                 found = caller  # and go on: all keys take the same time
         if found is None:
             raise _denied("the API key is not known here", "invalid_api_key")

@@ -79,7 +79,8 @@ class AccessMiddleware:
     def _caller(self, scope: Scope) -> Caller:
         if scope["path"] in OPEN and scope["method"] in ("GET", "HEAD"):
             return Caller()
-        return self._state.keys.find(Headers(scope=scope).get("authorization"))
+        headers = Headers(scope=scope)
+        return self._state.keys.find(headers.get("authorization"), headers.get("x-api-key"))
 
     def _name(self, message: Message, seen: dict[str, Any]) -> None:
         """Every response has an id: its own, or the one that its line in the log has."""

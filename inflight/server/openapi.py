@@ -79,8 +79,11 @@ def document(app: FastAPI, with_keys: bool) -> dict[str, Any]:
         components = found.setdefault("components", {})
         components["schemas"] = {**components.get("schemas", {}), **schemas["$defs"]}
         if with_keys:
-            components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-            found["security"] = [{"key": []}]
+            components["securitySchemes"] = {
+                "key": {"type": "http", "scheme": "bearer"},
+                "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            }
+            found["security"] = [{"key": []}, {"x-api-key": []}]
         for path, methods in found["paths"].items():
             for operation in methods.values():
                 _parameters(path, operation)

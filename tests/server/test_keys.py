@@ -57,6 +57,9 @@ def bearer(key: str) -> dict[str, str]:
         ({"authorization": "Bearer wrong"}, "invalid_api_key"),
         ({"authorization": "Bearer alice-secre"}, "invalid_api_key"),
         ({"authorization": b"Bearer \xff\xfe"}, "invalid_api_key"),
+        ({"x-api-key": ""}, "missing_api_key"),
+        ({"x-api-key": "wrong"}, "invalid_api_key"),
+        ({"x-api-key": "alice-secret", "authorization": "Bearer wrong"}, "invalid_api_key"),
     ],
 )
 def test_every_route_but_health_is_closed(headers: Any, code: str, keyed: Live) -> None:
