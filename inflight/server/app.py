@@ -17,12 +17,13 @@ from inflight.server.error_shapes import error_at
 from inflight.server.errors import ApiError, of_exception
 from inflight.server.middleware import AccessMiddleware
 from inflight.server.openapi import document
-from inflight.server.routes import generation, health, pooling, service
+from inflight.server.routes import generation, health, messages, pooling, service
 from inflight.server.state import ServerState, state_of
 
 _FORGOTTEN = (
     "/chat/completions",
     "/completions",
+    "/messages",
     "/embeddings",
     "/models",
 )  # by clients whose base URL lacks /v1
@@ -39,8 +40,8 @@ def create_app(state: ServerState) -> ASGIApp:
         redirect_slashes=False,
     )
     app.state.server = state
-    for routes in (generation.router, pooling.router, service.router, health.router):
-        app.include_router(routes)
+    for routes in (generation, messages, pooling, service, health):
+        app.include_router(routes.router)
     app.add_exception_handler(ApiError, _failed)
     app.add_exception_handler(InflightError, _failed)
     app.add_exception_handler(ClientDisconnect, _gone)

@@ -86,13 +86,14 @@ async def read_json(request: Request, schema: type[T], max_bytes: int, seconds: 
     """The body as the schema wants it. Raises ApiError 400 that names what is wrong."""
     body = await read_body(request, max_bytes, seconds)
     if len(body) <= LARGE:
-        return _parse(schema, body)
-    found = await asyncio.to_thread(_parse, schema, body)
+        return parse_body(schema, body)
+    found = await asyncio.to_thread(parse_body, schema, body)
     found._is_large = True
     return found
 
 
-def _parse(schema: type[T], body: bytes) -> T:
+def parse_body(schema: type[T], body: bytes) -> T:
+    """Raises ApiError 400 that names what is wrong."""
     if _has_too_many_parts(body):
         message = f"the body has more than {MAX_PARTS} keys, objects and lists, which is the limit"
         raise ApiError(400, message, code="body_too_complex")

@@ -150,6 +150,7 @@ def of_validation(errors: list[Any], unsupported: Mapping[str, str]) -> ApiError
 
 
 _TYPE_NAMES = ("str", "int", "float", "bool", "constrained-str")
+_UNION_MEMBERS = ("list[", "dict[", "literal[", "tagged-union[", "<")  # the last: tags (schemas/tagged.py)
 
 
 def _place(error: Any) -> list[Any]:
@@ -157,9 +158,7 @@ def _place(error: Any) -> list[Any]:
     return [
         part
         for part in error["loc"]
-        if not (
-            isinstance(part, str) and (part in _TYPE_NAMES or part.startswith(("list[", "literal[", "dict[")))
-        )
+        if not (isinstance(part, str) and (part in _TYPE_NAMES or part.startswith(_UNION_MEMBERS)))
     ]
 
 

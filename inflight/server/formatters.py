@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
+from inflight.agents import ContentDelta, ParserEvent
 from inflight.frontend import MessageReader, OutputProcessor
 from inflight.frontend.output_processor import Answer
 from inflight.server.errors import ApiError
@@ -36,6 +37,13 @@ class Choice:
     def reader(self) -> MessageReader | None:
         """Of chats in which there may be more than plain content."""
         return self.answer.reader
+
+    def take(self) -> list[ParserEvent]:
+        """What is new in it since it was last taken, whether or not there may be more than plain content."""
+        if self.reader is not None:
+            return self.reader.take()
+        text = self.answer.take_text()
+        return [ContentDelta(text)] if text else []
 
     @property
     def finish_reason(self) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from inflight.server.error_shapes import error_at
 from inflight.server.errors import ApiError
 from inflight.server.openapi import respond
 from inflight.server.schemas.service import HealthStatus
@@ -38,7 +39,7 @@ class LoadingApp:
             retry_after=RETRY_AFTER,
         )
         if scope["path"] not in ("/health", "/ready") or scope["method"] not in ("GET", "HEAD"):
-            return error.response()
+            return error_at(scope["path"], error)
         found = HealthStatus(
             status="loading", seconds_since_step=0.0, num_running=0, num_waiting=0, progress=self._progress
         )

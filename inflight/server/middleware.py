@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inflight.errors import ConfigError
 from inflight.logs import request_id as current_request_id
-from inflight.server.error_shapes import error_at
+from inflight.server.error_shapes import error_at, is_anthropic
 from inflight.server.errors import ApiError, of_exception
 from inflight.server.keys import Caller
 from inflight.server.origins import Origins
@@ -53,7 +53,7 @@ class AccessMiddleware:
         async def watched(message: Message) -> None:
             if message["type"] == "http.response.start":
                 seen["status"] = message["status"]
-                self._name(message, seen)
+                self._name(message, seen, b"request-id" if is_anthropic(scope["path"]) else None)
             await send(message)
 
         try:
@@ -82,14 +82,17 @@ class AccessMiddleware:
         headers = Headers(scope=scope)
         return self._state.keys.find(headers.get("authorization"), headers.get("x-api-key"))
 
-    def _name(self, message: Message, seen: dict[str, Any]) -> None:
-        """Every response has an id: its own, or the one that its line in the log has."""
+    def _name(self, message: Message, seen: dict[str, Any], also: bytes | None) -> None:
+        """Every response has an id: its own, or the one that its line in the log has. `also` is another header for it,
+        which clients of some APIs look for."""
         headers = message.setdefault("headers", [])
         given = next((value for key, value in headers if key == b"x-request-id"), None)
         if given is not None:
             seen["id"] = given.decode("latin-1")
         else:
             message["headers"] = [*headers, (b"x-request-id", seen["id"].encode())]
+        if also is not None:
+            message["headers"] = [*message["headers"], (also, seen["id"].encode())]
 
     def _log(self, scope: Scope, seen: dict[str, Any], seconds: float) -> None:
         route = scope.get("route")

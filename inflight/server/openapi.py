@@ -28,6 +28,7 @@ _ERRORS = {
     500: "The engine failed while it computed this.",
     503: "The engine is not there, or the server shuts down.",
     504: "The request took too long.",
+    529: "The engine is not there, or the server shuts down.",
 }
 
 
@@ -45,8 +46,9 @@ def documented(
     answer: type[BaseModel],
     *more_errors: int,
     events: type[BaseModel] | None = None,
+    error: type[BaseModel] = ErrorBody,
 ) -> dict[str, Any]:
-    """Arguments of a route: what it takes, what it gives, and with which errors it refuses."""
+    """Arguments of a route: what it takes, what it gives, and with which errors it refuses, of which shape."""
     content: dict[str, Any] = {"application/json": {"schema": _ref(answer, "serialization")}}
     errors = {401, 403, *more_errors}
     if body is not None:
@@ -54,11 +56,11 @@ def documented(
     if events is not None:
         content["text/event-stream"] = {"schema": _ref(events, "serialization")}
         errors |= {429, 500, 504}
-    error = {"application/json": {"schema": _ref(ErrorBody, "serialization")}}
+    shape = {"application/json": {"schema": _ref(error, "serialization")}}
     responses: dict[int, Any] = {200: {"description": answer.__doc__ or answer.__name__, "content": content}}
     for status in sorted(errors):
         same = answer.__name__ == "HealthStatus" and status == 503
-        responses[status] = {"description": _ERRORS[status], "content": content if same else error}
+        responses[status] = {"description": _ERRORS[status], "content": content if same else shape}
     found: dict[str, Any] = {"responses": responses, "response_model": None}
     if body is not None:
         schema = {"application/json": {"schema": _ref(body, "validation")}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +19,7 @@ from inflight.server.constraints import ContentConstraint, read_constraint
 from inflight.server.errors import ApiError
 from inflight.server.keys import Caller
 from inflight.server.schemas.chat import ChatBody
-from inflight.server.schemas.common import GenerationBody
+from inflight.server.schemas.common import GenerationBody, SampledBody
 from inflight.server.schemas.completions import CompletionBody
 from inflight.server.schemas.constraints import ConstrainedBody
 from inflight.server.schemas.tokens import TokenizeBody
@@ -85,6 +86,26 @@ def _read_constraint(body: ConstrainedBody, asked: dict[str, Any]) -> ContentCon
     return found
 
 
+def conversation_params(
+    state: ServerState,
+    body: SampledBody,
+    *,
+    max_tokens: int | None,
+    stop: Sequence[str] = (),
+    constraint: ContentConstraint | None = None,
+) -> GenerationParams:
+    """Of bodies with names of their own for these."""
+    default = state.frontend.default_params.get("max_tokens")
+    asked: dict[str, Any] = {"max_tokens": _max_tokens(state, max_tokens, default)}
+    _check_strings(state, "stop", stop)
+    if stop:
+        asked["stop"] = stop
+    if constraint is not None:
+        asked["structured_outputs"] = constraint.structured_outputs()
+    params = SamplingParams(**{**state.frontend.default_params, **body.sampling(), **asked})
+    return GenerationParams(params, constraint=constraint)
+
+
 def _max_tokens(state: ServerState, given: int | None, default: int | None) -> int | None:
     """The longest answer: what is asked for, or a default that the server's limit cuts."""
     limit = state.options.max_output_tokens
@@ -117,26 +138,26 @@ def _params(state: ServerState, body: GenerationBody, asked: dict[str, Any]) -> 
 
 def _check_lists(state: ServerState, body: GenerationBody) -> None:
     """Lists are looked at in every step: what is longer than it can be of use is refused."""
-    options = state.options
-    stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
-    if len(stops) > options.max_stop_strings:
-        raise ApiError(
-            400,
-            f"stop has {len(stops)} strings: at most {options.max_stop_strings} are allowed",
-            param="stop",
-        )
-    for name, texts in (("stop", stops), ("bad_words", body.bad_words or ())):
-        longest = max(map(len, texts), default=0)
-        if longest > options.max_stop_length:
-            message = (
-                f"{name} has a string of {longest} characters: at most {options.max_stop_length} are allowed"
-            )
-            raise ApiError(400, message, param=name)
+    _check_strings(state, "stop", [body.stop] if isinstance(body.stop, str) else body.stop or [])
+    _check_strings(state, "bad_words", body.bad_words or ())
     size = state.frontend.input_processor.vocab_size
     for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
         given = getattr(body, name) or ()
         if len(given) > size:
             raise ApiError(400, f"{name} has {len(given)} token ids: there are only {size}", param=name)
+
+
+def _check_strings(state: ServerState, name: str, texts: Sequence[str]) -> None:
+    options = state.options
+    if name == "stop" and len(texts) > options.max_stop_strings:
+        message = f"stop has {len(texts)} strings: at most {options.max_stop_strings} are allowed"
+        raise ApiError(400, message, param=name)
+    longest = max(map(len, texts), default=0)
+    if longest > options.max_stop_length:
+        message = (
+            f"{name} has a string of {longest} characters: at most {options.max_stop_length} are allowed"
+        )
+        raise ApiError(400, message, param=name)
 
 
 # ---- prompts ----

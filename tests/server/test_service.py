@@ -234,7 +234,7 @@ def test_the_document_tells_of_every_route(live: Live) -> None:
         *("/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{model}", "/tokenize"),
         *("/detokenize", "/version", "/health", "/ready", "/metrics", "/", "/v1/requests/{request_id}"),
         *("/v1/embeddings", "/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score"),
-        *("/classify", "/v1/classify"),
+        *("/classify", "/v1/classify", "/v1/messages", "/v1/messages/count_tokens"),
     }
     text = str(document)
     schemas = document["components"]["schemas"]

@@ -38,19 +38,13 @@ class Body(BaseModel):
         return self._is_large
 
 
-class StreamOptions(Body):
-    include_usage: bool | None = Field(None, description="A last event with the usage of the whole request.")
-
-
-class GenerationBody(Body):
-    """What completions and chats have in common."""
+class SampledBody(Body):
+    """What all that generate have in common, whatever their API."""
 
     model: str | None = Field(None, description="A name that /v1/models lists; may be left out.")
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     user: str | None = Field(None, max_length=256, description="Whom fair scheduling counts this against.")
 
-    n: int | None = ranged(minimum=1, maximum=MAX_N)
     temperature: float | None = ranged(minimum=0)
     top_p: float | None = ranged(exclusiveMinimum=0, maximum=1)
     top_k: int | None = ranged(minimum=-1)
@@ -59,27 +53,39 @@ class GenerationBody(Body):
     frequency_penalty: float | None = ranged(minimum=-2, maximum=2)
     repetition_penalty: float | None = ranged(exclusiveMinimum=0)
     seed: int | None = None
-    stop: str | Items[str] | None = None
-    stop_token_ids: Items[int] | None = None
-    include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = ranged(minimum=0)
-    skip_special_tokens: bool | None = None
-    logit_bias: dict[str, float] | None = None
-    allowed_token_ids: Items[int] | None = None
-    bad_words: Items[str] | None = None
-    prompt_logprobs: int | None = ranged(minimum=0, maximum=MAX_LOGPROBS)
 
     priority: int | None = Field(None, description="Smaller goes first, with --policy priority.")
     cache_salt: str | None = Field(None, max_length=MAX_SALT_LENGTH, description="Separates cached prefixes.")
     request_id: Annotated[str, Field(pattern=f"^{REQUEST_ID.pattern}$")] | None = Field(
         None, description="The answer's id, and its name under /v1/requests."
     )
-    return_token_ids: bool | None = Field(None, description="Token ids beside the text.")
 
     def sampling(self) -> dict[str, Any]:
         """The fields of `SamplingParams` that the client has set."""
-        return {name: value for name in SAMPLING if (value := getattr(self, name)) is not None}
+        return {name: value for name in SAMPLING if (value := getattr(self, name, None)) is not None}
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = Field(None, description="A last event with the usage of the whole request.")
+
+
+class GenerationBody(SampledBody):
+    """What completions and chats have in common."""
+
+    stream_options: StreamOptions | None = None
+    n: int | None = ranged(minimum=1, maximum=MAX_N)
+    stop: str | Items[str] | None = None
+    stop_token_ids: Items[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: Items[int] | None = None
+    bad_words: Items[str] | None = None
+    prompt_logprobs: int | None = ranged(minimum=0, maximum=MAX_LOGPROBS)
+
+    return_token_ids: bool | None = Field(None, description="Token ids beside the text.")
 
 
 SAMPLING = (

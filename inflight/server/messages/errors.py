@@ -1,0 +1,36 @@
+"""Errors as clients of Anthropic's API expect them."""
+
+from __future__ import annotations
+
+import msgspec
+from starlette.responses import Response
+
+from inflight.server.errors import ApiError
+
+OVERLOADED = 529
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+    OVERLOADED: "overloaded_error",
+}
+
+
+def _status(error: ApiError) -> int:
+    return OVERLOADED if error.status == 503 else error.status
+
+
+def error_body(error: ApiError, request_id: str | None) -> bytes:
+    """The JSON that says it, whether a response or the last event of a stream."""
+    status = _status(error)
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    detail = {"type": kind, "message": error.message}
+    return msgspec.json.encode({"type": "error", "error": detail, "request_id": request_id})
+
+
+def error_response(error: ApiError, request_id: str | None) -> Response:
+    return Response(error_body(error, request_id), _status(error), error.headers, "application/json")

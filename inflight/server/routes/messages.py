@@ -1,0 +1,88 @@
+"""/v1/messages, as Anthropic's API has it."""
+
+from __future__ import annotations
+
+import secrets
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from inflight.server.body import read_json
+from inflight.server.engine_response import RequestHead
+from inflight.server.generation_response import GenerationResponse, GenerationSpec
+from inflight.server.messages.conversation import chat_of, check, text_constraint, user_of
+from inflight.server.messages.formatter import MessagesFormatter
+from inflight.server.openapi import documented, respond
+from inflight.server.prepare import check_tokenizer, conversation_params, prepare_chat
+from inflight.server.schemas.messages import (
+    CountTokensBody,
+    MessageErrorBody,
+    MessageEvent,
+    MessageObject,
+    MessagesBody,
+    TokenCount,
+)
+from inflight.server.state import caller_of, state_of
+
+router = APIRouter()
+
+ROUTE = "/v1/messages"
+
+
+@router.post(
+    ROUTE, **documented(MessagesBody, MessageObject, 529, events=MessageEvent, error=MessageErrorBody)
+)
+async def create_message(request: Request) -> Response:
+    """Answer a conversation, given as messages of content blocks."""
+    state, options = state_of(request), state_of(request).options
+    body = await read_json(request, MessagesBody, options.max_body_size, options.read_timeout)
+    model = state.check_model(body.model)
+    state.check_task("generate")
+    check(body)
+    caller, user = caller_of(request), user_of(body)
+    params = await state.in_thread_if(
+        body.is_large,
+        lambda: conversation_params(
+            state,
+            body,
+            max_tokens=body.max_tokens,
+            stop=body.stop_sequences or (),
+            constraint=text_constraint(body),
+        ),
+    )
+    request_id = body.request_id or f"msg_{secrets.token_hex(12)}"
+    shows_thinking = body.thinking is None or body.thinking.display != "omitted"
+    priority = body.priority or 0
+    spec = GenerationSpec(
+        RequestHead(ROUTE, request_id, model, bool(body.stream), priority, user),
+        num_answers=1,
+        echo=False,
+        prepare=lambda: prepare_chat(
+            *(state, caller, chat_of(body), params),
+            priority=priority,
+            user=user,
+            cache_salt=body.cache_salt or "",
+        ),
+        is_long=True,  # a template is rendered by another process
+        has_long_answer=False,
+        formatter=lambda _: MessagesFormatter(request_id, model, shows_thinking),
+    )
+    return GenerationResponse(state, caller, spec)
+
+
+@router.post(f"{ROUTE}/count_tokens", **documented(CountTokensBody, TokenCount, 529, error=MessageErrorBody))
+async def count_tokens(request: Request) -> Response:
+    """How many tokens the prompt of a conversation has."""
+    state, options = state_of(request), state_of(request).options
+    body = await read_json(request, CountTokensBody, options.max_body_size, options.read_timeout)
+    state.check_model(body.model)
+    state.check_task("generate")
+    check_tokenizer(state)
+
+    def answer() -> Response:
+        _, token_ids = state.frontend.encode_chat(chat_of(body))
+        return respond(TokenCount(input_tokens=len(token_ids)))
+
+    with caller_of(request).counted():
+        return await state.in_service_thread(answer)

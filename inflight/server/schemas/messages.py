@@ -1,0 +1,220 @@
+"""/v1/messages and /v1/messages/count_tokens, in Anthropic's shape."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, Field, Tag
+
+from inflight.server.schemas.common import Body, Items, SampledBody, ranged
+from inflight.server.schemas.tagged import ReturnedPart, by_type
+from inflight.text.chat import MAX_MESSAGES
+
+
+class CachedPart(ReturnedPart):
+    """Prefixes are cached anyway: what is said of that is taken, and without effect."""
+
+    cache_control: dict[str, Any] | None = None
+
+
+# ---- what goes in ----
+
+
+class TextBlock(CachedPart):
+    type: Literal["text"]
+    text: str
+    citations: list[Any] | None = None
+
+
+class ToolUseBlock(CachedPart):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+    caller: dict[str, Any] | None = None
+
+
+ResultPart = Annotated[Annotated[TextBlock, Tag("<text>")], by_type("only text is read here")]
+
+
+class ToolResultBlock(CachedPart):
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: str | Items[ResultPart] | None = None
+    is_error: bool | None = None
+
+
+class ThinkingBlock(CachedPart):
+    type: Literal["thinking"]
+    thinking: str
+    signature: str | None = None
+
+
+class RedactedThinkingBlock(CachedPart):
+    type: Literal["redacted_thinking"]
+    data: str
+
+
+ContentBlock = Annotated[
+    Annotated[TextBlock, Tag("<text>")]
+    | Annotated[ToolUseBlock, Tag("<tool_use>")]
+    | Annotated[ToolResultBlock, Tag("<tool_result>")]
+    | Annotated[ThinkingBlock, Tag("<thinking>")]
+    | Annotated[RedactedThinkingBlock, Tag("<redacted_thinking>")],
+    by_type(
+        "only text is read here, and no images or documents: "
+        "its type must be text, tool_use, tool_result, thinking or redacted_thinking"
+    ),
+]
+
+
+class SentMessage(Body):
+    role: Literal["user", "assistant", "system"]
+    content: str | Items[ContentBlock]
+
+
+class CustomTool(CachedPart):
+    type: Literal["custom"] = "custom"
+    name: str
+    input_schema: dict[str, Any]
+    description: str | None = None
+    strict: bool | None = None
+    input_examples: list[dict[str, Any]] | None = None
+    eager_input_streaming: bool | None = None
+    defer_loading: bool | None = None
+    allowed_callers: list[Literal["direct"]] | None = None
+
+
+GivenTool = Annotated[
+    Annotated[CustomTool, Tag("<custom>")],
+    by_type("only tools with an input_schema can be called; the server runs none of its own", "custom"),
+]
+
+
+class MessageToolChoice(Body):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class ThinkingOptions(Body):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = ranged(minimum=1)
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class JsonOutputFormat(Body):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputOptions(Body):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: JsonOutputFormat | None = None
+
+
+class MessageMetadata(Body):
+    user_id: str | None = Field(None, max_length=4096)
+
+
+class ConversationBody(Body):
+    """What messages and the counting of their tokens have in common."""
+
+    model: str | None = Field(None, description="A name that /v1/models lists; may be left out.")
+    messages: Annotated[Items[SentMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    system: str | Items[ResultPart] | None = None
+    tools: Items[GivenTool] | None = None
+    tool_choice: MessageToolChoice | None = None
+    thinking: ThinkingOptions | None = None
+    output_config: OutputOptions | None = None
+    cache_control: dict[str, Any] | None = None
+
+
+class CountTokensBody(ConversationBody):
+    pass
+
+
+class MessagesBody(ConversationBody, SampledBody):
+    max_tokens: int = ranged(..., minimum=1)
+    stop_sequences: Items[str] | None = None
+    metadata: MessageMetadata | None = None
+
+    # Taken, and without effect: nothing is left out of a conversation, and no place is chosen.
+    context_management: dict[str, Any] | None = None
+    inference_geo: str | None = None
+
+    # Accepted as far as they change nothing.
+    service_tier: Literal["auto", "standard_only"] | None = None
+    speed: Literal["standard"] | None = None
+    container: None = None
+    mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = None
+
+    unsupported: ClassVar[dict[str, str]] = {
+        "service_tier": "use priority, or a key with another weight",
+        "speed": "there is one speed",
+        "container": "the server runs no code",
+        "mcp_servers": "offer their tools as tools, and call them yourself",
+    }
+
+
+# ---- what comes back ----
+
+
+class ThinkingDetails(BaseModel):
+    thinking_tokens: int
+
+
+class MessageUsage(BaseModel):
+    """`input_tokens` are those that were not found in the prefix cache."""
+
+    input_tokens: int
+    output_tokens: int
+    cache_read_input_tokens: int
+    cache_creation_input_tokens: int
+    output_tokens_details: ThinkingDetails
+
+
+class AnswerBlock(BaseModel):
+    type: Literal["text", "thinking", "tool_use"]
+    text: str | None = None
+    thinking: str | None = None
+    signature: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+
+
+class MessageObject(BaseModel):
+    """A whole answer."""
+
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: list[AnswerBlock]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class MessageEvent(BaseModel):
+    """One event of a streamed answer; what else it has depends on its type."""
+
+    type: str
+
+
+class TokenCount(BaseModel):
+    input_tokens: int
+
+
+class MessageErrorDetail(BaseModel):
+    type: str
+    message: str
+
+
+class MessageErrorBody(BaseModel):
+    """An error in Anthropic's shape."""
+
+    type: Literal["error"] = "error"
+    error: MessageErrorDetail
+    request_id: str | None
