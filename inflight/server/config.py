@@ -94,6 +94,12 @@ class ServerConfig:
     max_tokenize_size: int = option(
         1 << 20, LIMITS, "Characters that /tokenize takes, and ids that /detokenize takes.", at_least=1
     )
+    max_stored_responses: int = option(
+        1024, LIMITS, "Responses that /v1/responses keeps for those who go on from them.", at_least=0
+    )
+    max_stored_bytes: int = option(
+        64 << 20, LIMITS, "Bytes of these, with the conversations before them.", at_least=0
+    )
     max_connections: int = option(
         4096, LIMITS, "Open connections; a few of them are kept for /health and /ready.", at_least=1
     )

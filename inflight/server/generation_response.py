@@ -48,7 +48,7 @@ class GenerationResponse(EngineResponse):
 
     async def _run(self) -> None:
         state, spec = self._state, self._spec
-        self._formatter = spec.formatter(self._logged.created)
+        self._formatter = self._logged.formatter = spec.formatter(self._logged.created)
         prompts = await state.in_thread_if(spec.is_long, spec.prepare)
         self._generation = generation = Generation(state.client, prompts)
         state.request_log.set_generation(self._logged, generation)

@@ -13,6 +13,7 @@ from inflight.frontend import Generation
 from inflight.pooling import Task
 from inflight.server.cancel_scope import CancelScope
 from inflight.server.errors import ApiError
+from inflight.server.formatters import ResponseFormatter
 from inflight.server.keys import Caller
 from inflight.server.queue_pace import QueuePace
 
@@ -39,6 +40,7 @@ class LoggedRequest:
     client_seconds: float = 0.0  # of waiting for the client to take in what was sent
     outcome: Outcome | None = None
     generation: Generation | None = None  # while it runs, if it is one
+    formatter: ResponseFormatter | None = None  # of a generation, while it runs
     abort: Callable[[], Awaitable[int]] | None = None  # while it runs: ends it; how many blocks that freed
     queued: bool = False  # the engine has taken it
     num_answers: int = 0  # or texts, each of which the engine knows by an id of its own
@@ -98,7 +100,7 @@ class RequestLog:
         if logged.queued:  # what was refused has freed no place
             self.pace.ended(len(logged.engine_ids) - len(logged.records))
         logged.outcome = logged.outcome or outcome
-        logged.generation = logged.abort = None
+        logged.generation = logged.formatter = logged.abort = None
         logged.ended_at = time.perf_counter()
         del self._running[logged.key]
         old = self._finished.pop(logged.key, None)
@@ -108,13 +110,23 @@ class RequestLog:
         for engine_id in old.engine_ids if old is not None else ():
             self._by_engine_id.pop(engine_id, None)
 
+    def find_running(self, caller: Caller, request_id: str) -> LoggedRequest | None:
+        """A caller's request, if it has not ended."""
+        return self._running.get((caller.name, request_id))
+
     def find(self, caller: Caller, request_id: str) -> LoggedRequest:
         """A caller's request. Raises ApiError 404 for any other, there or not."""
-        key = (caller.name, request_id)
-        logged = self._running.get(key) or self._finished.get(key)
+        logged = self.find_running(caller, request_id) or self._finished.get((caller.name, request_id))
         if logged is None:
             raise ApiError(404, f"there is no request {request_id!r:.200}", code="request_not_found")
         return logged
+
+    async def cancel(self, logged: LoggedRequest) -> int | None:
+        """End one that runs. How many blocks that freed; None if it had ended before."""
+        if logged.outcome is not None:
+            return None
+        logged.outcome = "cancelled"
+        return 0 if logged.abort is None else await logged.abort()
 
     def ids_of(self, caller: Caller, engine_ids: tuple[str, ...]) -> list[str]:
         """The caller's own among these, as it knows them, each once."""

@@ -24,6 +24,7 @@ from inflight.server.keys import Caller, Keys
 from inflight.server.metrics import Metrics
 from inflight.server.middleware import Hosts
 from inflight.server.request_log import RequestLog
+from inflight.server.responses.store import ResponseStore
 from inflight.server.tracing import NoTracer, Tracer
 
 T = TypeVar("T")
@@ -52,6 +53,7 @@ class ServerState:
         self.names = self.options.served_model_name or (default_name(self.options.model),)
         self.metrics = Metrics(self.names[0], self.options.metrics_compat == "vllm")
         self.request_log = RequestLog(self.options.request_history)
+        self.responses = ResponseStore(self.options.max_stored_responses, self.options.max_stored_bytes)
         self.threads = ThreadPoolExecutor(TEXT_THREADS, "inflight-text")
         self.service_threads = ThreadPoolExecutor(SERVICE_THREADS, "inflight-service")
 

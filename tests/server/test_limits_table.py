@@ -27,7 +27,7 @@ PACKAGE = Path(inflight.__file__).parent
 PAGE = (PACKAGE.parent / "docs" / "server.md").read_text()
 FLAG = re.compile(r"`(--[a-z-]+)`")
 RENDER = RenderLimits()
-BYTES = {"max_body_size", "max_header_size"}
+BYTES = {"max_body_size", "max_header_size", "max_stored_bytes"}
 
 # What the table says where the declaration's default is not all of it, or there is no declaration.
 AT_MOST = {

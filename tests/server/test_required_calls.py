@@ -61,6 +61,23 @@ def by_chat(url: str) -> tuple[str, Any]:
     return called.function.name, json.loads(called.function.arguments)
 
 
+def by_responses(url: str) -> tuple[str, Any]:
+    tool: Any = {"type": "function", "name": "weather", "parameters": SCHEMA, "strict": True}
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client:
+        answer = client.responses.create(
+            model="m",
+            input=[QUESTION],
+            tools=[tool],
+            tool_choice={"type": "function", "name": "weather"},
+            parallel_tool_calls=False,
+            max_output_tokens=400,
+            extra_body={"seed": 1},
+        )
+    (called,) = answer.output
+    assert called.type == "function_call"
+    return called.name, json.loads(called.arguments)
+
+
 def by_messages(url: str) -> tuple[str, Any]:
     tool: Any = {"name": "weather", "input_schema": SCHEMA}
     choice: Any = {"type": "any", "disable_parallel_tool_use": True}
@@ -79,7 +96,7 @@ def by_messages(url: str) -> tuple[str, Any]:
     return called.name, called.input
 
 
-@pytest.mark.parametrize("ask", [by_chat, by_messages])
+@pytest.mark.parametrize("ask", [by_chat, by_responses, by_messages])
 def test_a_required_call_is_valid(ask: Any, server: Live) -> None:
     name, arguments = ask(server.url)
     assert name == "weather"

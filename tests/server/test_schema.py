@@ -23,17 +23,19 @@ from inflight.server.schemas.completions import Completion
 from tests.server.live import Backend, Live, live_server, stream
 from tests.server.pooled import CLASSIFIER, EMBEDDER, PooledBackend
 
-CONVERSING = ("/v1/messages",)
+CONVERSING = ("/v1/responses", "/v1/messages")
 GENERATING = ("/v1/completions", "/v1/chat/completions", *CONVERSING)
 SCORING = ("/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score", "/v1/embeddings")
 CLASSIFYING = ("/classify", "/v1/classify")
 FEW = ("/rerank", "/v1/rerank", "/v1/score", "/v1/classify")  # the same as another
+RESPONSE = "/v1/responses/{response_id}"
 OPERATIONS = [
     *(("POST", path, 50) for path in GENERATING),
     *(("POST", path, 12 if path in FEW else 40) for path in (*SCORING, *CLASSIFYING)),
     *(("POST", path, 30) for path in ("/tokenize", "/detokenize", "/v1/messages/count_tokens")),
-    *(("GET", path, 8) for path in ("/v1/models/{model}", "/v1/requests/{request_id}")),
-    ("DELETE", "/v1/requests/{request_id}", 8),
+    *(("GET", path, 8) for path in ("/v1/models/{model}", "/v1/requests/{request_id}", RESPONSE)),
+    *(("DELETE", path, 8) for path in ("/v1/requests/{request_id}", RESPONSE)),
+    ("POST", f"{RESPONSE}/cancel", 8),
     *(("GET", path, 2) for path in ("/v1/models", "/health", "/ready", "/version", "/metrics", "/")),
 ]
 # A body for each path that is answered: which of those that are made from the document are is a matter of chance.
@@ -48,6 +50,7 @@ ANSWERED: dict[str, dict[str, Any]] = {
         "logprobs": True,
         "top_logprobs": 2,
     },
+    "/v1/responses": {"input": "Hello.", "max_output_tokens": 4},
     "/v1/messages": {"messages": [{"role": "user", "content": "Hello."}], "max_tokens": 4},
     "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "Hello."}]},
     **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), PAIRS),
@@ -152,10 +155,10 @@ def make_answerable(path: str, body: dict[str, Any]) -> None:
     body.pop("model", None)
     for message in body.get("messages", ()):
         message["content"] = message.get("content") or "Hello."
-    for name in ("max_tokens", "max_completion_tokens"):
+    for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
         if body.get(name):
             body[name] = min(body[name], 4)
-    body.setdefault("max_tokens", 4)
+    body.setdefault("max_output_tokens" if path == "/v1/responses" else "max_tokens", 4)
     if path in CONVERSING:  # whose events have tests of their own
         body.pop("stream", None)
     if body.get("n"):

@@ -235,6 +235,7 @@ def test_the_document_tells_of_every_route(live: Live) -> None:
         *("/detokenize", "/version", "/health", "/ready", "/metrics", "/", "/v1/requests/{request_id}"),
         *("/v1/embeddings", "/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score"),
         *("/classify", "/v1/classify", "/v1/messages", "/v1/messages/count_tokens"),
+        *("/v1/responses", "/v1/responses/{response_id}", "/v1/responses/{response_id}/cancel"),
     }
     text = str(document)
     schemas = document["components"]["schemas"]

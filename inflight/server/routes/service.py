@@ -152,9 +152,5 @@ async def cancel_request(request: Request) -> Response:
     """End a request of yours; its answers end with finish reason "abort"."""
     state = state_of(request)
     logged = state.request_log.find(caller_of(request), request.path_params["request_id"])
-    running = logged.outcome is None
-    freed = 0
-    if running:
-        logged.outcome = "cancelled"
-        freed = 0 if logged.abort is None else await logged.abort()
-    return respond(Cancelled(id=logged.request_id, cancelled=running, freed_blocks=freed))
+    freed = await state.request_log.cancel(logged)
+    return respond(Cancelled(id=logged.request_id, cancelled=freed is not None, freed_blocks=freed or 0))

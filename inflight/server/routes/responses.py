@@ -1,0 +1,106 @@
+"""/v1/responses."""
+
+from __future__ import annotations
+
+import secrets
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from inflight.server.body import read_json
+from inflight.server.engine_response import RequestHead
+from inflight.server.errors import ApiError
+from inflight.server.formatters import encode
+from inflight.server.generation_response import GenerationResponse, GenerationSpec
+from inflight.server.openapi import documented, respond
+from inflight.server.prepare import conversation_params
+from inflight.server.request_log import LoggedRequest
+from inflight.server.responses.conversation import text_constraint, user_of
+from inflight.server.responses.formatter import ResponsesFormatter, head_of
+from inflight.server.responses.store import not_stored
+from inflight.server.responses.turn import ResponseTurn
+from inflight.server.schemas.responses import DeletedResponse, ResponseEvent, ResponseObject, ResponsesBody
+from inflight.server.state import caller_of, state_of
+
+router = APIRouter()
+
+ROUTE = "/v1/responses"
+
+
+@router.post(ROUTE, **documented(ResponsesBody, ResponseObject, events=ResponseEvent))
+async def create_response(request: Request) -> Response:
+    """Answer a conversation, given as items, perhaps as what follows on an earlier response."""
+    state, options = state_of(request), state_of(request).options
+    body = await read_json(request, ResponsesBody, options.max_body_size, options.read_timeout)
+    model = state.check_model(body.model)
+    state.check_task("generate")
+    caller = caller_of(request)
+    params = await state.in_thread_if(
+        body.is_large,
+        lambda: conversation_params(
+            state, body, max_tokens=body.max_output_tokens, constraint=text_constraint(body)
+        ),
+    )
+    turn = ResponseTurn(state, caller, body)
+    response_id = body.request_id or f"resp_{secrets.token_hex(24)}"
+
+    def formatter(created: int) -> ResponsesFormatter:
+        head = head_of(response_id, created, model, body, params.sampling)
+        return ResponsesFormatter(head, turn.keep if body.store is not False else None)
+
+    spec = GenerationSpec(
+        RequestHead(ROUTE, response_id, model, bool(body.stream), body.priority or 0, user_of(body)),
+        num_answers=1,
+        echo=False,
+        prepare=lambda: turn.prepare(params),
+        is_long=True,
+        has_long_answer=False,
+        formatter=formatter,
+    )
+    return GenerationResponse(state, caller, spec)
+
+
+@router.get(f"{ROUTE}/{{response_id}}", **documented(None, ResponseObject, 400, 404))
+async def response(request: Request) -> Response:
+    """A response of yours that is stored, or as far as it is."""
+    if request.query_params.get("stream", "false") != "false":
+        message = "stream is not supported here: a stream is told once, to whoever asked the question"
+        raise ApiError(400, message, code="unsupported_parameter", param="stream")
+    found = _stored(request)
+    if found is None:
+        found = encode(_running(request)[1].so_far())
+    return Response(found, media_type="application/json")
+
+
+@router.delete(f"{ROUTE}/{{response_id}}", **documented(None, DeletedResponse, 404))
+async def delete_response(request: Request) -> Response:
+    """Forget a response of yours. Those that went on from it have what they need."""
+    response_id = request.path_params["response_id"]
+    state_of(request).responses.remove(caller_of(request), response_id)
+    return respond(DeletedResponse(id=response_id))
+
+
+@router.post(f"{ROUTE}/{{response_id}}/cancel", **documented(None, ResponseObject, 404, 503))
+async def cancel_response(request: Request) -> Response:
+    """End a response of yours; one that has ended stays as it is."""
+    found = _stored(request)
+    if found is None:
+        logged, formatter = _running(request)
+        await state_of(request).request_log.cancel(logged)
+        found = encode(formatter.so_far("cancelled"))
+    return Response(found, media_type="application/json")
+
+
+def _stored(request: Request) -> bytes | None:
+    found = state_of(request).responses.find(caller_of(request), request.path_params["response_id"])
+    return None if found is None else found.content
+
+
+def _running(request: Request) -> tuple[LoggedRequest, ResponsesFormatter]:
+    """A response that is being written. Raises ApiError 404 where there is none."""
+    response_id = request.path_params["response_id"]
+    logged = state_of(request).request_log.find_running(caller_of(request), response_id)
+    if logged is None or not isinstance(logged.formatter, ResponsesFormatter):
+        raise not_stored(response_id)
+    return logged, logged.formatter
