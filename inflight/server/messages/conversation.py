@@ -30,15 +30,20 @@ DEFAULT_EFFORT = "medium"  # where thinking is asked for, and not how much of it
 
 
 def chat_of(body: ConversationBody) -> ChatRequest:
-    """Raises ApiError where the conversation makes no sense."""
-    choice = body.tool_choice
+    """Raises ApiError where the conversation makes no sense. An answer that has been begun is gone on with."""
+    choice, messages = body.tool_choice, _messages(body)
+    begun = (
+        bool(messages) and messages[-1].keys() == {"role", "content"} and messages[-1]["role"] == "assistant"
+    )
     return ChatRequest(
-        messages=_messages(body),
+        messages=messages,
         tools=_tools(body),
         tool_choice=_tool_choice(body),
         parallel_tool_calls=choice is None or not choice.disable_parallel_tool_use,
         reasoning_effort=_effort(body),
         max_reasoning_tokens=None if body.thinking is None else body.thinking.budget_tokens,
+        add_generation_prompt=not begun,
+        continue_final_message=begun,
     )
 
 

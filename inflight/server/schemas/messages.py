@@ -141,6 +141,7 @@ class MessagesBody(ConversationBody, SampledBody):
 
     # Taken, and without effect: nothing is left out of a conversation, and no place is chosen.
     context_management: dict[str, Any] | None = None
+    diagnostics: dict[str, Any] | None = None
     inference_geo: str | None = None
 
     # Accepted as far as they change nothing.

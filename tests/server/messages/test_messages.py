@@ -87,6 +87,14 @@ def test_thoughts_and_calls(client: anthropic.Anthropic, scripted: CallingBacken
     assert CALLS in scripted.prompt
 
 
+def test_an_answer_that_has_been_begun(client: anthropic.Anthropic, scripted: CallingBackend) -> None:
+    scripted.say(" of clouds.")
+    begun: Any = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because"}]
+    found = client.messages.create(model="m", max_tokens=64, messages=begun)
+    assert found.content[0].text == " of clouds."
+    assert scripted.prompt.endswith("<|im_start|>assistant\nBecause")
+
+
 def test_a_stream_adds_up_to_the_message(client: anthropic.Anthropic, scripted: CallingBackend) -> None:
     scripted.say(CALLS)
     whole = validated(client.messages.create(**ASKED))
