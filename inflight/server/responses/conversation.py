@@ -97,9 +97,8 @@ def _text(content: Any) -> str:
 def _offered(body: ResponsesBody) -> tuple[list[dict[str, Any]], ToolChoice]:
     """Tools as chats have them, and which of them may be called."""
     given, choice = body.tools or [], body.tool_choice
-    tools = checked_tools(
-        [{"type": "function", "function": tool.model_dump(exclude={"type"})} for tool in given]
-    )
+    functions = [tool.model_dump(include={"name", "description", "parameters", "strict"}) for tool in given]
+    tools = checked_tools([{"type": "function", "function": function} for function in functions])
     if isinstance(choice, ChosenFunction):
         return tools, NamedTool(choice.name)
     if not isinstance(choice, AllowedTools):

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Tag
 
-from inflight.server.schemas.common import Items
+from inflight.server.schemas.common import Body, Items
 from inflight.server.schemas.tagged import ReturnedPart, by_type
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
@@ -54,6 +54,12 @@ class InputMessage(ReturnedPart):
     phase: Literal["commentary", "final_answer"] | None = None
 
 
+class DirectCaller(Body):
+    """The model itself."""
+
+    type: Literal["direct"]
+
+
 class FunctionCallItem(ReturnedPart):
     type: Literal["function_call"]
     call_id: str
@@ -61,6 +67,7 @@ class FunctionCallItem(ReturnedPart):
     arguments: str
     id: str | None = None
     status: ItemStatus | None = None
+    caller: DirectCaller | None = None
 
 
 class FunctionCallOutput(ReturnedPart):
@@ -70,6 +77,7 @@ class FunctionCallOutput(ReturnedPart):
     id: str | None = None
     name: str | None = None
     status: ItemStatus | None = None
+    caller: DirectCaller | None = None
 
 
 class SummaryText(ReturnedPart):

@@ -19,6 +19,11 @@ class FunctionTool(ReturnedPart):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
+    # Taken, and without effect: every tool is shown, and the model itself calls it.
+    defer_loading: bool | None = None
+    allowed_callers: list[Literal["direct"]] | None = None
+    output_schema: dict[str, Any] | None = None
+
 
 OfferedTool = Annotated[
     Annotated[FunctionTool, Tag("<function>")],
