@@ -15,6 +15,7 @@ from inflight.server.messages.conversation import chat_of, check, text_constrain
 from inflight.server.messages.formatter import MessagesFormatter
 from inflight.server.openapi import documented, respond
 from inflight.server.prepare import check_tokenizer, conversation_params, prepare_chat
+from inflight.server.routes.service import check_size, num_characters
 from inflight.server.schemas.messages import (
     CountTokensBody,
     MessageErrorBody,
@@ -81,7 +82,9 @@ async def count_tokens(request: Request) -> Response:
     check_tokenizer(state)
 
     def answer() -> Response:
-        _, token_ids = state.frontend.encode_chat(chat_of(body))
+        chat = chat_of(body)
+        check_size(state, "messages", num_characters([chat.messages, chat.tools]), "characters")
+        _, token_ids = state.frontend.encode_chat(chat)
         return respond(TokenCount(input_tokens=len(token_ids)))
 
     with caller_of(request).counted():

@@ -70,7 +70,7 @@ async def tokenize(request: Request) -> Response:
     body = await read_json(request, TokenizeBody, options.max_body_size, options.read_timeout)
     state.check_model(body.model)
     tokenizer = _tokenizer(state)
-    _check_size(state, *_characters(body))
+    check_size(state, *_characters(body))
 
     def answer() -> Response:
         if body.prompt is not None:
@@ -95,7 +95,7 @@ async def detokenize(request: Request) -> Response:
     body = await read_json(request, DetokenizeBody, options.max_body_size, options.read_timeout)
     state.check_model(body.model)
     tokenizer, size = _tokenizer(state), state.frontend.input_processor.vocab_size
-    _check_size(state, "tokens", len(body.tokens), "ids")
+    check_size(state, "tokens", len(body.tokens), "ids")
 
     def answer() -> Response:
         wrong = next((token_id for token_id in body.tokens if not 0 <= token_id < size), None)
@@ -111,19 +111,19 @@ def _characters(body: TokenizeBody) -> tuple[str, int, str]:
     if body.prompt is not None:
         return "prompt", len(body.prompt), "characters"
     messages = [message.given() for message in body.messages or ()]
-    return "messages", _num_characters([messages, body.tools, body.chat_template_kwargs]), "characters"
+    return "messages", num_characters([messages, body.tools, body.chat_template_kwargs]), "characters"
 
 
-def _num_characters(value: Any) -> int:
+def num_characters(value: Any) -> int:
     """Of all that a template may put into the prompt, not the contents of messages alone."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, dict):
-        return sum(map(_num_characters, (*value, *value.values())))
-    return sum(map(_num_characters, value)) if isinstance(value, list) else 0
+        return sum(map(num_characters, (*value, *value.values())))
+    return sum(map(num_characters, value)) if isinstance(value, list) else 0
 
 
-def _check_size(state: ServerState, name: str, size: int, unit: str) -> None:
+def check_size(state: ServerState, name: str, size: int, unit: str) -> None:
     limit = state.options.max_tokenize_size
     if size > limit:
         message = f"{name} has {size} {unit}: at most {limit} are allowed here"

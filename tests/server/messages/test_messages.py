@@ -155,6 +155,13 @@ def test_errors(client: anthropic.Anthropic, server: Live) -> None:
         assert found.request_id == response.headers["x-request-id"] == response.headers["request-id"]
 
 
+def test_counting_is_bounded(scripted: CallingBackend) -> None:
+    with live_server(scripted, max_tokenize_size=60) as live:
+        for text, status in (("a" * 10, 200), ("a" * 61, 400)):
+            body = {"messages": [{"role": "user", "content": text}]}
+            assert live.post("/v1/messages/count_tokens", body).status_code == status
+
+
 @pytest.mark.parametrize(
     ("headers", "status"),
     [
