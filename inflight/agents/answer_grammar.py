@@ -18,7 +18,7 @@ from inflight.agents.formats.harmony_grammar import harmony_answer
 from inflight.agents.rule_writer import ANY_OBJECT, RuleWriter, Tool
 from inflight.agents.thinking import HARMONY_REASONING, THINKING
 from inflight.agents.tool_format import TOOL_FORMATS
-from inflight.constraints import RuleSchema, literal, without_annotations
+from inflight.constraints import CONTENT, RuleSchema, literal, without_annotations
 from inflight.errors import ParameterError
 from inflight.structured_outputs import MAX_CONSTRAINT_LENGTH, PARAM, StructuredOutputs
 from inflight.text import Tokenizer
@@ -117,9 +117,9 @@ def _content(writer: RuleWriter, asked: StructuredOutputs) -> str:
             schema = json.loads(asked.text)
         except (ValueError, RecursionError) as error:
             raise ParameterError(f"{PARAM}.json is no JSON: {error}", param=PARAM) from None
-        return writer.schema("content", RuleSchema(schema, PARAM))
+        return writer.schema(CONTENT, RuleSchema(schema, PARAM))
     if asked.kind == "json_object":
-        return writer.schema("content", RuleSchema(ANY_OBJECT, PARAM))
+        return writer.schema(CONTENT, RuleSchema(ANY_OBJECT, PARAM))
     if asked.kind == "choice":
-        return writer.rule("content", " | ".join(map(literal, json.loads(asked.text))))
+        return writer.rule(CONTENT, " | ".join(map(literal, json.loads(asked.text))))
     return writer.user_content(asked.kind, asked.text)

@@ -35,11 +35,13 @@ class MessageParser:
         tools: Sequence[Mapping[str, Any]] = (),
         tokenizer: Tokenizer | None = None,
         prompt: str = "",
+        shaped_content: bool = False,
     ) -> None:
         """Formats by name, None for none. Raises ConfigError for a name that there is not.
 
         With a tokenizer, markers that are special tokens of it count only where their token came. The prompt tells
-        whether the output starts inside a block of reasoning; only its end is looked at.
+        whether the output starts inside a block of reasoning; only its end is looked at. Content that has to have a
+        shape may hold markers as text: with `shaped_content` an answer begins with a call or has none.
         """
         tool_reader, thinking = _tool_format(tool_format, reasoning_format), _thinking(reasoning_format)
         markers, opened = tool_reader.markers, tool_reader.opened(prompt)
@@ -48,7 +50,7 @@ class MessageParser:
         self._special = _special_tokens(markers, tokenizer)
         self._source = Source(self._special)
         self._source.push(opened, _ids_in(opened, self._special))
-        self._reading = _read(self._source, Calls(tools), tool_reader, thinking)
+        self._reading = _read(self._source, Calls(tools), tool_reader, thinking, shaped_content)
 
     @property
     def marker_ids(self) -> frozenset[int]:
@@ -102,10 +104,21 @@ class MessageParser:
 
 
 def _read(
-    source: Source, calls: Calls, tool_format: ToolFormat, thinking: ThinkingMarkers | None
+    source: Source,
+    calls: Calls,
+    tool_format: ToolFormat,
+    thinking: ThinkingMarkers | None,
+    shaped_content: bool,
 ) -> Reading[None]:
     if thinking is not None:
         yield from read_thinking(source, thinking, tool_format.ends_reasoning)
+    grammar = tool_format.grammar
+    if shaped_content and grammar is not None and not grammar.bare:
+        opening = yield from source.accept_after_space(grammar.opening)
+        if opening is None:
+            yield from _read_content(source, calls)
+            return
+        source.back(len(opening))
     yield from tool_format.read(source, calls)
 
 

@@ -5,7 +5,7 @@
 The grammar engine is llguidance, which is imported when the first constraint is compiled.
 """
 
-from inflight.constraints.answer_rules import AnswerRules, RuleSchema
+from inflight.constraints.answer_rules import CONTENT, AnswerRules, RuleSchema
 from inflight.constraints.compiler import Grammar, GrammarCompiler
 from inflight.constraints.grammars import literal
 from inflight.constraints.matcher import MaskFiller, Matcher
@@ -13,6 +13,7 @@ from inflight.constraints.schema import is_annotation, without_annotations
 from inflight.constraints.vocabulary import Vocabulary
 
 __all__ = [
+    "CONTENT",
     "AnswerRules",
     "Grammar",
     "GrammarCompiler",

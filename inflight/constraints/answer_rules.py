@@ -15,6 +15,8 @@ from inflight.constraints.schema import check_schema, rewritten
 from inflight.errors import ParameterError
 from inflight.structured_outputs import PARAM, StructuredOutputs
 
+CONTENT = "content"  # the rule of what is no call and no thought, where that has a shape
+
 
 @dataclass(frozen=True, slots=True)
 class RuleSchema:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Collection
 from typing import Any
 
-from inflight.constraints.answer_rules import AnswerRules
+from inflight.constraints.answer_rules import CONTENT, AnswerRules
 from inflight.constraints.patterns import with_safe_patterns
 from inflight.constraints.schema import check_schema, read_schema
 from inflight.errors import ParameterError
@@ -17,9 +17,9 @@ from inflight.structured_outputs import PARAM, StructuredOutputs
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
 # As much as it takes to write JSON over several lines. Some models would never stop to indent.
 _WHITESPACE = r"[\x20\x09]{1,2}|\x0D?\x0A[\x20\x09]{0,40}"
+_SPACE = r"\x20"  # in calls, which nobody writes over several lines
 _JSON_OPTIONS = {
     "whitespace_flexible": True,
-    "whitespace_pattern": _WHITESPACE,
     "lenient": False,
     # No \u0061: a key that is spelled so would not be known for the property that it is.
     "json_allowed_escapes": '"\\bfnrt',
@@ -47,20 +47,21 @@ def answer_lark(
     """Of a whole answer. Without special tokens, those in the rules are texts, so that any vocabulary will do."""
     rules = [*answer.rules, *answer.token_rules(spelled=special_tokens is None)]
     for name, schema in answer.whole_schemas(loosened).items():
-        rules.append(f"{name}: {json_rule(schema)}")
+        rules.append(f"{name}: {json_rule(schema, _WHITESPACE if name == CONTENT else _SPACE)}")
     grammar = "\n".join([*rules, _OPTIONS])
     asked = answer.user_content
     if asked is None:
         return grammar
     content = lark_grammar(asked, special_tokens or ())
-    return json.dumps({"grammars": [{"lark_grammar": grammar}, {"name": "content", "lark_grammar": content}]})
+    return json.dumps({"grammars": [{"lark_grammar": grammar}, {"name": CONTENT, "lark_grammar": content}]})
 
 
-def json_rule(schema: Any) -> str:
+def json_rule(schema: Any, whitespace: str = _WHITESPACE) -> str:
+    options = {**_JSON_OPTIONS, "whitespace_pattern": whitespace}
     if isinstance(schema, dict):
-        schema = {"x-guidance": _JSON_OPTIONS, **with_safe_patterns(schema)}
+        schema = {"x-guidance": options, **with_safe_patterns(schema)}
     elif schema:
-        schema = {"x-guidance": _JSON_OPTIONS}
+        schema = {"x-guidance": options}
     return "%json " + json.dumps(schema)
 
 

@@ -141,6 +141,7 @@ class Frontend:
             content=params.structured_outputs,
             max_reasoning_tokens=None if reasoning is None else self._reasoning_budget(chat),
         )
+        given["shaped_content"] = params.structured_outputs is not None
         if constraint is not params.structured_outputs:
             params = replace(params, structured_outputs=constraint)
         _, requests = self.input_processor.requests(

@@ -104,5 +104,11 @@ class Model:
         prompt = asked.get("prompt", "")
         grammar = answer_grammar(tool_format, reasoning, tools=tools, tokenizer=self.tokenizer, **asked)
         assert grammar is not None
-        parser = MessageParser(tool_format, reasoning, tools=tools, tokenizer=self.tokenizer, prompt=prompt)
+        parser = MessageParser(
+            *(tool_format, reasoning),
+            tools=tools,
+            tokenizer=self.tokenizer,
+            prompt=prompt,
+            shaped_content="content" in asked,
+        )
         return self.read(parser, self.walk(grammar, seed))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 
 import pytest
@@ -153,3 +154,13 @@ def test_a_special_token_that_the_prompt_has_ended_with(tokenizer: Tokenizer) ->
     for text, ids in (("a [/THINK]", []), ("[/THINK]", [end]), ("b", [])):
         message.add(parser.feed(text, ids))
     assert message == ParsedMessage("b", "a [/THINK]")
+
+
+def test_markers_in_content_that_has_a_shape_are_text() -> None:
+    call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    content = json.dumps({"quoted": call})
+    read = MessageParser("hermes", "think", shaped_content=True).parse(f"<think>Hm</think>\n\n{content}")
+    assert (read.reasoning, read.content, read.tool_calls) == ("Hm", content, [])
+    read = MessageParser("hermes", "think", shaped_content=True).parse(f"<think>Hm</think>\n\n{call}")
+    assert [called.name for called in read.tool_calls] == ["f"]
+    assert MessageParser("hermes", None).parse(content).tool_calls
