@@ -157,10 +157,10 @@ def test_a_special_token_that_the_prompt_has_ended_with(tokenizer: Tokenizer) ->
 
 
 def test_markers_in_content_that_has_a_shape_are_text() -> None:
-    call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    call = "<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>"
     content = json.dumps({"quoted": call})
-    read = MessageParser("hermes", "think", shaped_content=True).parse(f"<think>Hm</think>\n\n{content}")
+    assert MessageParser("glm45", "think").parse(content).tool_calls
+    read = MessageParser("glm45", "think", shaped_content=True).parse(f"<think>Hm</think>\n\n{content}")
     assert (read.reasoning, read.content, read.tool_calls) == ("Hm", content, [])
-    read = MessageParser("hermes", "think", shaped_content=True).parse(f"<think>Hm</think>\n\n{call}")
+    read = MessageParser("glm45", "think", shaped_content=True).parse(f"<think>Hm</think>\n\n{call}")
     assert [called.name for called in read.tool_calls] == ["f"]
-    assert MessageParser("hermes", None).parse(content).tool_calls
