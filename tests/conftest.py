@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
 from inflight.native.library import native_library
+
+if TYPE_CHECKING:
+    from tests.browser import Page
 
 # Triton reads this when it is imported: without a GPU, kernels run in its interpreter, on the CPU.
 if not torch.cuda.is_available():
@@ -40,3 +44,22 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def tab() -> Iterator[Page]:
+    """The one browser of all tests of pages. Take `page` instead."""
+    from tests.browser import browser
+
+    with browser() as found:
+        yield found
+
+
+@pytest.fixture
+def page(tab: Page) -> Iterator[Page]:
+    """A tab that must not complain."""
+    tab.problems.clear()
+    tab.show_as("light")
+    yield tab
+    tab.open("about:blank")
+    assert not tab.problems

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from inflight.server.chat_page import chat_page
 from inflight.server.error_shapes import error_at
 from inflight.server.errors import ApiError
 from inflight.server.openapi import respond
@@ -38,6 +40,10 @@ class LoadingApp:
             code="loading",
             retry_after=RETRY_AFTER,
         )
+        if scope["path"] == "/" and scope["method"] == "GET" and _is_browser(scope):
+            page = chat_page(error.status)
+            page.headers.update(error.headers)
+            return page
         if scope["path"] not in ("/health", "/ready") or scope["method"] not in ("GET", "HEAD"):
             return error_at(scope["path"], error)
         found = HealthStatus(
@@ -46,3 +52,8 @@ class LoadingApp:
         response = respond(found, error.status)
         response.headers.update(error.headers)
         return response
+
+
+def _is_browser(scope: Scope) -> bool:
+    """Whether it is someone who reads pages: the chat page waits with them until the model is there."""
+    return "text/html" in Headers(scope=scope).get("accept", "")

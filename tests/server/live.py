@@ -132,9 +132,11 @@ async def _asked(condition: Any) -> bool:
 
 
 @contextlib.contextmanager
-def live_server(backend: Backend, tracer: Tracer | None = None, **options: Any) -> Iterator[Live]:
-    """A server with these options over the backend's engine."""
-    given = ServerConfig.create(port=0, in_process=True, **{"shutdown_timeout": 0.0, **options})
+def live_server(
+    backend: Backend, tracer: Tracer | None = None, is_open: bool = True, **options: Any
+) -> Iterator[Live]:
+    """A server with these options over the backend's engine; unless it is open, one that still loads."""
+    given = ServerConfig.create(in_process=True, **{"port": 0, "shutdown_timeout": 0.0, **options})
     listener = listen(given)
     engine = backend.engine
     keys = load_keys(given.api_key, given.keys)
@@ -143,7 +145,8 @@ def live_server(backend: Backend, tracer: Tracer | None = None, **options: Any) 
     async def start() -> tuple[ServerState, Server]:
         state = ServerState(engine, given, keys, hosts, tracer or NoTracer())
         server = Server(given)
-        server.open(state)
+        if is_open:
+            server.open(state)
         return state, server
 
     state, server = backend.run(start())

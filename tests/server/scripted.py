@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import math
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -46,6 +48,7 @@ class ScriptedClient:
         self.script = "Hello."
         self.scripts: list[str] = []
         self.piece = 1  # tokens in a delta
+        self.num_allowed: float = math.inf  # tokens of an answer that may come for now
         self.error: tuple[str, str] | None = None  # code and message with which answers end
         self.requests: list[Request] = []  # so far
         self.encode: Callable[[str], list[int]] = lambda _: []
@@ -61,6 +64,8 @@ class ScriptedClient:
         ids = self._told[request_id]
         given = ids[: request.max_tokens]
         for start, end in pairwise([*range(0, len(given), self.piece), len(given)]):
+            while start >= self.num_allowed:
+                await asyncio.sleep(0.002)
             scored: list[PositionLogprobs] = [(TokenLogprob(i, -0.5, 1),) for i in given[start:end]]
             yield Delta(
                 request_id, given[start:end], logprobs=scored if request.params.logprobs is not None else None

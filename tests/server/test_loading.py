@@ -47,6 +47,16 @@ async def test_what_is_told_while_loading() -> None:
         check_refusal(await http.post(COMPLETIONS, json=BODY))
 
 
+async def test_browsers_get_a_page_that_waits() -> None:
+    async with client_of(LoadingApp()) as http:
+        response = await http.get("/", headers={"accept": "text/html,*/*;q=0.8"})
+        assert response.status_code == 503
+        assert int(response.headers["retry-after"]) > 0
+        assert response.headers["content-type"] == "text/html; charset=utf-8"
+        assert "is being loaded" in response.text
+        check_refusal(await http.get("/v1/models", headers={"accept": "text/html"}))
+
+
 async def test_progress_is_told_where_it_is_known() -> None:
     loading_app = LoadingApp()
     async with client_of(loading_app) as http:

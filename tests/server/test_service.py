@@ -128,7 +128,9 @@ def test_chats_do_not_wait_for_what_asks_about_tokens(backend: Backend) -> None:
 def test_the_page_needs_nothing_else(live: Live) -> None:
     response = live.http.get("/")
     assert response.headers["content-type"] == "text/html; charset=utf-8"
-    assert "default-src 'none'" in response.headers["content-security-policy"]
+    policy = response.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
     page = response.text
     assert "v1/chat/completions" in page
     assert not re.search(r"https?://|//[a-z]+\.|@import|<link|src=", page)

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-from functools import cache
-from importlib.resources import files
-
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
 from inflight.engine import EngineStats
 from inflight.errors import EngineError
+from inflight.server.chat_page import chat_page
 from inflight.server.metrics import CONTENT_TYPE
 from inflight.server.openapi import documented, respond
 from inflight.server.schemas.service import HealthStatus
 from inflight.server.state import ServerState, state_of
 
 router = APIRouter()
-
-_PAGE_HEADERS = {
-    "content-security-policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
-    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
-}
 
 
 async def _stats(state: ServerState) -> EngineStats | None:
@@ -74,13 +65,8 @@ async def metrics(request: Request) -> Response:
     return Response(content, media_type=CONTENT_TYPE)
 
 
-@cache
-def _page() -> str:
-    return (files("inflight.server") / "page" / "index.html").read_text(encoding="utf-8")
-
-
 @router.head("/", include_in_schema=False)
 @router.get("/", response_class=HTMLResponse)
 async def page() -> Response:
     """A page to chat with the model."""
-    return HTMLResponse(_page(), headers=_PAGE_HEADERS)
+    return chat_page()

@@ -19,6 +19,23 @@ import pytest
 from websockets.sync.client import ClientConnection, connect
 
 SECONDS = 60.0
+WIDE, NARROW = 1280, 390  # pixels: a desk, a phone
+LOOKS = [(scheme, width) for scheme in ("light", "dark") for width in (WIDE, NARROW)]
+KEYS: dict[str, dict[str, Any]] = {
+    "Enter": {"windowsVirtualKeyCode": 13, "text": "\r"},
+    "Escape": {"windowsVirtualKeyCode": 27},
+    "Tab": {"windowsVirtualKeyCode": 9},
+    "ArrowRight": {"windowsVirtualKeyCode": 39},
+}
+CUT = """(() => {
+  const overflow = (node) => getComputedStyle(node).overflowX;
+  const scrolls = (node) => node && (/auto|scroll/.test(overflow(node)) || scrolls(node.parentElement));
+  const wide = (box) => box.width && (box.left < -0.5 || box.right > document.documentElement.clientWidth + 0.5);
+  const hidden = (node) => overflow(node) === "hidden" && node.scrollWidth > node.clientWidth;
+  return [...document.body.querySelectorAll("*")]
+    .filter((node) => hidden(node) || (wide(node.getBoundingClientRect()) && !scrolls(node.parentElement)))
+    .map((node) => node.outerHTML.slice(0, 100));
+})()"""
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 
@@ -81,12 +98,22 @@ class Page:
         """Into what has the focus."""
         self.call("Input.insertText", text=text)
 
-    def press_enter(self) -> None:
-        key = {"key": "Enter", "code": "Enter", "windowsVirtualKeyCode": 13, "text": "\r"}
+    def press(self, name: str) -> None:
+        """A key of `KEYS`."""
+        key = {"key": name, "code": name, **KEYS[name]}
         self.call("Input.dispatchKeyEvent", type="keyDown", **key)
         self.call("Input.dispatchKeyEvent", type="keyUp", **key)
 
-    def show_as(self, scheme: str, width: int = 1000, height: int = 720) -> None:
+    def excuse(self, words: str) -> None:
+        """Complaints with these words are what the test is about."""
+        self.problems[:] = [text for text in self.problems if words not in text]
+
+    def cut(self) -> list[str]:
+        """What is seen, but not whole: outside of the screen, left or right, with nothing to scroll it by."""
+        found: list[str] = self.run(CUT)
+        return found
+
+    def show_as(self, scheme: str, width: int = WIDE, height: int = 720) -> None:
         """Light or dark, on a screen of that size."""
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self.call("Emulation.setEmulatedMedia", features=features)
@@ -103,7 +130,7 @@ class Page:
         folder = os.environ.get("INFLIGHT_PICTURES")
         if folder:
             data = self.call("Page.captureScreenshot", format="png")["data"]
-            Path(folder, f"page-{name}.png").write_bytes(base64.b64decode(data))
+            Path(folder, f"{name}.png").write_bytes(base64.b64decode(data))
 
 
 def find_browser() -> str:

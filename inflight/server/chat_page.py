@@ -1,0 +1,56 @@
+"""The chat page: one document made of the files in `page`, so that it needs nothing else."""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from functools import cache
+from hashlib import sha256
+from importlib.resources import files
+
+from starlette.responses import HTMLResponse, Response
+
+STYLES = ("style.css",)
+SCRIPTS = (
+    "toy_tools.js",
+    "api.js",
+    "transcript.js",
+    "answer.js",
+    "tools_panel.js",
+    "connection.js",
+    "chat.js",
+)
+
+
+def chat_page(status: int = 200) -> Response:
+    """The page itself asks how the server is, so it is the same while a model loads."""
+    text, policy = _document()
+    headers = {
+        "content-security-policy": policy,
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+    }
+    return HTMLResponse(text, status, headers)
+
+
+@cache
+def _document() -> tuple[str, str]:
+    """The text, and a policy by which no other script or style than its own runs in it."""
+    style, script = _joined(STYLES), _joined(SCRIPTS)
+    text = _read("index.html").replace("/* styles */", style).replace("/* scripts */", script)
+    policy = (
+        f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    return text, policy
+
+
+def _joined(names: tuple[str, ...]) -> str:
+    return "\n".join(map(_read, names))
+
+
+def _read(name: str) -> str:
+    return (files("inflight.server") / "page" / name).read_text(encoding="utf-8")
+
+
+def _hash(content: str) -> str:
+    return f"'sha256-{b64encode(sha256(content.encode()).digest()).decode()}'"

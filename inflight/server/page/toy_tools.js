@@ -1,0 +1,116 @@
+"use strict";
+
+// Tools that run in this page, so that one can watch a model call them. Each returns a text.
+
+const CITIES = {
+  amsterdam: "Europe/Amsterdam", beijing: "Asia/Shanghai", berlin: "Europe/Berlin", cairo: "Africa/Cairo",
+  delhi: "Asia/Kolkata", london: "Europe/London", madrid: "Europe/Madrid", mumbai: "Asia/Kolkata",
+  nairobi: "Africa/Nairobi", "new york": "America/New_York", oslo: "Europe/Oslo", paris: "Europe/Paris",
+  rome: "Europe/Rome", "san francisco": "America/Los_Angeles", singapore: "Asia/Singapore",
+  sydney: "Australia/Sydney", tokyo: "Asia/Tokyo", vienna: "Europe/Vienna",
+};
+
+const FACTS = {
+  "continuous batching": "Requests join and leave the batch at every step; none waits for the whole batch to end.",
+  "kv cache": "The keys and values of all tokens so far, kept so that each new token computes only its own.",
+  "prefix cache": "KV blocks of a prompt that was seen before are used again instead of being computed.",
+  "eiffel tower": "A tower in Paris, 330 metres high, finished in 1889.",
+  "everest": "The highest mountain on Earth, 8,849 metres above the sea.",
+  "moon": "It is 384,400 km away on average and goes around the Earth in 27.3 days.",
+  "octopus": "A sea animal with eight arms, three hearts and blue blood.",
+  "photosynthesis": "Plants make sugar and oxygen from water, carbon dioxide and light.",
+};
+
+const TOY_TOOLS = [
+  {
+    name: "calculate", description: "Compute an arithmetic expression.",
+    parameter: "expression", about: "The expression, such as (3 + 4) * 2", run: calculate,
+  },
+  {
+    name: "get_weather", description: "Get the current weather in a city.",
+    parameter: "city", about: "The name of the city", run: weather,
+  },
+  {
+    name: "get_time", description: "Get the current time in a city.",
+    parameter: "city", about: "The name of the city", run: timeOfDay,
+  },
+  {
+    name: "lookup", description: "Look something up.",
+    parameter: "query", about: "What to look up", run: lookup,
+  },
+];
+
+// As a request has it.
+function described({ name, description, parameter, about }) {
+  const properties = { [parameter]: { type: "string", description: about } };
+  const parameters = { type: "object", properties, required: [parameter] };
+  return { type: "function", function: { name, description, parameters } };
+}
+
+// What the model is told. It may have called anything, with any arguments.
+function resultOf(name, text) {
+  try {
+    const tool = TOY_TOOLS.find((tool) => tool.name === name);
+    if (!tool) throw new Error("there is no tool " + name);
+    const value = JSON.parse(text)?.[tool.parameter];
+    if (typeof value !== "string" && typeof value !== "number") throw new Error(tool.parameter + " is missing");
+    return tool.run(String(value).trim());
+  } catch (error) {
+    return "Error: " + error.message;
+  }
+}
+
+// Numbers, + - * / % ^ and brackets, read from left to right.
+function calculate(expression) {
+  const tokens = expression.replaceAll("**", "^").match(/\d+(?:\.\d+)?|\.\d+|\S/g) ?? [];
+  const next = (...wanted) => (wanted.includes(tokens[0]) ? tokens.shift() : undefined);
+  const fail = () => { throw new Error("cannot compute " + expression); };
+  const sum = () => {
+    let value = product();
+    for (let sign; (sign = next("+", "-", "−"));) value = sign === "+" ? value + product() : value - product();
+    return value;
+  };
+  const product = () => {
+    let value = signed();
+    for (let sign; (sign = next("*", "×", "/", "÷", "%"));) {
+      const other = signed();
+      value = "*×".includes(sign) ? value * other : sign === "%" ? value % other : value / other;
+    }
+    return value;
+  };
+  const signed = () => (next("-", "−") ? -signed() : power());
+  const power = () => {
+    const base = single();
+    return next("^") ? base ** signed() : base;
+  };
+  const single = () => {
+    if (next("(")) {
+      const value = sum();
+      return next(")") ? value : fail();
+    }
+    const value = Number(tokens.shift() ?? NaN);
+    return Number.isNaN(value) ? fail() : value;
+  };
+  const value = sum();
+  if (tokens.length || !Number.isFinite(value)) fail();
+  return String(Number(value.toPrecision(12)));
+}
+
+// Made up, but always the same for a city.
+function weather(city) {
+  let hash = 2166136261;
+  for (const letter of city.toLowerCase()) hash = Math.imul(hash ^ letter.codePointAt(0), 16777619) >>> 0;
+  const sky = ["sunny", "cloudy", "rainy", "windy", "foggy", "clear"][hash % 6];
+  return `${sky}, ${(hash >>> 8) % 30} °C`;
+}
+
+function timeOfDay(city) {
+  const zone = CITIES[city.toLowerCase().split(",")[0]];
+  const time = new Date().toLocaleTimeString("en-GB", { timeZone: zone ?? "UTC", hour: "2-digit", minute: "2-digit" });
+  return zone ? time : `${time} UTC (the time zone of ${city} is not known)`;
+}
+
+function lookup(query) {
+  const found = Object.keys(FACTS).find((name) => query.toLowerCase().includes(name));
+  return found ? FACTS[found] : "Nothing was found about " + query;
+}
