@@ -13,11 +13,13 @@ from inflight.compare.layout import SpanKind, Timeline
 from inflight.compare.palette import decode_colour, prefill_colour
 from inflight.compare.shown import Shown
 
+TITLE = "Who held which slot"
 WIDTH = 1200
 LEFT, RIGHT = 64, 20
 PANEL = 190  # height of a panel's slots, where their number allows it
 MIN_ROW, MAX_ROW = 3, 22
 MIN_PREFILL = 2.0  # pixels: a prompt's step must not vanish in a long run
+SAMPLE = (26, 12)  # width and height of what a legend shows
 CHARACTER = 6.4  # pixels, about, at the size of labels
 
 LIGHT = {
@@ -69,11 +71,12 @@ class Drawing:
 
 
 def draw(comparison: Shown, heading: bool = True) -> Drawing:
-    """The whole run over time, then its first steps one by one. The heading is for a picture that stands alone."""
+    """The whole run over time, then its first steps one by one. Heading and legend are for a picture that stands
+    alone."""
     pen = _Pen(comparison)
     if heading:
-        pen.heading("Who held which slot", comparison.subtitle)
-    pen.legend()
+        pen.heading(TITLE, comparison.subtitle)
+        pen.legend()
     pen.section(TimeAxis.over(comparison.timelines), "The whole run, all on one time scale")
     longest = max(timeline.num_steps for timeline in comparison.timelines)
     first = min(comparison.close_steps, longest)
@@ -101,7 +104,7 @@ class _Pen:
     def legend(self) -> None:
         x, y = float(LEFT), self.y + 12
         for kind, name, _ in self.comparison.legend:
-            self.drawing.items += _cell(kind, x, y, 26, 12, 0, "")
+            self.drawing.items += sample(kind, x, y)
             self.drawing.items.append(Text(x + 33, y + 11, name, "muted", 12))
             x += 33 + CHARACTER * len(name) + 26
         self._advance(34)
@@ -186,6 +189,11 @@ class _Pen:
     def _advance(self, height: float) -> None:
         self.y += height
         self.drawing.height = self.y
+
+
+def sample(kind: SpanKind | None, x: float = 0, y: float = 0) -> list[Rect]:
+    """What a legend shows of a kind."""
+    return _cell(kind, x, y, *SAMPLE, 0, "")
 
 
 def _cell(

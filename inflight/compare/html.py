@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from html import escape
 
-from inflight.compare.drawing import DARK, LIGHT, draw
+from inflight.compare.drawing import DARK, LIGHT, SAMPLE, TITLE, draw, sample
 from inflight.compare.shown import Shown
-from inflight.compare.svg import FONTS, to_svg
+from inflight.compare.svg import FONTS, to_svg, to_swatch
+from inflight.compare.words import requests_in_words, slots_in_words
 
 _PAGE = """<!doctype html>
 <html lang="en">
@@ -19,32 +21,61 @@ _PAGE = """<!doctype html>
 @media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}
 body {{ margin: 0 auto; max-width: 1240px; padding: 24px 20px 48px; background: var(--paper); color: var(--ink);
   font: 15px/1.5 {fonts}; }}
-h1 {{ font-size: 26px; margin: 0 0 4px; }}
+h1 {{ font-size: 26px; line-height: 1.25; margin: 0 0 4px; }}
+h2 {{ font-size: 15px; margin: 14px 0 4px; }}
 p {{ margin: 0 0 14px; max-width: 78ch; }}
 .muted {{ color: var(--muted); }}
-table {{ border-collapse: collapse; margin: 18px 0; font-variant-numeric: tabular-nums; }}
-th, td {{ padding: 4px 18px 4px 0; text-align: right; border-bottom: 1px solid var(--rule); }}
-th:first-child, td:first-child {{ text-align: left; }}
-tr:last-child td {{ font-weight: 600; }}
 .beside {{ display: flex; flex-wrap: wrap; gap: 0 56px; align-items: center; }}
-dl {{ flex: 1; min-width: 300px; max-width: 60ch; color: var(--muted); font-size: 14px; }}
+table {{ border-collapse: collapse; margin: 18px 0; font-variant-numeric: tabular-nums; }}
+th, td {{ padding: 4px 0 4px 18px; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--rule); }}
+th[scope=row], td:first-child {{ padding-left: 0; text-align: left; white-space: normal; font-weight: inherit; }}
+tr:last-child {{ font-weight: 600; }}
+dl {{ flex: 1; min-width: min(300px, 100%); max-width: 60ch; color: var(--muted); font-size: 14px; }}
 dt {{ color: var(--ink); }}
 dd {{ margin: 0 0 8px; }}
-.wide {{ overflow-x: auto; }}
-svg {{ display: block; width: 100%; min-width: 760px; height: auto; }}
+.legend {{ display: flex; flex-wrap: wrap; gap: 4px 26px; list-style: none; margin: 18px 0 12px; padding: 0;
+  color: var(--muted); font-size: 13px; }}
+.legend li {{ display: flex; gap: 7px; align-items: center; }}
+.wide {{ max-width: 100%; overflow-x: auto; }}
+.wide:focus-visible, summary:focus-visible {{ outline: 2px solid var(--muted); outline-offset: 2px; }}
+.wide > svg {{ display: block; width: 100%; height: auto; }}
+.hint {{ display: none; margin: 0 0 6px; font-size: 13px; }}
+details {{ margin-top: 24px; font-size: 14px; }}
+summary {{ cursor: pointer; }}
+details ul {{ margin: 0; padding-left: 20px; overflow-wrap: anywhere; }}
+@media (max-width: 840px) {{
+  h1 {{ font-size: 22px; }}
+  .hint {{ display: block; }}
+  .wide > svg {{ min-width: 1040px; }}
+}}
+@media (max-width: 480px) {{
+  body {{ padding: 18px 14px 40px; }}
+  table {{ font-size: 14px; }}
+  th, td {{ padding-left: 10px; }}
+}}
 </style>
 </head>
 <body>
+<main>
 <h1>{title}</h1>
 <p class="muted">{subtitle}.</p>
 <p>{headline} {verdict}</p>
 <div class="beside">
-<div>{table}</div>
+<div class="wide">{table}</div>
 <dl>
 {definitions}
 </dl>
 </div>
-<div class="wide">{picture}</div>
+<ul class="legend" aria-label="Legend">
+{legend}
+</ul>
+<p class="hint muted">The picture is wider than the screen: swipe, or move it with the arrow keys →</p>
+<div class="wide" tabindex="0" role="region" aria-label="{picture_title}">{picture}</div>
+<details>
+<summary>The picture in words</summary>
+{words}
+</details>
+</main>
 </body>
 </html>
 """
@@ -60,7 +91,10 @@ def to_html(comparison: Shown) -> str:
             f"<dt>{escape(term)}</dt><dd>{escape(meaning)}</dd>" for term, meaning in comparison.definitions
         ),
         table=_table(comparison),
-        picture=to_svg(draw(comparison, heading=False)),
+        legend=_legend(comparison),
+        picture_title=TITLE,
+        picture=to_svg(draw(comparison, heading=False), _label(comparison)),
+        words=_words(comparison),
         fonts=FONTS,
         light=_variables(LIGHT),
         dark=_variables(DARK),
@@ -72,11 +106,31 @@ def _variables(theme: dict[str, str]) -> str:
 
 
 def _table(comparison: Shown) -> str:
-    head = "".join(
-        f"<th>{escape(name)}</th>" for name in ("", *(timeline.strategy for timeline in comparison.timelines))
-    )
+    head = "".join(f'<th scope="col">{escape(timeline.strategy)}</th>' for timeline in comparison.timelines)
     body = "\n".join(
-        f"<tr><td>{escape(name)}</td>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
+        f'<tr><th scope="row">{escape(name)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>'
         for name, cells in comparison.rows()
     )
-    return f"<table><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table>"
+    return f"<table><thead><tr><td></td>{head}</tr></thead><tbody>\n{body}\n</tbody></table>"
+
+
+def _legend(comparison: Shown) -> str:
+    return "\n".join(
+        f"<li>{to_swatch(sample(kind), *SAMPLE)}{escape(words)}</li>" for kind, words, _ in comparison.legend
+    )
+
+
+def _label(comparison: Shown) -> str:
+    told = (f"{timeline.strategy}: {comparison.told(timeline.strategy)}" for timeline in comparison.timelines)
+    return f"{TITLE}. {'. '.join(told)}. Below it is told in words."
+
+
+def _words(comparison: Shown) -> str:
+    parts = ["<h2>Requests</h2>", _list(requests_in_words(comparison))]
+    for timeline in comparison.timelines:
+        parts += [f"<h2>{escape(timeline.strategy)}</h2>", _list(slots_in_words(comparison, timeline))]
+    return "\n".join(parts)
+
+
+def _list(lines: Iterable[str]) -> str:
+    return "<ul>\n" + "\n".join(f"<li>{escape(line)}</li>" for line in lines) + "\n</ul>"

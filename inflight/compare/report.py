@@ -49,7 +49,10 @@ DEFINITIONS = (
     ("time to first token, latency", "From the arrival of a request to its first and to its last token."),
     ("slot use", "Share of slot-steps (steps × slots) that produced a token which the answer keeps."),
     ("KV waste", "Share of the places in used KV blocks that hold no token, mean over steps."),
-    ("the picture", "A row is a slot, a colour is a request. Point at a cell to see which one."),
+    (
+        "the picture",
+        "A row is a slot, a colour is a request. Point at a cell to see which one, or read it in words below.",
+    ),
 )
 
 
@@ -112,8 +115,14 @@ class Comparison:
     def label(self, request: int) -> str:
         return self.requests[request].label
 
+    def told_of(self, request: int) -> str:
+        found = self.requests[request]
+        return (
+            f"{found.label}: {found.title}\n"
+            f"{found.num_prompt_tokens} prompt tokens, {found.num_output_tokens} output tokens"
+        )
+
     def about(self, span: Span) -> str:
-        request = self.requests[span.request]
         steps = (
             f"step {span.first}" if span.last == span.first + 1 else f"steps {span.first} to {span.last - 1}"
         )
@@ -122,11 +131,7 @@ class Comparison:
             SpanKind.DECODE: f"{span.num_tokens} tokens",
             SpanKind.HELD: "finished, slot held",
         }
-        return (
-            f"{request.label}: {request.title}\n"
-            f"{request.num_prompt_tokens} prompt tokens, {request.num_output_tokens} output tokens\n"
-            f"slot {span.slot + 1}, {steps}: {did[span.kind]}"
-        )
+        return f"{self.told_of(span.request)}\nslot {span.slot + 1}, {steps}: {did[span.kind]}"
 
     @property
     def subtitle(self) -> str:

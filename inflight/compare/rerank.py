@@ -139,10 +139,13 @@ class RerankComparison:
     def label(self, request: int) -> str:
         return self.requests[request].label
 
+    def told_of(self, request: int) -> str:
+        return f"{self.requests[request].label}: {self.requests[request].title}"
+
     def about(self, span: Span) -> str:
         pair = self.requests[span.request]
         did = "padding" if span.kind is SpanKind.PADDING else f"{pair.num_tokens} tokens"
-        return f"{pair.label}: {pair.title}\nslot {span.slot + 1}, step {span.first}: {did}"
+        return f"{self.told_of(span.request)}\nslot {span.slot + 1}, step {span.first}: {did}"
 
     def to_json(self) -> dict[str, Any]:
         return {

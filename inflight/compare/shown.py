@@ -62,6 +62,9 @@ class Shown(Protocol):
     def label(self, request: int) -> str:
         """A request's letter."""
 
+    def told_of(self, request: int) -> str:
+        """A request's letter, and what it is."""
+
     def about(self, span: Span) -> str:
         """What hovering over a span tells."""
 

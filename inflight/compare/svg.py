@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from xml.sax.saxutils import escape
+from xml.sax.saxutils import escape, quoteattr
 
 from inflight.compare.drawing import DARK, LIGHT, Drawing, Rect, Text
 
 FONTS = "ui-sans-serif,system-ui,-apple-system,'Segoe UI',Roboto,'DejaVu Sans',sans-serif"
 
 
-def to_svg(drawing: Drawing) -> str:
-    """One `<svg>` element, complete in itself."""
+def to_svg(drawing: Drawing, label: str = "") -> str:
+    """One `<svg>` element, complete in itself. The label is what a screen reader says in its place."""
+    spoken = f' role="img" aria-label={quoteattr(label)}' if label else ""
     size = f"{drawing.width:g} {drawing.height:g}"
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}" font-family="{FONTS}">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size}" font-family="{FONTS}"{spoken}>',
         f"<style>{_style()}</style>",
         '<rect class="paper" width="100%" height="100%"/>',
     ]
     parts += [_rect(item) if isinstance(item, Rect) else _text(item) for item in drawing.items]
     return "\n".join([*parts, "</svg>\n"])
+
+
+def to_swatch(items: list[Rect], width: float, height: float) -> str:
+    """A small picture that says nothing by itself, for a page that has a whole one."""
+    size = f'width="{width:g}" height="{height:g}"'
+    return f'<svg {size} aria-hidden="true">{"".join(map(_rect, items))}</svg>'
 
 
 def _style() -> str:
