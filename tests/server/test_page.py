@@ -180,16 +180,21 @@ def test_a_server_that_is_gone_is_told_and_waited_for(page: Page, backend: Backe
     with live_server(backend) as live:
         open_chat(page, live)
         port = int(live.url.rpartition(":")[2])
-    ask(page, QUESTION)
-    assert "The server does not answer" in wait_for_figures(page)
+        with slow_steps(backend):
+            ask(page, STORY)
+            wait_for_text(page)
+            live.stop()
+            assert wait_for_figures(page) == "the server stopped before this was done"
     page.wait_for("document.querySelector('#notice').innerText.includes('goes on when it is back')")
     assert page.text("#model") == "not reachable"
+    ask(page, QUESTION)
+    assert "The server does not answer" in wait_for_figures(page, 2)
     assert page.run("document.querySelector('#text').value") == QUESTION
     look(page, "gone")
     with live_server(backend, port=port) as live:
         page.wait_for("document.querySelector('#model').innerText.includes('context')")
         assert not page.text("#notice")
         ask(page, "")
-        assert "tokens/s" in wait_for_figures(page, 2)
+        assert "tokens/s" in wait_for_figures(page, 3)
         live.wait_until_idle()
     page.excuse("ERR_CONNECTION")

@@ -84,6 +84,7 @@ function giveUp(asked, code, message) {
   }
   if (code in IN_WORDS) needsKey();
   if (code === "no_answer" || code === "loading") connect();
+  if (code === "shutting_down") setTimeout(connect, AGAIN_MS);
   scrollDown();
 }
 
