@@ -12,7 +12,7 @@ from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from inflight.config import EngineConfig, ProcessConfig
+from inflight.config import EngineConfig, ProcessConfig, RouterConfig
 from inflight.engine import EngineClient, EngineStats, Health, InprocClient, ModelFacts, RequestState
 from inflight.errors import ConfigError, EngineError, ParameterError, RequestError
 from inflight.frontend import (
@@ -80,18 +80,14 @@ class AsyncEngine:
         """Load a model without blocking the event loop. Options are those of `LLM`.
 
         With `in_process=False` the engine gets a process of its own, so that nothing done here slows its steps;
-        `process` says how it is watched. That needs the packages of inflight-llm[server].
+        `process` says how it is watched. With `replicas` there are so many of them, and answers outlive one that
+        dies. That needs the packages of inflight-llm[server].
         """
+        routing = RouterConfig.taken_from(options)
         config = EngineConfig.create(model, **options)
-        if in_process:
+        if in_process and routing.replicas is None:
             return cls.of(await asyncio.to_thread(_load, config, progress))
-        try:
-            from inflight.engine.process import ProcessClient
-        except ImportError as error:
-            raise ConfigError(
-                f"an engine in a process of its own needs {error.name}: install inflight-llm[server]"
-            ) from error
-        client = await ProcessClient.start(config, process, progress)
+        client = await _start_client(config, routing, process, progress)
         try:
             front = await asyncio.to_thread(Frontend.of, config, client.facts)
             await asyncio.to_thread(front.warm_up)
@@ -386,6 +382,22 @@ class AsyncEngine:
 
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
+
+
+async def _start_client(
+    config: EngineConfig, routing: RouterConfig, process: ProcessConfig | None, progress: LoadProgress | None
+) -> EngineClient:
+    """An engine in a process of its own, or a router over several."""
+    try:
+        from inflight.engine.process import ProcessClient
+        from inflight.router import start_router
+    except ImportError as error:
+        raise ConfigError(
+            f"an engine in a process of its own needs {error.name}: install inflight-llm[server]"
+        ) from error
+    if routing.replicas is None:
+        return await ProcessClient.start(config, process, progress)
+    return await start_router(config, routing, process, progress)
 
 
 def _load(config: EngineConfig, progress: LoadProgress | None) -> LoadedEngine:

@@ -6,7 +6,7 @@ Here every option of an engine is declared (see `option.py`); those of a server 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from os import PathLike, fspath
 from typing import Any
@@ -82,6 +82,10 @@ class CacheConfig:
     num_blocks: int | None = option(None, MEMORY, "KV blocks, in place of the memory figures.", at_least=1)
     gpu_memory_utilization: float = option(
         0.9, MEMORY, "Share of the GPU's memory to use in all.", above=0, at_most=1
+    )
+
+    num_neighbours: int = option(
+        0, PYTHON, "Other engines that share this machine's memory: each takes its part.", at_least=0
     )
 
     def __post_init__(self) -> None:
@@ -177,9 +181,48 @@ class ProcessConfig:
         at_most=math.inf,
     )
     log_format: str = option("text", WATCHING, "text, or json: one object a line.", choices=("text", "json"))
+    environment: Mapping[str, str] = field(
+        default_factory=dict
+    )  # variables that it has beside those of this one
 
     def __post_init__(self) -> None:
         check(self)
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """Several engines with the same model, each in a process of its own, behind one router."""
+
+    replicas: int | None = option(
+        None,
+        SCHEDULING,
+        "Engines with the same model, between which requests are routed; answers outlive an engine that dies.",
+        at_least=1,
+        at_most=256,
+        unset="one engine, and no router",
+    )
+    routing: str = option(
+        "prefix_aware",
+        SCHEDULING,
+        "How a replica is chosen: by cached prefixes and load, by load, or in turn.",
+        choices=("prefix_aware", "least_loaded", "round_robin"),
+    )
+    failover_timeout: float = option(
+        120.0,
+        SCHEDULING,
+        "Seconds that answers which have begun wait for a replica when all are gone.",
+        at_least=0,
+        unit="seconds",
+    )
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    @staticmethod
+    def taken_from(options: dict[str, Any]) -> RouterConfig:
+        """What of these options, flat names, is the router's; it is not among them any more."""
+        names = options_of(RouterConfig)
+        return RouterConfig(**{name: options.pop(name) for name in names if name in options})
 
 
 _PARTS = {"model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig}

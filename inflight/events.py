@@ -123,6 +123,17 @@ class StepRecord:
     aborted: tuple[AbortRecord, ...] = ()  # since the record before
 
 
+CACHE_NAME_LENGTH = 8  # bytes of a block's name that travel: enough to choose an engine by
+
+
+class CacheUpdate(NamedTuple):
+    """How an engine's prefix cache has changed. Blocks are the beginnings of their names, one behind the other."""
+
+    cleared: bool  # before what follows, all was forgotten
+    stored: bytes
+    evicted: bytes
+
+
 # Why nobody was admitted: the step that is computed was formed before ("step"); there was no room for more KV
 # ("memory"), no free row ("slots"), no token left of the step ("budget"), or the policy wanted nobody ("policy").
 QUEUE_CAUSES = ("step", "memory", "slots", "budget", "policy")
@@ -138,11 +149,12 @@ class TimeBreakdown:
     decode: float = 0.0
     preempted: float = 0.0  # back in the queue
     held: float = 0.0  # it had all its tokens, and the policy kept it
+    lost: float = 0.0  # with engines that died, and until another one had it
 
     @property
     def total(self) -> float:
         running = self.prefill + self.prefill_of_others + self.decode
-        return sum(self.queue.values()) + running + self.preempted + self.held
+        return sum(self.queue.values()) + running + self.preempted + self.held + self.lost
 
 
 @dataclass(slots=True)
@@ -164,3 +176,5 @@ class RequestRecord:
     finish_reason: str | None = None
     stop_token_id: int | None = None
     breakdown: TimeBreakdown = field(default_factory=TimeBreakdown)
+    engine_id: str = ""  # the replica that it is or was on, the last one
+    num_failovers: int = 0  # replicas that it outlived

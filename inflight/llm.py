@@ -10,12 +10,13 @@ from typing import Any, TypeVar
 
 from rich.console import Console
 
-from inflight.config import EngineConfig
+from inflight.config import EngineConfig, RouterConfig
 from inflight.engine import EngineStats, RequestFeed, StepObserver
 from inflight.errors import ConfigError, EngineError, ParameterError, RequestError
 from inflight.events import Delta
 from inflight.frontend import (
     ChatRequest,
+    Frontend,
     OutputProcessor,
     Pair,
     PooledVectors,
@@ -44,6 +45,7 @@ from inflight.outputs import (
 )
 from inflight.pooling import Scale
 from inflight.progress_bars import loading_bar, request_bar
+from inflight.replicated import ReplicatedEngine
 from inflight.request import Request, SamplingParams
 from inflight.text import Tokenizer
 
@@ -61,17 +63,28 @@ class LLM:
     >>> outputs[0].outputs[0].text
 
     Without a model it is the built-in one. Options are those of `ModelConfig`, `CacheConfig` and
-    `SchedulerConfig`, by name.
+    `SchedulerConfig`, by name. With `replicas` there are so many engines, each in a process of its own, and the options
+    of `RouterConfig`; that needs the packages of inflight-llm[server].
     """
 
     def __init__(
         self, model: str | PathLike[str] | None = None, *, show_progress: bool = True, **options: Any
     ) -> None:
+        routing = RouterConfig.taken_from(options)
         config = EngineConfig.create(model, **options)
+        self._engine: LoadedEngine  # where it is in this process
+        self._replicas: ReplicatedEngine | None = None  # where there are several
         with loading_bar(config.model.model or "the built-in model", show_progress) as progress:
-            self._engine: LoadedEngine = load_engine(config, progress)
+            if routing.replicas is None:
+                self._engine = load_engine(config, progress)
+                self._frontend: Frontend = self._engine
+                description = self._engine.platform.describe()
+            else:
+                self._replicas = ReplicatedEngine(config, routing, progress)
+                self._frontend = self._replicas.frontend
+                description = self._replicas.description
         if progress is not None:
-            Console(stderr=True).print(self._engine.platform.describe(), style="dim", highlight=False)
+            Console(stderr=True).print(description, style="dim", highlight=False)
         self._num_requests = 0
         self._closed = False
 
@@ -98,7 +111,7 @@ class LLM:
 
         def prepare(index: int, request_id: str, params: SamplingParams) -> OutputProcessor:
             prompt, priority, tenant = places[index]
-            return self._engine.prepare(request_id, prompt, params, priority, tenant)
+            return self._frontend.prepare(request_id, prompt, params, priority, tenant)
 
         return self._run(self._prepare(items, sampling_params, prepare), use_tqdm)
 
@@ -140,7 +153,7 @@ class LLM:
         ]
 
         def prepare(index: int, request_id: str, params: SamplingParams) -> OutputProcessor:
-            return self._engine.prepare_chat(request_id, chats[index], params)
+            return self._frontend.prepare_chat(request_id, chats[index], params)
 
         return self._run(self._prepare(chats, sampling_params, prepare), use_tqdm)
 
@@ -169,9 +182,8 @@ class LLM:
     def _run(self, prompts: list[OutputProcessor], show: bool) -> list[RequestOutput]:
         by_id = {answer.request.request_id: prompt for prompt in prompts for answer in prompt.answers}
         requests = [answer.request for prompt in prompts for answer in prompt.answers]
-        feed = RequestFeed(self._engine.core, requests, lazily=False)
         self._compute(
-            feed, len(requests), lambda delta: by_id[delta.request_id].push(delta), "generating", show
+            requests, len(requests), lambda delta: by_id[delta.request_id].push(delta), "generating", show
         )
         outputs = [prompt.output() for prompt in prompts]
         failed = [answer.error for output in outputs for answer in output.outputs if answer.error]
@@ -182,12 +194,23 @@ class LLM:
         return outputs
 
     def _compute(
-        self, feed: RequestFeed, num_requests: int, take: Callable[[Delta], bool], doing: str, show: bool
+        self,
+        requests: Iterable[Request],
+        num_requests: int,
+        take: Callable[[Delta], bool],
+        doing: str,
+        show: bool,
+        lazily: bool = False,
     ) -> None:
-        """Step until all requests have ended. `take` gets every delta, and says whether its request is to end now."""
+        """Step until all requests have ended. `take` gets every delta, and says whether its request is to end now.
+        Lazily, requests are made as steps need them."""
         if self._closed:
             raise EngineError("this LLM was closed")
+        if self._replicas is not None:
+            with request_bar(doing, num_requests, show) as advance:
+                return self._replicas.compute(list(requests), take, advance)
         core = self._engine.core
+        feed = RequestFeed(core, requests, lazily)
         with paused_collection(), held_interrupts() as let_go:
             try:
                 feed.fill()
@@ -236,7 +259,7 @@ class LLM:
         is refused, and all others with it, or with `truncate` cut at its end; `truncate_prompt_tokens` cuts each to at
         most so many tokens, beside the special ones around it.
         """
-        processor = self._engine.pooling_processor("embed")
+        processor = self._frontend.pooling_processor("embed")
         job = processor.embed(
             texts, prompt_name, prompt, dimensions, normalize, truncate, truncate_prompt_tokens
         )
@@ -254,7 +277,7 @@ class LLM:
     ) -> list[PoolingRequestOutput[ClassificationOutput]]:
         """One number for each of the model's labels. A tuple of two texts is classified as a pair. What is too long is
         refused, or cut as by `embed`."""
-        processor = self._engine.pooling_processor("classify")
+        processor = self._frontend.pooling_processor("classify")
         job = processor.classify(texts, scale, truncate, truncate_prompt_tokens)
         requests, found = self._pool(processor, job, "classifying", use_tqdm)
         labels = processor.facts.labels
@@ -278,7 +301,7 @@ class LLM:
         `instruction` is for models whose template has one. A document that is too long is refused, or cut at its end
         with `truncate`; `max_tokens_per_doc` cuts it to at most so many tokens. Queries are never cut.
         """
-        processor = self._engine.pooling_processor("score")
+        processor = self._frontend.pooling_processor("score")
         job = processor.score(query, documents, scale, instruction, truncate, max_tokens_per_doc)
         requests, found = self._pool(processor, job, "scoring", use_tqdm)
         values = [ScoreOutput(value, job.scale) for value in job.finish(found.matrix).tolist()]
@@ -303,7 +326,7 @@ class LLM:
     ) -> list[RerankResult]:
         """`score` for all documents, and the best of them first; the best `top_n` only, if given."""
         check_top_n(top_n)
-        processor = self._engine.pooling_processor("rerank")
+        processor = self._frontend.pooling_processor("rerank")
         job = processor.score(query, documents, scale, instruction, truncate, max_tokens_per_doc)
         _, found = self._pool(processor, job, "scoring", use_tqdm)
         return ranked(job.finish(found.matrix), documents, job.scale, top_n)
@@ -327,53 +350,60 @@ class LLM:
 
         def take(delta: Delta) -> bool:
             if delta.finish_reason is not None:
-                vectors.put(int(delta.request_id) - first, delta)
+                index = int(delta.request_id) - first
+                vectors.put(index, delta)
+                requests[index].record = delta.record or requests[index].record
             return False
 
         # Texts that can be split may share what they begin with: how many fill a step is not known then.
-        feed = RequestFeed(self._engine.core, made(), lazily=not processor.facts.splittable)
-        self._compute(feed, num_texts, take, doing, show)
+        self._compute(made(), num_texts, take, doing, show, lazily=not processor.facts.splittable)
         return requests, vectors
 
     # ---- around it ----
 
     def get_tokenizer(self) -> Tokenizer:
-        if self._engine.tokenizer is None:
+        if self._frontend.tokenizer is None:
             raise ConfigError("this engine runs without a tokenizer")
-        return self._engine.tokenizer
+        return self._frontend.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the checkpoint's generation_config.json recommends."""
-        return self._engine.default_sampling_params()
+        return self._frontend.default_sampling_params()
 
     def get_default_sampling_fields(self) -> dict[str, Any]:
         """The same as fields, only those that it names: for callers who override some."""
-        return dict(self._engine.default_params)
+        return dict(self._frontend.default_params)
 
     @property
     def max_model_len(self) -> int:
-        return self._engine.max_model_len
+        return self._frontend.max_model_len
 
     @property
     def vocab_size(self) -> int:
         """The width of the logits."""
-        return self._engine.input_processor.vocab_size
+        return self._frontend.input_processor.vocab_size
 
     def stats(self) -> EngineStats:
-        return self._engine.core.stats()
+        return self._engine.core.stats() if self._replicas is None else self._replicas.stats()
 
     def observe(self, observer: StepObserver) -> None:
-        """Call `observer` with the record of every step."""
+        """Call `observer` with the record of every step; with replicas, in a thread of theirs."""
+        if self._replicas is not None:
+            return self._replicas.observe(observer)
         self._engine.core.observers.append(observer)
+        return None
 
     def unobserve(self, observer: StepObserver) -> None:
+        if self._replicas is not None:
+            return self._replicas.unobserve(observer)
         self._engine.core.observers.remove(observer)
+        return None
 
     def close(self) -> None:
         """Give back the memory. The engine cannot be used afterwards."""
         if not self._closed:
             self._closed = True
-            self._engine.close()
+            (self._replicas or self._engine).close()
 
     def __enter__(self) -> LLM:
         return self

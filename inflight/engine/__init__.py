@@ -1,6 +1,6 @@
 """The loop, and handles on it. Knows runners only through their protocol."""
 
-from inflight.engine.client import EngineClient, Health, ModelFacts, RequestState
+from inflight.engine.client import EngineClient, Health, ModelFacts, ReplicaClient, RequestState
 from inflight.engine.core import EngineCore, EngineStats
 from inflight.engine.inproc import InprocClient
 from inflight.engine.request_feed import RequestFeed
@@ -14,6 +14,7 @@ __all__ = [
     "Health",
     "InprocClient",
     "ModelFacts",
+    "ReplicaClient",
     "RequestFeed",
     "RequestState",
     "Runner",

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 
 from inflight.engine.core import EngineStats
 from inflight.engine.step_records import StepObserver
-from inflight.events import Delta, RequestRecord
+from inflight.events import CacheUpdate, Delta, RequestRecord
 from inflight.pooling import PoolingFacts
 from inflight.request import Request
 
@@ -65,6 +65,9 @@ class RequestState:
     num_waited_for: int = 0
 
 
+CacheObserver = Callable[[CacheUpdate], None]
+
+
 class EngineClient(Protocol):
     """Requests go in validated; deltas come out, the last one of each stream with a finish reason.
 
@@ -99,3 +102,11 @@ class EngineClient(Protocol):
 
     async def close(self, drain: float = 0.0) -> None:
         """Stop. New requests are refused at once; those that run may take up to `drain` seconds to end."""
+
+
+class ReplicaClient(EngineClient, Protocol):
+    """A client of one engine, which a router can put beside others."""
+
+    def watch_cache(self, observer: CacheObserver) -> None:
+        """Call `observer` in the event loop with what changes in the engine's prefix cache; first, and again when the
+        engine was restarted, with all that is in it."""

@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import msgspec
@@ -47,7 +47,7 @@ class ProcessNotStartedError(EngineDeadError):
 class EngineProcess:
     """A process with its sockets: `send` it messages, and `receive` what it says."""
 
-    def __init__(self, log_format: str) -> None:
+    def __init__(self, log_format: str, environment: Mapping[str, str] | None = None) -> None:
         """Raises ProcessNotStartedError, and leaves nothing behind, where the system has not what it needs."""
         self.exited = asyncio.Event()  # set once the process is gone and all it said is here
         self.returncode: int | None = None
@@ -56,6 +56,7 @@ class EngineProcess:
         self._arrived = asyncio.Event()  # something is in the inbox, or nothing will ever be again
         self._loop = asyncio.get_running_loop()
         self._process: subprocess.Popen[bytes] | None = None
+        self._environment = environment or {}
         self._killed = False
         secret = secrets.token_bytes(SECRET_LENGTH)
         self.codec: Codec[ToFront] = Codec(secret, ToFront)
@@ -110,7 +111,11 @@ class EngineProcess:
                 COMMAND,
                 stdin=subprocess.PIPE,
                 stdout=2,  # whatever it prints is no output of this process
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+                env={
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+                    **self._environment,
+                },
                 start_new_session=True,  # Ctrl-C is for the parent
             )
         except OSError as error:

@@ -64,6 +64,7 @@ class History:
             other.request_id
             for other in self._records.values()
             if other is not mine
+            and other.engine_id == mine.engine_id
             and other.admitted_at is not None
             and other.finished_at is not None
             and mine.arrived_at < other.finished_at

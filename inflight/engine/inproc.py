@@ -10,13 +10,14 @@ from collections.abc import AsyncGenerator, Callable
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from inflight.engine.client import Health, ModelFacts, RequestState
+from inflight.engine.client import CacheObserver, Health, ModelFacts, RequestState
 from inflight.engine.core import EngineCore, EngineStats
 from inflight.engine.delta_queue import DeltaQueue, DeltaStream
 from inflight.engine.history import History, state_of
 from inflight.engine.step_records import StepObserver, notify
 from inflight.errors import EngineDeadError, RequestError
 from inflight.events import Delta, StepRecord
+from inflight.kv.cache_changes import CacheChanges
 from inflight.request import Request
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,8 @@ class InprocClient:
         self._queues: dict[str, DeltaQueue] = {}  # by request id, until their stream has ended
         self._adding: set[str] = set()  # request ids that the engine's thread has not taken yet
         self._observers: list[StepObserver] = []
+        self._cache_changes: CacheChanges | None = None  # where someone wants to know of them
+        self._cache_observer: CacheObserver | None = None
         self._history = History()
         self._closing = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -53,6 +56,8 @@ class InprocClient:
             while self._take_calls():
                 deltas = self._core.step()
                 self._last_progress = self._core.clock()
+                if self._cache_changes:
+                    self._tell_cache_changes()
                 if deltas:
                     self._publish(deltas)
         except Exception as error:
@@ -261,6 +266,24 @@ class InprocClient:
             notify(self._observers, record)
             if not self._observers:
                 self._ask_for_records()
+
+    def watch_cache(self, observer: CacheObserver) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._cache_observer = observer
+
+        def call() -> None:
+            self._cache_changes = CacheChanges()
+            self._core.scheduler.blocks.cache.report(self._cache_changes)
+            self._tell_cache_changes()
+
+        self._calls.put(call)
+
+    def _tell_cache_changes(self) -> None:
+        """In the engine's thread."""
+        update = None if self._cache_changes is None else self._cache_changes.take()
+        observer = self._cache_observer
+        if update is not None and observer is not None:
+            self._post(lambda: observer(update))
 
     async def close(self, drain: float = 0.0) -> None:
         self._closing = True

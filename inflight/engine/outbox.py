@@ -9,6 +9,7 @@ from inflight.engine.core import EngineStats
 from inflight.engine.delta_queue import merge
 from inflight.engine.wire import Reply, StepOutputs
 from inflight.events import Delta, StepRecord
+from inflight.kv.cache_changes import CacheChanges
 
 WINDOW = 64  # StepOutputs on their way at any time; more wait here, merged
 STATS_EVERY = 0.05  # seconds, while steps follow each other
@@ -33,6 +34,7 @@ class Outbox:
         self._deltas: dict[int, Delta] = {}  # by handle
         self._replies: list[Reply] = []
         self._steps: deque[StepRecord] = deque(maxlen=MAX_STEPS)
+        self.cache_changes: CacheChanges | None = None  # where someone wants to know of them
         self._stats_at = -STATS_EVERY
         self._num_sent = self._num_taken = 0
 
@@ -68,7 +70,8 @@ class Outbox:
 
     def flush(self, idle: bool) -> None:
         """Send what is there, if the front keeps up."""
-        if not (self._deltas or self._replies or self._steps) or self._num_sent - self._num_taken >= WINDOW:
+        wanted = self._deltas or self._replies or self._steps or self.cache_changes
+        if not wanted or self._num_sent - self._num_taken >= WINDOW:
             return
         handles, token_ids, others = [], [], []
         for handle, delta in self._deltas.items():
@@ -81,7 +84,8 @@ class Outbox:
         now, stats = self._clock(), None
         if idle or self._replies or now - self._stats_at >= STATS_EVERY:
             stats, self._stats_at = self._stats(), now
-        self._send(StepOutputs(handles, token_ids, others, self._replies, list(self._steps), stats))
+        cache = None if self.cache_changes is None else self.cache_changes.take()
+        self._send(StepOutputs(handles, token_ids, others, self._replies, list(self._steps), stats, cache))
         self._num_sent += 1
         self._deltas, self._replies = {}, []
         self._steps.clear()

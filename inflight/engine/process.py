@@ -14,13 +14,24 @@ from typing import Any
 import msgspec
 
 from inflight.config import EngineConfig, ProcessConfig
-from inflight.engine.client import Health, ModelFacts, RequestState
+from inflight.engine.client import CacheObserver, Health, ModelFacts, RequestState
 from inflight.engine.core import EngineStats
 from inflight.engine.delta_queue import DeltaQueue, DeltaStream
 from inflight.engine.history import History
 from inflight.engine.step_records import StepObserver, notify
 from inflight.engine.supervisor import EngineEnded, EngineStalled, LoadProgress, Supervisor
-from inflight.engine.wire import Abort, Ack, Describe, Message, Ready, Reply, StepOutputs, Watch, encode_add
+from inflight.engine.wire import (
+    Abort,
+    Ack,
+    Describe,
+    Message,
+    Ready,
+    Reply,
+    StepOutputs,
+    Watch,
+    WatchCache,
+    encode_add,
+)
 from inflight.errors import ConfigError, EngineDeadError, InflightError, QueueFullError, RequestError
 from inflight.events import Delta, RequestRecord, StepRecord
 from inflight.request import Request
@@ -62,6 +73,7 @@ class ProcessClient:
         self._calls: dict[int, asyncio.Future[Reply]] = {}
         self._history = History()
         self._observers: list[StepObserver] = []
+        self._cache_observer: CacheObserver | None = None
         self._num_received = 0
 
     @classmethod
@@ -114,6 +126,8 @@ class ProcessClient:
         self._num_received = 0
         if self._observers:
             self._send(Watch(True))
+        if self._cache_observer is not None:
+            self._send(WatchCache(True))
 
     def _end_all(self, reason: str) -> None:
         """The process is gone, and its requests with it."""
@@ -132,6 +146,8 @@ class ProcessClient:
         self._calls.clear()
 
     def _deliver(self, outputs: StepOutputs) -> None:
+        if outputs.cache is not None and self._cache_observer is not None:
+            self._cache_observer(outputs.cache)
         for handle, token_id in zip(outputs.handles, outputs.token_ids, strict=False):
             opened = self._open.get(handle)
             if opened is not None:
@@ -268,6 +284,10 @@ class ProcessClient:
                 self._send(Watch(False))
 
         return stop
+
+    def watch_cache(self, observer: CacheObserver) -> None:
+        self._cache_observer = observer
+        self._send(WatchCache(True))
 
     async def stats(self) -> EngineStats:
         """As of the last step, or a few hundredths of a second before it."""

@@ -62,7 +62,7 @@ class Supervisor:
 
     async def launch(self) -> Ready:
         """Start a process and wait until its engine is ready. Raises what the engine could not do."""
-        process = self.engine_process = EngineProcess(self._process.log_format)
+        process = self.engine_process = EngineProcess(self._process.log_format, self._process.environment)
         start = Start(self._build, self._options, self._process.heartbeat)
         greeting = asyncio.ensure_future(process.greet(start))
         try:

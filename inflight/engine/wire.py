@@ -3,7 +3,7 @@
 A frame is a secret of this pair of processes, then one message in msgpack. Nothing on the wire can be made to
 run. What does not begin with the secret, or is no message that the receiver knows, is dropped and counted.
 
-    front ── Start, Add, Abort, Describe, Ack, Watch, Stop ──►  engine
+    front ── Start, Add, Abort, Describe, Ack, Watch, WatchCache, Stop ──►  engine
     front ◄── Progress, Ready, Failed, StepOutputs, Heartbeat, Stopped ───  engine
 """
 
@@ -21,7 +21,7 @@ from inflight import errors
 from inflight.engine.client import ModelFacts, RequestState
 from inflight.engine.core import EngineStats
 from inflight.errors import EngineError, InflightError, RequestError
-from inflight.events import Delta, StepRecord
+from inflight.events import CacheUpdate, Delta, StepRecord
 from inflight.request import Request, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -121,6 +121,12 @@ class Watch(Message, frozen=True):
     wanted: bool
 
 
+class WatchCache(Message, frozen=True):
+    """Whether changes of the prefix cache are wanted. The first ones are all that is there."""
+
+    wanted: bool
+
+
 class Stop(Message, frozen=True):
     """End now."""
 
@@ -191,6 +197,7 @@ class StepOutputs(Message, frozen=True):
     replies: list[Reply] = []
     steps: list[StepRecord] = []
     stats: EngineStats | None = None
+    cache: CacheUpdate | None = None
 
 
 class Heartbeat(Message, frozen=True):
@@ -207,7 +214,7 @@ class Stopped(Message, frozen=True):
     text: str
 
 
-ToEngine = Start | Add | Abort | Describe | Ack | Watch | Stop
+ToEngine = Start | Add | Abort | Describe | Ack | Watch | WatchCache | Stop
 ToFront = Progress | Ready | Failed | StepOutputs | Heartbeat | Stopped
 
 

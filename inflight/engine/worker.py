@@ -43,7 +43,9 @@ from inflight.engine.wire import (
     Stopped,
     ToEngine,
     Watch,
+    WatchCache,
 )
+from inflight.kv.cache_changes import CacheChanges
 from inflight.logs import configure_logging
 from inflight.registry import Registry
 
@@ -179,6 +181,9 @@ class EngineLoop:
                     observers.remove(self._outbox.observe)
                 if wanted:
                     observers.append(self._outbox.observe)
+            case WatchCache(wanted):
+                self._outbox.cache_changes = changes = CacheChanges() if wanted else None
+                self._core.scheduler.blocks.cache.report(changes)
             case Stop():
                 self._stopped = True
             case _:

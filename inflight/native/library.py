@@ -27,7 +27,7 @@ class Library:
 
     def __init__(self, path: Path) -> None:
         self._dll = ctypes.CDLL(str(path))
-        self.threads = _num_threads()  # that work is shared between; may be changed at any time
+        self.threads = num_threads()  # that work is shared between; may be changed at any time
         self.panel = int(self._bind("panel", result=_L)() or 0)  # output features of one weight panel
         self.advise = self._bind("advise", _P, _L)
         multiply = (_P, _P, _P, _P, _L, _L, _L, _I, _I)
@@ -63,7 +63,7 @@ class Library:
         return function  # type: ignore[no-any-return]
 
 
-def _num_threads() -> int:
+def num_threads() -> int:
     """As many as the user allows in the usual way, or as there are cores to run on."""
     asked = os.environ.get("OMP_NUM_THREADS", "")
     if asked.isdecimal() and int(asked) > 0:

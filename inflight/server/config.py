@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from inflight.config import ENGINE_OPTIONS, EngineConfig, ProcessConfig
+from inflight.config import ENGINE_OPTIONS, EngineConfig, ProcessConfig, RouterConfig
 from inflight.errors import ConfigError
 from inflight.option import (
     ACCESS,
@@ -34,6 +34,7 @@ class ServerConfig:
 
     engine: EngineConfig = field(default_factory=EngineConfig)
     process: ProcessConfig = field(default_factory=ProcessConfig)
+    router: RouterConfig = field(default_factory=RouterConfig)
 
     served_model_name: tuple[str, ...] = option(
         (), MODEL, "The name that clients use; may be repeated.", unset="the model's"
@@ -146,14 +147,21 @@ class ServerConfig:
             raise ConfigError("allowed_origins has '*': with allow_credentials each origin must be named")
         if not all(key.strip() for key in self.api_key):
             raise ConfigError("an api_key is empty")
+        if self.in_process and self.router.replicas is not None:
+            raise ConfigError(
+                "in_process and replicas do not go together: replicas are processes of their own"
+            )
 
     @classmethod
     def create(cls, **values: Any) -> ServerConfig:
-        """From flat names: each is the engine's, its process's or the server's own."""
+        """From flat names: each is the engine's, its process's, the router's or the server's own."""
         values = _DEFAULTS | values
         engine = {name: values.pop(name) for name in ENGINE_OPTIONS if name in values}
         process = {name: values.pop(name) for name in options_of(ProcessConfig) if name in values}
-        return cls(engine=EngineConfig.create(**engine), process=ProcessConfig(**process), **values)
+        router = RouterConfig.taken_from(values)
+        return cls(
+            engine=EngineConfig.create(**engine), process=ProcessConfig(**process), router=router, **values
+        )
 
     @property
     def model(self) -> str | None:
@@ -175,7 +183,12 @@ _DEFAULTS: dict[str, Any] = {"target_step_ms": None, "max_queue": 1024}
 
 
 def _serve_options() -> dict[str, Option]:
-    found = {**ENGINE_OPTIONS, **options_of(ServerConfig), **options_of(ProcessConfig)}
+    found = {
+        **ENGINE_OPTIONS,
+        **options_of(ServerConfig),
+        **options_of(ProcessConfig),
+        **options_of(RouterConfig),
+    }
     for name, default in _DEFAULTS.items():
         found[name] = replace(found[name], default=default, optional=default is None)
     flags = [item for item in found.values() if item.panel != PYTHON]

@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 from collections.abc import Coroutine, Generator
+from dataclasses import asdict
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -93,7 +94,7 @@ async def start_state(
         in_process=options.in_process,
         process=options.process,
         progress=progress,
-        **options.engine.options() | {"tenant_weights": keys.weights() or None},
+        **options.engine.options() | {"tenant_weights": keys.weights() or None} | asdict(options.router),
     )
     state = ServerState(engine, options, keys, hosts, tracer)
     with contextlib.suppress(InflightError):  # whoever chats is told what is wrong

@@ -14,7 +14,7 @@ from inflight.engine import InprocClient
 from inflight.engine.fake import expected_tokens
 from inflight.engine.inproc import STALLED_AFTER
 from inflight.errors import EngineDeadError, EngineError, QueueFullError, RequestError
-from inflight.events import Delta, StepRecord
+from inflight.events import CACHE_NAME_LENGTH, CacheUpdate, Delta, StepRecord
 from inflight.scheduling import Batch
 from tests.helpers import FakeEngine, make_request
 
@@ -39,6 +39,17 @@ async def client(engine: FakeEngine) -> AsyncIterator[InprocClient]:
     await asyncio.sleep(0)
     assert client._queues == {}
     assert complaints == []
+
+
+async def test_changes_of_the_prefix_cache_are_told_to_who_asks(client: InprocClient) -> None:
+    told: list[CacheUpdate] = []
+    client.watch_cache(told.append)
+    await client.add(make_request([*range(9)], 1, "r"))
+    await read(client, "r")
+    assert [(update.cleared, len(update.stored)) for update in told] == [
+        (True, 0),
+        (False, 2 * CACHE_NAME_LENGTH),
+    ]
 
 
 class Gate:

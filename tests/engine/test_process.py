@@ -34,7 +34,7 @@ from inflight.errors import (
     QueueFullError,
     RequestError,
 )
-from inflight.events import Delta, StepRecord
+from inflight.events import CACHE_NAME_LENGTH, CacheUpdate, Delta, StepRecord
 from inflight.scheduling.policies.continuous import Continuous
 from tests.engine import late
 from tests.engine.faulty import BUILD, DIE, HANG, NUM_BLOCKS, RAISE, SLOW, STOP
@@ -109,6 +109,10 @@ async def answer(client: ProcessClient, prompt: list[int], count: int, name: str
 async def until(condition: Callable[[], Awaitable[Any]]) -> None:
     while not await condition():
         await asyncio.sleep(0.005)
+
+
+async def as_awaitable(value: bool) -> bool:
+    return value
 
 
 async def until_idle(client: ProcessClient) -> None:
@@ -208,6 +212,20 @@ async def test_a_full_queue_refuses() -> None:
         await client.abort("open0")
         assert (await rest(streams[0]))[-1].finish_reason == "abort"
         assert (await read(client, "q1"))[0] == expected_tokens([1], 3)
+
+
+async def test_changes_of_the_prefix_cache_are_told_to_who_asks(client: ProcessClient) -> None:
+    """First all that is there, also of the process after a restart."""
+    told: list[CacheUpdate] = []
+    await answer(client, [*range(9)], 1, "before")
+    client.watch_cache(told.append)
+    await until(lambda: as_awaitable(len(told) == 1))
+    assert (told[0].cleared, len(told[0].stored), told[0].evicted) == (True, 2 * CACHE_NAME_LENGTH, b"")
+    await answer(client, [*range(13)], 1, "after")
+    assert [(update.cleared, len(update.stored)) for update in told[1:]] == [(False, CACHE_NAME_LENGTH)]
+    os.kill(process_id(client), signal.SIGKILL)
+    await until(lambda: as_awaitable(len(told) == 3))
+    assert told[2] == (True, b"", b"")
 
 
 # ---- ending early ----

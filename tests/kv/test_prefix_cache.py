@@ -8,7 +8,8 @@ from hashlib import sha256
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inflight.kv.prefix_cache import NUM_RECENT, ChainHashCache
+from inflight.kv.block_names import NUM_RECENT
+from inflight.kv.prefix_cache import ChainHashCache
 from inflight.request import Request, SamplingParams
 
 SIZE = 4
@@ -60,6 +61,6 @@ def test_of_many_that_begin_alike_one_is_remembered() -> None:
     cache = ChainHashCache(SIZE)
     for kind in [*range(NUM_RECENT), *[0] * 20]:
         cache.match(ask([kind] * 9))
-    assert [request.first_ids[0] for request in cache._recent] == [*range(1, NUM_RECENT), 0]
+    assert [request.first_ids[0] for request in cache._namer.recent] == [*range(1, NUM_RECENT), 0]
     cache.match(ask([99] * 9))
-    assert [request.first_ids[0] for request in cache._recent] == [*range(2, NUM_RECENT), 0, 99]
+    assert [request.first_ids[0] for request in cache._namer.recent] == [*range(2, NUM_RECENT), 0, 99]

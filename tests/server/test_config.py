@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ def test_flat_names_reach_their_parts() -> None:
 def test_defaults_are_those_that_are_shown() -> None:
     config = ServerConfig.create()
     values = {**config.engine.options(), "max_restarts": 3, "kill_stalled_after": 900.0, "log_format": "text"}
+    values |= asdict(config.router)
     for name, option in SERVE_OPTIONS.items():
         assert (values[name] if name in values else getattr(config, name)) == option.default
     assert (config.model, config.policy, config.max_queue) == (None, "continuous", 1024)

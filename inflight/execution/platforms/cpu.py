@@ -60,7 +60,9 @@ class CpuPlatform:
                 f"{given:,} bytes of KV memory, and {available:,} are available"
             )
         return blocks_for_memory(
-            memory=given if given is not None else int(available * MEMORY_SHARE),
+            memory=given
+            if given is not None
+            else int(available * MEMORY_SHARE) // (1 + cache.num_neighbours),
             bytes_per_block=bytes_per_block,
             block_size=cache.block_size,
             max_num_seqs=config.scheduler.max_num_seqs or self.max_num_seqs,

@@ -1,0 +1,6 @@
+"""Several engines as one: where each request goes, and how it goes on when its engine dies."""
+
+from inflight.router.router import Router
+from inflight.router.start import start_router
+
+__all__ = ["Router", "start_router"]

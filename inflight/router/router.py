@@ -1,0 +1,291 @@
+"""An engine client made of engine clients.
+
+    add ──► routing chooses ──► replica ──► deltas ──► reader
+                  ▲                  │ dies
+                  └── prompt and the tokens so far ──┘
+
+A request whose engine dies goes on with another one from the tokens that its reader has. Sampling is keyed by position,
+so the tokens that follow are those that would have come, and no one above notices but for the time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
+
+from inflight.engine import EngineStats, Health, ModelFacts, RequestState, StepObserver
+from inflight.engine.history import History
+from inflight.errors import EngineDeadError, EngineError, QueueFullError, RequestError
+from inflight.events import Delta
+from inflight.kv.block_names import BlockNamer
+from inflight.request import Request
+from inflight.router.known_blocks import short_names
+from inflight.router.replica import Replica
+from inflight.router.replicas import Replicas, StartReplica
+from inflight.router.routed import RoutedRequest
+from inflight.router.routed_stream import RoutedStream
+from inflight.router.routing import RECENT_TOKENS, ROUTINGS, KnownTokens
+from inflight.router.suspicion import share_blame
+
+logger = logging.getLogger(__name__)
+
+DRAIN_POLL = 0.02
+RETRY = 1.0  # seconds after which those who wait for a replica look again without news
+POISON = "poison_request"
+
+
+class Router:
+    """Implements `EngineClient`. Used in the event loop that started it."""
+
+    def __init__(self, start: StartReplica, routing: str = "prefix_aware", patience: float = 60.0) -> None:
+        """`patience` is how long a request that has begun waits for a replica when none is left, in seconds."""
+        self.replicas = Replicas(start, self._on_loss, self._tell_news)
+        self._routing = ROUTINGS[routing]()
+        self._patience = patience
+        self._clock = time.monotonic
+        self._requests: dict[str, RoutedRequest] = {}  # by request id, until their stream has ended
+        self._history = History()
+        self._namer: BlockNamer
+        self._news = asyncio.Event()
+        self._num_placed = 0
+        self._num_waiting = 0  # for news
+        self._closing = False
+
+    @classmethod
+    async def start(
+        cls, start: StartReplica, count: int, routing: str = "prefix_aware", patience: float = 60.0
+    ) -> Router:
+        """With so many replicas, once all of them are ready. Raises what one of them could not do."""
+        router = cls(start, routing, patience)
+        await router.replicas.open(count)
+        router._namer = BlockNamer(router.facts.block_size)
+        return router
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anyone has a request here."""
+        return bool(self._requests)
+
+    @property
+    def facts(self) -> ModelFacts:
+        return self.replicas.facts
+
+    # ---- placing ----
+
+    async def add(self, request: Request) -> None:
+        if self._closing:
+            raise EngineDeadError("the engines are closing")
+        if request.request_id in self._requests:
+            raise RequestError(
+                f"request id {request.request_id!r} is already in use",
+                param="request_id",
+                code="request_id_in_use",
+            )
+        routed = self._requests[request.request_id] = RoutedRequest(request, self._clock())
+        try:
+            try:
+                await self._place(routed, request)
+            except EngineDeadError as error:
+                if not routed.num_failovers:
+                    raise
+                last = await self.go_on(routed, error)
+                if last is not None:
+                    raise EngineError(last.error or "the request was aborted", code=last.error_code) from None
+        except BaseException:
+            self.forget(routed)
+            raise
+
+    async def _place(self, routed: RoutedRequest, request: Request) -> None:
+        """Give it to a replica that takes it. Raises QueueFullError where all that there are have full queues, and
+        EngineDeadError where none of them is well, or this one died of it."""
+        tried: list[Replica] = []
+        is_full = False
+        while True:
+            among = [replica for replica in self.replicas.available if replica not in tried]
+            if routed.suspicion.is_tried_alone:
+                among = [replica for replica in among if replica.on_trial is None]
+            if not among:
+                if is_full:
+                    raise QueueFullError("the queues of all replicas are full")
+                raise EngineDeadError(self.replicas.trouble())
+            replica = self._choose(routed, request, among)
+            tried.append(replica)
+            try:
+                return await self._send(routed, request, replica)
+            except QueueFullError:
+                is_full = True
+                routed.leave()
+            except EngineDeadError:
+                with contextlib.suppress(Exception):
+                    await self.replicas.look_at(replica)
+                if routed.replica is None:
+                    raise
+                routed.leave()  # it does not answer, but it lives
+
+    def _choose(self, routed: RoutedRequest, request: Request, among: list[Replica]) -> Replica:
+        tokens = self._known_tokens(request)
+        replica = self._routing.choose(tokens, among)
+        self._num_placed += 1
+        replica.chosen_at = self._num_placed
+        factor = 0.5 ** (tokens.num_missing(replica) / RECENT_TOKENS)
+        for other in self.replicas.members:
+            other.recent_tokens *= factor
+        routed.enter(replica, tokens)
+        return replica
+
+    async def _send(self, routed: RoutedRequest, request: Request, replica: Replica) -> None:
+        try:
+            await replica.client.add(request)
+        except (QueueFullError, EngineDeadError):
+            raise
+        except BaseException:
+            routed.leave()
+            raise
+        routed.stream, routed.is_taken = replica.client.stream(request.request_id), True
+        if routed.abort_reason is not None:  # meanwhile
+            await replica.client.abort(request.request_id, routed.abort_reason)
+
+    def _known_tokens(self, request: Request) -> KnownTokens:
+        size = self._namer.block_size
+        num_tokens = len(request.token_ids)
+        if not request.splittable or request.params.prompt_logprobs is not None:  # all of it is computed
+            return KnownTokens(num_tokens, size, ())
+        num_blocks = (num_tokens - 1) // size
+        return KnownTokens(num_tokens, size, short_names(self._namer.names(request, num_blocks), num_blocks))
+
+    # ---- losing an engine, and going on ----
+
+    def _on_loss(self, replica: Replica) -> None:
+        lost = replica.lose_engine()
+        if not replica.is_leaving:
+            share_blame(lost)
+            logger.warning(
+                "replica %s is lost: its %d requests go on elsewhere", replica.replica_id, len(lost)
+            )
+        for routed in lost:
+            routed.lost()
+        self._tell_news()
+
+    async def go_on(self, routed: RoutedRequest, error: EngineDeadError) -> Delta | None:
+        """The engine of a request is gone. None once another one has it; or its last delta, where nothing is left to do
+        or it is to blame. Raises EngineDeadError where no engine comes in time."""
+        if routed.replica is not None:
+            self.replicas.lose(routed.replica)
+        alone_since: float | None = None  # no replica could be had
+        while True:
+            rest = self._rest(routed)
+            if isinstance(rest, Delta):
+                return rest
+            try:
+                await self._place(routed, rest)
+                return None
+            except QueueFullError:
+                alone_since = None
+            except EngineDeadError as trouble:
+                alone_since = None if self.replicas.available else alone_since or self._clock()
+                if alone_since is not None:
+                    is_late = self._clock() - alone_since >= self._patience
+                    if is_late or not self.replicas.any_to_come:
+                        raise trouble
+            if self._closing:
+                raise error
+            await self._wait_for_news()
+
+    def _rest(self, routed: RoutedRequest) -> Request | Delta:
+        """A request for the rest of one, or its last delta if it is not to go on."""
+        if not routed.suspicion.is_confirmed:
+            return routed.rest()
+        num_deaths = routed.suspicion.num_deaths
+        message = f"{num_deaths} engines died while they computed this request: it is not tried again"
+        logger.error("request %s: %s", routed.request_id, message)
+        return Delta(routed.request_id, [], finish_reason="error", error=message, error_code=POISON)
+
+    async def _wait_for_news(self) -> None:
+        self._num_waiting += 1
+        try:
+            async with asyncio.timeout(RETRY):
+                await self._news.wait()
+        except TimeoutError:
+            pass
+        finally:
+            self._num_waiting -= 1
+
+    def _tell_news(self) -> None:
+        """Whoever waits for a replica may look again."""
+        self._news.set()
+        self._news = asyncio.Event()
+
+    # ---- reading ----
+
+    def stream(self, request_id: str) -> AsyncGenerator[Delta]:
+        routed = self._requests.get(request_id)
+        if routed is None:
+            raise RequestError(
+                f"there is no request {request_id!r} to stream: add it first",
+                param="request_id",
+                code="request_not_found",
+            )
+        return RoutedStream(routed, self)
+
+    def took(self, routed: RoutedRequest, delta: Delta) -> None:
+        """The reader of a request gets a delta."""
+        routed.take(delta, self._clock())
+        if delta.finish_reason is not None:
+            routed.complete(delta, self._clock())
+            assert delta.record is not None
+            self._history.add(delta.record)
+        if self._num_waiting:
+            self._tell_news()
+
+    def forget(self, routed: RoutedRequest) -> None:
+        """Its stream has ended, or never began."""
+        routed.leave()
+        routed.stream = None  # which aborts what still runs
+        if self._requests.get(routed.request_id) is routed:
+            del self._requests[routed.request_id]
+        if self._num_waiting:
+            self._tell_news()
+
+    async def abort(self, request_id: str, reason: str = "abort") -> int:
+        routed = self._requests.get(request_id)
+        if routed is None:
+            return 0
+        routed.abort_reason = reason  # whatever becomes of its engine
+        if routed.replica is None:
+            self._tell_news()
+            return 0
+        try:
+            return await routed.replica.client.abort(request_id, reason)
+        except EngineDeadError:
+            return 0  # its stream ends all the same
+
+    async def describe(self, request_id: str) -> RequestState | None:
+        routed = self._requests.get(request_id)
+        if routed is not None:
+            return await routed.describe(self._clock())
+        return self._history.get(request_id)
+
+    # ---- around it ----
+
+    def watch(self, observer: StepObserver) -> Callable[[], None]:
+        return self.replicas.watch(observer)
+
+    async def stats(self) -> EngineStats:
+        return await self.replicas.stats()
+
+    async def health(self) -> Health:
+        found = self.replicas.health()
+        return replace(found, healthy=False, state="closing") if self._closing and found.healthy else found
+
+    async def close(self, drain: float = 0.0) -> None:
+        self._closing = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(drain):
+                while self._requests:
+                    await asyncio.sleep(DRAIN_POLL)
+        self._tell_news()
+        await self.replicas.close()
