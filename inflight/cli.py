@@ -20,6 +20,7 @@ from inflight.interrupts import interrupts_end_at_once
 from inflight.option_sources import argument, with_flags
 from inflight.outputs import RequestOutput
 from inflight.pooling_commands import embed, rerank
+from inflight.replica_commands import app as replicas_app
 from inflight.server.command import serve
 
 app = typer.Typer(
@@ -129,6 +130,7 @@ app.command()(rerank)
 app.command()(compare)
 app.command()(serve)
 app.add_typer(bench_app, name="bench")
+app.add_typer(replicas_app, name="replicas")
 
 
 def _read_prompts(prompts: list[str] | None, file: Path | None) -> list[str]:

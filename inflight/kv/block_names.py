@@ -12,6 +12,7 @@ from hashlib import sha256
 from inflight.request import Request
 
 NUM_RECENT = 8
+ID_BYTES = array("q").itemsize
 
 
 class BlockNamer:
@@ -26,12 +27,21 @@ class BlockNamer:
         names = request.block_hashes
         if not names and num_blocks:
             self._name_like_another(request)
-        given = len(request.first_ids)
-        for start in range(len(names) * self.block_size, num_blocks * self.block_size, self.block_size):
-            end = start + self.block_size
-            ids = request.first_ids[start:end] if end <= given else array("q", request.token_ids[start:end])
-            parent = names[-1] if names else sha256(request.cache_salt.encode()).digest()
-            names.append(sha256(parent + ids.tobytes()).digest())
+        first, size = len(names), self.block_size
+        if first >= num_blocks:
+            return names
+        parent = names[-1] if names else sha256(request.cache_salt.encode()).digest()
+        if num_blocks * size <= len(request.first_ids):
+            ids, start = memoryview(request.first_ids).cast("B"), first * size * ID_BYTES
+        else:
+            ids, start = (
+                memoryview(array("q", request.token_ids[first * size : num_blocks * size])).cast("B"),
+                0,
+            )
+        width = size * ID_BYTES
+        for at in range(start, start + (num_blocks - first) * width, width):
+            parent = sha256(parent + ids[at : at + width]).digest()
+            names.append(parent)
         return names
 
     def _name_like_another(self, request: Request) -> None:

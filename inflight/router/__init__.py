@@ -1,6 +1,8 @@
 """Several engines as one: where each request goes, and how it goes on when its engine dies."""
 
+from inflight.router.replica import Replica
+from inflight.router.replicas import Replicas
 from inflight.router.router import Router
 from inflight.router.start import start_router
 
-__all__ = ["Router", "start_router"]
+__all__ = ["Replica", "Replicas", "Router", "start_router"]

@@ -41,6 +41,7 @@ class Replicas:
         self._left_behind: list[EngineStats] = []  # by engines that are gone: one, their sum
         self._polling: asyncio.Task[None]
         self._changing = asyncio.Lock()  # one change at a time
+        self._is_closed = False
 
     # ---- who is there ----
 
@@ -99,11 +100,15 @@ class Replicas:
             client = await self._start(replica_id)
         finally:
             self._starting.remove(replica_id)
+        if self._is_closed:  # meanwhile
+            await client.close()
+            raise EngineDeadError("the engines are closing")
         first = next(iter(self._members.values()), None)
         if first is not None and not same_model(first.client.facts, client.facts):
             await client.close()
             raise ConfigError(f"replica {replica_id} has another model or other limits than those that run")
         replica = self._members[replica_id] = Replica(replica_id, client)
+        self._members = {name: self._members[name] for name in sorted(self._members, key=int)}
         for observer, stops in self._observers.items():
             stops.append(_watch(replica, observer))
         self._count_room()
@@ -160,6 +165,7 @@ class Replicas:
             self.facts = facts_of_all([replica.client.facts for replica in self.members])
 
     async def close(self) -> None:
+        self._is_closed = True
         self._polling.cancel()
         await asyncio.gather(self._polling, return_exceptions=True)
         for replica in self.members:

@@ -67,6 +67,13 @@ class ServerConfig:
     )
     keys: str | None = option(None, ACCESS, "A file with keys, each with weight, rate and concurrency.")
 
+    admin_key: str | None = option(
+        None,
+        ACCESS,
+        "The key of those who may add, drain, remove and restart replicas. Better in INFLIGHT_ADMIN_KEY.",
+        unset="no one may",
+    )
+
     max_body_size: int = option(8 << 20, LIMITS, "Bytes of a request's body.", at_least=1024)
     max_header_size: int = option(32 << 10, LIMITS, "Bytes of a request's line and headers.", at_least=1024)
     max_prompt_tokens: int | None = option(

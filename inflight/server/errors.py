@@ -93,17 +93,20 @@ def of_exception(error: BaseException, retry_after: int = 1) -> ApiError:
         message = "the chat template cannot be rendered at the moment: send the request again"
         return ApiError(503, message, code=error.code, retry_after=1)
     if isinstance(error, EngineError):
-        return _of_engine(str(error), dead=isinstance(error, EngineDeadError))
+        return _of_engine(str(error), isinstance(error, EngineDeadError), error.code)
     logger.error("a request failed inside the server", exc_info=error)
     return ApiError(500, "the server made a mistake and has logged it", code="internal_error")
 
 
-def _of_engine(reason: str, dead: bool) -> ApiError:
+def _of_engine(reason: str, dead: bool, code: str | None) -> ApiError:
     """The engine failed under a request: its batch's step, or as a whole."""
     logger.error("the engine ended a request: %s", reason)
     if dead:
         message = "the engine is not running at the moment: send the request again in a while"
         return ApiError(503, message, code="engine_unavailable", retry_after=5)
+    if code == "poison_request":
+        message = "engines died while they computed this request: do not send it again"
+        return ApiError(500, message, code="poison_request")
     message = "the engine failed while it computed this request: it may be sent again"
     return ApiError(500, message, code="engine_error")
 
@@ -119,7 +122,7 @@ def of_answer(delta: Delta) -> ApiError:
     if delta.error_code == "constraint_failed":
         message = "the constraint on the answer became too complex to be followed any further: simplify it"
         return ApiError(400, message, code=delta.error_code)
-    return _of_engine(str(delta.error), dead=False)
+    return _of_engine(str(delta.error), dead=False, code=delta.error_code)
 
 
 def of_validation(errors: list[Any], unsupported: Mapping[str, str]) -> ApiError:

@@ -158,6 +158,35 @@ class Keys:
         return found
 
 
+class AdminKey:
+    """Who may change what the server is made of."""
+
+    def __init__(self, key: str | None, keys: Iterable[str] = ()) -> None:
+        if key is not None and not _can_be_sent(key):
+            raise ConfigError(
+                "admin_key is empty, has spaces around it, or characters that are not printable ASCII"
+            )
+        if key is not None and key in keys:
+            raise ConfigError("admin_key is an API key too: it must be another one")
+        self._key = None if key is None else key.encode()
+
+    def matches(self, authorization: str | None) -> bool:
+        scheme, _, given = (authorization or "").partition(" ")
+        if self._key is None or scheme.lower() != "bearer":
+            return False
+        return hmac.compare_digest(given.strip().encode(), self._key)
+
+    def check(self, authorization: str | None) -> None:
+        """Raises ApiError for everyone else."""
+        if self._key is None:
+            message = "replicas cannot be changed here: the server was started without --admin-key"
+            raise ApiError(403, message, code="admin_disabled")
+        if not self.matches(authorization):
+            raise _denied(
+                "this needs the admin key: send it as 'Authorization: Bearer KEY'", "invalid_admin_key"
+            )
+
+
 def _denied(message: str, code: str) -> ApiError:
     return ApiError(401, message, code=code, headers={"www-authenticate": "Bearer"})
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
@@ -21,7 +21,9 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from inflight import __version__
 from inflight.engine import EngineStats
 from inflight.events import RequestRecord
+from inflight.router import Replica
 from inflight.server.keys import Caller
+from inflight.server.replica_metrics import replica_families
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -189,9 +191,19 @@ class Metrics:
             if record.finished_at is not None:
                 self.inference.add(record.finished_at - record.admitted_at)
 
-    def render(self, stats: EngineStats | None, num_restarts: int, callers: list[Caller]) -> bytes:
+    def render(
+        self,
+        stats: EngineStats | None,
+        num_restarts: int,
+        callers: list[Caller],
+        replicas: Sequence[Replica] = (),
+    ) -> bytes:
         """The page; without what the engine knows while it is not there."""
-        found = [*self._families(stats, num_restarts), *self._of_keys(callers)]
+        found = [
+            *self._families(stats, num_restarts),
+            *self._of_keys(callers),
+            *replica_families(self._model, replicas),
+        ]
         registry = CollectorRegistry(auto_describe=False)
         registry.register(_Families(found))
         return generate_latest(registry)

@@ -28,6 +28,8 @@ logger = logging.getLogger("inflight.access")
 # Open to all: what a load balancer asks, and a page that holds nothing of the server's.
 OPEN = frozenset({"/health", "/ready", "/"})
 
+ADMIN = "/v1/replicas"  # and below: to look needs a key, to change needs the admin key
+
 ALL = "*"
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _HEADER = re.compile(r"(\[[^\[\]]*\]|[^\[\]:]+)(?::[0-9]{1,5})?")  # a name or an address, and perhaps a port
@@ -80,6 +82,12 @@ class AccessMiddleware:
         if scope["path"] in OPEN and scope["method"] in ("GET", "HEAD"):
             return Caller()
         headers = Headers(scope=scope)
+        if scope["path"].startswith(ADMIN):
+            if scope["method"] not in ("GET", "HEAD", "OPTIONS"):
+                self._state.admin_key.check(headers.get("authorization"))
+                return Caller()
+            if self._state.admin_key.matches(headers.get("authorization")):
+                return Caller()
         return self._state.keys.find(headers.get("authorization"), headers.get("x-api-key"))
 
     def _name(self, message: Message, seen: dict[str, Any], also: bytes | None) -> None:

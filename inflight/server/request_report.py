@@ -85,6 +85,8 @@ def _answer(index: int, state: RequestState) -> AnswerReport:
         num_cached_tokens=record.num_cached_tokens,
         num_output_tokens=record.num_output_tokens,
         num_preemptions=record.num_preemptions,
+        replica=record.engine_id,
+        num_failovers=record.num_failovers,
         queued_seconds=_between(record, "arrived_at", "admitted_at"),
         prefill_seconds=_between(record, "admitted_at", "first_token_at" if has_outputs else "finished_at"),
         decode_seconds=_between(record, "first_token_at", "last_token_at"),
@@ -128,6 +130,9 @@ def _why(answers: list[AnswerReport], waited: Waited, client_seconds: float) -> 
         parts.append(f"{found.prefill_of_others:.3f} s for prompts of others beside them")
     if slowest.num_preemptions:
         parts.append(f"{found.preempted:.3f} s preempted, {slowest.num_preemptions} times")
+    if slowest.num_failovers:
+        engines = "an engine" if slowest.num_failovers == 1 else f"{slowest.num_failovers} engines"
+        parts.append(f"{found.lost:.3f} s with {engines} that died, and until another took over")
     if found.held >= _WORTH_TELLING:
         parts.append(f"{found.held:.3f} s kept by the policy")
     if client_seconds >= _WORTH_TELLING:
@@ -138,7 +143,7 @@ def _why(answers: list[AnswerReport], waited: Waited, client_seconds: float) -> 
 def _seconds(answer: AnswerReport) -> float:
     found = answer.breakdown
     running = found.prefill + found.prefill_of_others + found.decode
-    return sum(found.queue.values()) + running + found.preempted + found.held
+    return sum(found.queue.values()) + running + found.preempted + found.held + found.lost
 
 
 def _queue(answer: AnswerReport, waited: Waited) -> str:

@@ -18,9 +18,10 @@ from inflight.engine import EngineClient
 from inflight.frontend import Frontend
 from inflight.frontend.pooling import cannot
 from inflight.pooling import Task, tasks_of
+from inflight.router import Replicas, Router
 from inflight.server.config import ServerConfig
 from inflight.server.errors import ApiError
-from inflight.server.keys import Caller, Keys
+from inflight.server.keys import AdminKey, Caller, Keys
 from inflight.server.metrics import Metrics
 from inflight.server.middleware import Hosts
 from inflight.server.request_log import RequestLog
@@ -52,10 +53,19 @@ class ServerState:
         self.num_results = 0 if facts.pooling is None else facts.pooling.size  # numbers for a text
         self.names = self.options.served_model_name or (default_name(self.options.model),)
         self.metrics = Metrics(self.names[0], self.options.metrics_compat == "vllm")
+        # Where there are replicas: who they are.
+        self.replicas: Replicas | None = self.client.replicas if isinstance(self.client, Router) else None
+        self.admin_key = AdminKey(self.options.admin_key, self.options.api_key)
         self.request_log = RequestLog(self.options.request_history)
         self.responses = ResponseStore(self.options.max_stored_responses, self.options.max_stored_bytes)
         self.threads = ThreadPoolExecutor(TEXT_THREADS, "inflight-text")
         self.service_threads = ThreadPoolExecutor(SERVICE_THREADS, "inflight-service")
+
+    @property
+    def max_waiting(self) -> int:
+        """Requests that wait when no more are taken."""
+        num_queues = 1 if self.replicas is None else max(1, len(self.replicas.available))
+        return num_queues * self.options.max_queue
 
     def check_model(self, name: str | None) -> str:
         """The name to answer with. Raises ApiError 404 for a model that is not served."""

@@ -25,7 +25,7 @@ def summary(state: ServerState, sockname: Any) -> str:
         ("model", f"{', '.join(state.names)} ({facts.dtype}, context {facts.max_model_len:,})"),
         (
             "device",
-            f"{facts.device}, engine in {'this process' if options.in_process else 'its own process'}",
+            f"{facts.device}, {_engines(state)}",
         ),
         *_room(facts),
         ("policy", f"{options.policy}, queue of {options.max_queue:,}"),
@@ -40,6 +40,12 @@ def summary(state: ServerState, sockname: Any) -> str:
     for route, body in (example for task, example in _EXAMPLES if task in state.tasks):
         lines.append(f"    curl -N {url}{route}{key} -H 'Content-Type: application/json' -d '{body}'")
     return "\n".join([*lines, ""])
+
+
+def _engines(state: ServerState) -> str:
+    if state.replicas is None:
+        return f"engine in {'this process' if state.options.in_process else 'its own process'}"
+    return f"{len(state.replicas.members)} replicas, routing {state.options.router.routing}"
 
 
 def _room(facts: ModelFacts) -> list[tuple[str, str]]:

@@ -15,7 +15,7 @@ from tests.server.test_limits_table import PAGE, rows
 
 PACKAGE = Path(inflight.__file__).parent
 CODE = re.compile(r"`([a-z]+(?:_[a-z]+)*)`")
-BELOW = ("frontend", "agents", "constraints", "text", "engine")
+BELOW = ("frontend", "agents", "constraints", "text", "router", "engine")
 LEFT = 499  # the client has gone: no one reads it
 
 INSIDE = {"aborted", "logits_not_finite"}  # which a server tells as `cancelled`, and as `engine_error`
@@ -24,9 +24,9 @@ ELSEWHERE = {
     400: {
         *("context_length_exceeded", "too_many_listed_tokens", "unsupported_task", "no_token_allowed"),
         *("unsupported_keyword", "invalid_constraint", "constraint_too_complex", "constraints_unavailable"),
-        *("tools_unavailable", "constraint_failed", "unsupported"),
+        *("tools_unavailable", "constraint_failed", "unsupported", "last_replica"),
     },
-    401: {"missing_api_key", "invalid_api_key"},
+    401: {"missing_api_key", "invalid_api_key", "invalid_admin_key"},
     429: {QueueFullError.code},
     503: {TemplateWorkerError.code},
 }

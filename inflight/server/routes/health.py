@@ -31,15 +31,22 @@ async def _health(state: ServerState, full_queue_counts: bool) -> Response:
     status: str = "ok" if health.healthy else health.state
     if state.draining:
         status = "draining"
-    elif full_queue_counts and status == "ok" and waiting >= state.options.max_queue:
+    elif full_queue_counts and status == "ok" and waiting >= state.max_waiting:
         status = "queue full"
     found = HealthStatus(
         status=status,
         seconds_since_step=health.seconds_since_step,
         num_running=stats.num_running if stats is not None else 0,
         num_waiting=waiting,
+        degraded=_degraded(state),
     )
     return respond(found, 200 if status == "ok" else 503)
+
+
+def _degraded(state: ServerState) -> list[str]:
+    """The replicas that do not work, in words."""
+    replicas = [] if state.replicas is None else state.replicas.members
+    return [f"replica {item.replica_id} is {item.state}" for item in replicas if item.state != "running"]
 
 
 @router.head("/health", include_in_schema=False)
@@ -61,7 +68,8 @@ async def metrics(request: Request) -> Response:
     """For Prometheus."""
     state = state_of(request)
     num_restarts = (await state.client.health()).num_restarts
-    content = state.metrics.render(await _stats(state), num_restarts, state.keys.callers)
+    replicas = [] if state.replicas is None else state.replicas.members
+    content = state.metrics.render(await _stats(state), num_restarts, state.keys.callers, replicas)
     return Response(content, media_type=CONTENT_TYPE)
 
 

@@ -35,12 +35,14 @@ class Models(BaseModel):
 
 
 class HealthStatus(BaseModel):
-    """`status` is "ok", or says why not; `progress` is the share of the weights that is there, while they load."""
+    """`status` is "ok", or says why not; `degraded` names the replicas that do not work while others do; `progress` is
+    the share of the weights that is there, while they load."""
 
     status: str
     seconds_since_step: float
     num_running: int
     num_waiting: int
+    degraded: list[str] = []
     progress: float | None = None
 
 
@@ -57,6 +59,7 @@ class Breakdown(BaseModel):
     decode: float
     preempted: float
     held: float
+    lost: float  # with engines that died, and until another one had it
 
 
 class AnswerReport(BaseModel):
@@ -69,6 +72,8 @@ class AnswerReport(BaseModel):
     num_cached_tokens: int
     num_output_tokens: int
     num_preemptions: int
+    replica: str  # that it is or was on, the last one; empty where there are none
+    num_failovers: int  # replicas that it outlived
     queued_seconds: float | None
     prefill_seconds: float | None
     decode_seconds: float | None
@@ -109,3 +114,26 @@ class Cancelled(BaseModel):
     object: Literal["request.cancelled"] = "request.cancelled"
     cancelled: bool
     freed_blocks: int
+
+
+class ReplicaReport(BaseModel):
+    """One engine: how it does, and what it has to do."""
+
+    id: str
+    object: Literal["replica"] = "replica"
+    state: Literal["starting", "running", "draining", "stalled", "restarting", "dead", "closing", "closed"]
+    num_running: int = 0
+    num_waiting: int = 0
+    num_queued_tokens: int = 0  # of prompts, to be computed
+    kv_usage: float = 0.0  # used share of the KV blocks
+    num_cached_blocks: int = 0  # that a prefix hit finds, used ones not among them
+    prefix_hit_rate: float = 0.0  # of the prompt tokens since its start
+    num_output_tokens: int = 0  # since its start
+    num_restarts: int = 0
+    seconds_since_step: float = 0.0
+
+
+class ReplicaReports(BaseModel):
+    object: Literal["list"] = "list"
+    routing: str | None  # how one is chosen; null: there is one engine, and no router
+    data: list[ReplicaReport]

@@ -1,0 +1,183 @@
+"""Replicas that come and go while requests run: real processes over the fake runner."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from inflight.config import EngineConfig, ProcessConfig
+from inflight.engine import InprocClient
+from inflight.engine.fake import expected_tokens
+from inflight.errors import ConfigError, EngineDeadError, KVBudgetError, QueueFullError, RequestError
+from inflight.events import StepRecord
+from inflight.router import Router
+from inflight.router import start as start_module
+from inflight.router.start import MachineShares, visible_gpus
+from tests.engine.faulty import SLOW
+from tests.helpers import FakeEngine, make_request
+from tests.router.replicas import alive, answer, in_process, process_id, processes, read, until
+
+
+async def test_a_rolling_restart_and_a_removal_under_load_fail_no_one() -> None:
+    async with processes(2) as router:
+        before = [process_id(replica.client) for replica in router.replicas.members]
+        is_done = False
+        num_answers = 0
+
+        async def ask(index: int) -> None:
+            nonlocal num_answers
+            while not is_done:
+                assert await answer(router, [SLOW, index], 40) == expected_tokens([SLOW, index], 40)
+                num_answers += 1
+
+        asking = [asyncio.create_task(ask(index)) for index in range(6)]
+        await router.replicas.roll(0.05)  # shorter than an answer takes: it goes on elsewhere
+        assert not any(map(alive, before))
+        assert await router.replicas.add() == "2"
+        await router.replicas.remove("0", 0.05)
+        await until(lambda: all(replica.requests for replica in router.replicas.members))
+        is_done = True
+        await asyncio.gather(*asking)
+        assert num_answers > 6
+        assert sorted(replica.replica_id for replica in router.replicas.members) == ["1", "2"]
+        assert (await router.stats()).num_output_tokens >= 40 * num_answers - 40 * 6
+        health = await router.health()
+        assert (health.healthy, health.num_restarts) == (True, 0)
+
+
+async def test_the_last_replica_stays() -> None:
+    async with in_process(2) as (router, _):
+        router.replicas.drain("0")
+        with pytest.raises(RequestError, match="replica 1 is the last one that takes requests") as refused:
+            router.replicas.drain("1")
+        assert refused.value.code == "last_replica"
+        with pytest.raises(RequestError, match="there is no replica '7': there are 0, 1"):
+            await router.replicas.remove("7", 0)
+        await router.replicas.remove("0", 0)
+        assert await answer(router, [1, 2], 5) == expected_tokens([1, 2], 5)
+
+
+async def test_all_start_or_none() -> None:
+    with pytest.raises(KVBudgetError, match="too few blocks"):
+        async with processes(2, model="refuse"):
+            pass
+
+
+async def test_a_replica_with_another_model_is_refused() -> None:
+    sizes = iter((4, 8))
+
+    async def start(replica_id: str) -> InprocClient:  # noqa: ARG001
+        engine = FakeEngine(block_size=next(sizes))
+        return InprocClient(engine.core, engine.facts)
+
+    router = await Router.start(start, 1)
+    try:
+        with pytest.raises(ConfigError, match="replica 1 has another model or other limits"):
+            await router.replicas.add()
+        assert len(router.replicas.members) == 1
+    finally:
+        await router.close()
+
+
+async def test_a_full_queue_sends_to_the_next_and_refuses_when_all_are_full() -> None:
+    async with in_process(2, max_num_seqs=1, num_blocks=8192) as (router, engines):
+        for engine in engines:
+            engine.core.max_queue = 1
+        streams = []
+        for index in range(4):  # one runs and one waits on each
+            await router.add(request := make_request([index], 20_000))
+            streams.append(router.stream(request.request_id))
+        with pytest.raises(QueueFullError, match="the queues of all replicas are full"):
+            await router.add(make_request([9], 1))
+        for stream in streams:
+            await stream.aclose()
+        await until(lambda: not any(engine.core.has_work for engine in engines))
+
+
+async def test_steps_of_all_replicas_are_told_with_their_ids() -> None:
+    async with in_process(2, "round_robin") as (router, _):
+        records: list[StepRecord] = []
+        stop = router.watch(records.append)
+        await asyncio.gather(*(read(router, make_request([index], 3)) for index in range(4)))
+        await until(lambda: {record.engine_id for record in records} == {"0", "1"})
+        await router.replicas.add()
+        for index in range(3):
+            await answer(router, [7, index], 2)
+        await until(lambda: {record.engine_id for record in records} == {"0", "1", "2"})
+        stop()
+        await asyncio.sleep(0.05)
+        num_told = len(records)
+        await asyncio.gather(*(read(router, make_request([index], 3)) for index in range(6)))
+        assert len(records) == num_told
+
+
+async def test_requests_that_are_refused() -> None:
+    async with in_process(2, num_blocks=8192) as (router, _):
+        await router.add(make_request([1], 20_000, "twice"))
+        with pytest.raises(RequestError, match="'twice' is already in use"):
+            await router.add(make_request([1], 50, "twice"))
+        with pytest.raises(RequestError, match="there is no request 'nobody'"):
+            router.stream("nobody")
+        assert await router.abort("nobody") == 0
+        assert await router.describe("nobody") is None
+        stream = router.stream("twice")
+        await anext(stream)
+        await router.abort("twice")
+        assert [delta async for delta in stream][-1].finish_reason == "abort"
+
+
+async def test_room_and_stats_are_those_of_all() -> None:
+    async with in_process(3) as (router, _):
+        assert router.facts.num_blocks == 3 * 32
+        assert router.facts.max_num_seqs == 3 * 8
+        await asyncio.gather(*(read(router, make_request([index], 4)) for index in range(9)))
+        stats = await router.stats()
+        assert (stats.num_output_tokens, stats.num_running, stats.kv.num_blocks) == (36, 0, 96)
+
+
+# ---- shares of the machine ----
+
+
+def test_threads_and_memory_of_a_cpu_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(start_module, "num_threads", lambda: 9)
+    config, process = MachineShares(EngineConfig.create(device="cpu"), ProcessConfig(), 4).of(2)
+    assert process.environment == {"OMP_NUM_THREADS": "2"}
+    assert config.cache.num_neighbours == 3
+    assert process.kill_silent_after == process.silent_after
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    _, process = MachineShares(EngineConfig.create(device="cpu"), ProcessConfig(), 4).of(2)
+    assert process.environment == {}
+
+
+def test_gpus_are_given_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, 5")
+    assert visible_gpus() == ["3", "5"]
+    shares = MachineShares(EngineConfig.create(gpu_memory_utilization=0.8), ProcessConfig(), 4)
+    found = [shares.of(index) for index in range(4)]
+    assert [process.environment["CUDA_VISIBLE_DEVICES"] for _, process in found] == ["3", "5", "3", "5"]
+    assert {config.cache.gpu_memory_utilization for config, _ in found} == {0.4}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    assert visible_gpus() == []
+
+
+async def test_a_replica_that_comes_after_the_end_is_ended() -> None:
+    engines, may_start = [FakeEngine(), FakeEngine()], asyncio.Event()
+    clients: list[InprocClient] = []
+
+    async def start(replica_id: str) -> InprocClient:
+        if replica_id == "1":
+            await may_start.wait()
+        engine = engines[int(replica_id)]
+        clients.append(InprocClient(engine.core, engine.facts))
+        return clients[-1]
+
+    router = await Router.start(start, 1)
+    adding = asyncio.create_task(router.replicas.add())
+    await until(lambda: router.replicas.starting == ["1"])
+    await router.close()
+    may_start.set()
+    with pytest.raises(EngineDeadError, match="closing"):
+        await adding
+    assert not any(client._thread.is_alive() for client in clients)
