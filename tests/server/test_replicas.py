@@ -86,9 +86,10 @@ def test_a_stream_outlives_its_engine_and_the_report_says_so(live: Live, backend
         "POST", "/v1/completions", json={**LONG, "stream": True, "request_id": "outlives"}
     ) as response:
         for line in response.iter_lines():
-            lines += [line.removeprefix("data: ")] if line else []
-            if len(lines) == 20:
-                killed = kill_busy(backend)
+            if line:
+                lines.append(line.removeprefix("data: "))
+                if len(lines) == 20:
+                    killed = kill_busy(backend)
     assert lines[-1] == "[DONE]"
     tokens = [httpx.Response(200, text=line).json()["choices"][0]["token_ids"] for line in lines[:-1]]
     assert [token for part in tokens for token in part] == whole["choices"][0]["token_ids"]
@@ -153,11 +154,11 @@ def test_replicas_come_and_go_by_command(
     with pytest.raises(SystemExit, match="1"):
         main()
     assert "is the last one that takes requests" in capsys.readouterr().err
-    before = [replica.client.process_id for replica in live.state.replicas.members]  # type: ignore[attr-defined,union-attr]
+    before = [replica.client.process_id for replica in live.state.replicas.members]  # type: ignore[union-attr]
     command("add")
     command("roll")
     assert sorted(states(live).values()) == ["running", "running"]
-    after = [replica.client.process_id for replica in live.state.replicas.members]  # type: ignore[attr-defined,union-attr]
+    after = [replica.client.process_id for replica in live.state.replicas.members]  # type: ignore[union-attr]
     assert not set(before) & set(after)
     assert live.complete(**LONG)["usage"]["completion_tokens"] == 200
 
