@@ -153,7 +153,7 @@ def throughput(num_streams: int, num_tokens: int, as_json: bool) -> None:
     show("throughput", columns, rows, as_json, data)
 
 
-SAMPLED = SamplingParams(temperature=0.9, max_tokens=400, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=0.9, ignore_eos=True)
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 200}, "list": {"type": "array", "minItems": 40}},
@@ -169,17 +169,17 @@ KINDS = (
 )
 
 
-async def _answer(engine: AsyncEngine, index: int) -> list[CompletionOutput]:
-    params = replace(KINDS[index % len(KINDS)], seed=index)
+async def _answer(engine: AsyncEngine, index: int, num_tokens: int) -> list[CompletionOutput]:
+    params = replace(KINDS[index % len(KINDS)], seed=index, max_tokens=num_tokens)
     async for output in engine.generate(f"Once upon a time, {index} foxes", params, output_kind="final"):
         found = output.outputs
     return found
 
 
-async def kills(num_streams: int, seconds: float, every: float, as_json: bool) -> None:
+async def kills(num_streams: int, num_tokens: int, seconds: float, every: float, as_json: bool) -> None:
     """Streams for so long, each followed by the next, while engines are killed."""
     async with await AsyncEngine.start(num_blocks=4096) as engine:
-        expected = await asyncio.gather(*(_answer(engine, index) for index in range(num_streams)))
+        expected = await asyncio.gather(*(_answer(engine, index, num_tokens) for index in range(num_streams)))
     process = ProcessConfig(max_restarts=10_000)
     counts = {"answers": 0, "failed": 0, "changed": 0, "kills": 0}
     ends_at = time.monotonic() + seconds
@@ -190,7 +190,7 @@ async def kills(num_streams: int, seconds: float, every: float, as_json: bool) -
         async def stream(index: int) -> None:
             while time.monotonic() < ends_at:
                 try:
-                    found = await _answer(engine, index)
+                    found = await _answer(engine, index, num_tokens)
                 except Exception as error:
                     counts["failed"] += 1
                     print(f"stream {index}: {type(error).__name__}: {error}")
@@ -226,7 +226,7 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=4, help="of overhead")
     parser.add_argument("--repeats", type=int, default=200, help="of overhead")
     parser.add_argument("--streams", type=int, default=200)
-    parser.add_argument("--tokens", type=int, default=200, help="of each stream of throughput")
+    parser.add_argument("--tokens", type=int, default=200, help="of each answer")
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--every", type=float, default=4.0, help="seconds between two kills")
     given = parser.parse_args()
@@ -236,7 +236,7 @@ def main() -> None:
         case "throughput":
             throughput(given.streams, given.tokens, given.json)
         case _:
-            asyncio.run(kills(given.streams, given.seconds, given.every, given.json))
+            asyncio.run(kills(given.streams, given.tokens, given.seconds, given.every, given.json))
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from inflight.server.metrics import Metrics
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
 UNIT = DEPLOY / "inflight.service"
+MANIFEST = DEPLOY / "kubernetes" / "inflight.yaml"
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text().replace("\\\n", "")
 GUIDE = (ROOT / "docs" / "deploy.md").read_text()
 DASHBOARD = json.loads((DEPLOY / "grafana" / "inflight.json").read_text())
@@ -163,6 +164,20 @@ def unit_commands() -> list[list[str]]:
     return [["inflight", *shlex.split(line)[1:]] for line in unit()["ExecStart"]]
 
 
+def kubernetes() -> dict[str, Any]:
+    """The manifests by kind."""
+    return {item["kind"]: item for item in yaml.safe_load_all(MANIFEST.read_text())}
+
+
+def pod() -> dict[str, Any]:
+    found: dict[str, Any] = kubernetes()["Deployment"]["spec"]["template"]["spec"]
+    return found
+
+
+def pod_commands() -> list[list[str]]:
+    return [["inflight", "serve", *container["args"]] for container in pod()["containers"]]
+
+
 @pytest.fixture
 def options(monkeypatch: pytest.MonkeyPatch) -> list[ServerConfig]:
     """What servers were started with, none of which really was."""
@@ -171,7 +186,7 @@ def options(monkeypatch: pytest.MonkeyPatch) -> list[ServerConfig]:
     return started
 
 
-@pytest.mark.parametrize("command", [*docker_commands(), *unit_commands()], ids=" ".join)
+@pytest.mark.parametrize("command", [*docker_commands(), *unit_commands(), *pod_commands()], ids=" ".join)
 def test_commands_are_understood(
     command: list[str], options: list[ServerConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,7 +222,8 @@ def test_the_guide_names_flags_that_exist(
 
 
 def test_variables_are_options() -> None:
-    names = set(re.findall(r"INFLIGHT_[A-Z_]+", DOCKERFILE + UNIT.read_text() + GUIDE)) - {"INFLIGHT_"}
+    text = DOCKERFILE + UNIT.read_text() + MANIFEST.read_text() + GUIDE
+    names = set(re.findall(r"INFLIGHT_[A-Z_]+", text)) - {"INFLIGHT_"}
     assert names - OTHER_VARIABLES <= {f"INFLIGHT_{name.upper()}" for name in SERVE_OPTIONS}
 
 
@@ -222,6 +238,28 @@ def test_the_unit_lets_streams_finish(options: list[ServerConfig], monkeypatch: 
     found = unit()
     assert float(found["TimeoutStopSec"][0]) > options[0].shutdown_timeout
     assert (found["KillSignal"], found["KillMode"]) == (["SIGTERM"], ["mixed"])
+
+
+def test_the_pod_lets_streams_finish_and_models_load(
+    options: list[ServerConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (command,) = pod_commands()
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit):
+        main()
+    (container,) = pod()["containers"]
+    assert pod()["terminationGracePeriodSeconds"] > options[0].shutdown_timeout
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == options[0].router.replicas
+    startup = container["startupProbe"]
+    assert startup["periodSeconds"] * startup["failureThreshold"] >= 300
+    assert (startup["httpGet"]["path"], container["readinessProbe"]["httpGet"]["path"]) == (
+        "/health",
+        "/ready",
+    )
+    assert container["ports"][0]["containerPort"] == SERVE_OPTIONS["port"].default
+    assert pod()["securityContext"]["runAsUser"] == int(re.search(r"--uid (\d+)", DOCKERFILE)[1])  # type: ignore[index]
+    labels = kubernetes()["Deployment"]["spec"]["template"]["metadata"]["labels"]
+    assert kubernetes()["Service"]["spec"]["selector"].items() <= labels.items()
 
 
 def test_the_unit_is_hardened() -> None:
