@@ -160,9 +160,10 @@ class Router:
     # ---- losing an engine, and going on ----
 
     def _on_loss(self, replica: Replica) -> None:
+        on_trial = replica.on_trial
         lost = replica.lose_engine()
         if not replica.is_leaving:
-            share_blame(lost)
+            share_blame(lost, on_trial)
             logger.warning(
                 "replica %s is lost: its %d requests go on elsewhere", replica.replica_id, len(lost)
             )

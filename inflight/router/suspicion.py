@@ -53,10 +53,12 @@ class Suspect(Protocol):
         """Whether that engine has given it a token."""
 
 
-def share_blame(lost: Collection[Suspect]) -> None:
-    """An engine died, and these were on it."""
+def share_blame(lost: Collection[Suspect], on_trial: Suspect | None = None) -> None:
+    """An engine died, and these were on it. One that was on trial there is the likely cause, whoever was beside it."""
     taken = [request for request in lost if request.is_taken]
     likely = [request for request in taken if not request.has_token_here]
+    if on_trial in likely:
+        likely = [request for request in likely if request is on_trial]
     for request in likely or taken:
         request.suspicion.share += 1 / len(likely) if likely else min(1 / len(taken), 1 / FEW)
     for request in taken:

@@ -37,6 +37,16 @@ def test_a_few_newcomers_are_tried_alone_and_the_next_death_names_one() -> None:
     assert [one.suspicion.is_confirmed for one in newcomers] == [True, *[False] * (FEW - 2)]
 
 
+def test_the_one_on_trial_is_blamed_whoever_came_beside_it() -> None:
+    tried, other = Lost(), Lost()
+    share_blame([tried, other])
+    share_blame([tried, *(Lost() for _ in range(5))], on_trial=tried)
+    assert tried.suspicion.is_confirmed
+    waiting = Lost(is_taken=False)
+    share_blame([waiting, other], on_trial=waiting)
+    assert (waiting.suspicion.share, other.suspicion.is_confirmed) == (0, True)
+
+
 def test_many_who_got_on_well_go_on_all_at_once_and_end_only_alone() -> None:
     for count in (1, 2, 50):
         lost = [Lost(has_token_here=True) for _ in range(count)]
