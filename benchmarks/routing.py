@@ -15,9 +15,11 @@ import os
 import random
 import signal
 import statistics
+import tempfile
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
+from pathlib import Path
 
 from benchmarks.report import show
 from inflight import AsyncEngine, SamplingParams
@@ -212,9 +214,17 @@ async def kills(num_streams: int, num_tokens: int, seconds: float, every: float,
         await asyncio.gather(kill(), *(stream(index) for index in range(num_streams)))
         records = [router._history.get(name) for name in list(router._history._records)]
         moved = sum(state.record.num_failovers for state in records if state is not None)
+    counts["left behind"] = _num_left_behind()
     rows = [(num_streams, *counts.values(), moved)]
     columns = ("streams", *counts, "failovers of the latest 4,096")
     show("engines killed under streams", columns, rows, as_json, {"benchmark": "routing kills", **counts})
+
+
+def _num_left_behind() -> int:
+    """Child processes, and folders of sockets; these lie in a folder of this run's own."""
+    tasks = Path("/proc/self/task").iterdir()
+    children = [child for task in tasks for child in (task / "children").read_text().split()]
+    return len(children) + len(list(Path(tempfile.gettempdir()).iterdir()))
 
 
 def main() -> None:
@@ -236,7 +246,9 @@ def main() -> None:
         case "throughput":
             throughput(given.streams, given.tokens, given.json)
         case _:
-            asyncio.run(kills(given.streams, given.tokens, given.seconds, given.every, given.json))
+            with tempfile.TemporaryDirectory() as folder:
+                tempfile.tempdir = folder
+                asyncio.run(kills(given.streams, given.tokens, given.seconds, given.every, given.json))
 
 
 if __name__ == "__main__":
