@@ -65,6 +65,7 @@ class RoutedRequest:
     def _started(self, replica: Replica) -> None:
         """Nothing is queued for it any more."""
         replica.blocks.expect_no_more(self._names)
+        self._names = ()
         replica.num_queued_tokens -= self._num_missing
         if replica.on_trial is self:
             replica.on_trial = None

@@ -125,3 +125,20 @@ async def test_memory_counts_where_it_is_short() -> None:
             "someone was sent where there was no room"
         )
         assert max(sim.first_tokens) < 1500 + 16
+
+
+@pytest.mark.parametrize("routing", ["prefix_aware", "least_loaded", "round_robin"])
+async def test_a_tenant_that_floods_all_replicas_does_not_keep_others_waiting(routing: str) -> None:
+    async with simulated(2, routing, policy="fair", max_num_seqs=4) as sim:
+
+        async def ask(tenant: str, index: int, at: float) -> None:
+            await sim.sleep(at)
+            await sim.ask([index % 50, index // 50] * 50, 10, tenant=tenant)
+            ended[tenant].append(sim.now)
+
+        ended: dict[str, list[float]] = {"many": [], "few": []}
+        await sim.run(
+            *(ask("many", index, 0.0) for index in range(100)),
+            *(ask("few", 1000 + index, 500.0) for index in range(8)),
+        )
+        assert max(ended["few"]) < 0.5 * max(ended["many"])
