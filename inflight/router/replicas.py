@@ -41,7 +41,7 @@ class Replicas:
         self._left_behind: list[EngineStats] = []  # by engines that are gone: one, their sum
         self._polling: asyncio.Task[None]
         self._changing = asyncio.Lock()  # one change at a time
-        self._is_closed = False
+        self._is_open = self._is_closed = False
 
     # ---- who is there ----
 
@@ -84,6 +84,7 @@ class Replicas:
         except BaseException:
             await self._close_all()
             raise
+        self._is_open = True
         self._polling = asyncio.get_running_loop().create_task(self._poll())
 
     async def add(self) -> str:
@@ -103,8 +104,7 @@ class Replicas:
         if self._is_closed:  # meanwhile
             await client.close()
             raise EngineDeadError("the engines are closing")
-        first = next(iter(self._members.values()), None)
-        if first is not None and not same_model(first.client.facts, client.facts):
+        if not self._fits(client.facts):
             await client.close()
             raise ConfigError(f"replica {replica_id} has another model or other limits than those that run")
         replica = self._members[replica_id] = Replica(replica_id, client)
@@ -114,6 +114,13 @@ class Replicas:
         self._count_room()
         self._on_news()
         return replica_id
+
+    def _fits(self, facts: ModelFacts) -> bool:
+        """Whether a newcomer can run whatever the others can. Those who come together agree on the shortest context."""
+        others = [replica.client.facts for replica in self.members]
+        if not all(same_model(facts, other) for other in others):
+            return False
+        return not self._is_open or facts.max_model_len >= self.facts.max_model_len
 
     def drain(self, replica_id: str) -> None:
         """Give it no new work."""

@@ -28,9 +28,16 @@ async def start_router(
     """Start the replicas and wait until they are ready. What one of them cannot do with its configuration is raised."""
     shares = MachineShares(config, process or ProcessConfig(), options.replicas or 1)
     bytes_loaded = _SummedProgress(progress)
+    num_blocks: dict[str, int] = {}  # of each replica that has been started
 
     async def start(replica_id: str) -> ProcessClient:
-        return await ProcessClient.start(*shares.of(int(replica_id)), bytes_loaded.of(replica_id), build)
+        given, watched = shares.of(int(replica_id))
+        # Whoever comes later must hold what the others hold, whatever memory is free by then.
+        held = num_blocks.get(replica_id, min(num_blocks.values(), default=given.cache.num_blocks))
+        given = replace(given, cache=replace(given.cache, num_blocks=held))
+        client = await ProcessClient.start(given, watched, bytes_loaded.of(replica_id), build)
+        num_blocks[replica_id] = client.facts.num_blocks
+        return client
 
     return await Router.start(start, shares.count, options.routing, options.failover_timeout)
 

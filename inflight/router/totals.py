@@ -25,9 +25,10 @@ def left_behind(stats: EngineStats) -> EngineStats:
 
 
 def facts_of_all(found: Sequence[ModelFacts]) -> ModelFacts:
-    """One model's facts, with the room of all engines that have it."""
+    """One model's facts, with the room of all engines that have it, and a context that fits into each."""
     return replace(
         found[0],
+        max_model_len=min(facts.max_model_len for facts in found),
         num_blocks=sum(facts.num_blocks for facts in found),
         max_num_seqs=sum(facts.max_num_seqs for facts in found),
         max_num_batched_tokens=sum(facts.max_num_batched_tokens for facts in found),
@@ -35,6 +36,6 @@ def facts_of_all(found: Sequence[ModelFacts]) -> ModelFacts:
 
 
 def same_model(facts: ModelFacts, other: ModelFacts) -> bool:
-    """Whether requests made for one can be run by the other."""
-    names = ("vocab_size", "max_model_len", "eos_token_ids", "block_size", "generates", "pooling")
+    """Whether requests made for one can be run by the other, if their length fits."""
+    names = ("vocab_size", "eos_token_ids", "block_size", "generates", "pooling")
     return all(getattr(facts, name) == getattr(other, name) for name in names)

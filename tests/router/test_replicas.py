@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from inflight.config import EngineConfig, ProcessConfig
 from inflight.engine import InprocClient
 from inflight.engine.fake import expected_tokens
+from inflight.engine.process import ProcessClient
 from inflight.errors import ConfigError, EngineDeadError, KVBudgetError, QueueFullError, RequestError
 from inflight.events import StepRecord
 from inflight.router import Router
 from inflight.router import start as start_module
 from inflight.router.start import MachineShares, visible_gpus
-from tests.engine.faulty import SLOW
+from tests.engine.faulty import NUM_BLOCKS, SLOW
 from tests.helpers import FakeEngine, make_request
 from tests.router.replicas import alive, answer, in_process, process_id, processes, read, until
 
@@ -64,20 +67,38 @@ async def test_all_start_or_none() -> None:
             pass
 
 
-async def test_a_replica_with_another_model_is_refused() -> None:
-    sizes = iter((4, 8))
+@pytest.mark.parametrize("change", [{"block_size": 8}, {"max_model_len": 90}])
+async def test_a_replica_with_another_model_or_a_shorter_context_is_refused(change: dict[str, int]) -> None:
+    changes = iter(({"max_model_len": 100}, {"max_model_len": 120}, {"max_model_len": 100}, change))
 
     async def start(replica_id: str) -> InprocClient:  # noqa: ARG001
-        engine = FakeEngine(block_size=next(sizes))
-        return InprocClient(engine.core, engine.facts)
+        engine = FakeEngine()
+        return InprocClient(engine.core, replace(engine.facts, **next(changes)))  # type: ignore[arg-type]
 
-    router = await Router.start(start, 1)
+    router = await Router.start(start, 2)
     try:
-        with pytest.raises(ConfigError, match="replica 1 has another model or other limits"):
+        assert router.facts.max_model_len == 100  # that all can hold
+        assert await router.replicas.add() == "2"
+        with pytest.raises(ConfigError, match="replica 3 has another model or other limits"):
             await router.replicas.add()
-        assert len(router.replicas.members) == 1
+        assert len(router.replicas.members) == 3
     finally:
         await router.close()
+
+
+async def test_later_engines_hold_what_the_first_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int | None] = []
+    start = ProcessClient.start
+
+    async def remembered(config: EngineConfig, *more: Any) -> ProcessClient:
+        asked.append(config.cache.num_blocks)
+        return await start(config, *more)
+
+    monkeypatch.setattr(ProcessClient, "start", remembered)
+    async with processes(1) as router:
+        await router.replicas.add()
+        await router.replicas.restart("0", 0)
+    assert asked == [None, NUM_BLOCKS, NUM_BLOCKS]
 
 
 async def test_a_full_queue_sends_to_the_next_and_refuses_when_all_are_full() -> None:
