@@ -4,6 +4,7 @@ VENV := .venv
 # Processes that share the tests: `auto` is one for each core, 0 is none.
 WORKERS ?= auto
 BIN := $(VENV)/bin
+AI_SDK := tests/server/clients/ai_sdk
 PIP := $(BIN)/pip --quiet --disable-pip-version-check install --constraint constraints.txt
 
 .PHONY: demo serve test setup lint types layering tests clean
@@ -49,8 +50,12 @@ types: setup
 layering: setup
 	$(BIN)/lint-imports
 
-tests: setup
+# Packages of Node that tests talk to the server with. Without npm those tests are skipped, but never where CI runs.
+$(AI_SDK)/node_modules/.package-lock.json: $(AI_SDK)/package-lock.json
+	if command -v npm >/dev/null; then npm ci --silent --no-audit --no-fund --ignore-scripts --prefix $(AI_SDK); fi
+
+tests: setup $(AI_SDK)/node_modules/.package-lock.json
 	$(BIN)/pytest --numprocesses=$(WORKERS) --dist=worksteal
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(AI_SDK)/node_modules .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

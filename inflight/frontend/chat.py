@@ -181,7 +181,9 @@ def _call(call: Mapping[str, Any], style: CallStyle) -> dict[str, Any]:
     found, function = dict(call), call.get("function")
     if isinstance(function, Mapping):
         arguments = function.get("arguments")
-        found["function"] = {**function, "arguments": _arguments(arguments, style.arguments_as_text)}
+        known = {**function, "arguments": _arguments(arguments, style.arguments_as_text)}
+        known.pop("parsed_arguments", None)  # of openai's helpers; some templates write all that is there
+        found["function"] = known
     if style.short_ids and isinstance(found.get("id"), str):
         found["id"] = _short_id(found["id"])
     return found

@@ -41,12 +41,14 @@ def write_folder(folder: Path, template: str = QWEN3, specials: tuple[str, ...] 
 
 
 class ScriptedClient:
-    """Implements `EngineClient`: answers with `script`, or what `scripts` has for each next request."""
+    """Implements `EngineClient`: answers with `script`, what `scripts` has for each next request, or what `reply` makes
+    of the request."""
 
     def __init__(self, facts: ModelFacts) -> None:
         self.facts = facts
         self.script = "Hello."
         self.scripts: list[str] = []
+        self.reply: Callable[[Request], str] | None = None
         self.piece = 1  # tokens in a delta
         self.num_allowed: float = math.inf  # tokens of an answer that may come for now
         self.error: tuple[str, str] | None = None  # code and message with which answers end
@@ -56,8 +58,12 @@ class ScriptedClient:
 
     async def add(self, request: Request) -> None:
         self.requests.append(request)
-        text = self.scripts.pop(0) if self.scripts else self.script
-        self._told[request.request_id] = [*self.encode(text), *self.facts.eos_token_ids]
+        self._told[request.request_id] = [*self.encode(self._text(request)), *self.facts.eos_token_ids]
+
+    def _text(self, request: Request) -> str:
+        if self.reply is not None:
+            return self.reply(request)
+        return self.scripts.pop(0) if self.scripts else self.script
 
     async def stream(self, request_id: str) -> AsyncGenerator[Delta]:
         request = next(request for request in self.requests if request.request_id == request_id)

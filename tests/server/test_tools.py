@@ -366,3 +366,14 @@ def test_short_ids_where_the_template_wants_them(tmp_path: Any) -> None:
         prompt = prompt_of(live, model, messages=[USER, message], tools=[tool()])
         assert found["id"] not in prompt
         assert '"arguments": {"a": 1}' in prompt
+
+
+def test_notes_of_clients_on_an_answer_are_not_shown_to_the_model(tmp_path: Any) -> None:
+    """They send them back with the rest: openai's helpers what they have read, litellm what it did not know."""
+    with scripted_server(write_folder(tmp_path, MISTRAL, ("[TOOL_CALLS]",))) as (live, model):
+        model.script = '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]'
+        message = ask(live, tools=[tool()])["choices"][0]["message"]
+        plain = prompt_of(live, model, messages=[USER, message], tools=[tool()])
+        message |= {"parsed": {"sum": 3}, "provider_specific_fields": {"reasoning": "Hm."}}
+        message["tool_calls"][0]["function"]["parsed_arguments"] = {"a": 1}
+        assert prompt_of(live, model, messages=[USER, message], tools=[tool()]) == plain

@@ -28,7 +28,10 @@ def error_body(error: ApiError, request_id: str | None) -> bytes:
     """The JSON that says it, whether a response or the last event of a stream."""
     status = _status(error)
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    detail = {"type": kind, "message": error.message}
+    detail: dict[str, object] = {"type": kind, "message": error.message}
+    if error.code == "unsupported_parameter" and error.param == "thread":
+        # By this, clients that thread unless told otherwise know to send whole conversations instead.
+        detail["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
     return msgspec.json.encode({"type": "error", "error": detail, "request_id": request_id})
 
 

@@ -35,9 +35,13 @@ class ChatMessage(Body):
     audio: None = None
     annotations: Nothing | None = None
 
+    # Clients' own notes on an answer, which they send back with it: those of openai's helpers, those of litellm.
+    parsed: Any = None
+    provider_specific_fields: Any = None
+
     def given(self) -> dict[str, Any]:
-        """What of it was given."""
-        return self.model_dump(exclude_none=True)
+        """What of it was given and is for the model."""
+        return self.model_dump(exclude_none=True, exclude={"parsed", "provider_specific_fields"})
 
 
 Messages = Annotated[Items[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]

@@ -149,12 +149,14 @@ class MessagesBody(ConversationBody, SampledBody):
     speed: Literal["standard"] | None = None
     container: None = None
     mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = None
+    thread: None = None
 
     unsupported: ClassVar[dict[str, str]] = {
         "service_tier": "use priority, or a key with another weight",
         "speed": "there is one speed",
         "container": "the server runs no code",
         "mcp_servers": "offer their tools as tools, and call them yourself",
+        "thread": "no conversation is held, send all of its messages",
     }
 
 

@@ -148,6 +148,7 @@ def test_users_with_long_names() -> None:
         ({"messages": [{"role": "user"}]}, "messages[0].content", "missing parameter"),
         ({"max_tokens": None}, "max_tokens", "valid integer"),
         ({"mcp_servers": [{}]}, "mcp_servers", "call them yourself"),
+        ({"thread": {"type": "create"}}, "thread", "send all of its messages"),
         ({"nonsense": 1}, "nonsense", "unknown parameter"),
         ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens", "it is needed"),
         (

@@ -1,4 +1,4 @@
-"""Other packages that speak OpenAI's API, against a live server: litellm and langchain-openai."""
+"""litellm against a live server, and an agent loop with it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 
 from inflight import LLM, SamplingParams
+from tests.server.clients.task import CHAT_TOOLS, KEY, REPORT, Report, Served, Toolbox
+from tests.server.clients.task import QUESTION as TASK
 from tests.server.live import Backend, Live, live_server
 
 MODEL = "inflight-builtin"
-QUESTION = "Why does it rain?"
-MESSAGES: Any = [{"role": "user", "content": QUESTION}]
+MESSAGES: Any = [{"role": "user", "content": "Why does it rain?"}]
+MAX_TURNS = 5
 
 
 @pytest.fixture(scope="module")
@@ -33,16 +35,13 @@ def text(llm: LLM) -> str:
 
 @pytest.fixture(scope="module", autouse=True)
 def _leave_nothing_open() -> Iterator[None]:
-    """These packages leave connections and event loops to the garbage collector, which warns of each. It must come for
+    """This package leaves connections and event loops to the garbage collector, which warns of each. It must come for
     them here, and not in the middle of some other test."""
     yield
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
         for _ in range(3):
             gc.collect()
-
-
-# ---- litellm ----
 
 
 @pytest.fixture(scope="module")
@@ -126,66 +125,74 @@ def test_litellm_errors(litellm: ModuleType, asked: dict[str, Any], server: Live
         server.state.draining = False
 
 
-# ---- langchain ----
+# ---- agents ----
 
 
-@pytest.fixture
-def chat(server: Live, monkeypatch: pytest.MonkeyPatch) -> Any:
-    for name in ("LANGSMITH_TRACING", "LANGCHAIN_TRACING_V2"):
-        monkeypatch.setenv(name, "false")  # nothing leaves this machine
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from langchain_openai import ChatOpenAI
-    key: Any = "secret"
-    return ChatOpenAI(
-        model=MODEL,
-        base_url=f"{server.url}/v1",
-        api_key=key,
-        temperature=0,
-        max_completion_tokens=24,
+@its_own
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_loop(litellm: ModuleType, served: Served, toolbox: Toolbox, streamed: bool) -> None:
+    messages: Any = [{"role": "user", "content": TASK}]
+    for _ in range(MAX_TURNS):
+        answer = litellm.completion(
+            model=f"openai/{served.model}",
+            messages=messages,
+            tools=CHAT_TOOLS,
+            stream=streamed,
+            api_base=served.base_url,
+            api_key=KEY,
+            max_retries=0,
+        )
+        if streamed:
+            answer = litellm.stream_chunk_builder(list(answer), messages=messages)
+        message = answer.choices[0].message
+        if not message.tool_calls:
+            break
+        assert answer.choices[0].finish_reason == "tool_calls"
+        assert message.reasoning_content == "I need a tool."
+        messages.append(message)
+        for call in message.tool_calls:
+            result = toolbox.run(call.function.name, call.function.arguments)
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+    toolbox.check(message.content)
+
+
+@its_own
+def test_responses(litellm: ModuleType, served: Served, toolbox: Toolbox) -> None:
+    tools = [{"type": "function", **tool["function"]} for tool in CHAT_TOOLS]
+    given: Any = TASK
+    before = None
+    for _ in range(MAX_TURNS):
+        response = litellm.responses(
+            model=f"openai/{served.model}",
+            input=given,
+            tools=tools,
+            previous_response_id=before,
+            api_base=served.base_url,
+            api_key=KEY,
+        )
+        before = response.id
+        given = [
+            {
+                "type": "function_call_output",
+                "call_id": item.call_id,
+                "output": toolbox.run(item.name, item.arguments),
+            }
+            for item in response.output
+            if item.type == "function_call"
+        ]
+        if not given:
+            break
+    toolbox.check(response.output[-1].content[0].text)
+
+
+@its_own
+def test_an_object(litellm: ModuleType, served: Served) -> None:
+    answer = litellm.completion(
+        model=f"openai/{served.model}",
+        messages=[{"role": "user", "content": TASK}],
+        response_format=Report,
+        api_base=served.base_url,
+        api_key=KEY,
         max_retries=0,
     )
-
-
-def test_langchain(chat: Any, text: str) -> None:
-    answer = chat.invoke(QUESTION)
-    assert answer.content == text
-    assert answer.response_metadata["finish_reason"] in ("stop", "length")
-    assert answer.usage_metadata["output_tokens"] > 0
-    again = chat.invoke([("user", QUESTION), answer, ("user", "Why?")])  # an answer sent back
-    assert again.usage_metadata["input_tokens"] > answer.usage_metadata["input_tokens"]
-
-
-def test_langchain_stream_and_batch(chat: Any, text: str) -> None:
-    chunks = list(chat.stream(QUESTION, stream_usage=True))
-    assert "".join(chunk.content for chunk in chunks) == text
-    assert len([chunk for chunk in chunks if chunk.content]) > 1
-    assert sum((chunk.usage_metadata or {}).get("output_tokens", 0) for chunk in chunks) > 0
-    answers = chat.batch([QUESTION] * 8)
-    assert [answer.content for answer in answers] == [text] * 8
-
-
-async def test_langchain_async(chat: Any, text: str) -> None:
-    assert (await chat.ainvoke(QUESTION)).content == text
-    assert "".join([chunk.content async for chunk in chat.astream(QUESTION)]) == text
-    await chat.root_async_client.close()
-
-
-def test_langchain_completions(server: Live, llm: LLM) -> None:
-    from langchain_openai import OpenAI
-
-    key: Any = "secret"
-    client = OpenAI(
-        model=MODEL, base_url=f"{server.url}/v1", api_key=key, temperature=0, max_tokens=8, max_retries=0
-    )
-    whole = llm.generate("A fox", SamplingParams(temperature=0, max_tokens=8))[0].outputs[0].text
-    assert client.invoke("A fox") == whole
-    assert "".join(client.stream("A fox")) == whole
-    assert client.batch(["A fox"] * 3) == [whole] * 3
-
-
-def test_langchain_errors(chat: Any) -> None:
-    from openai import BadRequestError
-
-    with pytest.raises(BadRequestError, match="functions is not supported here"):
-        chat.bind(functions=[{"name": "f"}]).invoke(QUESTION)
+    assert Report.model_validate_json(answer.choices[0].message.content) == REPORT

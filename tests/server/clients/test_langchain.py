@@ -1,0 +1,152 @@
+"""langchain against a live server, and an agent of it."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from inflight import LLM, SamplingParams
+from tests.server.clients.task import KEY, REPORT, Report, Served, Toolbox
+from tests.server.clients.task import QUESTION as TASK
+from tests.server.live import Backend, Live, live_server
+
+MODEL = "inflight-builtin"
+QUESTION = "Why does it rain?"
+MESSAGES: Any = [{"role": "user", "content": QUESTION}]
+
+
+@pytest.fixture(scope="module")
+def server(backend: Backend) -> Iterator[Live]:
+    with live_server(backend, api_key=("secret",)) as live:
+        yield live
+        live.wait_until_idle()
+
+
+@pytest.fixture(scope="module")
+def text(llm: LLM) -> str:
+    return llm.chat(MESSAGES, SamplingParams(temperature=0, max_tokens=24))[0].outputs[0].text
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _leave_nothing_open() -> Iterator[None]:
+    """This package leaves connections and event loops to the garbage collector, which warns of each. It must come for
+    them here, and not in the middle of some other test."""
+    yield
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        for _ in range(3):
+            gc.collect()
+
+
+@pytest.fixture(autouse=True)
+def _no_tracing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LANGSMITH_TRACING", "LANGCHAIN_TRACING_V2"):
+        monkeypatch.setenv(name, "false")  # nothing leaves this machine
+
+
+@pytest.fixture
+def chat(server: Live) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from langchain_openai import ChatOpenAI
+    key: Any = "secret"
+    return ChatOpenAI(
+        model=MODEL,
+        base_url=f"{server.url}/v1",
+        api_key=key,
+        temperature=0,
+        max_completion_tokens=24,
+        max_retries=0,
+    )
+
+
+def test_langchain(chat: Any, text: str) -> None:
+    answer = chat.invoke(QUESTION)
+    assert answer.content == text
+    assert answer.response_metadata["finish_reason"] in ("stop", "length")
+    assert answer.usage_metadata["output_tokens"] > 0
+    again = chat.invoke([("user", QUESTION), answer, ("user", "Why?")])  # an answer sent back
+    assert again.usage_metadata["input_tokens"] > answer.usage_metadata["input_tokens"]
+
+
+def test_langchain_stream_and_batch(chat: Any, text: str) -> None:
+    chunks = list(chat.stream(QUESTION, stream_usage=True))
+    assert "".join(chunk.content for chunk in chunks) == text
+    assert len([chunk for chunk in chunks if chunk.content]) > 1
+    assert sum((chunk.usage_metadata or {}).get("output_tokens", 0) for chunk in chunks) > 0
+    answers = chat.batch([QUESTION] * 8)
+    assert [answer.content for answer in answers] == [text] * 8
+
+
+async def test_langchain_async(chat: Any, text: str) -> None:
+    assert (await chat.ainvoke(QUESTION)).content == text
+    assert "".join([chunk.content async for chunk in chat.astream(QUESTION)]) == text
+    await chat.root_async_client.close()
+
+
+def test_langchain_completions(server: Live, llm: LLM) -> None:
+    from langchain_openai import OpenAI
+
+    key: Any = "secret"
+    client = OpenAI(
+        model=MODEL, base_url=f"{server.url}/v1", api_key=key, temperature=0, max_tokens=8, max_retries=0
+    )
+    whole = llm.generate("A fox", SamplingParams(temperature=0, max_tokens=8))[0].outputs[0].text
+    assert client.invoke("A fox") == whole
+    assert "".join(client.stream("A fox")) == whole
+    assert client.batch(["A fox"] * 3) == [whole] * 3
+
+
+def test_langchain_errors(chat: Any) -> None:
+    from openai import BadRequestError
+
+    with pytest.raises(BadRequestError, match="functions is not supported here"):
+        chat.bind(functions=[{"name": "f"}]).invoke(QUESTION)
+
+
+# ---- agents ----
+
+
+def model_of(served: Served, responses: bool = False) -> Any:
+    from langchain_openai import ChatOpenAI
+
+    key: Any = KEY
+    return ChatOpenAI(
+        model=served.model,
+        base_url=served.base_url,
+        api_key=key,
+        max_retries=0,
+        use_responses_api=responses,
+    )
+
+
+@pytest.mark.parametrize("responses", [False, True])
+def test_an_agent(served: Served, toolbox: Toolbox, responses: bool) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from langchain.agents import create_agent
+
+    agent: Any = create_agent(model_of(served, responses), tools=list(toolbox.functions()))
+    state = agent.invoke({"messages": [("user", TASK)]})
+    toolbox.check(state["messages"][-1].text)
+
+
+def test_an_agent_that_streams(served: Served, toolbox: Toolbox) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from langchain.agents import create_agent
+
+    agent: Any = create_agent(model_of(served), tools=list(toolbox.functions()))
+    said = ""
+    for piece, _ in agent.stream({"messages": [("user", TASK)]}, stream_mode="messages"):
+        said += piece.text if piece.type == "AIMessageChunk" else ""
+    toolbox.check(said)
+
+
+@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
+def test_an_object(served: Served, method: str) -> None:
+    assert model_of(served).with_structured_output(Report, method=method).invoke(TASK) == REPORT
