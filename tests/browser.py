@@ -69,6 +69,10 @@ class Page:
         self.call("Page.navigate", url=url)
         self.wait_for("document.readyState === 'complete'")
 
+    def leave(self) -> None:
+        """Before a server ends: the page would look after it, and complain."""
+        self.open("about:blank")
+
     def run(self, script: str) -> Any:
         """The value of an expression."""
         found = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)

@@ -61,5 +61,5 @@ def page(tab: Page) -> Iterator[Page]:
     tab.problems.clear()
     tab.show_as("light")
     yield tab
-    tab.open("about:blank")
+    tab.leave()
     assert not tab.problems

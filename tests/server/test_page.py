@@ -144,6 +144,7 @@ def test_a_key_is_asked_for(page: Page, backend: Backend) -> None:
         ask(page, "")
         assert "tokens/s" in wait_for_figures(page, 2)
         live.wait_until_idle()
+        page.leave()
     page.excuse("401")
 
 
@@ -173,6 +174,7 @@ def test_a_server_that_loads_is_waited_for(page: Page, backend: Backend) -> None
         assert not page.text("#notice")
         assert not page.text("#queue")
         live.wait_until_idle()
+        page.leave()
     page.excuse("503")
 
 
@@ -197,4 +199,5 @@ def test_a_server_that_is_gone_is_told_and_waited_for(page: Page, backend: Backe
         ask(page, "")
         assert "tokens/s" in wait_for_figures(page, 3)
         live.wait_until_idle()
+        page.leave()
     page.excuse("ERR_CONNECTION")
