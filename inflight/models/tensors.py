@@ -160,13 +160,15 @@ def into_rows(load: Callable[[Tensor, int], None], base: int) -> Store:
     return lambda tensor, first: load(tensor, base + first)
 
 
-def into_tensor(target: Tensor, offset: float = 0.0) -> Store:
-    """Into a tensor as it is, `offset` added."""
+def into_tensor(target: Tensor, offset: float = 0.0, first: int = 0) -> Store:
+    """Into a tensor as it is, `offset` added. It has the rows from `first` on, and others are passed over."""
 
-    def store(tensor: Tensor, first: int) -> None:
-        rows = target[first : first + len(tensor)].copy_(tensor)
-        if offset:
-            rows.add_(offset)
+    def store(tensor: Tensor, at: int) -> None:
+        start, end = max(at, first), min(at + len(tensor), first + len(target))
+        if start < end:
+            rows = target[start - first : end - first].copy_(tensor[start - at : end - at])
+            if offset:
+                rows.add_(offset)
 
     return store
 

@@ -14,6 +14,7 @@ from inflight.models.checkpoint import Checkpoint
 from inflight.models.decoder import Decoder
 from inflight.models.families import decoder_spec
 from inflight.models.placement import placements
+from inflight.models.shard import Shard
 from inflight.models.spec import DecoderSpec
 from inflight.models.tensors import (
     Placement,
@@ -42,12 +43,14 @@ def load_decoder(
     seed: int = 0,
     progress: Progress | None = None,
     spec: DecoderSpec | None = None,
+    shard: Shard | None = None,
 ) -> Decoder:
-    """The checkpoint's decoder with its weights in place. `spec`: unless it is the one that config.json describes."""
+    """The checkpoint's decoder with its weights in place. `spec`: unless it is the one that config.json describes.
+    `shard`: the part of it to load, unless it is all."""
     spec = spec or decoder_spec(checkpoint.config)
     if load_format != "dummy":
         _check_sizes(spec, read_headers(checkpoint.weight_files))
-    decoder = Decoder(spec, kernels, attention, dtype, device, max_position)
+    decoder = Decoder(spec, kernels, attention, dtype, device, max_position, shard)
     if load_format == "dummy":
         fill_random(placements(decoder), dtype, device, seed)
     else:
