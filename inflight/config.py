@@ -135,6 +135,22 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ParallelConfig:
+    """One model on several ranks, each a process."""
+
+    tensor_parallel_size: int = option(
+        1, MODEL, "Ranks that share every layer.", at_least=1, at_most=64, short="-tp"
+    )
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor_parallel_size
+
+
+@dataclass(frozen=True, slots=True)
 class ProcessConfig:
     """How an engine in a process of its own is watched."""
 
@@ -225,7 +241,12 @@ class RouterConfig:
         return RouterConfig(**{name: options.pop(name) for name in names if name in options})
 
 
-_PARTS = {"model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig}
+_PARTS = {
+    "model": ModelConfig,
+    "parallel": ParallelConfig,
+    "cache": CacheConfig,
+    "scheduler": SchedulerConfig,
+}
 # The engine's options by name; each belongs to exactly one part.
 ENGINE_OPTIONS = {name: found for part in _PARTS.values() for name, found in options_of(part).items()}
 
@@ -240,14 +261,13 @@ class EngineConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     @classmethod
     def create(cls, model: str | PathLike[str] | None = None, **options: Any) -> EngineConfig:
         """From flat names, as users give them: ours, or those of other engines. Without a model, the built-in one."""
         for name in _NEEDLESS:
             options.pop(name, None)
-        if options.pop("tensor_parallel_size", 1) != 1:
-            raise ConfigError("tensor_parallel_size must be 1: a model runs on one device")
         unknown = sorted(options.keys() - ENGINE_OPTIONS)
         if unknown:
             raise ConfigError(f"unknown option {', '.join(unknown)}: allowed are {', '.join(ENGINE_OPTIONS)}")
@@ -260,4 +280,4 @@ class EngineConfig:
 
     def options(self) -> dict[str, Any]:
         """What `create` makes it from."""
-        return asdict(self.model) | asdict(self.cache) | asdict(self.scheduler)
+        return asdict(self.model) | asdict(self.parallel) | asdict(self.cache) | asdict(self.scheduler)

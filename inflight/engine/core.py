@@ -50,12 +50,15 @@ class EngineCore:
         max_queue: int | None = None,
         clock: Callable[[], float] = time.monotonic,
         engine_id: str = "0",
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.pipeline_depth = pipeline_depth
         self.max_queue = max_queue
         self.clock = clock
+        # Raises DeviceLostError if no step could be run any more. For loops to ask while there is nothing to do.
+        self.check = check
         self._records = StepRecords(engine_id)
         self.observers = self._records.observers
         self._in_flight: deque[LaunchedStep] = deque()

@@ -125,7 +125,7 @@ class Decoder:
         return self._rows_of(self._lm_head().embed, token_ids)
 
     def _rows_of(self, look_up: Callable[[Tensor], Tensor], token_ids: Tensor) -> Tensor:
-        """Rows of a table over the vocabulary. Of several ranks, the one that has a row adds it to the others' zeros."""
+        """Rows of a table over the vocabulary. Of several ranks, one has a row, and the others add zeros to it."""
         shard = self.shard
         if shard.collective is None:
             return look_up(token_ids)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,8 +15,9 @@ from inflight.models.shard import Shard
 from inflight.models.spec import QKNorm
 
 
-class Run(NamedTuple):
-    """Rows [first, first + count) of a checkpoint's tensor, which become rows `to`... here."""
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Rows [first, first + count) of a checkpoint's tensor, which are held from row `to` on."""
 
     first: int
     count: int
@@ -205,8 +206,8 @@ class SelfAttention:
         whole, query, key = self._shard.whole, query.float(), key.float()
         shares = query.square().sum(1), key.square().sum(1) / self._shard.kv_copies
         squares = collective.sum(torch.stack(shares, dim=1))  # [T, 2]
-        sizes = torch.tensor([whole.query_size, whole.kv_size], device=qkv.device)
-        scales = (squares / sizes + self._spec.norm_eps).rsqrt()
+        counts = torch.tensor([whole.query_size, whole.kv_size], device=qkv.device)
+        scales = (squares / counts + self._spec.norm_eps).rsqrt()
         query = query * scales[:, :1] * self.q_norm
         key = key * scales[:, 1:] * self.k_norm
         return torch.cat((query.to(qkv.dtype), key.to(qkv.dtype), value), dim=1)
@@ -246,7 +247,7 @@ def _packed(
     for part, (features, whole) in parts.items():
         run = Run(features.start, len(features), to)
         targets[f"{name}.{part}"] = LinearRows(linear, whole, linear.in_features, (run,), 0, bias, bias)
-        runs.append(run._replace(first=count + run.first))
+        runs.append(replace(run, first=count + run.first))
         count, to = count + whole, to + len(features)
     targets[name] = LinearRows(linear, count, linear.in_features, tuple(runs), 0, bias, bias)
     return targets

@@ -79,7 +79,9 @@ def check_tensor_parallel(spec: DecoderSpec, size: int) -> None:
     """Refuse a number of ranks that the model's heads cannot be shared out to."""
     heads, kv_heads = spec.num_heads, spec.num_kv_heads
     if heads % size or (kv_heads % size and size % kv_heads):
-        fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+        fitting = [
+            n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)
+        ]
         raise ConfigError(
             f"tensor_parallel_size is {size}: the model has {heads} attention heads and {kv_heads} key/value heads, "
             f"which can be shared by {', '.join(map(str, fitting))}"
@@ -108,7 +110,11 @@ def shard_of(
     dim, kv_heads = spec.head_dim, spec.num_kv_heads
     query = _part(spec.num_heads, rank, size)
     # With fewer key/value heads than ranks, neighbouring ranks have the same one.
-    kv = _part(kv_heads, rank, size) if kv_heads % size == 0 else _part(kv_heads, rank * kv_heads // size, kv_heads)
+    kv = (
+        _part(kv_heads, rank, size)
+        if kv_heads % size == 0
+        else _part(kv_heads, rank * kv_heads // size, kv_heads)
+    )
     return Shard(
         spec,
         rank,
