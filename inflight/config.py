@@ -134,20 +134,35 @@ class SchedulerConfig:
             )
 
 
+MAX_RANKS = 64
+
+
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
     """One model on several ranks, each a process."""
 
     tensor_parallel_size: int = option(
-        1, MODEL, "Ranks that share every layer.", at_least=1, at_most=64, short="-tp"
+        1, MODEL, "Ranks that share every layer.", at_least=1, at_most=MAX_RANKS, short="-tp"
+    )
+    pipeline_parallel_size: int = option(
+        1, MODEL, "Stages that the layers are cut into.", at_least=1, at_most=MAX_RANKS, short="-pp"
     )
 
     def __post_init__(self) -> None:
         check(self)
+        if self.num_ranks > MAX_RANKS:
+            raise ConfigError(
+                f"tensor_parallel_size is {self.tensor_parallel_size} and pipeline_parallel_size "
+                f"{self.pipeline_parallel_size}: that makes {self.num_ranks} ranks, and {MAX_RANKS} is the limit"
+            )
 
     @property
     def num_ranks(self) -> int:
-        return self.tensor_parallel_size
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    def __str__(self) -> str:
+        given = asdict(self)
+        return " and ".join(f"{name} is {value}" for name, value in given.items() if value > 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,10 +128,11 @@ def _load_decoder(
     plan = plan_decoder(_model(config), checkpoint, _plain_ids(tokenizer))
     spec = plan.spec
     recommended = default_sampling(checkpoint.generation_config)
-    eos = eos_token_ids(checkpoint.config, checkpoint.generation_config)
+    eos = _eos(checkpoint, tokenizer)
     context = resolve_context(spec, model.max_model_len)
     with ExitStack() as undo:
-        ranks = start_ranks(config, place, spec)
+        dtype = resolve_dtype(model.dtype, checkpoint.config)
+        ranks = start_ranks(config, place, spec, context, dtype)
         if ranks is not None:
             undo.callback(ranks.close)
         memory = None if ranks is None else ranks.memory
@@ -148,8 +149,6 @@ def _load_decoder(
                 "the KV memory holds %d tokens: max_model_len is cut from %d", max_model_len, context
             )
         logger.info("%s; %d KV blocks of %d tokens", place.describe(), num_blocks, config.cache.block_size)
-        if tokenizer is not None and tokenizer.eos_token_id is not None:
-            eos = tuple(dict.fromkeys((*eos, tokenizer.eos_token_id)))
         input_processor = InputProcessor.create(tokenizer, spec.vocab_size, max_model_len, eos, model.seed)
         grammars = input_processor.grammars
         build = partial(_decoder_core, place, decoder, ranks, num_blocks, max_model_len, grammars)
@@ -197,17 +196,22 @@ def _fill_decoder(
         spec=plan.spec,
         shard=shard,
     )
-    plan.complete(decoder)
+    if shard.is_last:
+        plan.complete(decoder)
     return decoder
 
 
-def load_rank(config: EngineConfig, memory: RankMemory) -> Decoder:
+def load_rank(config: EngineConfig, memory: RankMemory) -> tuple[Decoder, GrammarCompiler]:
     """The part of a model that a rank in a process of its own holds: see `execution/parallel/worker.py`."""
     model = config.model
     checkpoint = open_checkpoint(_model(config), model.revision, model.load_format, model.hf_config)
-    plan = plan_decoder(_model(config), checkpoint, _plain_ids(_load_tokenizer(config, checkpoint)))
+    tokenizer = _load_tokenizer(config, checkpoint)
+    plan = plan_decoder(_model(config), checkpoint, _plain_ids(tokenizer))
     context = resolve_context(plan.spec, model.max_model_len)
-    return _fill_decoder(config, platform(model.device), checkpoint, plan, context, memory, None)
+    eos = _eos(checkpoint, tokenizer)
+    processor = InputProcessor.create(tokenizer, plan.spec.vocab_size, context, eos, model.seed)
+    decoder = _fill_decoder(config, platform(model.device), checkpoint, plan, context, memory, None)
+    return decoder, processor.grammars
 
 
 def _load_encoder(
@@ -220,7 +224,7 @@ def _load_encoder(
 ) -> LoadedEngine:
     model, folder = config.model, checkpoint.folder
     if config.parallel.num_ranks > 1:
-        raise ConfigError(f"tensor_parallel_size is {config.parallel.num_ranks}: an encoder has one rank")
+        raise ConfigError(f"{config.parallel}: an encoder has one rank")
     spec = encoder_spec(checkpoint.config)
     files = None if folder is None else read_sentence_files(folder)
     head = encoder_head(checkpoint.config, files, spec.hidden_size)
@@ -289,6 +293,13 @@ def _load_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer |
         raise
 
 
+def _eos(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    eos = eos_token_ids(checkpoint.config, checkpoint.generation_config)
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        eos = tuple(dict.fromkeys((*eos, tokenizer.eos_token_id)))
+    return eos
+
+
 def _plain_ids(tokenizer: Tokenizer | None) -> Encode | None:
     return None if tokenizer is None else partial(tokenizer.encode, add_special_tokens=False)
 
@@ -320,6 +331,7 @@ def _decoder_core(
 ) -> EngineCore:
     options, block_size = config.scheduler, config.cache.block_size
     limits = _limits(options, place, options.max_num_batched_tokens or place.max_num_batched_tokens)
+    limits = replace(limits, num_stages=config.parallel.pipeline_parallel_size)
     cache = ChainHashCache(block_size) if config.cache.enable_prefix_caching else NoPrefixCache()
     target = place.target_step_ms if options.target_step_ms is None else options.target_step_ms
     max_tokens = limits.max_num_batched_tokens
@@ -327,11 +339,12 @@ def _decoder_core(
         TimedTokenBudget(max_tokens, target / 1000, place.step_sizes(max_tokens)) if target else None
     )
     scheduler = Scheduler(limits, policy, BlockManager(num_blocks, block_size, cache), token_budget)
-    runner = place.runner(config, decoder, num_blocks, max_model_len, grammars)
     depth = options.pipeline_depth or place.pipeline_depth
+    make_runner = partial(place.runner, config, decoder, num_blocks, max_model_len, grammars)
     if ranks is None:
-        return EngineCore(scheduler, runner, depth, options.max_queue)
-    return parallel_core(ranks, scheduler, runner, num_blocks, max_model_len, depth, options.max_queue)
+        return EngineCore(scheduler, make_runner(), depth, options.max_queue)
+    sizes = num_blocks, max_model_len
+    return parallel_core(ranks, scheduler, decoder, make_runner, *sizes, depth, options.max_queue)
 
 
 def _encoder_core(

@@ -113,7 +113,7 @@ class EngineCore:
     def schedule_delay(self) -> float:
         """Seconds that the next step may be put off, for requests that come meanwhile to be part of it: the one on
         the device will not be over before."""
-        if self.pipeline_depth == 1 or len(self._in_flight) != 1:
+        if self.pipeline_depth == 1 or len(self._in_flight) != 1 or self.scheduler.limits.num_stages > 1:
             return 0.0
         launched = self._in_flight[0]
         over_at = self._began_at(launched) + self._step_times.estimate(launched.step.batch)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from inflight.constraints import GrammarCompiler
 from inflight.execution.constrained_rows import ConstrainedRows
-from inflight.execution.forward import ForwardPass
+from inflight.execution.forward import ForwardPass, StageLinks
 from inflight.execution.inputs import StepInputs
 from inflight.execution.results import StepVectors, Ticket
 from inflight.execution.sampling import SampledTensors, Sampler, cpu_sampler, prompt_logprobs
@@ -30,9 +30,10 @@ class ModelRunner:
         max_rows: int,
         max_len: int,
         grammars: GrammarCompiler | None = None,
+        links: StageLinks | None = None,
     ) -> None:
         self.decoder = decoder
-        self.forward = ForwardPass(decoder, num_blocks, block_size, max_rows, max_len)
+        self.forward = ForwardPass(decoder, num_blocks, block_size, max_rows, max_len, links)
         self.rows = self.forward.rows
         self.sampler = cpu_sampler(max_rows, decoder.spec.vocab_size)
         self.constrained = ConstrainedRows(self.sampler.state, grammars)

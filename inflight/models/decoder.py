@@ -68,7 +68,7 @@ class Decoder:
 
     @property
     def generates(self) -> bool:
-        return self.head is not None
+        return self.spec.has_lm_head
 
     def kv_shape(self, block_size: int) -> KVShape:
         spec = self.spec

@@ -93,6 +93,32 @@ def check_tensor_parallel(spec: DecoderSpec, size: int) -> None:
         )
 
 
+def cut_layers(
+    spec: DecoderSpec, num_stages: int, context: int, itemsize: int, kv_itemsize: int
+) -> list[range]:
+    """The layers of each stage, so that the largest one holds as few bytes as can be: weights, the table or the head
+    beside them at the ends, and KV memory for `context` tokens. Stages may differ in their number of layers."""
+    if num_stages > spec.num_layers:
+        raise ConfigError(
+            f"pipeline_parallel_size is {num_stages}: the model has {spec.num_layers} layers, and every stage needs one"
+        )
+    table = spec.vocab_size * spec.hidden_size * itemsize
+    ends = {0: table, num_stages - 1: table} if num_stages > 1 else {}
+    layer = layer_weights(spec) * itemsize + 2 * spec.kv_size * context * kv_itemsize
+    counts = [1] * num_stages
+    for _ in range(spec.num_layers - num_stages):
+        sizes = [ends.get(stage, 0) + (count + 1) * layer for stage, count in enumerate(counts)]
+        counts[sizes.index(min(sizes))] += 1
+    starts = [sum(counts[:stage]) for stage in range(num_stages)]
+    return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
+
+
+def layer_weights(spec: DecoderSpec) -> int:
+    """Numbers in the matrices of one layer."""
+    hidden, query, kv = spec.hidden_size, spec.query_size, spec.kv_size
+    return hidden * (2 * query + 2 * kv + 3 * spec.intermediate_size)
+
+
 def whole_shard(spec: DecoderSpec) -> Shard:
     """All of it."""
     return shard_of(spec, 0, 1)

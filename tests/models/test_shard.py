@@ -9,7 +9,7 @@ import pytest
 
 from inflight.errors import ConfigError
 from inflight.models.families import decoder_spec
-from inflight.models.shard import check_tensor_parallel, shard_of
+from inflight.models.shard import check_tensor_parallel, cut_layers, layer_weights, shard_of
 from inflight.models.spec import DecoderSpec
 from tests.checkpoints import FAMILIES
 
@@ -60,3 +60,18 @@ def test_key_value_heads_are_copied_where_there_are_fewer_than_ranks() -> None:
 def test_what_cannot_be_shared_out_is_refused(fields: dict[str, int], size: int, message: str) -> None:
     with pytest.raises(ConfigError, match=f"tensor_parallel_size is {size}: .*{message}"):
         check_tensor_parallel(spec(**fields), size)
+
+
+def test_stages_are_cut_by_what_they_hold() -> None:
+    """The table at one end and the head at the other weigh as much as some layers."""
+    whole = spec(num_layers=12, windows=(None,) * 12, layer_ropes=(0,) * 12)
+    even = replace(whole, vocab_size=1)
+    assert [len(layers) for layers in cut_layers(even, 4, 1, 4, 4)] == [3, 3, 3, 3]
+    heavy = replace(whole, vocab_size=3 * layer_weights(whole) // whole.hidden_size)
+    assert [len(layers) for layers in cut_layers(heavy, 3, 1, 4, 4)] == [3, 6, 3]
+    found = cut_layers(heavy, 3, 1, 4, 4)
+    assert [i for layers in found for i in layers] == list(range(12))
+    # With much KV memory the layers are all that counts.
+    assert [len(layers) for layers in cut_layers(heavy, 3, 1 << 24, 4, 4)] == [4, 4, 4]
+    stage = shard_of(heavy, 0, 2, found[1])
+    assert (stage.is_first, stage.is_last, stage.spec.num_layers) == (False, False, 6)

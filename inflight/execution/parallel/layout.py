@@ -11,14 +11,14 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from inflight.config import MAX_RANKS  # as kMaxRanks in native/ranks.cpp
 from inflight.execution.parallel.collective import SharedCollective
 from inflight.execution.parallel.shared_memory import SharedMemory
 from inflight.execution.parallel.stream import OnLoss, Stream
 from inflight.native.library import Library
 
-MAX_RANKS = 64  # kMaxRanks in native/ranks.cpp
 _LINE = 64
-_STEPS_RING = _RESULTS_RING = 1 << 20
+_STEPS_RING = _RESULTS_RING = 1 << 24  # pages that are never used take no memory
 # Looks before sleeping: some 100 microseconds where every rank has cores of its own, nearly none where they share.
 _SPINS, _FEW_SPINS = 4000, 50
 
@@ -32,6 +32,7 @@ class RankLayout:
     threads: int  # of each rank
     slot: int  # bytes that a rank can give to an exchange at once
     hand_over: int  # bytes that may be on their way from a rank to its successor
+    layers: tuple[tuple[int, int], ...]  # of each stage: the first, and the one behind the last
 
     @property
     def count(self) -> int:
@@ -44,6 +45,9 @@ class RankLayout:
     def sampler(self) -> int:
         """The rank that samples: the first of the last stage."""
         return self.count - self.tensor
+
+    def is_last_stage(self, rank: int) -> bool:
+        return rank >= self.sampler
 
 
 class RankMemory:

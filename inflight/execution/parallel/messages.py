@@ -1,6 +1,7 @@
 """What ranks say to each other: plain data, in msgpack, never pickled.
 
     rank 0 ── Begin, RankStep, End ──►  all others      through shared memory
+    rank 0 ◄────────── Sampled ────────  last stage      through shared memory, where that is not rank 0's own
     rank 0 ◄── Loaded, Begun, Broken ──  each other      through a pipe, one line each
 
 Tokens that a step drew travel with a later one: no rank needs them before, and so they cost no message of their own.
@@ -16,7 +17,7 @@ import msgspec
 
 from inflight.engine.wire import RemoteError, with_small_numbers
 from inflight.execution.parallel.layout import RankLayout
-from inflight.scheduling import Admission, Batch
+from inflight.scheduling import Admission, Batch, Sampled
 
 
 class RankStart(msgspec.Struct, frozen=True):
@@ -102,6 +103,7 @@ ToRank = Begin | RankStep | End
 ToFirst = Loaded | Begun | Broken
 _decoder: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank, dec_hook=_from_plain)
 _report_decoder: msgspec.json.Decoder[ToFirst] = msgspec.json.Decoder(ToFirst)
+_results_decoder: msgspec.msgpack.Decoder[Sampled] = msgspec.msgpack.Decoder(Sampled)
 
 
 def encode(message: RankMessage) -> bytes:
@@ -114,6 +116,15 @@ def encode(message: RankMessage) -> bytes:
 
 def decode(data: bytes | memoryview) -> ToRank:
     return _decoder.decode(data)
+
+
+def encode_results(sampled: Sampled) -> bytes:
+    """Of a step, from the rank that samples."""
+    return _encoder.encode(sampled)
+
+
+def decode_results(data: bytes | memoryview) -> Sampled:
+    return _results_decoder.decode(data)
 
 
 def encode_report(report: Report) -> bytes:

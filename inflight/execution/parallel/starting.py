@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from inflight.config import EngineConfig
 from inflight.engine import EngineCore
@@ -11,7 +14,8 @@ from inflight.engine.runner import Runner
 from inflight.errors import ConfigError
 from inflight.execution.platforms import Platform
 from inflight.execution.runner import ModelRunner
-from inflight.models.shard import Shard, check_tensor_parallel, shard_of
+from inflight.models.decoder import Decoder
+from inflight.models.shard import Shard, check_tensor_parallel, cut_layers, shard_of
 from inflight.models.spec import DecoderSpec
 from inflight.native.library import Library, native_library
 from inflight.scheduling import Scheduler
@@ -22,34 +26,40 @@ if TYPE_CHECKING:  # they need msgspec, which one rank does without
 
 # `load_rank` of that module loads the part of one rank in its process.
 LOADER = "inflight.loading:load_rank"
+KV_ITEMSIZE = 4  # bytes: a CPU computes in float32
 SLOT = 1 << 20  # bytes that a rank gives to an exchange at once: they stay in its cache
 
 
-def start_ranks(config: EngineConfig, place: Platform, spec: DecoderSpec) -> RankProcesses | None:
+def start_ranks(
+    config: EngineConfig, place: Platform, spec: DecoderSpec, context: int, dtype: torch.dtype
+) -> RankProcesses | None:
     """The processes of all ranks but this one; None where there is only one rank."""
-    if config.parallel.num_ranks == 1:
+    parallel = config.parallel
+    if parallel.num_ranks == 1:
         return None
-    size = config.parallel.tensor_parallel_size
     if place.device.type != "cpu":
-        raise ConfigError(f"tensor_parallel_size is {size}: on {place.device} a model has one rank, so far")
-    check_tensor_parallel(spec, size)
+        raise ConfigError(f"{parallel}: on {place.device} a model has one rank, so far")
+    check_tensor_parallel(spec, parallel.tensor_parallel_size)
     library = native_library()
     if library is None:
-        raise ConfigError(f"tensor_parallel_size is {size}: ranks on a CPU need the compiled kernels")
+        raise ConfigError(f"{parallel}: ranks on a CPU need the compiled kernels")
     try:
         from inflight.execution.parallel.layout import RankLayout
         from inflight.execution.parallel.rank_processes import RankProcesses
     except ImportError as error:
         raise ConfigError(
-            f"tensor_parallel_size is {size}: ranks need a package that is not installed ({error}): install "
-            "inflight-llm[server]"
+            f"{parallel}: ranks need a package that is not installed ({error}): install inflight-llm[server]"
         ) from error
+    stages = cut_layers(spec, parallel.pipeline_parallel_size, context, dtype.itemsize, KV_ITEMSIZE)
+    max_tokens = config.scheduler.max_num_batched_tokens or place.max_num_batched_tokens
     layout = RankLayout(
-        tensor=size,
-        pipeline=1,
-        threads=_threads(library, config.parallel.num_ranks),
-        slot=max(SLOT, 4 * -(-spec.vocab_size // size)),
-        hand_over=0,
+        tensor=parallel.tensor_parallel_size,
+        pipeline=parallel.pipeline_parallel_size,
+        threads=_threads(library, parallel.num_ranks),
+        slot=max(SLOT, 4 * -(-spec.vocab_size // parallel.tensor_parallel_size)),
+        # All steps in flight: no stage waits for another to take what it hands over.
+        hand_over=parallel.pipeline_parallel_size * max_tokens * spec.hidden_size * 4,
+        layers=tuple((layers.start, layers.stop) for layers in stages),
     )
     options = config.options() | {"policy": "continuous", "device": str(place.device)}
     return RankProcesses(library, layout, LOADER, options)
@@ -57,29 +67,40 @@ def start_ranks(config: EngineConfig, place: Platform, spec: DecoderSpec) -> Ran
 
 def rank_shard(spec: DecoderSpec, memory: RankMemory) -> Shard:
     """What of a model the rank holds that sees this memory."""
-    size = memory.ranks.tensor
-    return shard_of(spec, memory.rank % size, size, collective=memory.collective())
+    layout, rank = memory.ranks, memory.rank
+    layers = range(*layout.layers[layout.stage(rank)])
+    return shard_of(spec, rank % layout.tensor, layout.tensor, layers, memory.collective())
 
 
 def parallel_core(
     ranks: RankProcesses,
     scheduler: Scheduler,
-    runner: Runner[Any],
+    decoder: Decoder,
+    make_runner: Callable[[], Runner[Any]],
     num_blocks: int,
     max_len: int,
     pipeline_depth: int,
     max_queue: int | None,
 ) -> EngineCore:
-    """An engine over all ranks. `runner` is that of the first."""
+    """An engine over all ranks. `make_runner` makes that of one which has all layers."""
+    from inflight.execution.parallel.follower import Follower
     from inflight.execution.parallel.messages import Begin
-    from inflight.execution.parallel.runner import TensorParallelRunner
+    from inflight.execution.parallel.runner import FirstRank, PipelineRunner, TensorParallelRunner
 
     library = native_library()
     assert library is not None
-    assert isinstance(runner, ModelRunner)
     begin = Begin(num_blocks, scheduler.blocks.block_size, scheduler.limits.max_num_seqs, max_len)
-    together = TensorParallelRunner(runner, ranks, library, begin)
-    return EngineCore(scheduler, together, pipeline_depth, max_queue, check=together.check)
+    first = FirstRank(ranks, library, decoder.shard.collective)
+    together: TensorParallelRunner | PipelineRunner
+    if ranks.layout.pipeline == 1:
+        runner = make_runner()
+        assert isinstance(runner, ModelRunner)
+        together = TensorParallelRunner(runner, first)
+    else:
+        together = PipelineRunner(Follower(decoder, begin, ranks.memory), ranks.memory.results(), first)
+        pipeline_depth = ranks.layout.pipeline
+    first.begin(begin)
+    return EngineCore(scheduler, together, pipeline_depth, max_queue, check=ranks.check)
 
 
 def _threads(library: Library, num_ranks: int) -> int:

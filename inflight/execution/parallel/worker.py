@@ -17,6 +17,7 @@ import msgspec
 import torch
 
 from inflight.config import EngineConfig
+from inflight.constraints import GrammarCompiler
 from inflight.engine.lifeline import die_with, ignore_signals
 from inflight.engine.wire import RemoteError
 from inflight.errors import EngineError
@@ -33,7 +34,7 @@ logger = logging.getLogger(
     "inflight.execution.parallel.worker"
 )  # as the main module it would be called __main__
 
-LoadRank = Callable[[EngineConfig, RankMemory], Decoder]
+LoadRank = Callable[[EngineConfig, RankMemory], tuple[Decoder, GrammarCompiler]]
 LOADERS: Registry[LoadRank] = Registry("loader", {})
 
 
@@ -62,10 +63,10 @@ def _work(start: RankStart) -> None:
     torch.set_num_threads(1)
     memory = RankMemory(library, start.layout, start.rank, _leave, start.memory)
     library.beat(memory.beats(start.rank), BEAT_EVERY)
-    decoder = LOADERS.get(start.build)(EngineConfig.create(**start.options), memory)
+    decoder, grammars = LOADERS.get(start.build)(EngineConfig.create(**start.options), memory)
     gc.collect()
     gc.freeze()
-    follow(decoder, memory, partial(_report, start))
+    follow(decoder, grammars, memory, partial(_report, start))
 
 
 def _report(start: RankStart, report: Report) -> None:

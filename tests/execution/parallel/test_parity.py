@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from inflight import LLM, SamplingParams
+from inflight import LLM, SamplingParams, StructuredOutputs
 from inflight.native.library import native_library
 from inflight.outputs import RequestOutput
 from tests.checkpoints import FAMILIES
 from tests.e2e.conftest import Folder
 from tests.e2e.policies import GREEDY_CONTINUOUS
 from tests.e2e.reference import PROMPTS
+from tests.pooled import write_reranker
 
 pytestmark = [
     pytest.mark.skipif(native_library() is None, reason="ranks on a CPU need the compiled kernels"),
@@ -42,7 +45,13 @@ SCENES: dict[str, dict[str, Any]] = {
     "scarce": SCARCE,
     "scarce-chunked-depth-2": SCARCE | {"max_num_batched_tokens": 9, "pipeline_depth": 2},
 }
-SHAPES = {"tp2": {"tensor_parallel_size": 2}, "tp4": {"tensor_parallel_size": 4}}
+SHAPES: dict[str, dict[str, Any]] = {
+    "tp2": {"tensor_parallel_size": 2},
+    "tp4": {"tensor_parallel_size": 4},
+    "pp2": {"pipeline_parallel_size": 2},
+    "pp3": {"pipeline_parallel_size": 3},
+    "tp2-pp2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+}
 
 
 def run(llm: LLM, rounds: int = 1) -> list[RequestOutput]:
@@ -111,6 +120,43 @@ def test_biases_and_odd_sizes(folder: Folder) -> None:
         llm = LLM(path, show_progress=False, tensor_parallel_size=size)
         answers.append([o.outputs[0].token_ids for o in llm.generate(prompts, PARAMS, use_tqdm=False)])
         llm.close()
+    assert answers[1] == answers[0]
+    assert answers[2] == answers[0]
+
+
+@pytest.mark.parametrize("shape", ["tp2", "pp2"])
+def test_constrained_answers(shape: str) -> None:
+    """Whichever rank samples knows the grammars."""
+    asked = [
+        replace(BASE, ignore_eos=False, structured_outputs=StructuredOutputs(choice=["yes", "no"])),
+        BASE,
+    ]
+    texts = []
+    for options in ({}, SHAPES[shape]):
+        with LLM(show_progress=False, **options) as llm:
+            outputs = llm.generate(["Is it?", "Once upon a time"], asked, use_tqdm=False)
+            texts.append([output.outputs[0].text for output in outputs])
+    assert texts[0] == texts[1]
+    assert texts[0][0] in ("yes", "no")
+
+
+@pytest.mark.parametrize("shape", ["tp2", "tp2-pp2"])
+def test_vectors_of_a_decoder(shape: str, tmp_path: Path) -> None:
+    path = write_reranker(tmp_path / "Qwen3-Reranker-Tiny")
+    scores = []
+    for options in ({}, SHAPES[shape]):
+        with LLM(path, show_progress=False, **options) as llm:
+            found = llm.score("What is the capital?", ["Paris is.", "A fox jumps."], use_tqdm=False)
+            scores.append([output.outputs.score for output in found])
+    assert scores[1] == pytest.approx(scores[0], abs=1e-5)
+
+
+def test_dummy_weights_do_not_depend_on_the_ranks(folder: Folder) -> None:
+    config = json.loads((folder("llama") / "config.json").read_text())
+    answers = []
+    for options in ({}, SHAPES["tp2"], SHAPES["pp2"]):
+        with LLM("-", show_progress=False, load_format="dummy", hf_config=config, **options) as llm:
+            answers.append([o.outputs[0].token_ids for o in llm.generate(PROMPTS, BASE, use_tqdm=False)])
     assert answers[1] == answers[0]
     assert answers[2] == answers[0]
 

@@ -85,11 +85,14 @@ def test_a_rank_that_dies_ends_the_engine_by_name(llm: LLM, expected: list[list[
     assert shared_memory() <= before
 
 
-def test_a_rank_that_hangs_ends_the_engine_by_name(llm: LLM) -> None:
+def test_a_stage_that_hangs_ends_the_engine_by_name(folder: Folder, expected: list[list[int]]) -> None:
+    llm = LLM(folder("qwen3"), show_progress=False, pipeline_parallel_size=2)
+    found = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+    assert found == expected
     (rank,) = children()
     os.kill(rank, signal.SIGSTOP)
     stopped_at = time.monotonic()
-    with pytest.raises(DeviceLostError, match=rf"rank 1 of 2 \(process {rank}\)"):
+    with pytest.raises(DeviceLostError, match=rf"rank 1 of 2 \(process {rank}\) gave no sign of life"):
         llm.generate(PROMPTS, LONG, use_tqdm=False)
     assert time.monotonic() - stopped_at < WITHIN
     llm.close()
@@ -141,6 +144,13 @@ def test_sizes_that_do_not_divide(folder: Folder) -> None:
         LLM(folder("qwen3"), tensor_parallel_size=3)
     with pytest.raises(ConfigError, match="tensor_parallel_size is 0: allowed is an integer from 1 to 64"):
         LLM(folder("qwen3"), tensor_parallel_size=0)
+    with pytest.raises(
+        ConfigError,
+        match="pipeline_parallel_size is 4: the model has 3 layers, and every stage needs one",
+    ):
+        LLM(folder("qwen3"), pipeline_parallel_size=4)
+    with pytest.raises(ConfigError, match="that makes 128 ranks, and 64 is the limit"):
+        LLM(folder("qwen3"), tensor_parallel_size=16, pipeline_parallel_size=8)
 
 
 def test_what_a_rank_cannot_do_at_start_is_one_line(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ def memories(layout: RankLayout) -> list[RankMemory]:
 
 def together(size: int, work: Callable[[int, SharedCollective], Any], slot: int = 4096) -> list[Any]:
     """What `work` returns on each rank."""
-    collectives = [m.collective() for m in memories(RankLayout(size, 1, 1, slot, 0))]
+    collectives = [m.collective() for m in memories(RankLayout(size, 1, 1, slot, 0, ()))]
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(work, range(size), collectives))
 
@@ -66,7 +66,7 @@ def test_columns_side_by_side() -> None:
 
 def test_a_late_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("inflight.execution.parallel.collective.PATIENCE", 0.1)
-    first, *_ = (m.collective() for m in memories(RankLayout(3, 1, 1, 4096, 0)))
+    first, *_ = (m.collective() for m in memories(RankLayout(3, 1, 1, 4096, 0, ())))
     assert first is not None
     first.watches = True
     first.begin_step()
@@ -75,7 +75,7 @@ def test_a_late_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_loss_ends_every_wait() -> None:
-    first, second = memories(RankLayout(2, 1, 1, 4096, 0))
+    first, second = memories(RankLayout(2, 1, 1, 4096, 0, ()))
     collective, steps = first.collective(), second.steps()
     assert collective is not None
     threading.Timer(0.1, second.lose).start()
@@ -87,7 +87,7 @@ def test_a_loss_ends_every_wait() -> None:
 
 def test_messages_larger_than_the_ring() -> None:
     """The writer waits for the slowest of its readers."""
-    ranks = memories(RankLayout(3, 1, 1, 4096, 0))
+    ranks = memories(RankLayout(3, 1, 1, 4096, 0, ()))
     messages = [os.urandom(size) for size in (10, 3 << 20, 0, 1 << 20, 77)]
 
     def read(rank: int) -> list[bytes]:
