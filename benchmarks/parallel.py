@@ -15,6 +15,8 @@ import threading
 import time
 from typing import Any, NoReturn
 
+import torch
+
 from benchmarks.offline import run
 from benchmarks.report import show
 from benchmarks.shapes import SHAPES
@@ -27,6 +29,7 @@ from inflight.scheduling import Batch, TableUpdate
 
 NUM_REQUESTS = 256  # of the step whose message is measured
 MESSAGES = 2000
+REDUCTIONS = 500
 
 
 def _lost(code: int) -> NoReturn:
@@ -78,6 +81,34 @@ def message_cost() -> dict[str, Any]:
     }
 
 
+def reduction_cost(num_tokens: int, hidden_size: int) -> float:
+    """Microseconds of one sum over two ranks that come at the same time."""
+    library = native_library()
+    assert library is not None
+    layout = RankLayout(2, 1, 1, 1 << 20, 0, ())
+    first = RankMemory(library, layout, 0, _lost)
+    second = RankMemory(library, layout, 1, _lost, os.dup(first.descriptor))
+
+    def add(memory: RankMemory) -> list[float]:
+        collective, x = memory.collective(), torch.zeros(num_tokens, hidden_size)
+        assert collective is not None
+        taken = []
+        for _ in range(REDUCTIONS):
+            start = time.perf_counter()
+            collective.sum(x)
+            taken.append(time.perf_counter() - start)
+        return taken
+
+    torch.set_num_threads(1)
+    child = os.fork()
+    if not child:
+        add(second)
+        os._exit(0)
+    times = add(first)
+    os.waitpid(child, 0)
+    return 1e6 * statistics.median(times)
+
+
 def throughput(options: argparse.Namespace) -> dict[str, Any]:
     """Output tokens per second on the ragged workload."""
     config = SHAPES[options.shape]
@@ -120,15 +151,19 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    hidden_size = SHAPES[options.shape]["hidden_size"]
+    sums = {str(num_tokens): reduction_cost(num_tokens, hidden_size) for num_tokens in (1, 64, 512)}
     message, rates = message_cost(), throughput(options)
     rows = [
         [f"message of a step with {NUM_REQUESTS} requests: told", message["send_us"], "us, goal: under 50"],
         ["    read by a rank", message["read_us"], "us"],
+        *([f"sum of {tokens} tokens over 2 ranks", cost, "us"] for tokens, cost in sums.items()),
         [f"one process, {options.shape}", rates["one"], "tokens/s"],
         [f"{options.ranks} ranks", rates["ranks"], "tokens/s"],
         ["share", rates["share"], "goal: 0.85"],
     ]
-    show("Ranks on a CPU", ["", "", ""], rows, options.json, {"message": message, "throughput": rates})
+    data = {"message": message, "sum_us": sums, "throughput": rates}
+    show("Ranks on a CPU", ["", "", ""], rows, options.json, data)
 
 
 if __name__ == "__main__":

@@ -271,6 +271,12 @@ def load_core(config: EngineConfig, progress: LoadProgress) -> tuple[EngineCore,
     return loaded.core, loaded.facts
 
 
+def open_model(config: EngineConfig) -> tuple[Checkpoint, str]:
+    """The checkpoint without its weights, which need not be there, and what it is called."""
+    model = config.model
+    return open_checkpoint(_model(config), model.revision, "dummy", model.hf_config), _model(config)
+
+
 def _model(config: EngineConfig) -> str:
     return str(checkpoint_folder()) if config.model.model is None else config.model.model
 

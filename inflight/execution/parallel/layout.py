@@ -19,8 +19,8 @@ from inflight.native.library import Library
 
 _LINE = 64
 _STEPS_RING = _RESULTS_RING = 1 << 24  # pages that are never used take no memory
-# Looks before sleeping: some 100 microseconds where every rank has cores of its own, nearly none where they share.
-_SPINS, _FEW_SPINS = 4000, 50
+# Looks before sleeping: some 30 microseconds where every rank has cores of its own, nearly none where they share.
+_SPINS, _FEW_SPINS = 1000, 50
 
 
 @dataclass(frozen=True, slots=True)

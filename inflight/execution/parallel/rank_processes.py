@@ -22,6 +22,7 @@ from inflight.execution.parallel.messages import (
 )
 from inflight.execution.parallel.rank_process import RankProcess
 from inflight.logs import JsonFormatter
+from inflight.models.footprint import RankShare
 from inflight.native.library import Library
 
 logger = logging.getLogger(__name__)
@@ -35,8 +36,16 @@ LAST_WORDS = 1.0  # seconds for the reason of a loss to be known
 class RankProcesses:
     """The first thing that goes wrong with any of them is what is raised, here and in every later call."""
 
-    def __init__(self, library: Library, layout: RankLayout, build: str, options: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        library: Library,
+        layout: RankLayout,
+        shares: list[RankShare],
+        build: str,
+        options: dict[str, Any],
+    ) -> None:
         self.layout = layout
+        self.shares = shares  # of all ranks
         self.memory = RankMemory(library, layout, 0, self._lost)
         self._steps = self.memory.steps()
         self._changed = threading.Condition()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,8 @@ from inflight.errors import ConfigError
 from inflight.execution.platforms import Platform
 from inflight.execution.runner import ModelRunner
 from inflight.models.decoder import Decoder
-from inflight.models.shard import Shard, check_tensor_parallel, cut_layers, shard_of
+from inflight.models.footprint import RankShare, cpu_storage, rank_shares
+from inflight.models.shard import Shard, check_tensor_parallel, shard_of
 from inflight.models.spec import DecoderSpec
 from inflight.native.library import Library, native_library
 from inflight.scheduling import Scheduler
@@ -24,9 +26,11 @@ if TYPE_CHECKING:  # they need msgspec, which one rank does without
     from inflight.execution.parallel.layout import RankMemory
     from inflight.execution.parallel.rank_processes import RankProcesses
 
+logger = logging.getLogger(__name__)
+
 # `load_rank` of that module loads the part of one rank in its process.
 LOADER = "inflight.loading:load_rank"
-KV_ITEMSIZE = 4  # bytes: a CPU computes in float32
+GIB = 1 << 30
 SLOT = 1 << 20  # bytes that a rank gives to an exchange at once: they stay in its cache
 
 
@@ -50,19 +54,22 @@ def start_ranks(
         raise ConfigError(
             f"{parallel}: ranks need a package that is not installed ({error}): install inflight-llm[server]"
         ) from error
-    stages = cut_layers(spec, parallel.pipeline_parallel_size, context, dtype.itemsize, KV_ITEMSIZE)
+    tensor, pipeline = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    shares = rank_shares(spec, tensor, pipeline, context, cpu_storage(dtype, library.panel))
+    for share in shares:
+        logger.info("%s: %.2f GiB of weights", _named(share, len(shares)), share.weights / GIB)
     max_tokens = config.scheduler.max_num_batched_tokens or place.max_num_batched_tokens
     layout = RankLayout(
-        tensor=parallel.tensor_parallel_size,
-        pipeline=parallel.pipeline_parallel_size,
+        tensor=tensor,
+        pipeline=pipeline,
         threads=_threads(library, parallel.num_ranks),
-        slot=max(SLOT, 4 * -(-spec.vocab_size // parallel.tensor_parallel_size)),
+        slot=max(SLOT, 4 * -(-spec.vocab_size // tensor)),
         # All steps in flight: no stage waits for another to take what it hands over.
-        hand_over=parallel.pipeline_parallel_size * max_tokens * spec.hidden_size * 4,
-        layers=tuple((layers.start, layers.stop) for layers in stages),
+        hand_over=pipeline * max_tokens * spec.hidden_size * 4,
+        layers=tuple((share.layers.start, share.layers.stop) for share in shares[::tensor]),
     )
     options = config.options() | {"policy": "continuous", "device": str(place.device)}
-    return RankProcesses(library, layout, LOADER, options)
+    return RankProcesses(library, layout, shares, LOADER, options)
 
 
 def rank_shard(spec: DecoderSpec, memory: RankMemory) -> Shard:
@@ -89,6 +96,9 @@ def parallel_core(
 
     library = native_library()
     assert library is not None
+    for share in ranks.shares:
+        size = share.kv(num_blocks * scheduler.blocks.block_size) / GIB
+        logger.info("%s: %.2f GiB of KV memory", _named(share, len(ranks.shares)), size)
     begin = Begin(num_blocks, scheduler.blocks.block_size, scheduler.limits.max_num_seqs, max_len)
     first = FirstRank(ranks, library, decoder.shard.collective)
     together: TensorParallelRunner | PipelineRunner
@@ -101,6 +111,10 @@ def parallel_core(
         pipeline_depth = ranks.layout.pipeline
     first.begin(begin)
     return EngineCore(scheduler, together, pipeline_depth, max_queue, check=ranks.check)
+
+
+def _named(share: RankShare, count: int) -> str:
+    return f"rank {share.rank} of {count}, layers {share.layers.start} to {share.layers.stop - 1}"
 
 
 def _threads(library: Library, num_ranks: int) -> int:

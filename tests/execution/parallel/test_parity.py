@@ -161,6 +161,20 @@ def test_dummy_weights_do_not_depend_on_the_ranks(folder: Folder) -> None:
     assert answers[2] == answers[0]
 
 
+def test_every_rank_tells_its_share_before_it_is_taken(
+    folder: Folder, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "inflight")
+    llm = LLM(folder("qwen3"), show_progress=False, num_blocks=64, **SHAPES["tp2-pp2"])
+    llm.close()
+    told = [record.getMessage() for record in caplog.records if record.getMessage().startswith("rank")]
+    assert len(told) == 8
+    assert told[0].startswith("rank 0 of 4, layers 0 to ")
+    assert told[3].startswith("rank 3 of 4, layers ")
+    assert told[3].endswith("GiB of weights")
+    assert told[7].endswith("GiB of KV memory")
+
+
 def test_another_engine_over_the_same_ranks(folder: Folder) -> None:
     expected = run(LLM(folder("qwen3"), show_progress=False))
     llm = LLM(folder("qwen3"), show_progress=False, tensor_parallel_size=2)
