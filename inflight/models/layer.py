@@ -16,7 +16,7 @@ from inflight.models.spec import QKNorm
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RowRun:
     """Rows [first, first + count) of a checkpoint's tensor, which are held from row `to` on."""
 
     first: int
@@ -32,7 +32,7 @@ class LinearRows:
     linear: Linear
     count: int
     num_columns: int
-    runs: tuple[Run, ...]
+    runs: tuple[RowRun, ...]
     first_column: int  # as many follow as the layer has inputs
     bias: bool  # the checkpoint has one beside the weight
     has_bias: bool  # the layer holds it: of ranks whose products are summed, one does
@@ -245,7 +245,7 @@ def _packed(
     targets: dict[str, Target] = {}
     runs, count, to = [], 0, 0
     for part, (features, whole) in parts.items():
-        run = Run(features.start, len(features), to)
+        run = RowRun(features.start, len(features), to)
         targets[f"{name}.{part}"] = LinearRows(linear, whole, linear.in_features, (run,), 0, bias, bias)
         runs.append(replace(run, first=count + run.first))
         count, to = count + whole, to + len(features)
@@ -255,7 +255,7 @@ def _packed(
 
 def _summed(linear: Linear, features: range, whole: int, bias: bool, shard: Shard) -> LinearRows:
     """A layer that has some of the columns, and whose product is summed over the ranks."""
-    run = Run(0, linear.out_features, 0)
+    run = RowRun(0, linear.out_features, 0)
     return LinearRows(
         linear, linear.out_features, whole, (run,), features.start, bias, bias and shard.rank == 0
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from inflight.models.decoder import Decoder
-from inflight.models.layer import LinearRows, NormWeight, Run, Target
+from inflight.models.layer import LinearRows, NormWeight, RowRun, Target
 from inflight.models.spec import DecoderSpec
 from inflight.models.tensors import Placement, into_tensor
 
@@ -21,7 +21,7 @@ def placements(decoder: Decoder, variant: int = 0) -> Iterator[Placement]:
         yield Placement(prefix + names.embedding, table_shape, store)
     if decoder.head is not None:  # which a tied table is read from
         name = prefix + names.embedding if spec.tied_embeddings else names.heads[variant]
-        rows = Run(shard.vocab.start, len(shard.vocab), 0)
+        rows = RowRun(shard.vocab.start, len(shard.vocab), 0)
         head = LinearRows(decoder.head, *table_shape, (rows,), 0, False, False)
         yield Placement(name, table_shape, head.load)
     if decoder.classifier is not None:

@@ -9,13 +9,12 @@ import torch
 
 from inflight.constraints import GrammarCompiler
 from inflight.execution.forward import ForwardPass
-from inflight.execution.parallel.drawn_tokens import DrawnTokens
 from inflight.execution.parallel.layout import RankMemory
 from inflight.execution.parallel.links import SharedLinks
 from inflight.execution.parallel.messages import (
     Begin,
     Begun,
-    Drawn,
+    DrawnIds,
     End,
     Loaded,
     RankStep,
@@ -23,13 +22,14 @@ from inflight.execution.parallel.messages import (
     decode,
     encode_results,
 )
+from inflight.execution.parallel.pending_tokens import PendingTokens
 from inflight.execution.runner import ModelRunner
 from inflight.models.decoder import Decoder
 from inflight.scheduling import Batch
 
 
 class RankRunner(Protocol):
-    def run(self, batch: Batch, drawn: list[Drawn]) -> None: ...
+    def run(self, batch: Batch, drawn: list[DrawnIds]) -> None: ...
 
 
 def follow(
@@ -67,10 +67,10 @@ class Follower:
         self._forward = ForwardPass(
             decoder, begin.num_blocks, begin.block_size, begin.max_rows, begin.max_len, links
         )
-        self._drawn = DrawnTokens(self._forward.rows)
+        self._drawn = PendingTokens(self._forward.rows)
 
     @torch.inference_mode()
-    def run(self, batch: Batch, drawn: list[Drawn]) -> None:
+    def run(self, batch: Batch, drawn: list[DrawnIds]) -> None:
         self._drawn.write(drawn)
         inputs = self._forward.take_in(batch)
         self._drawn.expect(batch, inputs)
@@ -99,6 +99,6 @@ class SamplingRank:
         self._runner = ModelRunner(decoder, *sizes, grammars, links)
         self._results = memory.results()
 
-    def run(self, batch: Batch, drawn: list[Drawn]) -> None:  # noqa: ARG002
+    def run(self, batch: Batch, drawn: list[DrawnIds]) -> None:  # noqa: ARG002
         ticket = self._runner.launch(batch)
         self._results.send(encode_results(self._runner.collect(ticket)))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from inflight.config import MAX_RANKS  # as kMaxRanks in native/ranks.cpp
 from inflight.execution.parallel.collective import SharedCollective
 from inflight.execution.parallel.shared_memory import SharedMemory
-from inflight.execution.parallel.stream import OnLoss, Stream
+from inflight.execution.parallel.stream import OnLoss, SharedStream
 from inflight.native.library import Library
 
 _LINE = 64
@@ -85,14 +85,14 @@ class RankMemory:
         """The address of a rank's count of heartbeats."""
         return self._memory.address + rank * _LINE
 
-    def steps(self) -> Stream:
+    def steps(self) -> SharedStream:
         """What rank 0 tells all others."""
         return self._stream(self._steps_at, self.ranks.count - 1, _STEPS_RING)
 
-    def results(self) -> Stream:
+    def results(self) -> SharedStream:
         return self._stream(self._results_at, 1, _RESULTS_RING)
 
-    def hand_over(self, to: int) -> Stream:
+    def hand_over(self, to: int) -> SharedStream:
         """Hidden states for rank `to`, from the one of the stage before that has the same place."""
         index = to - self.ranks.tensor
         return self._stream(self._hand_overs_at + index * self._hand_over_size, 1, self.ranks.hand_over)
@@ -129,9 +129,9 @@ class RankMemory:
     def _group(self, stage: int) -> int:
         return self._memory.address + self._groups_at + stage * self._group_size
 
-    def _stream(self, at: int, num_readers: int, capacity: int) -> Stream:
+    def _stream(self, at: int, num_readers: int, capacity: int) -> SharedStream:
         address, group = self._memory.address + at, self._group(self.ranks.stage(self.rank))
-        return Stream(
+        return SharedStream(
             self._library, self._memory, address, group, num_readers, capacity, self._spins, self._on_loss
         )
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from inflight.execution.parallel.layout import RankMemory
-from inflight.execution.parallel.stream import Stream
+from inflight.execution.parallel.stream import SharedStream
 
 
 class SharedLinks:
@@ -16,9 +16,9 @@ class SharedLinks:
     def __init__(self, memory: RankMemory, hidden_size: int) -> None:
         layout, rank = memory.ranks, memory.rank
         self._hidden_size = hidden_size
-        self._behind: Stream | None = memory.hand_over(rank) if layout.stage(rank) else None
+        self._behind: SharedStream | None = memory.hand_over(rank) if layout.stage(rank) else None
         last = layout.is_last_stage(rank)
-        self._ahead: Stream | None = None if last else memory.hand_over(rank + layout.tensor)
+        self._ahead: SharedStream | None = None if last else memory.hand_over(rank + layout.tensor)
 
     def receive(self, num_tokens: int) -> Tensor:
         assert self._behind is not None

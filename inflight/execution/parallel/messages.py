@@ -50,7 +50,7 @@ class Begin(RankMessage, frozen=True):
     max_len: int
 
 
-class Drawn(msgspec.Struct, array_like=True, frozen=True):
+class DrawnIds(msgspec.Struct, array_like=True, frozen=True):
     """The tokens that the sampling entries of an earlier step got, in their order."""
 
     step: int
@@ -59,7 +59,7 @@ class Drawn(msgspec.Struct, array_like=True, frozen=True):
 
 class RankStep(RankMessage, frozen=True):
     batch: Batch
-    drawn: list[Drawn]
+    drawn: list[DrawnIds]
 
 
 class End(RankMessage, frozen=True):

@@ -8,9 +8,9 @@ from contextlib import contextmanager, suppress
 from inflight.errors import DeviceLostError, InflightError
 from inflight.execution.parallel.collective import SharedCollective
 from inflight.execution.parallel.follower import Follower
-from inflight.execution.parallel.messages import Begin, Drawn, End, RankStep, decode_results, encode
+from inflight.execution.parallel.messages import Begin, DrawnIds, End, RankStep, decode_results, encode
 from inflight.execution.parallel.rank_processes import RankProcesses
-from inflight.execution.parallel.stream import Stream
+from inflight.execution.parallel.stream import SharedStream
 from inflight.execution.results import Ticket
 from inflight.execution.runner import ModelRunner
 from inflight.execution.threads import torch_threads
@@ -23,7 +23,7 @@ class FirstRank:
     """What rank 0 does in a step besides its own part."""
 
     def __init__(self, ranks: RankProcesses, library: Library, collective: Collective | None) -> None:
-        self.drawn: list[Drawn] = []  # that the others have yet to be told of
+        self.drawn: list[DrawnIds] = []  # that the others have yet to be told of
         self._ranks = ranks
         self._library = library
         self._collective = collective if isinstance(collective, SharedCollective) else None
@@ -77,7 +77,7 @@ class TensorParallelRunner:
         with self._first.in_step():
             ticket = self._runner.launch(batch)
         if ticket.sampled is not None:
-            self._first.drawn.append(Drawn(batch.step, ticket.sampled.token_ids.tolist()))
+            self._first.drawn.append(DrawnIds(batch.step, ticket.sampled.token_ids.tolist()))
         return ticket
 
     def collect(self, ticket: Ticket) -> Sampled:
@@ -93,7 +93,7 @@ class PipelineRunner:
     What a step drew is told to all ranks with the first step that is launched after it was collected: no earlier one
     has tokens of its requests."""
 
-    def __init__(self, follower: Follower, results: Stream, first: FirstRank) -> None:
+    def __init__(self, follower: Follower, results: SharedStream, first: FirstRank) -> None:
         self._follower = follower
         self._results = results
         self._first = first
@@ -109,7 +109,7 @@ class PipelineRunner:
         sampled = decode_results(self._results.receive(0))
         token_ids = [ids[0] for ids in sampled.token_ids if ids]
         if token_ids:
-            self._first.drawn.append(Drawn(ticket, token_ids))
+            self._first.drawn.append(DrawnIds(ticket, token_ids))
         return sampled
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ _LENGTH = 8  # bytes that say how many follow
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
+class SharedStream:
     """One writer, `num_readers` readers. A writer waits only when the ring is full."""
 
     library: Library

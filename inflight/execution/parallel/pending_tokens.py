@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from inflight.execution.inputs import Rows, StepInputs
-from inflight.execution.parallel.messages import Drawn
+from inflight.execution.parallel.messages import DrawnIds
 from inflight.scheduling import Batch
 
 
@@ -17,7 +17,7 @@ class _Places(NamedTuple):
     lengths: Tensor  # [S]
 
 
-class DrawnTokens:
+class PendingTokens:
     """Knows where the tokens of each step belong until they come."""
 
     def __init__(self, rows: Rows) -> None:
@@ -32,7 +32,7 @@ class DrawnTokens:
         if inputs.sampling_entries:
             self._expected[batch.step] = _Places(inputs.sampling_rows, inputs.sampling_lengths)
 
-    def write(self, drawn: list[Drawn]) -> None:
+    def write(self, drawn: list[DrawnIds]) -> None:
         """Before the next step takes in its admissions. A row may have been given to another request since."""
         for step, token_ids in ((found.step, found.token_ids) for found in drawn):
             for old in [number for number in self._expected if number < step]:
