@@ -98,10 +98,12 @@ class LoadedEngine(Frontend):
 
     def close(self) -> None:
         """Give back memory and the processes that render templates."""
-        self.core.close()
-        if self.end_ranks is not None:
-            self.end_ranks()
-        super().close()
+        try:
+            self.core.close()
+        finally:
+            if self.end_ranks is not None:
+                self.end_ranks()
+            super().close()
 
 
 def load_engine(config: EngineConfig, progress: LoadProgress | None = None) -> LoadedEngine:

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from benchmarks.shapes import SHAPES
 from inflight import LLM
+from inflight.cli import app
 from inflight.config import EngineConfig
 from inflight.errors import ConfigError
 from inflight.execution.platforms import cpu
@@ -129,3 +131,14 @@ def test_an_encoder_has_nothing_to_plan(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match="is an encoder"):
         plan_model(EngineConfig.create(tmp_path), Devices("cpu", 1, GIB))
+
+
+def test_the_command(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES["llama-3.1-8b"] | {"dtype": "bfloat16"}))
+    result = CliRunner().invoke(app, ["plan", str(tmp_path), "--gpus", "4x24GB", "--max-model-len", "8192"])
+    assert result.exit_code == 0, result.output
+    assert "8.03 billion parameters in bfloat16, context 8,192" in result.output
+    assert "a request of full length: --tensor-parallel-size 1 --pipeline-parallel-size 1" in result.output
+    assert CliRunner().invoke(app, ["plan", str(tmp_path)]).exit_code == 2  # on what?
+    result = CliRunner().invoke(app, ["plan", str(tmp_path), "--gpus", "1x4GB"])
+    assert "no way to share out the model has room" in str(result.exception)

@@ -7,6 +7,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -225,5 +226,6 @@ class EngineCore:
     def close(self) -> None:
         """Wait for what is in flight and give back the runner's memory."""
         while self._in_flight:
-            self.runner.collect(self._in_flight.popleft().ticket)
+            with suppress(DeviceLostError):  # then there is nothing to wait for
+                self.runner.collect(self._in_flight.popleft().ticket)
         self.runner.close()
