@@ -19,6 +19,7 @@ from inflight.errors import EngineError, InflightError, PromptError
 from inflight.interrupts import interrupts_end_at_once
 from inflight.option_sources import argument, with_flags
 from inflight.outputs import RequestOutput
+from inflight.plan_command import plan
 from inflight.pooling_commands import embed, rerank
 from inflight.replica_commands import app as replicas_app
 from inflight.server.command import serve
@@ -128,6 +129,7 @@ def _answer(
 app.command()(embed)
 app.command()(rerank)
 app.command()(compare)
+app.command()(plan)
 app.command()(serve)
 app.add_typer(bench_app, name="bench")
 app.add_typer(replicas_app, name="replicas")

@@ -134,6 +134,37 @@ class SchedulerConfig:
             )
 
 
+MAX_RANKS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelConfig:
+    """One model on several ranks, each a process."""
+
+    tensor_parallel_size: int = option(
+        1, MODEL, "Ranks that share every layer.", at_least=1, at_most=MAX_RANKS, short="-tp"
+    )
+    pipeline_parallel_size: int = option(
+        1, MODEL, "Stages that the layers are cut into.", at_least=1, at_most=MAX_RANKS, short="-pp"
+    )
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.num_ranks > MAX_RANKS:
+            raise ConfigError(
+                f"tensor_parallel_size is {self.tensor_parallel_size} and pipeline_parallel_size "
+                f"{self.pipeline_parallel_size}: that makes {self.num_ranks} ranks, and {MAX_RANKS} is the limit"
+            )
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    def __str__(self) -> str:
+        given = asdict(self)
+        return " and ".join(f"{name} is {value}" for name, value in given.items() if value > 1)
+
+
 @dataclass(frozen=True, slots=True)
 class ProcessConfig:
     """How an engine in a process of its own is watched."""
@@ -225,7 +256,12 @@ class RouterConfig:
         return RouterConfig(**{name: options.pop(name) for name in names if name in options})
 
 
-_PARTS = {"model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig}
+_PARTS = {
+    "model": ModelConfig,
+    "parallel": ParallelConfig,
+    "cache": CacheConfig,
+    "scheduler": SchedulerConfig,
+}
 # The engine's options by name; each belongs to exactly one part.
 ENGINE_OPTIONS = {name: found for part in _PARTS.values() for name, found in options_of(part).items()}
 
@@ -240,14 +276,13 @@ class EngineConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     @classmethod
     def create(cls, model: str | PathLike[str] | None = None, **options: Any) -> EngineConfig:
         """From flat names, as users give them: ours, or those of other engines. Without a model, the built-in one."""
         for name in _NEEDLESS:
             options.pop(name, None)
-        if options.pop("tensor_parallel_size", 1) != 1:
-            raise ConfigError("tensor_parallel_size must be 1: a model runs on one device")
         unknown = sorted(options.keys() - ENGINE_OPTIONS)
         if unknown:
             raise ConfigError(f"unknown option {', '.join(unknown)}: allowed are {', '.join(ENGINE_OPTIONS)}")
@@ -260,4 +295,4 @@ class EngineConfig:
 
     def options(self) -> dict[str, Any]:
         """What `create` makes it from."""
-        return asdict(self.model) | asdict(self.cache) | asdict(self.scheduler)
+        return asdict(self.model) | asdict(self.parallel) | asdict(self.cache) | asdict(self.scheduler)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 import sys
+import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from inflight.config import EngineConfig, SchedulerConfig
 from inflight.constraints import GrammarCompiler
 from inflight.engine import EngineCore, ModelFacts
 from inflight.errors import ConfigError, EngineError, ModelError
+from inflight.execution.parallel.starting import parallel_core, rank_shard, start_ranks
 from inflight.execution.platforms import Platform, platform
 from inflight.frontend import Frontend, InputProcessor
 from inflight.frontend.chat_formats import check_parsers
@@ -22,7 +25,7 @@ from inflight.kv.budget import fit_context
 from inflight.models.builtin import checkpoint_folder
 from inflight.models.checkpoint import Checkpoint, open_checkpoint
 from inflight.models.decoder import Decoder
-from inflight.models.decoder_heads import Encode, plan_decoder
+from inflight.models.decoder_heads import DecoderPlan, Encode, plan_decoder
 from inflight.models.defaults import (
     default_sampling,
     eos_token_ids,
@@ -34,9 +37,14 @@ from inflight.models.encoder import PoolingEncoder
 from inflight.models.encoder_families import encoder_architecture, encoder_head, encoder_spec
 from inflight.models.encoder_weights import load_encoder
 from inflight.models.sentence_files import declared_length, read_sentence_files
+from inflight.models.shard import whole_shard
 from inflight.models.weights import load_decoder
 from inflight.scheduling import HEADROOM, Limits, Policy, Scheduler, TimedTokenBudget, make_policy
 from inflight.text import Tokenizer
+
+if TYPE_CHECKING:
+    from inflight.execution.parallel.layout import RankMemory
+    from inflight.execution.parallel.rank_processes import RankProcesses
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +60,7 @@ class LoadedEngine(Frontend):
     core: EngineCore
     model: Decoder | PoolingEncoder
     build_core: BuildCore
+    end_ranks: Callable[[], object] | None = None  # of a model on several ranks
 
     @property
     def facts(self) -> ModelFacts:
@@ -89,8 +98,12 @@ class LoadedEngine(Frontend):
 
     def close(self) -> None:
         """Give back memory and the processes that render templates."""
-        self.core.close()
-        super().close()
+        try:
+            self.core.close()
+        finally:
+            if self.end_ranks is not None:
+                self.end_ranks()
+            super().close()
 
 
 def load_engine(config: EngineConfig, progress: LoadProgress | None = None) -> LoadedEngine:
@@ -117,46 +130,90 @@ def _load_decoder(
     plan = plan_decoder(_model(config), checkpoint, _plain_ids(tokenizer))
     spec = plan.spec
     recommended = default_sampling(checkpoint.generation_config)
-    eos = eos_token_ids(checkpoint.config, checkpoint.generation_config)
+    eos = _eos(checkpoint, tokenizer)
     context = resolve_context(spec, model.max_model_len)
+    with ExitStack() as undo:
+        dtype = resolve_dtype(model.dtype, checkpoint.config)
+        ranks = start_ranks(config, place, spec, context, dtype)
+        if ranks is not None:
+            undo.callback(ranks.close)
+        memory = None if ranks is None else ranks.memory
+        decoder = _fill_decoder(config, place, checkpoint, plan, context, memory, progress)
+        if ranks is not None:
+            ranks.wait_until_loaded()
+        num_blocks = place.num_blocks(config, decoder, context)
+        limits = config.scheduler
+        max_model_len = fit_context(
+            num_blocks, config.cache.block_size, limits.max_kv_tokens, context, model.max_model_len
+        )
+        if max_model_len < context:
+            logger.warning(
+                "the KV memory holds %d tokens: max_model_len is cut from %d", max_model_len, context
+            )
+        logger.info("%s; %d KV blocks of %d tokens", place.describe(), num_blocks, config.cache.block_size)
+        input_processor = InputProcessor.create(tokenizer, spec.vocab_size, max_model_len, eos, model.seed)
+        grammars = input_processor.grammars
+        build = partial(_decoder_core, place, decoder, ranks, num_blocks, max_model_len, grammars)
+        core = build(config, policy)
+        loaded = LoadedEngine(
+            config,
+            tokenizer,
+            input_processor,
+            recommended,
+            place,
+            core,
+            decoder,
+            build,
+            generates=decoder.generates,
+            pooling=plan.pooling,
+        )
+        if ranks is not None:  # they end with the model, also where nobody closes the engine
+            loaded.end_ranks = weakref.finalize(decoder, ranks.close)
+        undo.pop_all()
+    return loaded
+
+
+def _fill_decoder(
+    config: EngineConfig,
+    place: Platform,
+    checkpoint: Checkpoint,
+    plan: DecoderPlan,
+    context: int,
+    memory: RankMemory | None,
+    progress: LoadProgress | None,
+) -> Decoder:
+    """The decoder, or with `memory` the part of it that belongs to the rank that sees it, with its weights."""
+    model = config.model
+    shard = whole_shard(plan.spec) if memory is None else rank_shard(plan.spec, memory)
     dtype = resolve_dtype(model.dtype, checkpoint.config)
     decoder = load_decoder(
         checkpoint,
-        *place.kernels_and_attention(spec, dtype),
+        *place.kernels_and_attention(shard.spec, dtype),
         dtype,
         place.device,
         progress=progress,
         load_format=model.load_format,
         seed=model.seed,
         max_position=context,
-        spec=spec,
+        spec=plan.spec,
+        shard=shard,
     )
-    plan.complete(decoder)
-    num_blocks = place.num_blocks(config, decoder, context)
-    limits = config.scheduler
-    max_model_len = fit_context(
-        num_blocks, config.cache.block_size, limits.max_kv_tokens, context, model.max_model_len
-    )
-    if max_model_len < context:
-        logger.warning("the KV memory holds %d tokens: max_model_len is cut from %d", max_model_len, context)
-    logger.info("%s; %d KV blocks of %d tokens", place.describe(), num_blocks, config.cache.block_size)
-    if tokenizer is not None and tokenizer.eos_token_id is not None:
-        eos = tuple(dict.fromkeys((*eos, tokenizer.eos_token_id)))
-    input_processor = InputProcessor.create(tokenizer, spec.vocab_size, max_model_len, eos, model.seed)
-    build = partial(_decoder_core, place, decoder, num_blocks, max_model_len, input_processor.grammars)
-    core = build(config, policy)
-    return LoadedEngine(
-        config,
-        tokenizer,
-        input_processor,
-        recommended,
-        place,
-        core,
-        decoder,
-        build,
-        generates=decoder.generates,
-        pooling=plan.pooling,
-    )
+    if shard.is_last:
+        plan.complete(decoder)
+    return decoder
+
+
+def load_rank(config: EngineConfig, memory: RankMemory) -> tuple[Decoder, GrammarCompiler]:
+    """The part of a model that a rank in a process of its own holds: see `execution/parallel/worker.py`."""
+    model = config.model
+    checkpoint = open_checkpoint(_model(config), model.revision, model.load_format, model.hf_config)
+    tokenizer = _load_tokenizer(config, checkpoint)
+    plan = plan_decoder(_model(config), checkpoint, _plain_ids(tokenizer))
+    context = resolve_context(plan.spec, model.max_model_len)
+    eos = _eos(checkpoint, tokenizer)
+    processor = InputProcessor.create(tokenizer, plan.spec.vocab_size, context, eos, model.seed)
+    decoder = _fill_decoder(config, platform(model.device), checkpoint, plan, context, memory, None)
+    return decoder, processor.grammars
 
 
 def _load_encoder(
@@ -168,6 +225,8 @@ def _load_encoder(
     progress: LoadProgress | None,
 ) -> LoadedEngine:
     model, folder = config.model, checkpoint.folder
+    if config.parallel.num_ranks > 1:
+        raise ConfigError(f"{config.parallel}: an encoder has one rank")
     spec = encoder_spec(checkpoint.config)
     files = None if folder is None else read_sentence_files(folder)
     head = encoder_head(checkpoint.config, files, spec.hidden_size)
@@ -214,6 +273,12 @@ def load_core(config: EngineConfig, progress: LoadProgress) -> tuple[EngineCore,
     return loaded.core, loaded.facts
 
 
+def open_model(config: EngineConfig) -> tuple[Checkpoint, str]:
+    """The checkpoint without its weights, which need not be there, and what it is called."""
+    model = config.model
+    return open_checkpoint(_model(config), model.revision, "dummy", model.hf_config), _model(config)
+
+
 def _model(config: EngineConfig) -> str:
     return str(checkpoint_folder()) if config.model.model is None else config.model.model
 
@@ -234,6 +299,13 @@ def _load_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer |
         if model.load_format == "dummy" and model.tokenizer is None:
             return None  # a config alone is enough for random weights
         raise
+
+
+def _eos(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    eos = eos_token_ids(checkpoint.config, checkpoint.generation_config)
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        eos = tuple(dict.fromkeys((*eos, tokenizer.eos_token_id)))
+    return eos
 
 
 def _plain_ids(tokenizer: Tokenizer | None) -> Encode | None:
@@ -258,6 +330,7 @@ def _policy(options: SchedulerConfig) -> Policy:
 def _decoder_core(
     place: Platform,
     decoder: Decoder,
+    ranks: RankProcesses | None,
     num_blocks: int,
     max_model_len: int,
     grammars: GrammarCompiler,
@@ -266,6 +339,7 @@ def _decoder_core(
 ) -> EngineCore:
     options, block_size = config.scheduler, config.cache.block_size
     limits = _limits(options, place, options.max_num_batched_tokens or place.max_num_batched_tokens)
+    limits = replace(limits, num_stages=config.parallel.pipeline_parallel_size)
     cache = ChainHashCache(block_size) if config.cache.enable_prefix_caching else NoPrefixCache()
     target = place.target_step_ms if options.target_step_ms is None else options.target_step_ms
     max_tokens = limits.max_num_batched_tokens
@@ -273,9 +347,12 @@ def _decoder_core(
         TimedTokenBudget(max_tokens, target / 1000, place.step_sizes(max_tokens)) if target else None
     )
     scheduler = Scheduler(limits, policy, BlockManager(num_blocks, block_size, cache), token_budget)
-    runner = place.runner(config, decoder, num_blocks, max_model_len, grammars)
     depth = options.pipeline_depth or place.pipeline_depth
-    return EngineCore(scheduler, runner, depth, options.max_queue)
+    make_runner = partial(place.runner, config, decoder, num_blocks, max_model_len, grammars)
+    if ranks is None:
+        return EngineCore(scheduler, make_runner(), depth, options.max_queue)
+    sizes = num_blocks, max_model_len
+    return parallel_core(ranks, scheduler, decoder, make_runner, *sizes, depth, options.max_queue)
 
 
 def _encoder_core(

@@ -39,6 +39,7 @@ class Option:
     choices: tuple[Any, ...] = ()
     unit: str = ""
     unset: str = ""  # what a default that is None or empty means
+    short: str = ""  # a second, shorter flag
 
     def allows(self, value: Any) -> bool:
         """Whether a value is in range. Only numbers and choices have a range."""

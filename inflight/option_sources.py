@@ -71,7 +71,8 @@ def _flag(option: Option, panel: str) -> inspect.Parameter:
     """It is None when not given, so that variables and the file can speak."""
     names = f"{option.flag}/--no-{option.flag[2:]}" if option.kind is bool else option.flag
     text = option.help.replace("[", r"\[")  # brackets are markup to typer
-    shown = typer.Option(names, help=text, rich_help_panel=panel, show_default=option.default_text or False)
+    flags = (names, option.short) if option.short else (names,)
+    shown = typer.Option(*flags, help=text, rich_help_panel=panel, show_default=option.default_text or False)
     kind: Any = list[str] if option.kind is tuple else option.kind
     return inspect.Parameter(
         option.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, shown]

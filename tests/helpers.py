@@ -36,6 +36,7 @@ class FakeEngine:
     max_num_batched_tokens: int = 64
     max_kv_tokens: int = 1 << 30
     pipeline_depth: int = 1
+    num_stages: int = 1
     caching: bool = True
     make_runner: Callable[[int, int], FakeRunner] = FakeRunner
     records: list[StepRecord] = field(default_factory=list)
@@ -46,7 +47,7 @@ class FakeEngine:
 
     def __post_init__(self) -> None:
         cache = ChainHashCache(self.block_size) if self.caching else NoPrefixCache()
-        limits = Limits(self.max_num_seqs, self.max_num_batched_tokens, self.max_kv_tokens)
+        limits = Limits(self.max_num_seqs, self.max_num_batched_tokens, self.max_kv_tokens, self.num_stages)
         blocks = BlockManager(self.num_blocks, self.block_size, cache)
         self.policy_given = make_policy(self.policy)  # the engine's own looks at its answers
         self.scheduler = Scheduler(limits, self.policy_given, blocks)

@@ -161,3 +161,12 @@ def test_flags_reach_the_engine_of_generate(monkeypatch: pytest.MonkeyPatch) -> 
     arguments = ["generate", "folder", "-p", "x", "--no-enable-prefix-caching", "--max-num-seqs", "3"]
     assert isinstance(CliRunner().invoke(app, arguments).exception, ConfigError)
     assert seen == [{"model": "folder", "enable_prefix_caching": False, "max_num_seqs": 3}]
+
+
+def test_some_flags_have_a_short_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[ServerConfig] = []
+    monkeypatch.setattr("inflight.server.run.run", found.append)
+    result = CliRunner().invoke(app, ["serve", "-tp", "2", "-pp", "3"])
+    assert result.exit_code == 0, result.output
+    parallel = found[0].engine.parallel
+    assert (parallel.tensor_parallel_size, parallel.pipeline_parallel_size) == (2, 3)

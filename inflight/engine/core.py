@@ -7,6 +7,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,12 +51,15 @@ class EngineCore:
         max_queue: int | None = None,
         clock: Callable[[], float] = time.monotonic,
         engine_id: str = "0",
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.pipeline_depth = pipeline_depth
         self.max_queue = max_queue
         self.clock = clock
+        # Raises DeviceLostError if no step could be run any more. For loops to ask while there is nothing to do.
+        self.check = check
         self._records = StepRecords(engine_id)
         self.observers = self._records.observers
         self._in_flight: deque[LaunchedStep] = deque()
@@ -110,7 +114,7 @@ class EngineCore:
     def schedule_delay(self) -> float:
         """Seconds that the next step may be put off, for requests that come meanwhile to be part of it: the one on
         the device will not be over before."""
-        if self.pipeline_depth == 1 or len(self._in_flight) != 1:
+        if self.pipeline_depth == 1 or len(self._in_flight) != 1 or self.scheduler.limits.num_stages > 1:
             return 0.0
         launched = self._in_flight[0]
         over_at = self._began_at(launched) + self._step_times.estimate(launched.step.batch)
@@ -222,5 +226,6 @@ class EngineCore:
     def close(self) -> None:
         """Wait for what is in flight and give back the runner's memory."""
         while self._in_flight:
-            self.runner.collect(self._in_flight.popleft().ticket)
+            with suppress(DeviceLostError):  # then there is nothing to wait for
+                self.runner.collect(self._in_flight.popleft().ticket)
         self.runner.close()

@@ -23,6 +23,7 @@ from inflight.request import Request
 logger = logging.getLogger(__name__)
 
 STALLED_AFTER = 60.0  # seconds without a step, with work to do, before the engine counts as unhealthy
+CHECK_EVERY = 1.0  # seconds, of what steps are run on while there are none
 DRAIN_POLL = 0.02
 
 
@@ -73,13 +74,17 @@ class InprocClient:
             self._calls.qsize()
         )  # only these: a flood of questions must not keep the engine from stepping
         while True:
-            wait = None if num_left > 0 or not self._core.has_work else self._core.schedule_delay()
+            idle = num_left > 0 or not self._core.has_work
+            wait = CHECK_EVERY if idle else self._core.schedule_delay()
             if wait == 0:
                 return True
             try:
                 call = self._calls.get(timeout=wait)
             except Empty:
-                return True
+                if not idle:
+                    return True
+                self._core.check()
+                continue
             num_left -= 1
             if call is None:
                 return False

@@ -256,7 +256,7 @@ def encode_add(codec: Codec[Any], call: int, request: Request) -> bytearray:
         try:
             return codec.encode(message)
         except OverflowError:
-            small = msgspec.structs.replace(message.request, params=_with_small_numbers(request.params))
+            small = msgspec.structs.replace(message.request, params=with_small_numbers(request.params))
             return codec.encode(Add(call, small))
     except UnicodeEncodeError as error:
         raise RequestError(f"a text of the request is not valid Unicode: {error}") from None
@@ -264,7 +264,7 @@ def encode_add(codec: Codec[Any], call: int, request: Request) -> bytearray:
         raise RequestError(f"the request cannot be sent to the engine: {error}") from None
 
 
-def _with_small_numbers(params: SamplingParams) -> SamplingParams:
+def with_small_numbers(params: SamplingParams) -> SamplingParams:
     """Integers without limit that mean no more than the largest one that can travel, such as top_k=10**30."""
     changes: dict[str, Any] = {}
     for item in fields(params):

@@ -6,11 +6,9 @@ Started by `engine/process.py` as `python -m inflight.engine.worker`. No text, J
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import logging
 import os
-import signal
 import sys
 import threading
 import time
@@ -23,6 +21,7 @@ from inflight.config import EngineConfig
 from inflight.engine.client import ModelFacts
 from inflight.engine.core import EngineCore
 from inflight.engine.history import state_of
+from inflight.engine.lifeline import die_with, ignore_signals
 from inflight.engine.outbox import Outbox
 from inflight.engine.wire import (
     Abort,
@@ -57,6 +56,7 @@ BUILDERS: Registry[Build] = Registry("builder", {"model": "inflight.loading:load
 MAX_MESSAGES = 128  # taken between two steps: a flood of requests must not keep the engine from stepping
 STEPS_PER_COLLECTION = 1 << 14  # of garbage, while steps follow each other
 REST_AFTER = 1 << 10  # steps after which garbage is collected as soon as there is nothing to do
+CHECK_EVERY = 1.0  # seconds, of what steps are run on while there are none
 LINGER = 2000  # milliseconds for the last words
 
 
@@ -146,6 +146,8 @@ class EngineLoop:
         """Nothing to do: clean up, then wait for something."""
         if self._num_steps_since_collection >= REST_AFTER:
             self._collect_garbage(2)
+        while not self._sockets.wait(CHECK_EVERY):
+            self._core.check()
         message = self._sockets.receive(wait=True)
         self.last_progress = self._core.clock()
         if message is not None:
@@ -213,17 +215,12 @@ class EngineLoop:
 
 
 def main() -> int:
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-        signal.SIGHUP,
-    ):  # whoever started this one ends it, in order
-        signal.signal(number, signal.SIG_IGN)
+    ignore_signals()
     line = sys.stdin.buffer.readline()
     if not line:  # whoever started this one was told to stop meanwhile
         return 0
     connection = msgspec.json.decode(line, type=ConnectionInfo)
-    _die_with(connection.parent_id)
+    die_with(connection.parent_id)
     configure_logging(connection.log_level, connection.log_format, process="engine")
     sockets = EngineSockets(connection)
     try:
@@ -267,26 +264,6 @@ def _send_heartbeats(sockets: EngineSockets, loop: EngineLoop, interval: float) 
         with contextlib.suppress(zmq.ZMQError):  # the socket was closed
             sockets.send(loop.heartbeat())
         time.sleep(interval)
-
-
-def _die_with(parent_id: int) -> None:
-    """End when the parent does, even in the middle of a step."""
-    if sys.platform == "linux":
-        set_death_signal = 1  # PR_SET_PDEATHSIG
-        ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent_id:
-        os._exit(1)
-    # The parent holds the other end of the standard input for as long as it lives.
-    lifeline = os.dup(0)
-    with open(os.devnull, "rb") as nothing:
-        os.dup2(nothing.fileno(), 0)
-
-    def wait() -> None:
-        while os.read(lifeline, 1):
-            pass
-        os._exit(1)
-
-    _in_thread(wait, "lifeline")
 
 
 def _in_thread(function: Callable[[], None], name: str) -> None:

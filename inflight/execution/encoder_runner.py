@@ -7,7 +7,7 @@ import torch
 from inflight.attention.sequences import Sequences
 from inflight.execution.packed_texts import PackedTexts, pack_batch, trial_texts
 from inflight.execution.results import StepVectors
-from inflight.execution.runner import torch_threads
+from inflight.execution.threads import torch_threads
 from inflight.layers.native_kernels import NativeKernels
 from inflight.models.encoder import PoolingEncoder, TextBatch
 from inflight.scheduling import Batch, Sampled

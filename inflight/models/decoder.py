@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from inflight.errors import EngineError
 from inflight.layers.kernels import Kernels, Linear, Residual
 from inflight.models.heads import Head
 from inflight.models.layer import DenseMlp, Layer, SelfAttention
+from inflight.models.shard import Shard, whole_shard
 from inflight.models.spec import DecoderSpec
 
 
@@ -19,7 +22,8 @@ class Decoder:
     """Token ids to hidden states to logits. Holds weights, never the KV cache.
 
     `dtype` is what weights are stored as; `max_position`, the longest context that will be served, sizes
-    the rotary tables (and picks the factors of those that differ between long and short contexts).
+    the rotary tables (and picks the factors of those that differ between long and short contexts). Of several ranks,
+    each has a decoder of its own `shard`; `spec` is then what is left to compute here.
     """
 
     def __init__(
@@ -30,8 +34,10 @@ class Decoder:
         dtype: torch.dtype,
         device: torch.device,
         max_position: int | None = None,
+        shard: Shard | None = None,
     ) -> None:
-        self.spec = spec
+        self.shard = shard = whole_shard(spec) if shard is None else shard
+        self.spec = spec = shard.spec
         self.kernels = kernels
         self.attention = attention
         self.dtype = dtype
@@ -39,30 +45,30 @@ class Decoder:
         tables = [rope.table(max_position or spec.default_context, device) for rope in spec.ropes]
         self.layers = [
             Layer(
-                SelfAttention(spec, kernels, attention, dtype, device, tables[rope], window),
-                DenseMlp(spec, kernels, dtype, device),
+                SelfAttention(shard, kernels, attention, dtype, device, tables[rope], window),
+                DenseMlp(shard, kernels, dtype, device),
             )
             for rope, window in zip(spec.layer_ropes, spec.windows, strict=True)
         ]
         self.final_norm = torch.empty(spec.hidden_size, dtype=torch.float32, device=device)
         self.head: Linear | None = None
-        if spec.has_lm_head:
-            self.head = kernels.linear(spec.hidden_size, spec.vocab_size, dtype, False)
+        if spec.has_lm_head and shard.is_last:
+            self.head = kernels.linear(spec.hidden_size, len(shard.vocab), dtype, False)
         self.classifier: Linear | None = None
-        if spec.num_labels:
+        if spec.num_labels and shard.is_last:
             self.classifier = kernels.linear(spec.hidden_size, spec.num_labels, dtype, False)
         # Of the hidden state of a text's last token, where the model was trained to tell something by it.
         self.pooling_head: Head | None = None
         # Tied embeddings read the rows of the head; the table is held once.
         self.embedding: Tensor | None = None
-        if self.head is None or not spec.tied_embeddings:
-            self.embedding = torch.empty(spec.vocab_size, spec.hidden_size, dtype=dtype, device=device)
+        if shard.is_first and (self.head is None or not spec.tied_embeddings):
+            self.embedding = torch.empty(len(shard.vocab), spec.hidden_size, dtype=dtype, device=device)
         # Models that scale their embedding were trained with a factor of the weights' own precision.
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()
 
     @property
     def generates(self) -> bool:
-        return self.head is not None
+        return self.spec.has_lm_head
 
     def kv_shape(self, block_size: int) -> KVShape:
         spec = self.spec
@@ -78,8 +84,14 @@ class Decoder:
         With `wanted` [W], indices of tokens, they are theirs alone [W, hidden_size]. Nobody reads the last layer's
         result for the others: it ends with their keys and values, which spares a prompt most of a layer.
         """
+        return self.run_layers(self.embed(token_ids), caches, inputs, wanted)
+
+    def run_layers(
+        self, x: Tensor, caches: list[Tensor], inputs: Any, wanted: Tensor | None = None
+    ) -> Tensor:
+        """The layers that are here, over hidden states [T, hidden_size], which may be overwritten."""
         in_norms = [layer.attention.in_norm for layer in self.layers]
-        residual = Residual(self._embed(token_ids), in_norms[0])
+        residual = Residual(x, in_norms[0])
         last = self.layers[-1]
         for layer, cache, next_norm in zip(self.layers, caches, [*in_norms[1:], None], strict=True):
             kept = wanted if layer is last else None
@@ -90,16 +102,38 @@ class Decoder:
         return residual.x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[S, hidden_size] -> [S, vocab_size] float32."""
+        """[S, hidden_size] -> [S, vocab_size] float32. Of several ranks, all but the first get their own part of the
+        vocabulary only."""
         logits = self._lm_head().logits(hidden, self.final_norm, self.spec.norm_eps)
         cap = self.spec.logit_softcap
-        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+        if cap is not None:
+            logits = logits.div_(cap).tanh_().mul_(cap)
+        collective = self.shard.collective
+        return logits if collective is None else collective.gather(logits, self.shard.vocab_sizes)
 
-    def _embed(self, token_ids: Tensor) -> Tensor:
+    def embed(self, token_ids: Tensor) -> Tensor:
         """[T] -> [T, hidden_size]"""
         table = self.embedding
-        x = self._lm_head().embed(token_ids) if table is None else self.kernels.embed(table, token_ids)
+        if table is None:
+            x = self._rows_of(self._lm_head().embed, token_ids)
+        else:
+            x = self._rows_of(partial(self.kernels.embed, table), token_ids)
         return x if self._embedding_scale == 1.0 else x * self._embedding_scale
+
+    def head_rows(self, token_ids: Tensor) -> Tensor:
+        """The rows of the language-model head that belong to these tokens, [N, hidden_size]."""
+        return self._rows_of(self._lm_head().embed, token_ids)
+
+    def _rows_of(self, look_up: Callable[[Tensor], Tensor], token_ids: Tensor) -> Tensor:
+        """Rows of a table over the vocabulary. Of several ranks, one has a row, and the others add zeros to it."""
+        shard = self.shard
+        if shard.collective is None:
+            return look_up(token_ids)
+        ids = token_ids.long() - shard.vocab.start
+        elsewhere = (ids < 0) | (ids >= len(shard.vocab))
+        rows = look_up(ids.masked_fill(elsewhere, 0))
+        rows[elsewhere] = 0.0
+        return shard.collective.sum(rows)
 
     def _lm_head(self) -> Linear:
         if self.head is None:

@@ -109,8 +109,7 @@ def _reranker(config: dict[str, Any], spec: DecoderSpec, encode: Encode | None) 
 
     def make(decoder: Decoder) -> Head:
         """The rows of the language-model head that belong to the answers."""
-        assert decoder.head is not None
-        rows = decoder.head.embed(torch.tensor(ids, device=decoder.device))
+        rows = decoder.head_rows(torch.tensor(ids, device=decoder.device))
         linear = decoder.kernels.linear(spec.hidden_size, len(ids), decoder.dtype, False)
         linear.load(rows)
         return ScoreHead(decoder, linear)

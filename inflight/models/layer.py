@@ -2,30 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from inflight.attention.backend import AttentionBackend, AttentionLayer
-from inflight.layers.kernels import Kernels, Linear, Residual
-from inflight.models.spec import DecoderSpec, QKNorm
+from inflight.layers.kernels import Kernels, Linear, Reduce, Residual
+from inflight.models.shard import Shard
+from inflight.models.spec import QKNorm
+
+
+@dataclass(frozen=True, slots=True)
+class RowRun:
+    """Rows [first, first + count) of a checkpoint's tensor, which are held from row `to` on."""
+
+    first: int
+    count: int
+    to: int
 
 
 @dataclass(frozen=True, slots=True)
 class LinearRows:
-    """Output rows [first, first + count) of a linear layer."""
+    """Where a weight [count, num_columns] of a checkpoint goes in a linear layer: which of its rows and columns, for a
+    rank of several has only some."""
 
     linear: Linear
-    first: int
     count: int
-    bias: bool
+    num_columns: int
+    runs: tuple[RowRun, ...]
+    first_column: int  # as many follow as the layer has inputs
+    bias: bool  # the checkpoint has one beside the weight
+    has_bias: bool  # the layer holds it: of ranks whose products are summed, one does
+
+    def load(self, weight: Tensor, first: int = 0) -> None:
+        """Rows [first, first + len(weight)) of the checkpoint's weight."""
+        columns = slice(self.first_column, self.first_column + self.linear.in_features)
+        for run, part in self._parts(weight, first):
+            self.linear.load(part[:, columns], run)
+
+    def load_bias(self, bias: Tensor, first: int = 0) -> None:
+        if self.has_bias:
+            for run, part in self._parts(bias, first):
+                self.linear.load_bias(part, run)
+
+    def _parts(self, tensor: Tensor, first: int) -> Iterator[tuple[int, Tensor]]:
+        """What of these rows is held, and from which row of the layer on."""
+        for run in self.runs:
+            start, end = max(run.first, first), min(run.first + run.count, first + len(tensor))
+            if start < end:
+                yield run.to + start - run.first, tensor[start - first : end - first]
 
 
-# What a module of a checkpoint fills: a norm, or rows of a linear layer.
-Target = Tensor | LinearRows
+@dataclass(frozen=True, slots=True)
+class NormWeight:
+    """A norm, and which features of the checkpoint's it has."""
+
+    weight: Tensor
+    count: int  # in the checkpoint
+    first: int = 0
+
+
+# What a module of a checkpoint fills.
+Target = NormWeight | LinearRows
 
 
 class Mlp(Protocol):
@@ -43,11 +84,14 @@ class Mlp(Protocol):
 class DenseMlp:
     """Implements `Mlp`: norm, gate and up in one product, activation, down."""
 
-    def __init__(self, spec: DecoderSpec, kernels: Kernels, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, shard: Shard, kernels: Kernels, dtype: torch.dtype, device: torch.device) -> None:
+        spec = shard.spec
         hidden, inner = spec.hidden_size, spec.intermediate_size
         self._spec = spec
+        self._shard = shard
         self.gate_up: Linear = kernels.linear(hidden, 2 * inner, dtype, spec.mlp_bias)
-        self.down: Linear = kernels.linear(inner, hidden, dtype, spec.mlp_bias)
+        has_bias = spec.mlp_bias and shard.rank == 0
+        self.down: Linear = kernels.linear(inner, hidden, dtype, has_bias, _reduce(shard))
         self.in_norm = _norm(spec.norm_placement.before, hidden, device)
         self.out_norm = _norm(spec.norm_placement.after, hidden, device)
 
@@ -57,12 +101,11 @@ class DenseMlp:
         return self.down.add_to(residual, inner, self.out_norm, eps, next_norm)
 
     def targets(self) -> Mapping[str, Target]:
-        inner, bias = self._spec.intermediate_size, self._spec.mlp_bias
+        shard, bias = self._shard, self._spec.mlp_bias
+        inner = shard.inner, shard.whole.intermediate_size
         linears = {
-            "gate_up": LinearRows(self.gate_up, 0, 2 * inner, bias),
-            "gate_up.gate": LinearRows(self.gate_up, 0, inner, bias),
-            "gate_up.up": LinearRows(self.gate_up, inner, inner, bias),
-            "down": LinearRows(self.down, 0, self._spec.hidden_size, bias),
+            **_packed(self.gate_up, "gate_up", {"gate": inner, "up": inner}, bias),
+            "down": _summed(self.down, *inner, bias, shard),
         }
         return linears | _given(in_norm=self.in_norm, out_norm=self.out_norm)
 
@@ -72,7 +115,7 @@ class SelfAttention:
 
     def __init__(
         self,
-        spec: DecoderSpec,
+        shard: Shard,
         kernels: Kernels,
         backend: AttentionBackend[Any],
         dtype: torch.dtype,
@@ -80,12 +123,15 @@ class SelfAttention:
         cos_sin: Tensor,
         window: int | None,
     ) -> None:
+        spec = shard.spec
         hidden = spec.hidden_size
         self._spec = spec
+        self._shard = shard
         self._kernels = kernels
         self._backend = backend
         self.qkv: Linear = kernels.linear(hidden, spec.query_size + 2 * spec.kv_size, dtype, spec.qkv_bias)
-        self.output: Linear = kernels.linear(spec.query_size, hidden, dtype, spec.output_bias)
+        has_bias = spec.output_bias and shard.rank == 0
+        self.output: Linear = kernels.linear(spec.query_size, hidden, dtype, has_bias, _reduce(shard))
         self.in_norm = _norm(spec.norm_placement.before, hidden, device)
         self.out_norm = _norm(spec.norm_placement.after, hidden, device)
         whole, any_norm = spec.qk_norm is QKNorm.WHOLE, spec.qk_norm is not QKNorm.NONE
@@ -128,16 +174,21 @@ class SelfAttention:
         return self.output.add_to(residual, attended, self.out_norm, spec.norm_eps, next_norm)
 
     def targets(self) -> Mapping[str, Target]:
-        spec = self._spec
-        query, kv, bias = spec.query_size, spec.kv_size, spec.qkv_bias
+        spec, shard = self._spec, self._shard
+        query = shard.query, shard.whole.query_size
+        kv = shard.kv, shard.whole.kv_size
         linears = {
-            "qkv": LinearRows(self.qkv, 0, query + 2 * kv, bias),
-            "qkv.q": LinearRows(self.qkv, 0, query, bias),
-            "qkv.k": LinearRows(self.qkv, query, kv, bias),
-            "qkv.v": LinearRows(self.qkv, query + kv, kv, bias),
-            "output": LinearRows(self.output, 0, spec.hidden_size, spec.output_bias),
+            **_packed(self.qkv, "qkv", {"q": query, "k": kv, "v": kv}, spec.qkv_bias),
+            "output": _summed(self.output, *query, spec.output_bias, shard),
         }
         norms = _given(in_norm=self.in_norm, out_norm=self.out_norm, q_norm=self.q_norm, k_norm=self.k_norm)
+        if spec.qk_norm is QKNorm.WHOLE:
+            for name, (features, count), weight in (
+                ("q_norm", query, self.q_norm),
+                ("k_norm", kv, self.k_norm),
+            ):
+                assert weight is not None
+                norms[name] = NormWeight(weight, count, features.start)
         return linears | norms
 
     def _normalise_whole(self, qkv: Tensor) -> Tensor:
@@ -146,9 +197,20 @@ class SelfAttention:
         assert self.k_norm is not None
         sizes = [len(self.q_norm), len(self.k_norm), self._spec.kv_size]
         query, key, value = torch.split(qkv, sizes, dim=1)
-        query = self._kernels.rms_norm(query, self.q_norm, self._spec.norm_eps)
-        key = self._kernels.rms_norm(key, self.k_norm, self._spec.norm_eps)
-        return torch.cat((query, key, value), dim=1)
+        collective = self._shard.collective
+        if collective is None:
+            query = self._kernels.rms_norm(query, self.q_norm, self._spec.norm_eps)
+            key = self._kernels.rms_norm(key, self.k_norm, self._spec.norm_eps)
+            return torch.cat((query, key, value), dim=1)
+        # The mean square is that of all ranks' features; keys that several ranks have count once.
+        whole, query, key = self._shard.whole, query.float(), key.float()
+        shares = query.square().sum(1), key.square().sum(1) / self._shard.kv_copies
+        squares = collective.sum(torch.stack(shares, dim=1))  # [T, 2]
+        counts = torch.tensor([whole.query_size, whole.kv_size], device=qkv.device)
+        scales = (squares / counts + self._spec.norm_eps).rsqrt()
+        query = query * scales[:, :1] * self.q_norm
+        key = key * scales[:, 1:] * self.k_norm
+        return torch.cat((query.to(qkv.dtype), key.to(qkv.dtype), value), dim=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,4 +230,32 @@ def _norm(wanted: bool, size: int, device: torch.device) -> Tensor | None:
 
 
 def _given(**norms: Tensor | None) -> dict[str, Target]:
-    return {name: norm for name, norm in norms.items() if norm is not None}
+    return {name: NormWeight(norm, len(norm)) for name, norm in norms.items() if norm is not None}
+
+
+def _reduce(shard: Shard) -> Reduce | None:
+    return None if shard.collective is None else shard.collective.sum
+
+
+def _packed(
+    linear: Linear, name: str, parts: Mapping[str, tuple[range, int]], bias: bool
+) -> dict[str, Target]:
+    """A layer whose outputs are several projections one after the other: each of them, and all in one. A part is the
+    features that are held, and how many the checkpoint has."""
+    targets: dict[str, Target] = {}
+    runs, count, to = [], 0, 0
+    for part, (features, whole) in parts.items():
+        run = RowRun(features.start, len(features), to)
+        targets[f"{name}.{part}"] = LinearRows(linear, whole, linear.in_features, (run,), 0, bias, bias)
+        runs.append(replace(run, first=count + run.first))
+        count, to = count + whole, to + len(features)
+    targets[name] = LinearRows(linear, count, linear.in_features, tuple(runs), 0, bias, bias)
+    return targets
+
+
+def _summed(linear: Linear, features: range, whole: int, bias: bool, shard: Shard) -> LinearRows:
+    """A layer that has some of the columns, and whose product is summed over the ranks."""
+    run = RowRun(0, linear.out_features, 0)
+    return LinearRows(
+        linear, linear.out_features, whole, (run,), features.start, bias, bias and shard.rank == 0
+    )

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -141,7 +142,6 @@ def fill_random(
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(_DUMMY_VALUES, generator=generator) * _DUMMY_STD
     values = values.to(dtype).to(device)
-    start = 0
     for placement in placements:
         if placement.dummy is not None:
             placement.store(torch.full(placement.shape, placement.dummy), 0)
@@ -150,7 +150,8 @@ def fill_random(
         step = max(1, len(values) // (2 * width))
         for first in range(0, num_rows, step):
             count = min(step, num_rows - first)
-            start = (start + 7919) % (len(values) - count * width + 1)
+            # By the name, so that a rank that has some of the tensors gets the same as one that has all.
+            start = crc32(f"{placement.name} {first}".encode()) % (len(values) - count * width + 1)
             rows = values[start : start + count * width]
             placement.store(rows.view(count, *placement.shape[1:]), first)
 
@@ -160,13 +161,15 @@ def into_rows(load: Callable[[Tensor, int], None], base: int) -> Store:
     return lambda tensor, first: load(tensor, base + first)
 
 
-def into_tensor(target: Tensor, offset: float = 0.0) -> Store:
-    """Into a tensor as it is, `offset` added."""
+def into_tensor(target: Tensor, offset: float = 0.0, first: int = 0) -> Store:
+    """Into a tensor as it is, `offset` added. It has the rows from `first` on, and others are passed over."""
 
-    def store(tensor: Tensor, first: int) -> None:
-        rows = target[first : first + len(tensor)].copy_(tensor)
-        if offset:
-            rows.add_(offset)
+    def store(tensor: Tensor, at: int) -> None:
+        start, end = max(at, first), min(at + len(tensor), first + len(target))
+        if start < end:
+            rows = target[start - first : end - first].copy_(tensor[start - at : end - at])
+            if offset:
+                rows.add_(offset)
 
     return store
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from inflight.models.checkpoint import Checkpoint
 from inflight.models.decoder import Decoder
 from inflight.models.families import decoder_spec
 from inflight.models.placement import placements
+from inflight.models.shard import Shard
 from inflight.models.spec import DecoderSpec
 from inflight.models.tensors import (
     Placement,
@@ -42,12 +44,14 @@ def load_decoder(
     seed: int = 0,
     progress: Progress | None = None,
     spec: DecoderSpec | None = None,
+    shard: Shard | None = None,
 ) -> Decoder:
-    """The checkpoint's decoder with its weights in place. `spec`: unless it is the one that config.json describes."""
+    """The checkpoint's decoder with its weights in place. `spec`: unless it is the one that config.json describes.
+    `shard`: the part of it to load, unless it is all."""
     spec = spec or decoder_spec(checkpoint.config)
     if load_format != "dummy":
         _check_sizes(spec, read_headers(checkpoint.weight_files))
-    decoder = Decoder(spec, kernels, attention, dtype, device, max_position)
+    decoder = Decoder(spec, kernels, attention, dtype, device, max_position, shard)
     if load_format == "dummy":
         fill_random(placements(decoder), dtype, device, seed)
     else:
@@ -60,7 +64,7 @@ def load_weights(decoder: Decoder, checkpoint: Checkpoint, progress: Progress | 
     stored = read_headers(checkpoint.weight_files)
     variant = _variant(decoder.spec, stored)
     wanted = {placement.name: placement for placement in placements(decoder, variant)}
-    _compare(decoder.spec, wanted, stored)
+    _compare(decoder.shard, variant, wanted, stored)
     fill(wanted, stored, progress)
 
 
@@ -95,19 +99,37 @@ def _variant(spec: DecoderSpec, stored: dict[str, StoredTensor]) -> int:
     return next(present, 0)
 
 
-def _compare(spec: DecoderSpec, wanted: dict[str, Placement], stored: dict[str, StoredTensor]) -> None:
+def _compare(
+    shard: Shard, variant: int, wanted: dict[str, Placement], stored: dict[str, StoredTensor]
+) -> None:
     """Every wanted tensor is there in the right shape, and nothing is there that the config does not know."""
+    spec = shard.whole
     hint = layers_hint(spec.num_layers, stored)
     check_shapes({name: placement.shape for name, placement in wanted.items()}, stored, hint)
     check_dtypes(wanted, stored)
     copies = set(spec.names.heads) if spec.tied_embeddings and spec.has_lm_head else set()
-    ignored = re.compile("|".join(spec.names.ignored))
+    ignored = re.compile("|".join((*spec.names.ignored, *_elsewhere(shard, variant))))
     surplus = [
         name for name in stored if name not in wanted and name not in copies and not ignored.search(name)
     ]
     check_surplus(surplus, hint)
-    for name in copies & stored.keys():
-        _check_copy(next(iter(wanted)), name, stored)
+    for name in copies & stored.keys() if shard.is_last else ():
+        _check_copy(spec.names.prefixes[variant] + spec.names.embedding, name, stored)
+
+
+def _elsewhere(shard: Shard, variant: int) -> Iterator[str]:
+    """Patterns of the tensors that other stages need."""
+    names = shard.whole.names
+    prefix = names.prefixes[variant]
+    others = [index for index in range(shard.whole.num_layers) if index not in shard.layers]
+    if others:
+        yield rf"^{re.escape(prefix)}layers\.({'|'.join(map(str, others))})\."
+    if not shard.is_first:
+        yield f"^{re.escape(prefix + names.embedding)}$"
+    if not shard.is_last:
+        yield from (
+            f"^{re.escape(name)}$" for name in (*names.heads, names.classifier, prefix + names.final_norm)
+        )
 
 
 def _check_copy(embedding: str, head: str, stored: dict[str, StoredTensor]) -> None:

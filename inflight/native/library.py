@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from inflight.native.build import NativeBuildError, build, cache_folder, find_compiler
 
@@ -16,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 # Addresses and sizes in the order of the C functions' arguments.
 _P, _L, _F, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
-_Function = Callable[..., None]
+_Function = Callable[..., Any]
 
 # Numbered as in activations.h; 0 is none.
 ACTIVATION_NUMBERS = {"gelu": 1, "gelu_tanh": 2, "relu": 3, "silu": 4, "tanh": 5}
@@ -28,7 +29,7 @@ class Library:
     def __init__(self, path: Path) -> None:
         self._dll = ctypes.CDLL(str(path))
         self.threads = num_threads()  # that work is shared between; may be changed at any time
-        self.panel = int(self._bind("panel", result=_L)() or 0)  # output features of one weight panel
+        self.panel = int(self._bind("panel", result=_L)())  # output features of one weight panel
         self.advise = self._bind("advise", _P, _L)
         multiply = (_P, _P, _P, _P, _L, _L, _L, _I, _I)
         self.multiply_f32 = self._bind("multiply_f32", *multiply)
@@ -53,6 +54,16 @@ class Library:
         scores = (_P, _P, _P, _L, _I)
         self.sample = self._bind("sample", _P, _L, _L, *(_P,) * 4, _L, _P, _P, *scores)
         self.score = self._bind("score", _P, _L, _L, _P, *scores)
+        # What ranks do together; these return 0, -1 or 1 + a rank: see ranks.cpp.
+        seat = (_P, _I, _I, _L, _I, _L)
+        self.group_bytes = int(self._bind("group_bytes", result=_L)())
+        self.stream_bytes = int(self._bind("stream_bytes", result=_L)())
+        self.group_lose = self._bind("group_lose", _P)
+        self.group_sum = self._bind("group_sum", *seat, _P, _L, result=_I)
+        self.group_gather = self._bind("group_gather", *seat, _P, _L, _P, _P, result=_I)
+        self.stream_write = self._bind("stream_write", _P, _P, _I, _L, _I, _P, _L, result=_I)
+        self.stream_read = self._bind("stream_read", _P, _P, _I, _L, _I, _L, _P, _L, result=_I)
+        self.beat = self._bind("beat", _P, _L)
 
     def _bind(self, name: str, *arguments: type, result: type | None = None) -> _Function:
         function = getattr(self._dll, f"inflight_{name}", None)

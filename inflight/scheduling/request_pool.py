@@ -25,6 +25,9 @@ class Limits:
     max_num_seqs: int  # requests that hold a row
     max_num_batched_tokens: int  # tokens computed in one step
     max_kv_tokens: int  # tokens resident across all running requests
+    num_stages: int = (
+        1  # steps that are computed at once, each by another stage, and so have no request in common
+    )
 
 
 class RequestPool:

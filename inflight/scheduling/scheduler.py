@@ -104,7 +104,7 @@ class Scheduler:
         rows, starts = batch.rows, batch.starts
         max_resident = self.limits.max_kv_tokens
         running = Status.RUNNING
-        for request in pool.running[:]:  # a copy, since a request may be preempted on the way
+        for request in self._ready():
             start = request.num_computed
             num_tokens = request.num_tokens
             if start + 1 != num_tokens:
@@ -129,6 +129,27 @@ class Scheduler:
             pool.num_resident += 1
         batch.num_tokens = len(requests)
         return behind
+
+    def _ready(self) -> list[Request]:
+        """The running requests that this step may have tokens of: a copy, since they may be preempted on the way.
+
+        With stages, a token that is in flight is not there yet when the first stage would need it. So its request waits
+        for it, and others decode meanwhile: every step takes its share of them.
+        """
+        running, num_stages = self.pool.running, self.limits.num_stages
+        if num_stages == 1:
+            return running[:]
+        num_left = -(-len(running) // num_stages)  # decodes
+        ready = []
+        for request in running:
+            if request.num_tokens > len(request.token_ids):
+                continue
+            if request.num_computed + 1 == request.num_tokens:
+                num_left -= 1
+                if num_left < 0:
+                    continue
+            ready.append(request)
+        return ready
 
     def _schedule_chunk(self, request: Request, step: ScheduledStep, max_tokens: int) -> None:
         """Give a running request that is several tokens behind what the step can spare."""

@@ -80,7 +80,7 @@ def test_the_engine_cannot_be_replaced_under_its_requests(engine: LoadedEngine) 
     replaced = engine.use(policy="static")
     assert replaced is engine.core
     assert replaced is not core
-    assert not core.runner.caches  # type: ignore[attr-defined]  # its memory was given back
+    assert not core.runner.forward.caches  # type: ignore[attr-defined]  # its memory was given back
 
 
 def test_another_reference_where_continuous_does_not_run(engine: LoadedEngine) -> None:

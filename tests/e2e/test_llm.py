@@ -144,8 +144,6 @@ def test_priorities_and_tenants_for_all_or_for_each(folder: Folder) -> None:
 def test_options_of_other_engines_are_understood(folder: Folder) -> None:
     llm = LLM(folder(), enforce_eager=True, trust_remote_code=True, tensor_parallel_size=1, seed=1)
     assert len(llm.generate([5], GREEDY)) == 1
-    with pytest.raises(ConfigError, match="tensor_parallel_size"):
-        LLM(folder(), tensor_parallel_size=2)
 
 
 def test_a_path_or_a_string(folder: Folder) -> None:

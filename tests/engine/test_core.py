@@ -76,6 +76,21 @@ def test_a_lost_device_stops_the_loop(where: str) -> None:
         engine.run()
 
 
+def test_a_lost_engine_can_be_closed() -> None:
+    """With steps in flight that no one will ever see the end of."""
+    engine = FakeEngine(pipeline_depth=3)
+    engine.add(make_request([1, 2], 5))
+    engine.core.step()
+    engine.core.step()
+
+    def lost(_: object) -> None:
+        raise DeviceLostError("gone")
+
+    engine.runner.collect = lost  # type: ignore[method-assign,assignment]
+    engine.core.close()
+    assert not engine.runner.rows
+
+
 def test_a_device_lost_behind_a_failed_step_stops_the_loop() -> None:
     engine = FakeEngine(pipeline_depth=2)
     engine.add(make_request([1, 2], 5))

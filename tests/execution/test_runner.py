@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from inflight.execution.runner import Rows
+from inflight.execution.inputs import Rows
 from inflight.request import Request, SamplingParams
 from inflight.scheduling import Batch
 from inflight.scheduling.batch import Admission, RowRequest, TableUpdate

@@ -13,6 +13,7 @@ from inflight.layers.kernels import Residual
 from inflight.layers.torch_kernels import TorchKernels
 from inflight.models.families import decoder_spec
 from inflight.models.layer import DenseMlp, Layer, LinearRows, Target
+from inflight.models.shard import whole_shard
 from inflight.models.spec import NormPlacement
 from tests.checkpoints import FAMILIES
 from tests.models.running import CPU, logprobs, prompt
@@ -27,7 +28,7 @@ def norm64(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 def test_a_dense_mlp(placement: NormPlacement) -> None:
     torch.manual_seed(0)
     spec = replace(decoder_spec(FAMILIES["llama"]().to_dict()), norm_placement=placement, mlp_bias=True)
-    mlp = DenseMlp(spec, TorchKernels(), torch.float32, CPU)
+    mlp = DenseMlp(whole_shard(spec), TorchKernels(), torch.float32, CPU)
     hidden, inner, eps = spec.hidden_size, spec.intermediate_size, spec.norm_eps
     gate, up = torch.randn(2, inner, hidden) / 8
     down = torch.randn(hidden, inner) / 8
@@ -37,7 +38,7 @@ def test_a_dense_mlp(placement: NormPlacement) -> None:
         target = targets[name]
         assert isinstance(target, LinearRows)
         assert target.count == len(weight)
-        target.linear.load(weight, target.first)
+        target.load(weight)
     mlp.gate_up.load_bias(biases[0])
     mlp.down.load_bias(biases[1])
     for norm in (mlp.in_norm, mlp.out_norm):

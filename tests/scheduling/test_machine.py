@@ -26,6 +26,7 @@ from tests.helpers import FakeEngine, make_request
 from tests.scheduling.hostile import HOSTILE
 from tests.scheduling.policies import POLICIES
 from tests.scheduling.several import SeveralRunner
+from tests.scheduling.staged import StagedRunner
 from tests.scheduling.trouble import ruin_memory
 from tests.seen import SeenBatch
 
@@ -66,6 +67,7 @@ class EngineMachine(RuleBasedStateMachine):
         caching=st.booleans(),
         method=st.sampled_from(["launch", "collect"]),
         several=st.sampled_from([False, False, True]),
+        staged=st.sampled_from([False, False, True]),
     )
     def start(
         self,
@@ -79,6 +81,7 @@ class EngineMachine(RuleBasedStateMachine):
         caching: bool,
         method: str,
         several: bool,
+        staged: bool,
     ) -> None:
         # Just enough for one request, and a little more: preemption is the rule here, not the exception.
         self.engine = FakeEngine(
@@ -89,8 +92,9 @@ class EngineMachine(RuleBasedStateMachine):
             max_num_batched_tokens=max_num_batched_tokens,
             max_kv_tokens=MAX_LEN + spare_kv_tokens,
             pipeline_depth=depth,
+            num_stages=depth if staged else 1,
             caching=caching,
-            make_runner=SeveralRunner if several and depth == 1 else FakeRunner,
+            make_runner=StagedRunner if staged else SeveralRunner if several and depth == 1 else FakeRunner,
         )
         self.prompts: dict[str, list[int]] = {}
         self.requests: dict[str, Request] = {}

@@ -51,7 +51,9 @@ class CpuPlatform:
         return kernels, ComposedAttention(kernels, cpu_attention())
 
     def num_blocks(self, config: EngineConfig, decoder: Decoder, context: int) -> int:
-        cache, available = config.cache, _available_memory()
+        # Ranks of one machine share its memory, each by the layers that it has.
+        cache, shard = config.cache, decoder.shard
+        available = _available_memory() * len(shard.layers) // (shard.whole.num_layers * shard.size)
         bytes_per_block = decoder.kv_shape(cache.block_size).bytes_per_block
         given = cache.kv_cache_memory if cache.num_blocks is None else cache.num_blocks * bytes_per_block
         if given is not None and given > available:

@@ -14,8 +14,8 @@ from inflight import LLM
 from inflight.config import EngineConfig
 from inflight.execution.platforms import cuda
 
-# They own their process: the engine's, the server's, and the one that sends the load of a benchmark.
-OWNERS = {"engine/worker.py", "server/run.py", "bench/serve.py"}
+# They own their process: the engine's, a rank's, the server's, and the one that sends the load of a benchmark.
+OWNERS = {"execution/parallel/worker.py", "engine/worker.py", "server/run.py", "bench/serve.py"}
 
 
 def test_a_gpus_runner_freezes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,64 @@
+"""Sums and gathers of the ranks of one stage, through shared memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from inflight.execution.parallel.shared_memory import SharedMemory
+from inflight.execution.parallel.stream import OnLoss
+from inflight.native.library import Library
+
+# A rank that comes so many seconds later than the others is lost. Where these took long themselves (large steps on a
+# slow machine), it gets so many times as long.
+PATIENCE, SLOWNESS = 4.0, 4.0
+
+
+@dataclass(slots=True)
+class SharedCollective:
+    """Implements `Collective` for float32 on a CPU. Sums are taken in the order of the ranks, element by element: a
+    result depends neither on what else is in the step nor on who came first."""
+
+    library: Library
+    memory: SharedMemory  # which stays mapped as long as this is used
+    address: int
+    rank: int
+    size: int
+    slot: int  # bytes
+    spins: int
+    on_loss: OnLoss
+    watches: bool = False  # whether a rank that does not come is lost, or waited for
+    _since: float = field(default_factory=time.monotonic)
+
+    def begin_step(self) -> None:
+        """From here on this rank computes."""
+        self._since = time.monotonic()
+
+    def sum(self, x: Tensor) -> Tensor:
+        x = x.to(torch.float32).contiguous()
+        self._done(self.library.group_sum(*self._seat(), x.data_ptr(), x.numel()))
+        return x
+
+    def gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
+        x = x.to(torch.float32).contiguous()
+        out = torch.empty(len(x), sum(widths)) if self.rank == 0 else None
+        sizes = np.array(widths, dtype=np.int64)
+        to = None if out is None else out.data_ptr()
+        self._done(self.library.group_gather(*self._seat(), x.data_ptr(), len(x), sizes.ctypes.data, to))
+        return x if out is None else out
+
+    def _seat(self) -> tuple[int, int, int, int, int, int]:
+        limit = 0
+        if self.watches:
+            limit = int(1e6 * (PATIENCE + SLOWNESS * (time.monotonic() - self._since)))
+        return self.address, self.rank, self.size, self.slot, self.spins, limit
+
+    def _done(self, code: int) -> None:
+        if code:
+            self.on_loss(code)
+        self._since = time.monotonic()

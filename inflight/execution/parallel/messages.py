@@ -1,0 +1,143 @@
+"""What ranks say to each other: plain data, in msgpack, never pickled.
+
+    rank 0 ── Begin, RankStep, End ──►  all others      through shared memory
+    rank 0 ◄────────── Sampled ────────  last stage      through shared memory, where that is not rank 0's own
+    rank 0 ◄── Loaded, Begun, Broken ──  each other      through a pipe, one line each
+
+Tokens that a step drew travel with a later one: no rank needs them before, and so they cost no message of their own.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from inflight.engine.wire import RemoteError, with_small_numbers
+from inflight.execution.parallel.layout import RankLayout
+from inflight.scheduling import Admission, Batch, Sampled
+
+
+class RankStart(msgspec.Struct, frozen=True):
+    """What a new rank reads on its standard input, as one line of JSON."""
+
+    build: str  # module:function, which loads its part of the model
+    options: dict[str, Any]  # of EngineConfig.create
+    rank: int
+    layout: RankLayout
+    memory: int  # descriptors: of the shared memory,
+    reports: int  # and of the pipe for what it has to say
+    parent_id: int
+    log_level: int
+    log_format: str
+
+
+# ---- to all ranks ----
+
+
+class RankMessage(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """The root of what rank 0 says."""
+
+
+class Begin(RankMessage, frozen=True):
+    """Take KV memory and rows."""
+
+    num_blocks: int
+    block_size: int
+    max_rows: int
+    max_len: int
+
+
+class DrawnIds(msgspec.Struct, array_like=True, frozen=True):
+    """The tokens that the sampling entries of an earlier step got, in their order."""
+
+    step: int
+    token_ids: list[int]
+
+
+class RankStep(RankMessage, frozen=True):
+    batch: Batch
+    drawn: list[DrawnIds]
+
+
+class End(RankMessage, frozen=True):
+    """Give back what `Begin` took."""
+
+
+# ---- to rank 0 ----
+
+
+class Report(msgspec.Struct, frozen=True, tag=True):
+    """The root of what a rank reports."""
+
+
+class Loaded(Report, frozen=True):
+    """Its weights are there."""
+
+
+class Begun(Report, frozen=True):
+    """It is ready for steps."""
+
+
+class Broken(Report, frozen=True):
+    """It cannot go on."""
+
+    error: RemoteError
+
+
+def _to_plain(value: Any) -> Any:
+    if isinstance(value, array):
+        return value.tobytes()
+    raise TypeError(f"a {type(value).__name__} is not plain data")
+
+
+def _from_plain(kind: type, value: Any) -> Any:
+    assert kind is array
+    return array("q", value)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_to_plain)
+ToRank = Begin | RankStep | End
+ToFirst = Loaded | Begun | Broken
+_decoder: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank, dec_hook=_from_plain)
+_report_decoder: msgspec.json.Decoder[ToFirst] = msgspec.json.Decoder(ToFirst)
+_results_decoder: msgspec.msgpack.Decoder[Sampled] = msgspec.msgpack.Decoder(Sampled)
+
+
+def encode(message: RankMessage) -> bytes:
+    try:
+        return _encoder.encode(message)
+    except OverflowError:
+        assert isinstance(message, RankStep)
+        return _encoder.encode(msgspec.structs.replace(message, batch=_with_small_numbers(message.batch)))
+
+
+def decode(data: bytes | memoryview) -> ToRank:
+    return _decoder.decode(data)
+
+
+def encode_results(sampled: Sampled) -> bytes:
+    """Of a step, from the rank that samples."""
+    return _encoder.encode(sampled)
+
+
+def decode_results(data: bytes | memoryview) -> Sampled:
+    return _results_decoder.decode(data)
+
+
+def encode_report(report: Report) -> bytes:
+    return msgspec.json.encode(report) + b"\n"
+
+
+def decode_report(line: bytes) -> ToFirst:
+    return _report_decoder.decode(line)
+
+
+def _with_small_numbers(batch: Batch) -> Batch:
+    admissions = [
+        Admission(row, replace(request, params=with_small_numbers(request.params)))
+        for row, request in batch.admissions
+    ]
+    return replace(batch, admissions=admissions)

@@ -1,0 +1,171 @@
+"""All ranks but the first, seen from it: started, told what to do, watched, ended."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import threading
+from typing import Any, NoReturn
+
+from inflight.engine.wire import RemoteError
+from inflight.errors import DeviceLostError, InflightError
+from inflight.execution.parallel.layout import RankLayout, RankMemory
+from inflight.execution.parallel.messages import (
+    Begin,
+    Begun,
+    Broken,
+    Loaded,
+    RankMessage,
+    RankStart,
+    encode,
+)
+from inflight.execution.parallel.rank_process import RankProcess
+from inflight.logs import JsonFormatter
+from inflight.models.footprint import RankShare
+from inflight.native.library import Library
+
+logger = logging.getLogger(__name__)
+
+LOOK_EVERY = 0.5  # seconds between two looks at the heartbeats
+MISSED_LOOKS = 6  # in a row without a heartbeat: the rank is lost
+BEAT_EVERY = 100  # milliseconds
+LAST_WORDS = 1.0  # seconds for the reason of a loss to be known
+
+
+class RankProcesses:
+    """The first thing that goes wrong with any of them is what is raised, here and in every later call."""
+
+    def __init__(
+        self,
+        library: Library,
+        layout: RankLayout,
+        shares: list[RankShare],
+        build: str,
+        options: dict[str, Any],
+    ) -> None:
+        self.layout = layout
+        self.shares = shares  # of all ranks
+        self.memory = RankMemory(library, layout, 0, self._lost)
+        self._steps = self.memory.steps()
+        self._changed = threading.Condition()
+        self._loaded: set[int] = set()
+        self._num_begun = 0
+        self._failure: InflightError | None = None
+        self._closing = threading.Event()
+        root = logging.getLogger()
+        as_json = any(isinstance(handler.formatter, JsonFormatter) for handler in root.handlers)
+        level = logging.getLogger("inflight").getEffectiveLevel()
+        self.processes = [
+            RankProcess(
+                RankStart(
+                    build,
+                    options,
+                    rank,
+                    layout,
+                    self.memory.descriptor,
+                    -1,
+                    os.getpid(),
+                    level,
+                    "json" if as_json else "text",
+                ),
+                self._take_report,
+                self._take_end,
+            )
+            for rank in range(1, layout.count)
+        ]
+        self._watch = threading.Thread(target=self._watch_beats, name="inflight-rank-watch", daemon=True)
+        self._watch.start()
+
+    # ---- what they are told ----
+
+    def send(self, message: RankMessage) -> None:
+        self.send_encoded(encode(message))
+
+    def send_encoded(self, message: bytes) -> None:
+        self.check()
+        self._steps.send(message)
+
+    def wait_until_loaded(self) -> None:
+        self._wait(lambda: len(self._loaded) == len(self.processes))
+
+    def begin(self, message: Begin) -> None:
+        """All of them take their memory."""
+        self._num_begun = 0
+        self.send(message)
+        self._wait(lambda: self._num_begun == len(self.processes))
+
+    def check(self) -> None:
+        """Raises if one of them is lost."""
+        if self._failure is not None:
+            raise self._failure
+        if self._closing.is_set():
+            raise DeviceLostError("the ranks of this engine were ended")
+
+    def fail(self, error: InflightError) -> None:
+        """The engine cannot go on. Every wait of every rank ends."""
+        with self._changed:
+            if self._failure is None and not self._closing.is_set():
+                self._failure = error
+                self.memory.lose()
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        self._watch.join()
+        self.memory.close()
+
+    def _wait(self, happened: Any) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure is not None or happened())
+        self.check()
+
+    # ---- what becomes of them ----
+
+    def _take_report(self, rank: int, report: Loaded | Begun | Broken) -> None:
+        if isinstance(report, Broken):
+            told = report.error
+            text = f"rank {rank} of {self.layout.count}: {told.text}"
+            self.fail(RemoteError(told.kind, text, told.notes, told.param, told.code).error())
+            return
+        with self._changed:
+            if isinstance(report, Loaded):
+                self._loaded.add(rank)
+            else:
+                self._num_begun += 1
+            self._changed.notify_all()
+
+    def _take_end(self, rank: int, how: str) -> None:
+        self.fail(DeviceLostError(f"rank {rank} of {self.layout.count} {how}"))
+
+    def _lost(self, code: int) -> NoReturn:
+        """A wait of rank 0 was in vain."""
+        if code > 0:
+            self._give_up(code - 1, "did not finish its part of a step")
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure is not None, LAST_WORDS)
+        self.check()
+        raise DeviceLostError("a rank of this engine was lost")
+
+    def _give_up(self, rank: int, why: str) -> None:
+        process = self.processes[rank - 1]
+        self.fail(DeviceLostError(f"rank {rank} of {self.layout.count} (process {process.process_id}) {why}"))
+        process.kill()
+
+    def _watch_beats(self) -> None:
+        """In a thread: a process that was stopped, or that the system lets starve, gives no sign of life."""
+        places = {p.rank: ctypes.c_uint32.from_address(self.memory.beats(p.rank)) for p in self.processes}
+        seen = dict.fromkeys(places, 0)
+        missed = dict.fromkeys(places, 0)
+        while not self._closing.wait(LOOK_EVERY):
+            for rank, place in places.items():
+                alive = place.value != seen[rank] or not place.value  # 0: it is still starting
+                seen[rank], missed[rank] = place.value, 0 if alive else missed[rank] + 1
+                if missed[rank] >= MISSED_LOOKS and self._failure is None:
+                    self._give_up(rank, f"gave no sign of life for {MISSED_LOOKS * LOOK_EVERY:g} seconds")

@@ -1,0 +1,123 @@
+"""From options to ranks: how many, which part of the model each has, and their processes."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from inflight.config import EngineConfig
+from inflight.engine import EngineCore
+from inflight.engine.runner import Runner
+from inflight.errors import ConfigError
+from inflight.execution.platforms import Platform
+from inflight.execution.runner import ModelRunner
+from inflight.models.decoder import Decoder
+from inflight.models.footprint import RankShare, cpu_storage, rank_shares
+from inflight.models.shard import Shard, check_tensor_parallel, shard_of
+from inflight.models.spec import DecoderSpec
+from inflight.native.library import Library, native_library
+from inflight.scheduling import Scheduler
+
+if TYPE_CHECKING:  # they need msgspec, which one rank does without
+    from inflight.execution.parallel.layout import RankMemory
+    from inflight.execution.parallel.rank_processes import RankProcesses
+
+logger = logging.getLogger(__name__)
+
+# `load_rank` of that module loads the part of one rank in its process.
+LOADER = "inflight.loading:load_rank"
+GIB = 1 << 30
+SLOT = 1 << 20  # bytes that a rank gives to an exchange at once: they stay in its cache
+
+
+def start_ranks(
+    config: EngineConfig, place: Platform, spec: DecoderSpec, context: int, dtype: torch.dtype
+) -> RankProcesses | None:
+    """The processes of all ranks but this one; None where there is only one rank."""
+    parallel = config.parallel
+    if parallel.num_ranks == 1:
+        return None
+    if place.device.type != "cpu":
+        raise ConfigError(f"{parallel}: on {place.device} a model has one rank, so far")
+    check_tensor_parallel(spec, parallel.tensor_parallel_size)
+    library = native_library()
+    if library is None:
+        raise ConfigError(f"{parallel}: ranks on a CPU need the compiled kernels")
+    try:
+        from inflight.execution.parallel.layout import RankLayout
+        from inflight.execution.parallel.rank_processes import RankProcesses
+    except ImportError as error:
+        raise ConfigError(
+            f"{parallel}: ranks need a package that is not installed ({error}): install inflight-llm[server]"
+        ) from error
+    tensor, pipeline = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    shares = rank_shares(spec, tensor, pipeline, context, cpu_storage(dtype, library.panel))
+    for share in shares:
+        logger.info("%s: %.2f GiB of weights", _named(share, len(shares)), share.weights / GIB)
+    max_tokens = config.scheduler.max_num_batched_tokens or place.max_num_batched_tokens
+    layout = RankLayout(
+        tensor=tensor,
+        pipeline=pipeline,
+        threads=_threads(library, parallel.num_ranks),
+        slot=max(SLOT, 4 * -(-spec.vocab_size // tensor)),
+        # All steps in flight: no stage waits for another to take what it hands over.
+        hand_over=pipeline * max_tokens * spec.hidden_size * 4,
+        layers=tuple((share.layers.start, share.layers.stop) for share in shares[::tensor]),
+    )
+    options = config.options() | {"policy": "continuous", "device": str(place.device)}
+    return RankProcesses(library, layout, shares, LOADER, options)
+
+
+def rank_shard(spec: DecoderSpec, memory: RankMemory) -> Shard:
+    """What of a model the rank holds that sees this memory."""
+    layout, rank = memory.ranks, memory.rank
+    layers = range(*layout.layers[layout.stage(rank)])
+    return shard_of(spec, rank % layout.tensor, layout.tensor, layers, memory.collective())
+
+
+def parallel_core(
+    ranks: RankProcesses,
+    scheduler: Scheduler,
+    decoder: Decoder,
+    make_runner: Callable[[], Runner[Any]],
+    num_blocks: int,
+    max_len: int,
+    pipeline_depth: int,
+    max_queue: int | None,
+) -> EngineCore:
+    """An engine over all ranks. `make_runner` makes that of one which has all layers."""
+    from inflight.execution.parallel.follower import Follower
+    from inflight.execution.parallel.messages import Begin
+    from inflight.execution.parallel.runner import FirstRank, PipelineRunner, TensorParallelRunner
+
+    library = native_library()
+    assert library is not None
+    for share in ranks.shares:
+        size = share.kv(num_blocks * scheduler.blocks.block_size) / GIB
+        logger.info("%s: %.2f GiB of KV memory", _named(share, len(ranks.shares)), size)
+    begin = Begin(num_blocks, scheduler.blocks.block_size, scheduler.limits.max_num_seqs, max_len)
+    first = FirstRank(ranks, library, decoder.shard.collective)
+    together: TensorParallelRunner | PipelineRunner
+    if ranks.layout.pipeline == 1:
+        runner = make_runner()
+        assert isinstance(runner, ModelRunner)
+        together = TensorParallelRunner(runner, first)
+    else:
+        together = PipelineRunner(Follower(decoder, begin, ranks.memory), ranks.memory.results(), first)
+        pipeline_depth = ranks.layout.pipeline
+    first.begin(begin)
+    return EngineCore(scheduler, together, pipeline_depth, max_queue, check=ranks.check)
+
+
+def _named(share: RankShare, count: int) -> str:
+    return f"rank {share.rank} of {count}, layers {share.layers.start} to {share.layers.stop - 1}"
+
+
+def _threads(library: Library, num_ranks: int) -> int:
+    """Of each rank: the machine's are shared out, but what the user has asked for is each rank's."""
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    return library.threads if asked.isdecimal() and int(asked) > 0 else max(1, library.threads // num_ranks)

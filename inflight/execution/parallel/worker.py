@@ -1,0 +1,84 @@
+"""A rank other than the first: a process that loads its part of the model, and computes its part of each step.
+
+Started by `rank_process.py` as `python -m inflight.execution.parallel.worker`.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import NoReturn
+
+import msgspec
+import torch
+
+from inflight.config import EngineConfig
+from inflight.constraints import GrammarCompiler
+from inflight.engine.lifeline import die_with, ignore_signals
+from inflight.engine.wire import RemoteError
+from inflight.errors import EngineError
+from inflight.execution.parallel.follower import follow
+from inflight.execution.parallel.layout import RankMemory
+from inflight.execution.parallel.messages import Broken, RankStart, Report, encode_report
+from inflight.execution.parallel.rank_processes import BEAT_EVERY
+from inflight.logs import configure_logging
+from inflight.models.decoder import Decoder
+from inflight.native.library import native_library
+from inflight.registry import Registry
+
+logger = logging.getLogger(
+    "inflight.execution.parallel.worker"
+)  # as the main module it would be called __main__
+
+LoadRank = Callable[[EngineConfig, RankMemory], tuple[Decoder, GrammarCompiler]]
+LOADERS: Registry[LoadRank] = Registry("loader", {})
+
+
+def main() -> int:
+    ignore_signals()
+    line = sys.stdin.buffer.readline()
+    if not line:  # whoever started this one was told to stop meanwhile
+        return 0
+    start = msgspec.json.decode(line, type=RankStart)
+    die_with(start.parent_id)
+    configure_logging(start.log_level, start.log_format, process=f"rank {start.rank}")
+    try:
+        _work(start)
+    except Exception as error:
+        logger.debug("rank %d cannot go on", start.rank, exc_info=True)
+        _report(start, Broken(RemoteError.of(error)))
+        return 1
+    return 0
+
+
+def _work(start: RankStart) -> None:
+    library = native_library()
+    if library is None:
+        raise EngineError("the compiled kernels, which the first rank has, cannot be loaded")
+    library.threads = start.layout.threads
+    torch.set_num_threads(1)
+    memory = RankMemory(library, start.layout, start.rank, _leave, start.memory)
+    library.beat(memory.beats(start.rank), BEAT_EVERY)
+    decoder, grammars = LOADERS.get(start.build)(EngineConfig.create(**start.options), memory)
+    gc.collect()
+    gc.freeze()
+    follow(decoder, grammars, memory, partial(_report, start))
+
+
+def _report(start: RankStart, report: Report) -> None:
+    os.write(start.reports, encode_report(report))
+
+
+def _leave(_code: int) -> NoReturn:
+    """The engine is lost, and someone else says why."""
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    code = main()
+    logging.shutdown()
+    os._exit(code)

@@ -1,0 +1,161 @@
+"""The part of a decoder that one rank holds, as data.
+
+Ranks of one stage (tensor parallel) have the same layers, and of each of them other heads, other inner features of the
+MLP and another part of the vocabulary. Stages (pipeline parallel) have other layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from torch import Tensor
+
+from inflight.errors import ConfigError
+from inflight.models.spec import DecoderSpec
+
+
+class Collective(Protocol):
+    """What the ranks of one stage do together. All of them call the same, in the same order."""
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' x, in the order of the ranks: the same bits on each. May overwrite x."""
+
+    def gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
+        """Rank 0: the columns of all ranks side by side, [n, sum of widths]. The others: their own x."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """What of the `whole` decoder is here. Ranges are those of the whole."""
+
+    whole: DecoderSpec
+    rank: int
+    size: int
+    layers: range
+    query: range  # features of the query projection
+    kv: range  # of keys, and of values
+    inner: range  # of the MLP
+    vocab: range
+    collective: Collective | None = None  # None: there is nobody else in this stage
+
+    @property
+    def is_first(self) -> bool:
+        """Token ids come in here."""
+        return self.layers.start == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Hidden states become tokens, or vectors, here."""
+        return self.layers.stop == self.whole.num_layers
+
+    @property
+    def spec(self) -> DecoderSpec:
+        """The decoder that this rank computes, but for the vocabulary, which is that of the whole."""
+        whole, layers = self.whole, slice(self.layers.start, self.layers.stop)
+        return replace(
+            whole,
+            num_layers=len(self.layers),
+            num_heads=len(self.query) // whole.head_dim,
+            num_kv_heads=len(self.kv) // whole.head_dim,
+            intermediate_size=len(self.inner),
+            windows=whole.windows[layers],
+            layer_ropes=whole.layer_ropes[layers],
+        )
+
+    @property
+    def kv_copies(self) -> int:
+        """Ranks that have the same key and value heads."""
+        return max(1, self.size // self.whole.num_kv_heads)
+
+    @property
+    def vocab_sizes(self) -> list[int]:
+        """Of all ranks."""
+        return [len(_part(self.whole.vocab_size, rank, self.size)) for rank in range(self.size)]
+
+
+def check_tensor_parallel(spec: DecoderSpec, size: int) -> None:
+    """Refuse a number of ranks that the model's heads cannot be shared out to."""
+    heads, kv_heads = spec.num_heads, spec.num_kv_heads
+    if heads % size or (kv_heads % size and size % kv_heads):
+        fitting = [
+            n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)
+        ]
+        raise ConfigError(
+            f"tensor_parallel_size is {size}: the model has {heads} attention heads and {kv_heads} key/value heads, "
+            f"which can be shared by {', '.join(map(str, fitting))}"
+        )
+    if min(spec.intermediate_size, spec.vocab_size) < size:
+        raise ConfigError(
+            f"tensor_parallel_size is {size}: the model has {spec.intermediate_size} inner features and "
+            f"{spec.vocab_size} tokens, and every rank needs one of each"
+        )
+
+
+def cut_layers(
+    spec: DecoderSpec, num_stages: int, context: int, itemsize: int, kv_itemsize: int
+) -> list[range]:
+    """The layers of each stage, so that the largest one holds as few bytes as can be: weights, the table or the head
+    beside them at the ends, and KV memory for `context` tokens. Stages may differ in their number of layers."""
+    if num_stages > spec.num_layers:
+        raise ConfigError(
+            f"pipeline_parallel_size is {num_stages}: the model has {spec.num_layers} layers, and every stage needs one"
+        )
+    table = spec.vocab_size * spec.hidden_size * itemsize
+    ends = {0: table, num_stages - 1: table} if num_stages > 1 else {}
+    layer = layer_weights(spec) * itemsize + 2 * spec.kv_size * context * kv_itemsize
+    counts = [1] * num_stages
+    for _ in range(spec.num_layers - num_stages):
+        sizes = [ends.get(stage, 0) + (count + 1) * layer for stage, count in enumerate(counts)]
+        counts[sizes.index(min(sizes))] += 1
+    starts = [sum(counts[:stage]) for stage in range(num_stages)]
+    return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
+
+
+def layer_weights(spec: DecoderSpec) -> int:
+    """Numbers in the matrices of one layer."""
+    hidden, query, kv = spec.hidden_size, spec.query_size, spec.kv_size
+    return hidden * (2 * query + 2 * kv + 3 * spec.intermediate_size)
+
+
+def whole_shard(spec: DecoderSpec) -> Shard:
+    """All of it."""
+    return shard_of(spec, 0, 1)
+
+
+def shard_of(
+    spec: DecoderSpec,
+    rank: int,
+    size: int,
+    layers: range | None = None,
+    collective: Collective | None = None,
+) -> Shard:
+    """The part of rank `rank` of `size` in the stage that has these layers, by default all."""
+    check_tensor_parallel(spec, size)
+    dim, kv_heads = spec.head_dim, spec.num_kv_heads
+    query = _part(spec.num_heads, rank, size)
+    # With fewer key/value heads than ranks, neighbouring ranks have the same one.
+    kv = (
+        _part(kv_heads, rank, size)
+        if kv_heads % size == 0
+        else _part(kv_heads, rank * kv_heads // size, kv_heads)
+    )
+    return Shard(
+        spec,
+        rank,
+        size,
+        range(spec.num_layers) if layers is None else layers,
+        range(query.start * dim, query.stop * dim),
+        range(kv.start * dim, kv.stop * dim),
+        _part(spec.intermediate_size, rank, size),
+        _part(spec.vocab_size, rank, size),
+        collective,
+    )
+
+
+def _part(count: int, rank: int, size: int) -> range:
+    """As even as can be: the first ranks have one more where it does not divide."""
+    base, more = divmod(count, size)
+    first = rank * base + min(rank, more)
+    return range(first, first + base + (rank < more))

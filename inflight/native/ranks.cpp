@@ -1,0 +1,257 @@
+// What the ranks of one engine do together in memory that they share: sums, gathers, and streams of bytes.
+//
+// Whoever waits looks for a moment, then sleeps until it is woken. A wait ends early when the group is lost (a rank
+// died, and someone said so), or when a rank does not come within the time that it was given.
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <climits>
+#include <cstdint>
+#include <cstring>
+#include <numeric>
+#include <thread>
+
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace inflight {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr int kMaxRanks = 64;
+constexpr int kLost = -1;
+constexpr int64_t kNap = 50;  // milliseconds after which a sleeper looks whether the group is lost
+
+inline void relax() {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+// A number that only grows (and wraps around), and who sleeps until it has.
+struct alignas(64) Counter {
+    std::atomic<uint32_t> value;
+    std::atomic<uint32_t> sleepers;
+
+    void sleep(uint32_t seen) {
+#if defined(__linux__)
+        const timespec nap{kNap / 1000, kNap % 1000 * 1000000};
+        syscall(SYS_futex, &value, FUTEX_WAIT, seen, &nap, nullptr, 0);
+#else
+        std::this_thread::sleep_for(std::chrono::microseconds(value.load() == seen ? 100 : 0));
+#endif
+    }
+
+    void wake() {
+#if defined(__linux__)
+        if (sleepers.load() > 0) syscall(SYS_futex, &value, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+#endif
+    }
+
+    void set(uint32_t now) {
+        value.store(now);
+        wake();
+    }
+
+    // Until `reached(value)`: 0, kLost if the group is lost first, 1 if it takes longer than `limit` microseconds.
+    template <class Reached>
+    int wait(const std::atomic<uint32_t>& lost, int spins, int64_t limit, const Reached& reached) {
+        for (int spin = 0; spin < spins; ++spin, relax()) {
+            if (reached(value.load(std::memory_order_acquire))) return 0;
+        }
+        const auto until = Clock::now() + std::chrono::microseconds(limit);
+        int found = 0;
+        sleepers.fetch_add(1);
+        for (;;) {
+            const uint32_t seen = value.load();
+            if (reached(seen)) break;
+            if (lost.load()) {
+                found = kLost;
+                break;
+            }
+            if (limit > 0 && Clock::now() > until) {
+                found = 1;
+                break;
+            }
+            sleep(seen);
+        }
+        sleepers.fetch_sub(1);
+        return found;
+    }
+};
+
+// The beginning of a group's memory; the slots of its ranks follow, two for each.
+struct Group {
+    std::atomic<uint32_t> lost;
+    Counter rounds[kMaxRanks];  // the exchanges that each rank has its part in
+};
+
+struct Seat {
+    Group* group;
+    int rank, size, spins;
+    int64_t slot, limit;
+
+    char* part(int of, uint32_t round) const {
+        return reinterpret_cast<char*>(group + 1) + (2 * of + (round & 1)) * slot;
+    }
+
+    uint32_t next() const { return group->rounds[rank].value.load(std::memory_order_relaxed) + 1; }
+
+    // My part of `round` is there. Waits for the others'. Nobody can be a whole round ahead of one who still reads, so
+    // two slots for each are enough.
+    int meet(uint32_t round) const {
+        group->rounds[rank].set(round);
+        for (int other = 0; other < size; ++other) {
+            if (other == rank) continue;
+            const auto reached = [round](uint32_t at) { return static_cast<int32_t>(at - round) >= 0; };
+            const int found = group->rounds[other].wait(group->lost, spins, limit, reached);
+            if (found) return found == kLost ? kLost : 1 + other;
+        }
+        return 0;
+    }
+};
+
+// One writer, several readers, a ring of bytes between them.
+struct Stream {
+    alignas(64) std::atomic<uint64_t> written;
+    Counter rung;   // by the writer, when there is more to read
+    Counter freed;  // by readers, when there is more room
+    struct alignas(64) {
+        std::atomic<uint64_t> at;
+    } taken[kMaxRanks];
+
+    char* ring() { return reinterpret_cast<char*>(this + 1); }
+
+    uint64_t oldest(int readers) const {
+        uint64_t found = UINT64_MAX;
+        for (int i = 0; i < readers; ++i) found = std::min(found, taken[i].at.load());
+        return found;
+    }
+};
+
+}  // namespace
+}  // namespace inflight
+
+using namespace inflight;
+
+extern "C" {
+
+int64_t inflight_group_bytes() { return sizeof(Group); }
+int64_t inflight_stream_bytes() { return sizeof(Stream); }
+
+void inflight_group_lose(void* group) { static_cast<Group*>(group)->lost.store(1); }
+
+// x [count] becomes the sum of all ranks' x, added in the order of the ranks: the same bits on each of them.
+int inflight_group_sum(void* group, int rank, int size, int64_t slot, int spins, int64_t limit, float* x,
+                       int64_t count) {
+    const Seat seat{static_cast<Group*>(group), rank, size, spins, slot, limit};
+    const int64_t most = slot / static_cast<int64_t>(sizeof(float));
+    for (int64_t done = 0; done < count; done += most) {
+        const int64_t n = std::min(most, count - done);
+        const uint32_t round = seat.next();
+        float* to = x + done;
+        std::memcpy(seat.part(rank, round), to, n * sizeof(float));
+        if (const int found = seat.meet(round)) return found;
+        const float* first = reinterpret_cast<const float*>(seat.part(0, round));
+        const float* second = reinterpret_cast<const float*>(seat.part(1, round));
+        for (int64_t i = 0; i < n; ++i) to[i] = first[i] + second[i];
+        for (int other = 2; other < size; ++other) {
+            const float* part = reinterpret_cast<const float*>(seat.part(other, round));
+            for (int64_t i = 0; i < n; ++i) to[i] += part[i];
+        }
+    }
+    return 0;
+}
+
+// Columns of all ranks side by side: x [rows][widths[rank]] of each into out [rows][sum of widths] of the one rank that
+// has an out.
+int inflight_group_gather(void* group, int rank, int size, int64_t slot, int spins, int64_t limit, const float* x,
+                          int64_t rows, const int64_t* widths, float* out) {
+    const Seat seat{static_cast<Group*>(group), rank, size, spins, slot, limit};
+    const int64_t widest = *std::max_element(widths, widths + size);
+    const int64_t total = std::accumulate(widths, widths + size, int64_t{0});
+    const int64_t most = slot / (widest * static_cast<int64_t>(sizeof(float)));
+    for (int64_t done = 0; done < rows; done += most) {
+        const int64_t n = std::min(most, rows - done);
+        const uint32_t round = seat.next();
+        if (!out) std::memcpy(seat.part(rank, round), x + done * widths[rank], n * widths[rank] * sizeof(float));
+        if (const int found = seat.meet(round)) return found;
+        if (!out) continue;
+        int64_t first = 0;
+        for (int other = 0; other < size; ++other) {
+            const float* part = other == rank ? x + done * widths[rank]
+                                              : reinterpret_cast<const float*>(seat.part(other, round));
+            for (int64_t row = 0; row < n; ++row) {
+                std::memcpy(out + (done + row) * total + first, part + row * widths[other],
+                            widths[other] * sizeof(float));
+            }
+            first += widths[other];
+        }
+    }
+    return 0;
+}
+
+// Waits only while the ring is full.
+int inflight_stream_write(void* stream, void* group, int readers, int64_t capacity, int spins, const char* data,
+                          int64_t count) {
+    Stream& to = *static_cast<Stream*>(stream);
+    uint64_t written = to.written.load();
+    while (count > 0) {
+        const auto room = [&](uint32_t = 0) {
+            return static_cast<int64_t>(capacity - (written - to.oldest(readers)));
+        };
+        if (room() <= 0) {
+            const auto reached = [&](uint32_t) { return room() > 0; };
+            if (const int found = to.freed.wait(static_cast<Group*>(group)->lost, spins, 0, reached)) return found;
+        }
+        const int64_t at = static_cast<int64_t>(written % capacity);
+        const int64_t n = std::min({count, room(), capacity - at});
+        std::memcpy(to.ring() + at, data, n);
+        written += n, data += n, count -= n;
+        to.written.store(written);
+        to.rung.set(to.rung.value.load() + 1);
+    }
+    return 0;
+}
+
+// Waits until there are so many bytes. A limit of 0 microseconds: for as long as it takes.
+int inflight_stream_read(void* stream, void* group, int reader, int64_t capacity, int spins, int64_t limit, char* data,
+                         int64_t count) {
+    Stream& from = *static_cast<Stream*>(stream);
+    uint64_t taken = from.taken[reader].at.load();
+    while (count > 0) {
+        const auto ready = [&](uint32_t = 0) { return static_cast<int64_t>(from.written.load() - taken); };
+        if (ready() <= 0) {
+            const auto reached = [&](uint32_t) { return ready() > 0; };
+            if (const int found = from.rung.wait(static_cast<Group*>(group)->lost, spins, limit, reached)) return found;
+        }
+        const int64_t at = static_cast<int64_t>(taken % capacity);
+        const int64_t n = std::min({count, ready(), capacity - at});
+        std::memcpy(data, from.ring() + at, n);
+        taken += n, data += n, count -= n;
+        from.taken[reader].at.store(taken);
+        from.freed.value.fetch_add(1);
+        from.freed.wake();
+    }
+    return 0;
+}
+
+// A sign of life, for as long as this process has any: counts up in `beats`, from a thread of its own.
+void inflight_beat(void* beats, int64_t milliseconds) {
+    auto* count = static_cast<std::atomic<uint32_t>*>(beats);
+    std::thread([count, milliseconds] {
+        for (;;) {
+            count->fetch_add(1);
+            std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds));
+        }
+    }).detach();
+}
+
+}  // extern "C"

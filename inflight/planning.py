@@ -1,0 +1,129 @@
+"""Whether a model fits on some devices, with which tensor and pipeline parallel sizes, before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from inflight.config import MAX_RANKS, EngineConfig
+from inflight.errors import ConfigError
+from inflight.execution.platforms.cpu import MEMORY_SHARE
+from inflight.loading import open_model
+from inflight.models.decoder_heads import plan_decoder
+from inflight.models.defaults import resolve_context, resolve_dtype
+from inflight.models.encoder_families import encoder_architecture
+from inflight.models.footprint import RankShare, Storage, cpu_storage, gpu_storage, rank_shares
+from inflight.models.shard import shard_of
+from inflight.models.spec import DecoderSpec
+from inflight.native.library import native_library
+
+# As the platforms have them, which need a device to ask.
+GPU_ROWS, GPU_TOKENS, CPU_ROWS = 1024, 8192, 256
+GPU_CONTEXT = 600 << 20  # bytes that CUDA takes for itself
+GPU_GRAPHS = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """`count` GPUs of `memory` bytes each, or one machine's memory that any number of CPU ranks share."""
+
+    kind: str  # "cuda" or "cpu"
+    count: int
+    memory: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A model on so many ranks."""
+
+    tensor: int
+    pipeline: int
+    shares: list[RankShare]
+    num_tokens: int  # of KV; 0: it does not fit
+    context: int
+
+    @property
+    def num_requests(self) -> int:
+        """Of full length, at a time."""
+        return self.num_tokens // self.context
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPlan:
+    """All sizes that use all devices, or fewer."""
+
+    dtype: torch.dtype
+    context: int
+    parameters: int
+    fits: list[Fit]
+
+
+def plan_model(config: EngineConfig, devices: Devices) -> ModelPlan:
+    """What each way to share out the model to the devices would hold."""
+    checkpoint, name = open_model(config)
+    if encoder_architecture(checkpoint.config) is not None:
+        raise ConfigError(
+            f"{name} is an encoder: it has one rank and no KV memory, so there is nothing to plan"
+        )
+    spec = plan_decoder(name, checkpoint, lambda _: [0]).spec
+    dtype = resolve_dtype(config.model.dtype, checkpoint.config)
+    context = resolve_context(spec, config.model.max_model_len)
+    library = native_library() if devices.kind == "cpu" else None
+    panel = None if library is None else library.panel
+    storage = gpu_storage(dtype) if devices.kind == "cuda" else cpu_storage(dtype, panel)
+    fits = [_fit(config, spec, context, storage, devices, *sizes) for sizes in _sizes(spec, devices.count)]
+    parameters = sum(share.weights for share in rank_shares(spec, 1, 1, 0, Storage(1, 1, 1)))
+    return ModelPlan(dtype, context, parameters, fits)
+
+
+def _sizes(spec: DecoderSpec, count: int) -> Iterator[tuple[int, int]]:
+    """Tensor and pipeline sizes that the model can be shared out to."""
+    for tensor in range(1, min(count, MAX_RANKS) + 1):
+        try:
+            shard_of(spec, 0, tensor)
+        except ConfigError:
+            continue
+        for pipeline in range(1, min(count // tensor, spec.num_layers) + 1):
+            yield tensor, pipeline
+
+
+def _fit(
+    config: EngineConfig,
+    spec: DecoderSpec,
+    context: int,
+    storage: Storage,
+    devices: Devices,
+    tensor: int,
+    pipeline: int,
+) -> Fit:
+    shares = rank_shares(spec, tensor, pipeline, context, storage)
+    if devices.kind == "cuda":
+        utilization = config.cache.gpu_memory_utilization
+        beside = GPU_CONTEXT + _gpu_step(config, spec, context, storage, tensor)
+        room = [int(devices.memory * utilization) - beside - share.weights for share in shares]
+    else:
+        left = devices.memory - sum(share.weights for share in shares)
+        total = sum(share.kv_per_token for share in shares)
+        room = [int(left * MEMORY_SHARE) * share.kv_per_token // total for share in shares]
+    given = config.cache.kv_cache_memory
+    if given is not None:
+        room = [given if given <= bytes_left else -1 for bytes_left in room]
+    block = config.cache.block_size
+    num_blocks = min(bytes_left // (share.kv(block)) for bytes_left, share in zip(room, shares, strict=True))
+    if devices.kind == "cpu":
+        rows = config.scheduler.max_num_seqs or CPU_ROWS
+        num_blocks = min(num_blocks, rows * -(-context // block))
+    return Fit(tensor, pipeline, shares, max(0, num_blocks) * block, context)
+
+
+def _gpu_step(config: EngineConfig, spec: DecoderSpec, context: int, storage: Storage, tensor: int) -> int:
+    """About what rows, sampling and the largest step take."""
+    rows = config.scheduler.max_num_seqs or GPU_ROWS
+    tokens = config.scheduler.max_num_batched_tokens or GPU_TOKENS
+    # Logits and changed ones in float32, counts of what was seen in 16 bits, and two masks.
+    sampling = rows * spec.vocab_size * (4 + 4 + 2) + rows * spec.vocab_size // 4
+    wide = 2 * spec.intermediate_size + spec.query_size + 2 * spec.kv_size
+    activations = tokens * (4 * spec.hidden_size + wide // tensor) * storage.matrix
+    return sampling + activations + rows * context * 4 + GPU_GRAPHS

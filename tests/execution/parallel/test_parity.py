@@ -1,0 +1,183 @@
+"""Several ranks give the tokens of one, whatever is asked for and however it was scheduled."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inflight import LLM, SamplingParams, StructuredOutputs
+from inflight.native.library import native_library
+from inflight.outputs import RequestOutput
+from tests.checkpoints import FAMILIES
+from tests.e2e.conftest import Folder
+from tests.e2e.policies import GREEDY_CONTINUOUS
+from tests.e2e.reference import PROMPTS
+from tests.pooled import write_reranker
+
+pytestmark = [
+    pytest.mark.skipif(native_library() is None, reason="ranks on a CPU need the compiled kernels"),
+    pytest.mark.usefixtures("in_threads"),
+]
+
+BASE = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+PARAMS = [
+    BASE,
+    replace(BASE, logprobs=3, prompt_logprobs=2),
+    replace(BASE, temperature=0.9, top_k=20, seed=7, repetition_penalty=1.2),
+    replace(BASE, temperature=1.3, top_p=0.8, min_p=0.01, seed=3, logprobs=1),
+    replace(
+        BASE,
+        temperature=0.7,
+        seed=1,
+        logit_bias={5: 3.0, 9: -100},
+        frequency_penalty=0.4,
+        presence_penalty=0.2,
+    ),
+]
+SCARCE: dict[str, Any] = {"num_blocks": 40, "block_size": 4, "policy": GREEDY_CONTINUOUS}
+SCENES: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "chunked": {"max_num_batched_tokens": 13},
+    "scarce": SCARCE,
+    "scarce-chunked-depth-2": SCARCE | {"max_num_batched_tokens": 9, "pipeline_depth": 2},
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "tp2": {"tensor_parallel_size": 2},
+    "tp4": {"tensor_parallel_size": 4},
+    "pp2": {"pipeline_parallel_size": 2},
+    "pp3": {"pipeline_parallel_size": 3},
+    "tp2-pp2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+}
+
+
+def run(llm: LLM, rounds: int = 1) -> list[RequestOutput]:
+    outputs: list[RequestOutput] = []
+    for _ in range(rounds):
+        outputs = llm.generate([*PROMPTS, *PROMPTS[1:]], [*PARAMS, *PARAMS[:4]], use_tqdm=False)
+    llm.close()
+    return outputs
+
+
+def logprobs(output: RequestOutput) -> list[dict[int, float]]:
+    positions = [*(output.prompt_logprobs or ()), *(output.outputs[0].logprobs or ())]
+    return [{i: found.logprob for i, found in at.items()} for at in positions if at is not None]
+
+
+def check(found: list[RequestOutput], expected: list[RequestOutput]) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.outputs[0].token_ids == theirs.outputs[0].token_ids
+        for a, b in zip(logprobs(ours), logprobs(theirs), strict=True):
+            assert a == pytest.approx(b, abs=1e-4)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family(family: str, shape: str, folder: Folder) -> None:
+    path = folder(family)
+    expected = run(LLM(path, show_progress=False))
+    check(run(LLM(path, show_progress=False, **SHAPES[shape])), expected)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("scene", SCENES)
+def test_every_schedule(scene: str, shape: str, folder: Folder) -> None:
+    expected = run(LLM(folder("qwen3"), show_progress=False))
+    outputs = run(LLM(folder("qwen3"), show_progress=False, **SHAPES[shape], **SCENES[scene]), rounds=2)
+    check(outputs, expected)
+    if "scarce" in scene:
+        assert any(output.metrics.num_preemptions for output in outputs)
+    else:
+        assert any(output.num_cached_tokens for output in outputs)
+
+
+def test_neighbours_change_no_bit(folder: Folder) -> None:
+    """Of a given number of ranks: sums are taken in their order, whatever else is in the step."""
+    llm = LLM(folder("qwen3"), show_progress=False, tensor_parallel_size=2, enable_prefix_caching=False)
+    wanted = replace(PARAMS[3], logprobs=5)
+    (alone,) = llm.generate(PROMPTS[3], wanted, use_tqdm=False)
+    crowd = llm.generate([*PROMPTS, PROMPTS[3]], [*PARAMS, wanted], use_tqdm=False)
+    llm.close()
+    assert crowd[-1].outputs[0].token_ids == alone.outputs[0].token_ids
+    assert logprobs(crowd[-1]) == logprobs(alone)
+
+
+def test_biases_and_odd_sizes(folder: Folder) -> None:
+    """A bias of a summed product counts once; a vocabulary and inner features that do not divide are cut unevenly."""
+    fields: dict[str, Any] = {
+        "attention_bias": True,
+        "mlp_bias": True,
+        "vocab_size": 319,
+        "intermediate_size": 97,
+    }
+    path = folder("llama", **fields)
+    prompts = [[i % 319 for i in prompt] for prompt in PROMPTS]
+    answers = []
+    for size in (1, 2, 4):
+        llm = LLM(path, show_progress=False, tensor_parallel_size=size)
+        answers.append([o.outputs[0].token_ids for o in llm.generate(prompts, PARAMS, use_tqdm=False)])
+        llm.close()
+    assert answers[1] == answers[0]
+    assert answers[2] == answers[0]
+
+
+@pytest.mark.parametrize("shape", ["tp2", "pp2"])
+def test_constrained_answers(shape: str) -> None:
+    """Whichever rank samples knows the grammars."""
+    asked = [
+        replace(BASE, ignore_eos=False, structured_outputs=StructuredOutputs(choice=["yes", "no"])),
+        BASE,
+    ]
+    texts = []
+    for options in ({}, SHAPES[shape]):
+        with LLM(show_progress=False, **options) as llm:
+            outputs = llm.generate(["Is it?", "Once upon a time"], asked, use_tqdm=False)
+            texts.append([output.outputs[0].text for output in outputs])
+    assert texts[0] == texts[1]
+    assert texts[0][0] in ("yes", "no")
+
+
+@pytest.mark.parametrize("shape", ["tp2", "tp2-pp2"])
+def test_vectors_of_a_decoder(shape: str, tmp_path: Path) -> None:
+    path = write_reranker(tmp_path / "Qwen3-Reranker-Tiny")
+    scores = []
+    for options in ({}, SHAPES[shape]):
+        with LLM(path, show_progress=False, **options) as llm:
+            found = llm.score("What is the capital?", ["Paris is.", "A fox jumps."], use_tqdm=False)
+            scores.append([output.outputs.score for output in found])
+    assert scores[1] == pytest.approx(scores[0], abs=1e-5)
+
+
+def test_dummy_weights_do_not_depend_on_the_ranks(folder: Folder) -> None:
+    config = json.loads((folder("llama") / "config.json").read_text())
+    answers = []
+    for options in ({}, SHAPES["tp2"], SHAPES["pp2"]):
+        with LLM("-", show_progress=False, load_format="dummy", hf_config=config, **options) as llm:
+            answers.append([o.outputs[0].token_ids for o in llm.generate(PROMPTS, BASE, use_tqdm=False)])
+    assert answers[1] == answers[0]
+    assert answers[2] == answers[0]
+
+
+def test_every_rank_tells_its_share_before_it_is_taken(
+    folder: Folder, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "inflight")
+    llm = LLM(folder("qwen3"), show_progress=False, num_blocks=64, **SHAPES["tp2-pp2"])
+    llm.close()
+    told = [record.getMessage() for record in caplog.records if record.getMessage().startswith("rank")]
+    assert len(told) == 8
+    assert told[0].startswith("rank 0 of 4, layers 0 to ")
+    assert told[3].startswith("rank 3 of 4, layers ")
+    assert told[3].endswith("GiB of weights")
+    assert told[7].endswith("GiB of KV memory")
+
+
+def test_another_engine_over_the_same_ranks(folder: Folder) -> None:
+    expected = run(LLM(folder("qwen3"), show_progress=False))
+    llm = LLM(folder("qwen3"), show_progress=False, tensor_parallel_size=2)
+    llm.generate(PROMPTS, BASE, use_tqdm=False)
+    llm._engine.use(policy="static", max_num_seqs=4)
+    check(run(llm), expected)

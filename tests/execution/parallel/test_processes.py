@@ -1,0 +1,176 @@
+"""Ranks in processes of their own: the same answers, one error when one of them is lost, nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncGenerator, Iterator
+from dataclasses import replace
+
+import pytest
+
+from inflight import LLM, AsyncEngine, RequestOutput, SamplingParams
+from inflight.config import ProcessConfig
+from inflight.engine.process import ProcessClient
+from inflight.errors import ConfigError, DeviceLostError, EngineDeadError, WeightsError
+from inflight.native.library import native_library
+from tests.e2e.conftest import Folder
+from tests.e2e.reference import PROMPTS
+
+pytestmark = pytest.mark.skipif(native_library() is None, reason="ranks on a CPU need the compiled kernels")
+
+GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+LONG = replace(GREEDY, max_tokens=400)
+WITHIN = 60.0  # seconds to wait for what takes less than 5 where nothing else runs
+
+
+def children(of: int | None = None) -> set[int]:
+    """Rank processes that a process has."""
+    found = subprocess.run(
+        ["pgrep", "-P", str(of or os.getpid()), "-f", "execution.parallel.worker"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return set(map(int, found.stdout.split()))
+
+
+def shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+
+
+async def end(stream: AsyncGenerator[RequestOutput]) -> None:
+    async for _ in stream:
+        pass
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Folder) -> list[list[int]]:
+    llm = LLM(folder("qwen3"), show_progress=False)
+    return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+
+
+@pytest.fixture
+def llm(folder: Folder) -> Iterator[LLM]:
+    found = LLM(folder("qwen3"), show_progress=False, tensor_parallel_size=2)
+    yield found
+    found.close()
+
+
+def test_a_rank_that_dies_ends_the_engine_by_name(llm: LLM, expected: list[list[int]]) -> None:
+    before = shared_memory()
+    found = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+    assert found == expected
+    (rank,) = children()
+    threading.Timer(0.3, os.kill, (rank, signal.SIGKILL)).start()
+    with pytest.raises(DeviceLostError, match=rf"rank 1 of 2 \(process {rank}\) ended by SIGKILL"):
+        llm.generate([PROMPTS[0]] * 64, LONG, use_tqdm=False)
+    with pytest.raises(DeviceLostError, match="rank 1 of 2"):
+        llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    llm.close()
+    assert not children()
+    assert shared_memory() <= before
+
+
+def test_a_stage_that_hangs_ends_the_engine_by_name(folder: Folder, expected: list[list[int]]) -> None:
+    llm = LLM(folder("qwen3"), show_progress=False, pipeline_parallel_size=2)
+    found = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+    assert found == expected
+    (rank,) = children()
+    os.kill(rank, signal.SIGSTOP)
+    with pytest.raises(DeviceLostError, match=rf"rank 1 of 2 \(process {rank}\) gave no sign of life"):
+        llm.generate(PROMPTS, LONG, use_tqdm=False)
+    llm.close()
+    assert not children()
+
+
+async def test_the_supervisor_brings_all_ranks_back(folder: Folder, expected: list[list[int]]) -> None:
+    """A rank is killed under load; then, when no restart is left, one of an idle engine."""
+    process = ProcessConfig(heartbeat=0.2, max_restarts=1)
+    engine = await AsyncEngine.start(
+        folder("qwen3"), in_process=False, process=process, tensor_parallel_size=2
+    )
+    client = engine._client
+    assert isinstance(client, ProcessClient)
+
+    async def answer(index: int) -> list[int]:
+        outputs = [o async for o in engine.generate(PROMPTS[index], GREEDY, output_kind="final")]
+        return outputs[0].outputs[0].token_ids
+
+    (rank,) = children(client.process_id)
+    streams = [engine.generate(PROMPTS[0], LONG) for _ in range(4)]
+    for stream in streams:
+        await anext(stream)
+    os.kill(rank, signal.SIGKILL)
+    async with asyncio.timeout(WITHIN):
+        for stream in streams:
+            with pytest.raises(EngineDeadError, match=rf"rank 1 of 2 \(process {rank}\) ended by SIGKILL"):
+                await end(stream)
+    async with asyncio.timeout(60):
+        while not (await engine.health()).healthy:
+            await asyncio.sleep(0.05)
+    assert await asyncio.gather(*map(answer, range(len(PROMPTS)))) == expected
+    (rank,) = children(client.process_id)
+    os.kill(rank, signal.SIGKILL)
+    async with asyncio.timeout(WITHIN):
+        while (await engine.health()).state != "dead":
+            await asyncio.sleep(0.05)
+    assert f"rank 1 of 2 (process {rank}) ended by SIGKILL" in str((await engine.health()).error)
+    assert not os.path.exists(f"/proc/{rank}")
+    await engine.close()
+
+
+def test_sizes_that_do_not_divide(folder: Folder) -> None:
+    with pytest.raises(
+        ConfigError,
+        match="tensor_parallel_size is 3: the model has 4 attention heads and 2 key/value heads, "
+        "which can be shared by 1, 2, 4",
+    ):
+        LLM(folder("qwen3"), tensor_parallel_size=3)
+    with pytest.raises(ConfigError, match="tensor_parallel_size is 0: allowed is an integer from 1 to 64"):
+        LLM(folder("qwen3"), tensor_parallel_size=0)
+    with pytest.raises(
+        ConfigError,
+        match="pipeline_parallel_size is 4: the model has 3 layers, and every stage needs one",
+    ):
+        LLM(folder("qwen3"), pipeline_parallel_size=4)
+    with pytest.raises(ConfigError, match="that makes 128 ranks, and 64 is the limit"):
+        LLM(folder("qwen3"), tensor_parallel_size=16, pipeline_parallel_size=8)
+
+
+def test_what_a_rank_cannot_do_at_start_is_one_line(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 reads good weights, its neighbour a file that is cut off."""
+    from inflight.execution.parallel import starting
+
+    monkeypatch.setattr(starting, "LOADER", "tests.execution.parallel.test_processes:load_badly")
+    with pytest.raises(WeightsError, match=r"^rank 1 of 2: model.safetensors is cut off$"):
+        LLM(folder("qwen3"), show_progress=False, tensor_parallel_size=2)
+    assert not children()
+
+
+def load_badly(*_: object) -> None:
+    raise WeightsError("model.safetensors is cut off")
+
+
+def test_ranks_die_with_their_parent(folder: Folder) -> None:
+    code = f"""
+from inflight import LLM, SamplingParams
+from tests.execution.parallel.test_processes import children
+import os
+llm = LLM({str(folder("qwen3"))!r}, show_progress=False, tensor_parallel_size=2)
+llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4), use_tqdm=False)
+print(*children(), flush=True)
+os.kill(os.getpid(), 9)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    (rank,) = done.stdout.split()
+    until = time.monotonic() + WITHIN
+    while os.path.exists(f"/proc/{rank}") and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not os.path.exists(f"/proc/{rank}")

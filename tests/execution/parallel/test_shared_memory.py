@@ -1,0 +1,106 @@
+"""Sums, gathers and streams through shared memory, between threads that stand for ranks."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NoReturn
+
+import pytest
+import torch
+
+from inflight.execution.parallel.collective import SharedCollective
+from inflight.execution.parallel.layout import RankLayout, RankMemory
+from inflight.native.library import native_library
+
+LIBRARY = native_library()
+pytestmark = pytest.mark.skipif(LIBRARY is None, reason="ranks on a CPU need the compiled kernels")
+
+
+class LostError(Exception):
+    pass
+
+
+def _lost(code: int) -> NoReturn:
+    raise LostError(code)
+
+
+def memories(layout: RankLayout) -> list[RankMemory]:
+    assert LIBRARY is not None
+    first = RankMemory(LIBRARY, layout, 0, _lost)
+    others = [
+        RankMemory(LIBRARY, layout, rank, _lost, os.dup(first.descriptor)) for rank in range(1, layout.count)
+    ]
+    return [first, *others]
+
+
+def together(size: int, work: Callable[[int, SharedCollective], Any], slot: int = 4096) -> list[Any]:
+    """What `work` returns on each rank."""
+    collectives = [m.collective() for m in memories(RankLayout(size, 1, 1, slot, 0, ()))]
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(work, range(size), collectives))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_sums_are_taken_in_the_order_of_the_ranks(size: int) -> None:
+    """Also where they are larger than what is exchanged at once."""
+    torch.manual_seed(0)
+    parts = torch.randn(size, 300, 17) * 10.0 ** torch.randint(-6, 6, (size, 300, 17))
+    expected = parts[0]
+    for part in parts[1:]:
+        expected = expected + part
+    for found in together(size, lambda rank, of: [of.sum(parts[rank].clone()) for _ in range(3)]):
+        assert all(torch.equal(each, expected) for each in found)
+
+
+def test_columns_side_by_side() -> None:
+    widths = [5, 3, 4]
+    parts = torch.split(torch.randn(700, 12), widths, dim=1)
+    found = together(3, lambda rank, of: of.gather(parts[rank], widths))
+    assert torch.equal(found[0], torch.cat(parts, dim=1))
+    assert torch.equal(found[1], parts[1])
+
+
+def test_a_late_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inflight.execution.parallel.collective.PATIENCE", 0.1)
+    first, *_ = (m.collective() for m in memories(RankLayout(3, 1, 1, 4096, 0, ())))
+    assert first is not None
+    first.watches = True
+    first.begin_step()
+    with pytest.raises(LostError, match="2"):  # 1 + its number
+        first.sum(torch.ones(3))
+
+
+def test_a_loss_ends_every_wait() -> None:
+    first, second = memories(RankLayout(2, 1, 1, 4096, 0, ()))
+    collective, steps = first.collective(), second.steps()
+    assert collective is not None
+    threading.Timer(0.1, second.lose).start()
+    with pytest.raises(LostError, match="-1"):
+        collective.sum(torch.ones(3))
+    with pytest.raises(LostError, match="-1"):
+        steps.receive(0)
+
+
+def test_messages_larger_than_the_ring() -> None:
+    """The writer waits for the slowest of its readers."""
+    ranks = memories(RankLayout(3, 1, 1, 4096, 0, ()))
+    messages = [os.urandom(size) for size in (10, 3 << 20, 0, 1 << 20, 77)]
+
+    def read(rank: int) -> list[bytes]:
+        steps = ranks[rank].steps()
+        found = []
+        for _ in messages:
+            found.append(bytes(steps.receive(rank - 1)))
+            time.sleep(0.01 * rank)
+        return found
+
+    with ThreadPoolExecutor(2) as pool:
+        reading = [pool.submit(read, rank) for rank in (1, 2)]
+        for message in messages:
+            ranks[0].steps().send(message)
+        for job in reading:
+            assert job.result() == messages

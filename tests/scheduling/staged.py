@@ -1,0 +1,39 @@
+"""A runner of several stages: a token that is in flight is not there when the next step begins."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from inflight.engine.fake import FakeRunner
+from inflight.scheduling import Batch, Sampled
+
+
+class StagedRunner(FakeRunner):
+    """The fake runner, but a step that computes a token which no one has collected yet is a mistake."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        super().__init__(num_blocks, block_size)
+        self.batches: list[Batch] = []
+        self._in_flight: dict[int, list[tuple[Any, int]]] = {}  # by ticket: rows, and positions in them
+        self._drawn: list[tuple[Any, int]] = []
+
+    def launch(self, batch: Batch) -> Sampled:
+        self._drawn = []
+        ticket = super().launch(batch)
+        self._in_flight[id(ticket)] = self._drawn
+        self.batches.append(batch)
+        return ticket
+
+    def collect(self, ticket: Sampled) -> Sampled:
+        del self._in_flight[id(ticket)]
+        return super().collect(ticket)
+
+    def _sample(self, row: Any, length: int) -> list[int]:
+        self._drawn.append((row, length))
+        return super()._sample(row, length)
+
+    def _write(self, row: Any, start: int, count: int) -> None:
+        for drawn in self._in_flight.values():
+            for other, position in drawn:
+                assert other is not row or not start <= position < start + count, "that token is in flight"
+        super()._write(row, start, count)

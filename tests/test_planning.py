@@ -1,0 +1,144 @@
+"""What is planned is what is taken."""
+
+from __future__ import annotations
+
+import gc
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from benchmarks.shapes import SHAPES
+from inflight import LLM
+from inflight.cli import app
+from inflight.config import EngineConfig
+from inflight.errors import ConfigError
+from inflight.execution.platforms import cpu
+from inflight.models.decoder import Decoder
+from inflight.models.families import decoder_spec
+from inflight.models.footprint import cpu_storage, gpu_storage, kv_bytes_per_token, weight_bytes
+from inflight.models.shard import shard_of
+from inflight.native.library import native_library
+from inflight.plan_command import parse_gpus, parse_size
+from inflight.planning import Devices, plan_model
+from tests.checkpoints import FAMILIES
+
+GIB = 1 << 30
+
+
+def held(decoder: Decoder) -> int:
+    """Bytes of all tensors that a decoder has."""
+    found: dict[int, int] = {}
+    seen: set[int] = set()
+
+    def look(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            found[value.data_ptr()] = value.nbytes
+        elif isinstance(value, list | tuple):
+            for item in value:
+                look(item)
+        elif type(value).__module__.startswith("inflight.") and id(value) not in seen:
+            seen.add(id(value))
+            look([getattr(value, name) for name in _attributes(value) if hasattr(value, name)])
+
+    look(decoder)
+    return sum(found.values())
+
+
+def _attributes(value: Any) -> list[str]:
+    names = list(getattr(value, "__dict__", {}))
+    return names + [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_are_as_large_as_planned(family: str, dtype: torch.dtype) -> None:
+    fields: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 352, "vocab_size": 4001}
+    if family == "gemma3":
+        fields["layer_types"] = ["sliding_attention", "full_attention", "sliding_attention"]
+    spec = decoder_spec(FAMILIES[family](**fields).to_dict())
+    library = native_library()
+    storage = cpu_storage(dtype, None if library is None else library.panel)
+    place = cpu.CpuPlatform()
+    for shard in (shard_of(spec, 0, 1), shard_of(spec, 1, 2), shard_of(spec, 0, 2, range(2))):
+        parts = place.kernels_and_attention(shard.spec, dtype)
+        decoder = Decoder(spec, *parts, dtype, place.device, 300, shard)
+        assert weight_bytes(shard, 300, storage) == pytest.approx(held(decoder), rel=0.02)
+        shape = decoder.kv_shape(16)
+        assert 16 * kv_bytes_per_token(shard, storage) == shape.bytes_per_block
+    gc.collect()
+
+
+def test_an_engine_takes_what_was_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"hf_config": SHAPES["tiny"], "load_format": "dummy", "max_model_len": 2048}
+    before = 64 << 20
+    found = plan_model(EngineConfig.create("-", **options), Devices("cpu", 1, before))
+    (fit,) = found.fits
+    left = before - fit.shares[0].weights
+    monkeypatch.setattr(cpu, "_available_memory", lambda: left)
+    llm = LLM("-", show_progress=False, **options)
+    assert fit.num_tokens == pytest.approx(llm._engine.facts.num_blocks * 16, rel=0.02)
+    assert fit.num_requests == fit.num_tokens // 2048
+    llm.close()
+
+
+def test_a_large_model_on_gpus() -> None:
+    """8 billion parameters in bfloat16: 15 GiB."""
+    config = EngineConfig.create("-", hf_config=SHAPES["llama-3.1-8b"], dtype="bfloat16", load_format="dummy")
+    found = plan_model(config, Devices("cuda", 4, 24 * 10**9))
+    assert found.parameters == pytest.approx(8.03e9, rel=0.01)
+    fits = {(fit.tensor, fit.pipeline): fit for fit in found.fits}
+    assert set(fits) == {(1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (4, 1)}
+    assert fits[1, 1].shares[0].weights == pytest.approx(2 * found.parameters, rel=0.01)
+    assert fits[1, 1].num_requests == 0
+    assert fits[4, 1].num_requests >= 3
+    assert fits[4, 1].num_tokens > 2 * fits[2, 1].num_tokens
+    for fit in fits.values():
+        assert sum(share.weights for share in fit.shares) == pytest.approx(2 * found.parameters, rel=0.03)
+        for share in fit.shares:
+            assert share.weights + share.kv(fit.num_tokens) < 0.9 * 24e9
+    small = plan_model(config, Devices("cuda", 1, 8 * 10**9))
+    assert [fit.num_tokens for fit in small.fits] == [0]
+
+
+def test_a_gpu_holds_numbers_as_they_are() -> None:
+    spec = decoder_spec(SHAPES["qwen3-0.6b"])
+    held_here = weight_bytes(shard_of(spec, 0, 1), 1, gpu_storage(torch.bfloat16))
+    assert held_here == pytest.approx(2 * 596e6, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("4x80GB", (4, 80 * 10**9)), ("1 x 79.5GiB", (1, int(79.5 * GIB))), ("2X40g", (2, 40 * 10**9))],
+)
+def test_devices_as_they_are_written(text: str, expected: tuple[int, int]) -> None:
+    assert parse_gpus(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "80GB", "4x", "0x80GB", "4x-1GB", "x80GB", "4x80 apples"])
+def test_devices_that_are_none(text: str) -> None:
+    with pytest.raises(ConfigError, match="--gpus"):
+        parse_gpus(text)
+    with pytest.raises(ConfigError, match="--cpu has the size"):
+        parse_size("much", "--cpu")
+
+
+def test_an_encoder_has_nothing_to_plan(tmp_path: Path) -> None:
+    config = {"architectures": ["BertModel"], "model_type": "bert"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="is an encoder"):
+        plan_model(EngineConfig.create(tmp_path), Devices("cpu", 1, GIB))
+
+
+def test_the_command(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES["llama-3.1-8b"] | {"dtype": "bfloat16"}))
+    result = CliRunner().invoke(app, ["plan", str(tmp_path), "--gpus", "4x24GB", "--max-model-len", "8192"])
+    assert result.exit_code == 0, result.output
+    assert "8.03 billion parameters in bfloat16, context 8,192" in result.output
+    assert "a request of full length: --tensor-parallel-size 1 --pipeline-parallel-size 1" in result.output
+    assert CliRunner().invoke(app, ["plan", str(tmp_path)]).exit_code == 2  # on what?
+    result = CliRunner().invoke(app, ["plan", str(tmp_path), "--gpus", "1x4GB"])
+    assert "no way to share out the model has room" in str(result.exception)
