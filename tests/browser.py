@@ -16,7 +16,8 @@ from typing import Any
 
 import httpx
 import pytest
-from websockets.sync.client import ClientConnection, connect
+from websockets.sync.client import connect
+from websockets.sync.connection import Connection
 
 SECONDS = 60.0
 WIDE, NARROW = 1280, 390  # pixels: a desk, a phone
@@ -42,7 +43,7 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 class Page:
     """One tab."""
 
-    def __init__(self, connection: ClientConnection) -> None:
+    def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._number = 0
         self.problems: list[str] = []  # what the page has complained of

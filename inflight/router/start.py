@@ -65,7 +65,8 @@ class MachineShares:
         else:
             config = replace(config, cache=replace(config.cache, num_neighbours=self.count - 1))
             if THREADS not in os.environ:
-                environment.setdefault(THREADS, str(max(1, num_threads() // self.count)))
+                num_sharing = self.count * config.parallel.num_ranks
+                environment.setdefault(THREADS, str(max(1, num_threads() // num_sharing)))
         return config, replace(self._process, environment=environment)
 
 
