@@ -121,5 +121,5 @@ def _content(writer: RuleWriter, asked: StructuredOutputs) -> str:
     if asked.kind == "json_object":
         return writer.schema(CONTENT, RuleSchema(ANY_OBJECT, PARAM))
     if asked.kind == "choice":
-        return writer.rule(CONTENT, " | ".join(map(literal, json.loads(asked.text))))
+        return writer.rule("CHOICE", " | ".join(map(literal, json.loads(asked.text))))
     return writer.user_content(asked.kind, asked.text)

@@ -34,7 +34,8 @@ def lark_grammar(asked: StructuredOutputs, special_tokens: Collection[str]) -> s
         "json": lambda text: f"start: {json_rule(read_schema(text))}",
         "json_object": lambda _: f"start: {json_rule({'type': 'object'})}",
         "regex": lambda text: f"start: {_regex(text)}",
-        "choice": lambda text: "start: " + " | ".join(map(literal, json.loads(text))),
+        # As one terminal: a parser could not follow thousands of rules at a time.
+        "choice": lambda text: "start: CHOICE\nCHOICE: " + " | ".join(map(literal, json.loads(text))),
         "grammar": _user_grammar,
         "structural_tag": lambda text: _structural_tag(text, special_tokens),
     }

@@ -11,10 +11,11 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from inflight.constraints.schema import rewritten
+from inflight.constraints.schema import FAR, OUTWARD, rewritten
 
 # Those without an escape of their own (\b, \t, \n, \f, \r).
 _OUT = r"&&[^\x00-\x07\x0b\x0e-\x1f\x7f]"
+_TINY, _SMALL = 1e-9, 1 << 20  # whose sum is exact enough
 _PROPERTY = re.compile(r"\\[pP](?:\{[^}]*\}|[A-Za-z])")
 
 
@@ -54,7 +55,7 @@ def _end_of_class(pattern: str, start: int) -> int:
 
 
 def with_safe_patterns(schema: Any) -> Any:
-    """A copy of a schema, wherever its patterns are."""
+    """A copy of a schema, wherever its patterns are. Bounds that are far away are nearer."""
     return rewritten(schema, _safe)
 
 
@@ -63,4 +64,9 @@ def _safe(keyword: str, value: Any) -> Any:
         return safe_pattern(value)
     if keyword == "patternProperties" and isinstance(value, dict):
         return {safe_pattern(name): inner for name, inner in value.items()}
+    if keyword in OUTWARD and isinstance(value, int | float) and value * OUTWARD[keyword] > FAR:
+        return FAR * OUTWARD[keyword]  # as far as numbers are written at all
+    if keyword.startswith("exclusiveM") and isinstance(value, int | float) and abs(value) < _SMALL:
+        # Between bounds that are less than 1 apart, llguidance takes an exclusive integer for an inclusive one.
+        return value - OUTWARD[keyword] * _TINY if value == int(value) else value
     return value

@@ -32,6 +32,9 @@ _ANNOTATIONS = {
 # These need an escape of the form \u0001 in JSON, which `grammars.py` does not allow.
 _UNSPEAKABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 _CONSTANTS = {"const", "enum", "default", "example", "examples", "x-guidance"}
+# Bounds are counted in floats and in 64-bit integers, where those near the ends are inexact, or crash the process.
+_LARGEST_EXACT, FAR = 1 << 53, 1 << 62
+OUTWARD = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveMaximum": 1}
 OMIT = object()
 _KEYWORDS = _ONE | _SEVERAL | _NAMED | _ASSERTIONS
 
@@ -71,6 +74,12 @@ def check_schema(schema: Any, name: str, param: str = PARAM) -> None:
             if keyword == "minProperties" and _may_repeat_names(owner):
                 reason = ": more than one property beyond the required ones"
                 raise _unsupported(name, param, keyword, path, reason)
+            if _is_inexact(keyword, owner[keyword]):
+                raise ParameterError(
+                    f"{name}: {keyword}, at {path}, has a number beyond 2^53, or is none, and cannot be kept exactly",
+                    param=param,
+                    code="invalid_constraint",
+                )
     except RecursionError:
         raise ParameterError(f"{name} is nested too deeply", param=param) from None
 
@@ -123,6 +132,23 @@ def _unsupported(name: str, param: str, keyword: str, path: str, reason: str = "
         param=param,
         code="unsupported_keyword",
     )
+
+
+def _is_inexact(keyword: str, value: Any) -> bool:
+    if keyword in ("const", "enum"):
+        return any(abs(number) > _LARGEST_EXACT for number in _integers(value))
+    if keyword not in OUTWARD or not isinstance(value, int | float):
+        return False
+    is_far = value * OUTWARD[keyword] > FAR  # which `patterns.py` makes nearer
+    return isinstance(value, bool) or (abs(value) > _LARGEST_EXACT and not is_far)
+
+
+def _integers(value: Any) -> Iterator[int]:
+    if isinstance(value, int):
+        yield value
+    elif isinstance(value, list | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _integers(item)
 
 
 def _may_repeat_names(schema: dict[str, Any]) -> bool:

@@ -52,6 +52,9 @@ CASES: list[tuple[dict[str, Any], list[str]]] = [
     ({**INTEGER, "minimum": 5}, ["5", "4", "-5", "5e-1"]),
     ({**NUMBER, "maximum": 5}, ["5", "1e9", "5.01", "500e-1"]),
     ({**NUMBER, "exclusiveMinimum": 0}, ["0.1", "0", "0.0", "-0.0", "-1e-9"]),
+    ({**NUMBER, "exclusiveMinimum": 1, "maximum": 1.5}, ["1.2", "1", "1.0"]),
+    ({**NUMBER, "minimum": -0.5, "exclusiveMaximum": 0}, ["-0.2", "0", "-0", "-0.0"]),
+    ({**INTEGER, "exclusiveMinimum": 0, "maximum": (1 << 64) - 1}, ["1", "0", str(1 << 64)]),
     ({**NUMBER, "multipleOf": 0.5}, ["1.5", "0.3", "3e-1"]),
     ({"type": ["integer", "null"], "minimum": 3}, ["null", "2"]),
     # lists
@@ -111,3 +114,26 @@ def test_constants_may_hold_anything() -> None:
     for control in ("\x00", "\x1f", "\x7f"):  # but for what cannot be spelled
         with pytest.raises(ParameterError, match="has a control character"):
             compiler().compile(StructuredOutputs(json={"properties": {"a": {"enum": [1, [control]]}}}))
+
+
+@pytest.mark.parametrize(
+    ("keyword", "value"),
+    [
+        ("maximum", -(1 << 63)),  # which would crash the process
+        ("minimum", (1 << 53) + 1),
+        ("exclusiveMaximum", 1e16),
+        ("const", (1 << 53) + 1),
+        ("enum", [{"a": [1 << 64]}]),
+        ("exclusiveMinimum", True),  # as the fourth draft had it
+    ],
+)
+def test_numbers_that_cannot_be_kept_exactly_are_refused(keyword: str, value: Any) -> None:
+    schema = {"items": {"minimum": -(1 << 63), keyword: value}}
+    with pytest.raises(ParameterError, match=f"{keyword}, at #/items, has a number beyond") as caught:
+        compiler().compile(StructuredOutputs(json=schema))
+    assert caught.value.code == "invalid_constraint"
+
+
+def test_choices_may_be_many() -> None:
+    choices = [f"c{number}" for number in range(4096)]
+    assert walk(StructuredOutputs(choice=choices), 0) in choices
