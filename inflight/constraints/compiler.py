@@ -83,6 +83,10 @@ class GrammarCompiler:
                 found = self._compile(asked, trusted)
             except ParameterError as error:
                 found = error
+            except RecursionError:
+                found = ParameterError(
+                    f"{PARAM}.{asked.kind} is nested too deeply", param=PARAM, code="constraint_too_complex"
+                )
             except ImportError as error:
                 raise ParameterError(
                     f"{PARAM} is given: that needs {error.name}, so install inflight-llm[constraints]",

@@ -60,6 +60,7 @@ def test_what_only_looks_like_a_keyword_is_none() -> None:
     [
         ({"json": "{"}, "json is no JSON"),
         ({"json": "[" * 100_000}, "json is no JSON|nested too deeply"),
+        ({"json": '{"anyOf":[' * 400 + "{}" + "]}" * 400}, "is nested too deeply"),
         ({"json": "3"}, "json is a int: a JSON schema is an object"),
         ({"json": False}, "schema is false"),
         ({"json": {"type": "str"}}, "Invalid type: str"),
