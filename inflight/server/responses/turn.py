@@ -49,13 +49,14 @@ class ResponseTurn:
         )
 
     def _resolved(self) -> list[InputItem]:
+        conversations = {data: _ITEMS.validate_json(data) for data in set(self._references.values())}
+        stored = {
+            item_id: [item for item in conversations[data] if item.id == item_id]
+            for item_id, data in self._references.items()
+        }
         found: list[InputItem] = []
         for item in self._items:
-            if not isinstance(item, ItemReference):
-                found.append(item)
-            else:
-                stored = _ITEMS.validate_json(self._references[item.id])
-                found += [one for one in stored if one.id == item.id]
+            found += stored[item.id] if isinstance(item, ItemReference) else [item]
         return found
 
     def keep(self, response: dict[str, Any]) -> None:

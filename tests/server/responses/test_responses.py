@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -11,6 +12,7 @@ import pytest
 from openai.types.responses import Response
 from pydantic import BaseModel
 
+from inflight.server.responses import turn
 from tests.server.calling import CALLS, CallingBackend
 from tests.server.live import Backend, Live, live_server
 
@@ -167,6 +169,26 @@ def test_references_to_items(client: openai.OpenAI, scripted: CallingBackend) ->
     assert "<|im_start|>assistant\nA fox.<|im_end|>\n<|im_start|>user\nWhy?" in scripted.prompt
     with pytest.raises(openai.BadRequestError, match="there is no item 'msg_1'"):
         client.responses.create(model="m", input=[{"type": "item_reference", "id": "msg_1"}])
+
+
+def test_a_conversation_is_read_once_for_all_references_to_it(
+    client: openai.OpenAI, scripted: CallingBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripted.say("A fox.")
+    found = client.responses.create(model="m", input="Who?")
+    reference: Any = {"type": "item_reference", "id": found.output[0].id}
+    read, items = [], turn._ITEMS
+
+    def validate_json(data: bytes) -> Any:
+        read.append(data)
+        return items.validate_json(data)
+
+    monkeypatch.setattr(
+        turn, "_ITEMS", SimpleNamespace(validate_json=validate_json, dump_json=items.dump_json)
+    )
+    client.responses.create(model="m", input=[reference, reference, {"role": "user", "content": "Why?"}])
+    assert "assistant\nA fox.\n\nA fox.<|im_end|>" in scripted.prompt
+    assert len(read) == 2  # what it goes on from, which is nothing, and the other
 
 
 def test_errors(client: openai.OpenAI) -> None:
