@@ -35,6 +35,9 @@ _CONSTANTS = {"const", "enum", "default", "example", "examples", "x-guidance"}
 # Bounds are counted in floats and in 64-bit integers, where those near the ends are inexact, or crash the process.
 _LARGEST_EXACT, FAR = 1 << 53, 1 << 62
 OUTWARD = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveMaximum": 1}
+# Patterns without intersections and the like in a class of characters, which not all readers of patterns know.
+_CLASS = r"\[\^?\]?(?:\\.|&(?!&)|-(?!-)|~(?!~)|[^\\\]\[&~-])*+\]"
+_PLAIN_PATTERN = re.compile(rf"(?:\\.|[^\\\[]|{_CLASS})*+", re.DOTALL)
 OMIT = object()
 _KEYWORDS = _ONE | _SEVERAL | _NAMED | _ASSERTIONS
 
@@ -77,6 +80,12 @@ def check_schema(schema: Any, name: str, param: str = PARAM) -> None:
             if _is_inexact(keyword, owner[keyword]):
                 raise ParameterError(
                     f"{name}: {keyword}, at {path}, has a number beyond 2^53, or is none, and cannot be kept exactly",
+                    param=param,
+                    code="invalid_constraint",
+                )
+            if not all(map(_PLAIN_PATTERN.fullmatch, _patterns(keyword, owner[keyword]))):
+                raise ParameterError(
+                    f"{name}: {keyword}, at {path}, has [, &&, -- or ~~ in a class of characters: write it with \\",
                     param=param,
                     code="invalid_constraint",
                 )
@@ -141,6 +150,12 @@ def _is_inexact(keyword: str, value: Any) -> bool:
         return False
     is_far = value * OUTWARD[keyword] > FAR  # which `patterns.py` makes nearer
     return isinstance(value, bool) or (abs(value) > _LARGEST_EXACT and not is_far)
+
+
+def _patterns(keyword: str, value: Any) -> list[str]:
+    if keyword == "patternProperties" and isinstance(value, dict):
+        return list(value)
+    return [value] if keyword == "pattern" and isinstance(value, str) else []
 
 
 def _integers(value: Any) -> Iterator[int]:

@@ -134,6 +134,14 @@ def test_numbers_that_cannot_be_kept_exactly_are_refused(keyword: str, value: An
     assert caught.value.code == "invalid_constraint"
 
 
+@pytest.mark.parametrize("pattern", ["[a-z&&[^b]]", "[[:alpha:]]", "[a][+--]", "[a~~b]"])
+def test_classes_that_readers_of_patterns_understand_differently_are_refused(pattern: str) -> None:
+    for schema in ({"pattern": pattern}, {"patternProperties": {pattern: INTEGER}}):
+        with pytest.raises(ParameterError, match="in a class of characters"):
+            compiler().compile(StructuredOutputs(json=schema))
+    assert accepts({**STRING, "pattern": r"^[\[\]&-]--~~&&[^]\[]$"}, '"&--~~&&x"')
+
+
 def test_choices_may_be_many() -> None:
     choices = [f"c{number}" for number in range(4096)]
     assert walk(StructuredOutputs(choice=choices), 0) in choices
