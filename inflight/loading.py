@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from inflight.config import EngineConfig, SchedulerConfig
 from inflight.constraints import GrammarCompiler
 from inflight.engine import EngineCore, ModelFacts
+from inflight.engine.runner import Runner
 from inflight.errors import ConfigError, EngineError, ModelError
 from inflight.execution.parallel.starting import parallel_core, rank_shard, start_ranks
 from inflight.execution.platforms import Platform, platform
@@ -43,7 +44,9 @@ from inflight.scheduling import HEADROOM, Limits, Policy, Scheduler, TimedTokenB
 from inflight.text import Tokenizer
 
 if TYPE_CHECKING:
+    from inflight.execution.parallel.follower import LoadedRank
     from inflight.execution.parallel.layout import RankMemory
+    from inflight.execution.parallel.messages import Begin
     from inflight.execution.parallel.rank_processes import RankProcesses
 
 logger = logging.getLogger(__name__)
@@ -126,6 +129,7 @@ def _load_decoder(
     tokenizer: Tokenizer | None,
     progress: LoadProgress | None,
 ) -> LoadedEngine:
+    config = _without_graphs(config)
     model = config.model
     plan = plan_decoder(_model(config), checkpoint, _plain_ids(tokenizer))
     spec = plan.spec
@@ -139,9 +143,12 @@ def _load_decoder(
             undo.callback(ranks.close)
         memory = None if ranks is None else ranks.memory
         decoder = _fill_decoder(config, place, checkpoint, plan, context, memory, progress)
-        if ranks is not None:
-            ranks.wait_until_loaded()
+        if ranks is not None and place.device.type == "cpu":
+            ranks.wait_until_loaded()  # what is left then is for KV; on GPUs all ranks try their largest steps now
         num_blocks = place.num_blocks(config, decoder, context)
+        if ranks is not None:
+            theirs = ranks.wait_until_loaded()
+            num_blocks = min(num_blocks, num_blocks if theirs is None else theirs)
         limits = config.scheduler
         max_model_len = fit_context(
             num_blocks, config.cache.block_size, limits.max_kv_tokens, context, model.max_model_len
@@ -173,6 +180,13 @@ def _load_decoder(
     return loaded
 
 
+def _without_graphs(config: EngineConfig) -> EngineConfig:
+    """Of several ranks: their sums go through the host, which nothing captured can."""
+    if config.parallel.num_ranks == 1:
+        return config
+    return replace(config, model=replace(config.model, enforce_eager=True))
+
+
 def _fill_decoder(
     config: EngineConfig,
     place: Platform,
@@ -184,7 +198,7 @@ def _fill_decoder(
 ) -> Decoder:
     """The decoder, or with `memory` the part of it that belongs to the rank that sees it, with its weights."""
     model = config.model
-    shard = whole_shard(plan.spec) if memory is None else rank_shard(plan.spec, memory)
+    shard = whole_shard(plan.spec) if memory is None else rank_shard(plan.spec, memory, place)
     dtype = resolve_dtype(model.dtype, checkpoint.config)
     decoder = load_decoder(
         checkpoint,
@@ -203,8 +217,11 @@ def _fill_decoder(
     return decoder
 
 
-def load_rank(config: EngineConfig, memory: RankMemory) -> tuple[Decoder, GrammarCompiler]:
+def load_rank(config: EngineConfig, memory: RankMemory) -> LoadedRank:
     """The part of a model that a rank in a process of its own holds: see `execution/parallel/worker.py`."""
+    from inflight.execution.parallel.follower import LoadedRank
+
+    config = _without_graphs(config)
     model = config.model
     checkpoint = open_checkpoint(_model(config), model.revision, model.load_format, model.hf_config)
     tokenizer = _load_tokenizer(config, checkpoint)
@@ -212,8 +229,16 @@ def load_rank(config: EngineConfig, memory: RankMemory) -> tuple[Decoder, Gramma
     context = resolve_context(plan.spec, model.max_model_len)
     eos = _eos(checkpoint, tokenizer)
     processor = InputProcessor.create(tokenizer, plan.spec.vocab_size, context, eos, model.seed)
-    decoder = _fill_decoder(config, platform(model.device), checkpoint, plan, context, memory, None)
-    return decoder, processor.grammars
+    place = platform(model.device)
+    decoder = _fill_decoder(config, place, checkpoint, plan, context, memory, None)
+    if place.device.type == "cpu":
+        return LoadedRank(decoder, processor.grammars)
+
+    def make_runner(begin: Begin) -> Runner[Any]:
+        return place.runner(config, decoder, begin.num_blocks, begin.max_len, processor.grammars)
+
+    num_blocks = place.num_blocks(config, decoder, context)
+    return LoadedRank(decoder, processor.grammars, num_blocks, make_runner)
 
 
 def _load_encoder(

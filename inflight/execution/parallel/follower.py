@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from inflight.constraints import GrammarCompiler
+from inflight.engine.runner import Runner
 from inflight.execution.forward import ForwardPass
 from inflight.execution.parallel.layout import RankMemory
 from inflight.execution.parallel.links import SharedLinks
@@ -32,20 +33,28 @@ class RankRunner(Protocol):
     def run(self, batch: Batch, drawn: list[DrawnIds]) -> None: ...
 
 
-def follow(
-    decoder: Decoder,
-    grammars: GrammarCompiler | None,
-    memory: RankMemory,
-    report: Callable[[Report], None],
-) -> None:
+class LoadedRank(NamedTuple):
+    """What a rank has before it is told to begin."""
+
+    decoder: Decoder
+    grammars: GrammarCompiler
+    num_blocks: int | None = None  # that it has room for, where ranks have memory of their own
+    # Of ranks that all do the same, sampling included: the runner that the first one has.
+    make_runner: Callable[[Begin], Runner[Any]] | None = None
+
+
+def follow(loaded: LoadedRank, memory: RankMemory, report: Callable[[Report], None]) -> None:
     """Do what the first rank says, for ever."""
-    report(Loaded())
+    decoder, grammars, num_blocks, make_runner = loaded
+    report(Loaded(num_blocks))
     steps = memory.steps()
     runner: RankRunner | None = None
     while True:
         match decode(steps.receive(memory.rank - 1)):
             case Begin() as begin:
-                if memory.rank == memory.ranks.sampler:
+                if make_runner is not None:
+                    runner = MirroredRank(make_runner(begin))
+                elif memory.rank == memory.ranks.sampler:
                     runner = SamplingRank(decoder, begin, memory, grammars)
                 else:
                     runner = Follower(decoder, begin, memory)
@@ -55,6 +64,16 @@ def follow(
                 runner.run(batch, drawn)
             case End():
                 runner = None
+
+
+class MirroredRank:
+    """A rank that does all that the first one does. Nobody asks what its steps brought."""
+
+    def __init__(self, runner: Runner[Any]) -> None:
+        self._runner = runner
+
+    def run(self, batch: Batch, drawn: list[DrawnIds]) -> None:  # noqa: ARG002
+        self._runner.collect(self._runner.launch(batch))
 
 
 class Follower:

@@ -76,6 +76,8 @@ class Report(msgspec.Struct, frozen=True, tag=True):
 class Loaded(Report, frozen=True):
     """Its weights are there."""
 
+    num_blocks: int | None = None  # that it has room for, where ranks have memory of their own
+
 
 class Begun(Report, frozen=True):
     """It is ready for steps."""

@@ -6,6 +6,7 @@ import ctypes
 import logging
 import os
 import threading
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from inflight.engine.wire import RemoteError
@@ -43,13 +44,14 @@ class RankProcesses:
         shares: list[RankShare],
         build: str,
         options: dict[str, Any],
+        devices: Sequence[str],
     ) -> None:
         self.layout = layout
         self.shares = shares  # of all ranks
         self.memory = RankMemory(library, layout, 0, self._lost)
         self._steps = self.memory.steps()
         self._changed = threading.Condition()
-        self._loaded: set[int] = set()
+        self._loaded: dict[int, int | None] = {}  # by rank: the blocks that it has room for
         self._num_begun = 0
         self._failure: InflightError | None = None
         self._closing = threading.Event()
@@ -60,7 +62,7 @@ class RankProcesses:
             RankProcess(
                 RankStart(
                     build,
-                    options,
+                    options | {"device": devices[rank]},
                     rank,
                     layout,
                     self.memory.descriptor,
@@ -86,8 +88,10 @@ class RankProcesses:
         self.check()
         self._steps.send(message)
 
-    def wait_until_loaded(self) -> None:
+    def wait_until_loaded(self) -> int | None:
+        """The blocks that all of them have room for, where they have memory of their own."""
         self._wait(lambda: len(self._loaded) == len(self.processes))
+        return min((found for found in self._loaded.values() if found is not None), default=None)
 
     def begin(self, message: Begin) -> None:
         """All of them take their memory."""
@@ -136,7 +140,7 @@ class RankProcesses:
             return
         with self._changed:
             if isinstance(report, Loaded):
-                self._loaded.add(rank)
+                self._loaded[rank] = report.num_blocks
             else:
                 self._num_begun += 1
             self._changed.notify_all()

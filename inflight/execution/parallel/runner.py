@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
+from inflight.engine.runner import Runner
 from inflight.errors import DeviceLostError, InflightError
 from inflight.execution.parallel.collective import SharedCollective
 from inflight.execution.parallel.follower import Follower
@@ -81,6 +83,27 @@ class TensorParallelRunner:
         return ticket
 
     def collect(self, ticket: Ticket) -> Sampled:
+        return self._runner.collect(ticket)
+
+    def close(self) -> None:
+        self._runner.close()
+        self._first.end()
+
+
+class MirroredRunner:
+    """Implements `Runner`: the first of ranks that all do the same, sampling included. With the same logits they draw
+    the same tokens, so nobody need be told of them."""
+
+    def __init__(self, runner: Runner[Any], first: FirstRank) -> None:
+        self._runner = runner
+        self._first = first
+
+    def launch(self, batch: Batch) -> Any:
+        self._first.tell(batch)
+        with self._first.in_step():
+            return self._runner.launch(batch)
+
+    def collect(self, ticket: Any) -> Sampled:
         return self._runner.collect(ticket)
 
     def close(self) -> None:

@@ -13,11 +13,12 @@ from inflight.config import EngineConfig
 from inflight.engine import EngineCore
 from inflight.engine.runner import Runner
 from inflight.errors import ConfigError
+from inflight.execution.parallel.host_collective import HostCollective
 from inflight.execution.platforms import Platform
 from inflight.execution.runner import ModelRunner
 from inflight.models.decoder import Decoder
-from inflight.models.footprint import RankShare, cpu_storage, rank_shares
-from inflight.models.shard import Shard, check_tensor_parallel, shard_of
+from inflight.models.footprint import RankShare, cpu_storage, gpu_storage, rank_shares
+from inflight.models.shard import Collective, Shard, check_tensor_parallel, shard_of
 from inflight.models.spec import DecoderSpec
 from inflight.native.library import Library, native_library
 from inflight.scheduling import Scheduler
@@ -41,12 +42,11 @@ def start_ranks(
     parallel = config.parallel
     if parallel.num_ranks == 1:
         return None
-    if place.device.type != "cpu":
-        raise ConfigError(f"{parallel}: on {place.device} a model has one rank, so far")
     check_tensor_parallel(spec, parallel.tensor_parallel_size)
+    devices = _devices(config, place)
     library = native_library()
     if library is None:
-        raise ConfigError(f"{parallel}: ranks on a CPU need the compiled kernels")
+        raise ConfigError(f"{parallel}: ranks need the compiled kernels")
     try:
         from inflight.execution.parallel.layout import RankLayout
         from inflight.execution.parallel.rank_processes import RankProcesses
@@ -55,7 +55,9 @@ def start_ranks(
             f"{parallel}: ranks need a package that is not installed ({error}): install inflight-llm[server]"
         ) from error
     tensor, pipeline = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    shares = rank_shares(spec, tensor, pipeline, context, cpu_storage(dtype, library.panel))
+    on_cpu = place.device.type == "cpu"
+    storage = cpu_storage(dtype, library.panel) if on_cpu else gpu_storage(dtype)
+    shares = rank_shares(spec, tensor, pipeline, context, storage)
     for share in shares:
         logger.info("%s: %.2f GiB of weights", _named(share, len(shares)), share.weights / GIB)
     max_tokens = config.scheduler.max_num_batched_tokens or place.max_num_batched_tokens
@@ -68,15 +70,36 @@ def start_ranks(
         hand_over=pipeline * max_tokens * spec.hidden_size * 4,
         layers=tuple((share.layers.start, share.layers.stop) for share in shares[::tensor]),
     )
-    options = config.options() | {"policy": "continuous", "device": str(place.device)}
-    return RankProcesses(library, layout, shares, LOADER, options)
+    options = config.options() | {"policy": "continuous"}
+    return RankProcesses(library, layout, shares, LOADER, options, devices)
 
 
-def rank_shard(spec: DecoderSpec, memory: RankMemory) -> Shard:
+def _devices(config: EngineConfig, place: Platform) -> list[str]:
+    """Of each rank. GPUs are taken in order, from the first rank's on."""
+    parallel = config.parallel
+    if place.device.type == "cpu":
+        return ["cpu"] * parallel.num_ranks
+    if parallel.pipeline_parallel_size > 1:
+        raise ConfigError(f"{parallel}: on {place.device} the layers are in one stage, so far")
+    count = torch.cuda.device_count()
+    if parallel.num_ranks > count and config.cache.num_blocks is None:
+        raise ConfigError(
+            f"{parallel}, and torch finds {count} GPUs: ranks that share one must be told num_blocks, for neither can "
+            "tell what the other takes"
+        )
+    first = place.device.index or 0
+    return [f"cuda:{(first + rank) % count}" for rank in range(parallel.num_ranks)]
+
+
+def rank_shard(spec: DecoderSpec, memory: RankMemory, place: Platform) -> Shard:
     """What of a model the rank holds that sees this memory."""
     layout, rank = memory.ranks, memory.rank
     layers = range(*layout.layers[layout.stage(rank)])
-    return shard_of(spec, rank % layout.tensor, layout.tensor, layers, memory.collective())
+    shared = memory.collective()
+    collective: Collective | None = shared
+    if shared is not None and place.device.type != "cpu":
+        collective = HostCollective(shared)
+    return shard_of(spec, rank % layout.tensor, layout.tensor, layers, collective)
 
 
 def parallel_core(
@@ -92,7 +115,12 @@ def parallel_core(
     """An engine over all ranks. `make_runner` makes that of one which has all layers."""
     from inflight.execution.parallel.follower import Follower
     from inflight.execution.parallel.messages import Begin
-    from inflight.execution.parallel.runner import FirstRank, PipelineRunner, TensorParallelRunner
+    from inflight.execution.parallel.runner import (
+        FirstRank,
+        MirroredRunner,
+        PipelineRunner,
+        TensorParallelRunner,
+    )
 
     library = native_library()
     assert library is not None
@@ -101,11 +129,13 @@ def parallel_core(
         logger.info("%s: %.2f GiB of KV memory", _named(share, len(ranks.shares)), size)
     begin = Begin(num_blocks, scheduler.blocks.block_size, scheduler.limits.max_num_seqs, max_len)
     first = FirstRank(ranks, library, decoder.shard.collective)
-    together: TensorParallelRunner | PipelineRunner
+    together: TensorParallelRunner | MirroredRunner | PipelineRunner
     if ranks.layout.pipeline == 1:
         runner = make_runner()
-        assert isinstance(runner, ModelRunner)
-        together = TensorParallelRunner(runner, first)
+        if isinstance(runner, ModelRunner):
+            together = TensorParallelRunner(runner, first)
+        else:
+            together = MirroredRunner(runner, first)
     else:
         together = PipelineRunner(Follower(decoder, begin, ranks.memory), ranks.memory.results(), first)
         pipeline_depth = ranks.layout.pipeline

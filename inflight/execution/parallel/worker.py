@@ -17,16 +17,14 @@ import msgspec
 import torch
 
 from inflight.config import EngineConfig
-from inflight.constraints import GrammarCompiler
 from inflight.engine.lifeline import die_with, ignore_signals
 from inflight.engine.wire import RemoteError
 from inflight.errors import EngineError
-from inflight.execution.parallel.follower import follow
+from inflight.execution.parallel.follower import LoadedRank, follow
 from inflight.execution.parallel.layout import RankMemory
 from inflight.execution.parallel.messages import Broken, RankStart, Report, encode_report
 from inflight.execution.parallel.rank_processes import BEAT_EVERY
 from inflight.logs import configure_logging
-from inflight.models.decoder import Decoder
 from inflight.native.library import native_library
 from inflight.registry import Registry
 
@@ -34,7 +32,7 @@ logger = logging.getLogger(
     "inflight.execution.parallel.worker"
 )  # as the main module it would be called __main__
 
-LoadRank = Callable[[EngineConfig, RankMemory], tuple[Decoder, GrammarCompiler]]
+LoadRank = Callable[[EngineConfig, RankMemory], LoadedRank]
 LOADERS: Registry[LoadRank] = Registry("loader", {})
 
 
@@ -63,10 +61,10 @@ def _work(start: RankStart) -> None:
     torch.set_num_threads(1)
     memory = RankMemory(library, start.layout, start.rank, _leave, start.memory)
     library.beat(memory.beats(start.rank), BEAT_EVERY)
-    decoder, grammars = LOADERS.get(start.build)(EngineConfig.create(**start.options), memory)
+    loaded = LOADERS.get(start.build)(EngineConfig.create(**start.options), memory)
     gc.collect()
     gc.freeze()
-    follow(decoder, grammars, memory, partial(_report, start))
+    follow(loaded, memory, partial(_report, start))
 
 
 def _report(start: RankStart, report: Report) -> None:

@@ -9,13 +9,28 @@ from typing import Any
 
 import pytest
 
-from inflight import LLM, SamplingParams, StructuredOutputs
+from inflight import LLM, SamplingParams, StructuredOutputs, loading
+from inflight.config import EngineConfig
+from inflight.execution.parallel import starting
+from inflight.execution.parallel.collective import SharedCollective
+from inflight.execution.parallel.follower import LoadedRank
+from inflight.execution.parallel.host_collective import HostCollective
+from inflight.execution.parallel.layout import RankMemory
+from inflight.execution.parallel.messages import Begin
+from inflight.execution.parallel.runner import MirroredRunner
+from inflight.execution.parallel.starting import rank_shard
+from inflight.execution.platforms import Platform
+from inflight.execution.runner import ModelRunner
+from inflight.loading import load_rank
+from inflight.models.shard import Shard
+from inflight.models.spec import DecoderSpec
 from inflight.native.library import native_library
 from inflight.outputs import RequestOutput
 from tests.checkpoints import FAMILIES
 from tests.e2e.conftest import Folder
 from tests.e2e.policies import GREEDY_CONTINUOUS
 from tests.e2e.reference import PROMPTS
+from tests.execution.parallel import thread_ranks
 from tests.pooled import write_reranker
 
 pytestmark = [
@@ -173,6 +188,33 @@ def test_every_rank_tells_its_share_before_it_is_taken(
     assert told[3].startswith("rank 3 of 4, layers ")
     assert told[3].endswith("GiB of weights")
     assert told[7].endswith("GiB of KV memory")
+
+
+def test_ranks_that_all_sample(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As GPUs do it, here with the runner of a CPU: sums go through the host, every rank has all logits, and nobody is
+    told what was drawn."""
+    expected = run(LLM(folder("qwen3"), show_progress=False))
+
+    def shard_of_rank(spec: DecoderSpec, memory: RankMemory, place: Platform) -> Shard:
+        shard = rank_shard(spec, memory, place)
+        assert isinstance(shard.collective, SharedCollective)
+        return replace(shard, collective=HostCollective(shard.collective))
+
+    def load(config: EngineConfig, memory: RankMemory) -> LoadedRank:
+        found = load_rank(config, memory)
+
+        def make_runner(begin: Begin) -> ModelRunner:
+            sizes = begin.num_blocks, begin.block_size, begin.max_rows, begin.max_len
+            return ModelRunner(found.decoder, *sizes, found.grammars)
+
+        return found._replace(make_runner=make_runner, num_blocks=50)
+
+    monkeypatch.setattr(loading, "rank_shard", shard_of_rank)
+    monkeypatch.setattr(thread_ranks, "load_rank", load)
+    monkeypatch.setattr(starting, "ModelRunner", MirroredRunner)  # none here is one of those
+    llm = LLM(folder("qwen3"), show_progress=False, tensor_parallel_size=2, num_blocks=60)
+    assert llm._engine.facts.num_blocks == 50  # what all ranks have room for
+    check(run(llm), expected)
 
 
 def test_another_engine_over_the_same_ranks(folder: Folder) -> None:

@@ -43,8 +43,7 @@ class ThreadRank:
         start = self._start
         self._memory = RankMemory(library, start.layout, start.rank, self._leave, os.dup(start.memory))
         try:
-            loaded = load_rank(EngineConfig.create(**start.options), self._memory)
-            follow(*loaded, self._memory, self._report)
+            follow(load_rank(EngineConfig.create(**start.options), self._memory), self._memory, self._report)
         except _LeftError:
             pass
         except Exception as error:
