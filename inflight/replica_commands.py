@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import os
 import sys
-import urllib.error
-import urllib.request
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
 
 import typer
 
 from inflight.errors import ConfigError, EngineError
+
+if TYPE_CHECKING:
+    from urllib.error import HTTPError
 
 app = typer.Typer(help="See and change the replicas of a running server.", no_args_is_help=True)
 
@@ -73,22 +74,26 @@ def roll(url: _URL = _ADDRESS, key: _KEY = None) -> None:
 
 def _call(method: str, url: str, path: str, key: str | None) -> dict[str, Any]:
     """Waits as long as it takes: a replica may load for minutes."""
+    # Other commands should not wait for these to be imported.
+    from urllib.error import HTTPError
+    from urllib.request import Request, urlopen
+
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"the url is {url!r}: it must begin with http:// or https://")
     key = key or os.environ.get("INFLIGHT_ADMIN_KEY")
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    request = urllib.request.Request(f"{url.rstrip('/')}/v1/replicas{path}", method=method, headers=headers)
+    request = Request(f"{url.rstrip('/')}/v1/replicas{path}", method=method, headers=headers)
     try:
-        with urllib.request.urlopen(request) as response:
+        with urlopen(request) as response:
             found: dict[str, Any] = json.load(response)
-    except urllib.error.HTTPError as error:
+    except HTTPError as error:
         raise EngineError(_message(error)) from None
     except (OSError, ValueError) as error:
         raise EngineError(f"the server at {url} does not answer: {error}") from None
     return found
 
 
-def _message(error: urllib.error.HTTPError) -> str:
+def _message(error: HTTPError) -> str:
     try:
         return str(json.load(error)["error"]["message"])
     except (ValueError, KeyError, TypeError):

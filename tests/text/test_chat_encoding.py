@@ -79,7 +79,7 @@ def test_what_a_request_sends_stays_text_wherever_it_goes(
                 "content": (first if route != "two fields" and "argument and" not in route else rest) + space,
                 "name": first,
                 "arguments": {first: rest},
-                "tool_calls": [{"function": {"arguments": {first: {rest: spelled}}}}],
+                "tool_calls": [{"function": {"name": "f", "arguments": {first: {rest: spelled}}}}],
             }
             messages = [message, {"role": "user", "content": rest}]
             text, ids = encode_chat(
