@@ -87,7 +87,7 @@ def parts_of(name: str) -> st.SearchStrategy[str]:
 
 
 @pytest.mark.parametrize("name", list(TOOL_FORMATS))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_any_text_in_any_pieces(name: str, data: st.DataObject) -> None:
     text = data.draw(parts_of(name))

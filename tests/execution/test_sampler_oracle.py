@@ -59,7 +59,7 @@ def jobs(draw: DrawFn) -> Job:
     )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.lists(jobs(), min_size=1, max_size=8))
 def test_every_row_is_what_the_oracle_says(batch: list[Job]) -> None:
     sampled = Bench(batch).sample().to_host()

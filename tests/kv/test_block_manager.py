@@ -106,7 +106,7 @@ class BlockMachine(RuleBasedStateMachine):
             assert len(prefixes) == 1, "a block has two owners only when both have the same prefix"
 
 
-BlockMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+BlockMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 TestBlockMachine = BlockMachine.TestCase
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.server.live import Backend, Live, live_server
 from tests.server.test_limits import connect
 
-EXAMPLES = 300
+EXAMPLES = 150
 SECONDS = 60.0  # then the rest of the examples is left out
 STATUSES = {100, 200, 400, 403, 404, 405, 408, 413, 415, 431, 503}
 LAST = b"\r\n\r\nGET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"

@@ -33,9 +33,9 @@ CHANGING = (  # which no one may here
     *("/v1/replicas", "/v1/replicas/roll", "/v1/replicas/{replica}/drain", "/v1/replicas/{replica}/restart"),
 )
 OPERATIONS = [
-    *(("POST", path, 50) for path in GENERATING),
-    *(("POST", path, 12 if path in FEW else 40) for path in (*SCORING, *CLASSIFYING)),
-    *(("POST", path, 30) for path in ("/tokenize", "/detokenize", "/v1/messages/count_tokens")),
+    *(("POST", path, 20) for path in GENERATING),
+    *(("POST", path, 6 if path in FEW else 15) for path in (*SCORING, *CLASSIFYING)),
+    *(("POST", path, 12) for path in ("/tokenize", "/detokenize", "/v1/messages/count_tokens")),
     *(("GET", path, 8) for path in ("/v1/models/{model}", "/v1/requests/{request_id}", RESPONSE)),
     *(("DELETE", path, 8) for path in ("/v1/requests/{request_id}", RESPONSE)),
     ("POST", f"{RESPONSE}/cancel", 8),

@@ -49,7 +49,7 @@ def test_tokenizer_training_is_deterministic() -> None:
     assert dataset.make_tokenizer(seed=0, documents_used=300).to_str() == tokenizer().to_str()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.text(max_size=60))
 def test_any_text_survives_the_round_trip(text: str) -> None:
     assert tokenizer().decode(tokenizer().encode(text).ids, skip_special_tokens=False) == text
@@ -91,7 +91,7 @@ def test_exported_tokenizer_and_chat_template_match_the_training_text(tmp_path: 
     assert json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"] == [2, 0]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=20, max_size=60),
     length=st.integers(4, 30),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,11 @@ def run(llm: LLM, rounds: int = 1) -> list[RequestOutput]:
     return outputs
 
 
+@cache
+def of_one_rank(path: Path) -> list[RequestOutput]:
+    return run(LLM(path, show_progress=False))
+
+
 def logprobs(output: RequestOutput) -> list[dict[int, float]]:
     positions = [*(output.prompt_logprobs or ()), *(output.outputs[0].logprobs or ())]
     return [{i: found.logprob for i, found in at.items()} for at in positions if at is not None]
@@ -93,14 +99,13 @@ def check(found: list[RequestOutput], expected: list[RequestOutput]) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family(family: str, shape: str, folder: Folder) -> None:
     path = folder(family)
-    expected = run(LLM(path, show_progress=False))
-    check(run(LLM(path, show_progress=False, **SHAPES[shape])), expected)
+    check(run(LLM(path, show_progress=False, **SHAPES[shape])), of_one_rank(path))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("scene", SCENES)
 def test_every_schedule(scene: str, shape: str, folder: Folder) -> None:
-    expected = run(LLM(folder("qwen3"), show_progress=False))
+    expected = of_one_rank(folder("qwen3"))
     outputs = run(LLM(folder("qwen3"), show_progress=False, **SHAPES[shape], **SCENES[scene]), rounds=2)
     check(outputs, expected)
     if "scarce" in scene:
