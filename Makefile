@@ -5,7 +5,7 @@ VENV := .venv
 WORKERS ?= auto
 BIN := $(VENV)/bin
 AI_SDK := tests/server/clients/ai_sdk
-PIP := $(BIN)/pip --quiet --disable-pip-version-check install --no-compile --constraint constraints.txt
+PIP := $(BIN)/pip --quiet --disable-pip-version-check install --constraint constraints.txt
 
 .PHONY: demo serve test setup lint types layering tests clean
 

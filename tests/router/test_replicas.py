@@ -39,10 +39,9 @@ async def test_a_rolling_restart_and_a_removal_under_load_fail_no_one() -> None:
         assert not any(map(alive, before))
         assert await router.replicas.add() == "2"
         await router.replicas.remove("0", 0.05)
-        await until(lambda: all(replica.requests for replica in router.replicas.members))
+        await until(lambda: all(replica.requests for replica in router.replicas.members) and num_answers > 6)
         is_done = True
         await asyncio.gather(*asking)
-        assert num_answers > 6
         assert sorted(replica.replica_id for replica in router.replicas.members) == ["1", "2"]
         assert (await router.stats()).num_output_tokens >= 40 * num_answers - 40 * 6
         health = await router.health()
