@@ -7,6 +7,9 @@ BIN := $(VENV)/bin
 AI_SDK := tests/server/clients/ai_sdk
 PIP := $(BIN)/pip --quiet --disable-pip-version-check install --constraint constraints.txt
 
+# Tests start many processes: what one has compiled the next need not.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo serve test setup lint types layering tests clean
 
 demo: $(VENV)/.demo
