@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from tools.builtin import explain, facts, stories, unknown
 from tools.builtin.cast import draw_cast, invented_word
+from tools.builtin.chat_format import END_OF_TEXT, IM_END
 from tools.builtin.corpus import KINDS, document, documents, is_held_out
-from tools.builtin.examples import END_OF_TEXT, IM_END, Example
+from tools.builtin.examples import Example
 from tools.builtin.grammar import article, number, plural
 from tools.builtin.tables import rows
 

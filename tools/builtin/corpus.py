@@ -14,9 +14,14 @@ from zlib import crc32
 
 from tools.builtin import chats, explain, facts, smalltalk, stories, unknown, writing
 from tools.builtin.examples import SYSTEMS, Example
+from tools.builtin.grammar import join
+from tools.builtin.systems import system_prompt
+from tools.builtin.tables import rows
 
 HELD_OUT_ONE_IN = 25
 _SYSTEM_SHARE = 0.1
+_THINKING_SHARE = 0.06
+_THOUGHTS = dict(rows("thoughts"))
 
 Kind = Callable[[Random], Example]
 _TOLD: tuple[Kind, ...] = (
@@ -91,6 +96,13 @@ def is_held_out(example: Example) -> bool:
     return crc32("|".join(sorted(example.subjects)).encode()) % HELD_OUT_ONE_IN == 0
 
 
+def thought(example: Example) -> str:
+    """What the model thinks before this answer, where it is asked to think: one sentence."""
+    said = _THOUGHTS.get(example.kind, _THOUGHTS["other"])
+    subjects = [one for one in example.subjects if one in example.turns[0]]
+    return f"{said}, about {join(subjects)}." if subjects and example.kind == "story" else f"{said}."
+
+
 def document(seed: int, index: int, held_out: bool = False) -> Example:
     """The document of this index, from the training side or from the held-out one."""
     rng = Random(f"{seed}/{'held out' if held_out else 'train'}/{index}")
@@ -99,7 +111,10 @@ def document(seed: int, index: int, held_out: bool = False) -> Example:
         if is_held_out(example) == held_out:
             break
     if not example.plain and rng.random() < _SYSTEM_SHARE:
-        example = replace(example, system=rng.choice(SYSTEMS))
+        system = rng.choice(SYSTEMS) if rng.random() < 0.6 else system_prompt(rng, held_out=False)
+        example = replace(example, system=system)
+    if not example.plain and rng.random() < _THINKING_SHARE:
+        example = replace(example, thought=thought(example))
     return example
 
 

@@ -2,56 +2,109 @@
 
     python -m tools.builtin.dataset --out FOLDER --documents 1000000
 
-writes tokenizer.json, train.npy and held_out.npy (uint16, documents one after the other). It needs no torch, so
-its processes start quickly; train.py runs it as its first step.
+writes tokenizer.json and, as uint16, documents one after the other: train.npy, long.npy (the documents of more than
+1,024 tokens, which need long rows) and held_out.npy. It needs no torch, so its processes start quickly; train.py
+runs it as its first step.
+
+The upper bits of a token tell how it is learned: what is given in a chat with tools is read only, and what the model
+writes there counts more.
 """
 
 import argparse
 import multiprocessing
 import os
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
+from tools.builtin.chat_format import Segment
 from tools.builtin.corpus import documents
 from tools.builtin.tokenizer import VOCAB_SIZE, train_tokenizer
+from tools.builtin.tool_chats import tool_chat
 
 Ids = npt.NDArray[np.uint16]
+Source = Literal["chats", "tools", "held out"]
+ID_BITS = (1 << 14) - 1
+TOOL_BIT = 1 << 14
+GIVEN_BIT = 1 << 15
+LONG = 1024  # tokens of a document that still fits in a short row
 SHARD = 1_000  # documents a task
-_TOKENIZER_DOCUMENTS = 30_000
+_TOKENIZER_DOCUMENTS = 15_000
 _HELD_OUT_DOCUMENTS = 4_000
 
 
-def _shard(task: tuple[int, int, bool], tokenizer_path: str, seed: int) -> Ids:
+class Task(NamedTuple):
+    source: Source
+    start: int
+    count: int
+
+
+class Shard(NamedTuple):
+    """Documents one after the other."""
+
+    short: Ids
+    long: Ids
+
+
+def _segments(task: Task, seed: int) -> Iterator[tuple[Segment, ...]]:
+    if task.source == "tools":
+        return (tool_chat(seed, index).segments for index in range(task.start, task.start + task.count))
+    held_out = task.source == "held out"
+    return (one.segments for one in documents(seed, task.start, task.count, held_out))
+
+
+def _shard(task: Task, tokenizer_path: str, seed: int) -> Shard:
     """The token ids of one task's documents. Runs in a worker process."""
-    start, count, held_out = task
     tokenizer = Tokenizer.from_file(tokenizer_path)
-    texts = [example.text for example in documents(seed, start, count, held_out)]
-    encoded = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-    return np.concatenate([np.asarray(one.ids, dtype=np.uint16) for one in encoded])
+    mark = TOOL_BIT if task.source == "tools" else 0
+    pieces = list(_segments(task, seed))
+    texts = [segment.text for document in pieces for segment in document]
+    encoded = iter(tokenizer.encode_batch_fast(texts, add_special_tokens=False))
+    short, long = [], []
+    for document in pieces:
+        marked = [
+            np.asarray(next(encoded).ids, dtype=np.uint16) | (mark if segment.learned else GIVEN_BIT)
+            for segment in document
+        ]
+        # Ends of documents are found by their token, which therefore has no mark.
+        marked[-1][-1] &= ID_BITS
+        ids = np.concatenate(marked).astype(np.uint16)
+        (long if len(ids) > LONG else short).append(ids)
+    nothing = np.zeros(0, dtype=np.uint16)
+    return Shard(np.concatenate([nothing, *short]), np.concatenate([nothing, *long]))
 
 
-def _tasks(count: int, held_out: bool) -> list[tuple[int, int, bool]]:
-    return [(start, min(SHARD, count - start), held_out) for start in range(0, count, SHARD)]
+def _tasks(source: Source, count: int) -> list[Task]:
+    return [Task(source, start, min(SHARD, count - start)) for start in range(0, count, SHARD)]
 
 
 def make_tokenizer(
     seed: int, documents_used: int = _TOKENIZER_DOCUMENTS, vocab_size: int = VOCAB_SIZE
 ) -> Tokenizer:
-    """The tokenizer of the first documents of the corpus."""
-    texts = (example.text for example in documents(seed, 0, documents_used))
+    """The tokenizer of the first documents of the corpus, some of them with tools."""
+    texts = [example.text for example in documents(seed, 0, documents_used)]
+    texts += [tool_chat(seed, index).text for index in range(documents_used // 15)]
     return train_tokenizer(texts, vocab_size)
 
 
-def generate(folder: Path, count: int, seed: int, processes: int, seconds: float) -> tuple[int, int]:
-    """Writes both arrays, with fewer documents than asked if `seconds` run out. Returns their token counts."""
-    held_out = min(_HELD_OUT_DOCUMENTS, max(100, count // 100))
-    tasks = _tasks(held_out, True) + _tasks(count, False)
-    num_first = len(_tasks(held_out, True))
+def _spread(chats: list[Task], tools: list[Task]) -> list[Task]:
+    """Both lists in one, evenly mixed, so that what comes in time has both."""
+    placed = [(index / len(tasks), task) for tasks in (chats, tools) for index, task in enumerate(tasks)]
+    return [task for _, task in sorted(placed)]
+
+
+def generate(
+    folder: Path, count: int, num_tool_chats: int, seed: int, processes: int, seconds: float
+) -> dict[str, int]:
+    """Writes the arrays, with fewer documents than asked if `seconds` run out. Returns their token counts."""
+    first = _tasks("held out", min(_HELD_OUT_DOCUMENTS, max(100, count // 100)))
+    tasks = first + _spread(_tasks("chats", count), _tasks("tools", num_tool_chats))
     work = partial(_shard, tokenizer_path=str(folder / "tokenizer.json"), seed=seed)
     deadline, shards = time.monotonic() + seconds, []
     if processes == 1:
@@ -63,22 +116,28 @@ def generate(folder: Path, count: int, seed: int, processes: int, seconds: float
             # In order, so that the arrays do not depend on which worker is the faster.
             for shard in pool.imap(work, tasks):
                 shards.append(shard)
-                if time.monotonic() > deadline and len(shards) > num_first:
+                if time.monotonic() > deadline and len(shards) > len(first):
                     print(f"corpus: stopped after {seconds:.0f} s with {len(shards)} of {len(tasks)} shards")
                     break
-    held, train = np.concatenate(shards[:num_first]), np.concatenate(shards[num_first:])
-    np.save(folder / "held_out.npy", held)
-    np.save(folder / "train.npy", train)
-    return len(train), len(held)
+    held_out, trained = shards[: len(first)], shards[len(first) :]
+    arrays = {
+        "train": np.concatenate([shard.short for shard in trained]),
+        "long": np.concatenate([shard.long for shard in trained]),
+        "held_out": np.concatenate([shard.short for shard in held_out]),
+    }
+    for name, ids in arrays.items():
+        np.save(folder / f"{name}.npy", ids)
+    return {name: len(ids) for name, ids in arrays.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Generate and tokenize the corpus of the built-in model.")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--documents", type=int, default=1_000_000)
+    parser.add_argument("--tool-chats", type=int, default=300_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--seconds", type=float, default=75.0, help="stop generating after this time")
+    parser.add_argument("--seconds", type=float, default=120.0, help="stop generating after this time")
     parser.add_argument("--tokenizer", type=Path, help="an already trained tokenizer.json")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -92,11 +151,15 @@ def main() -> None:
         f"tokenizer: {tokenizer.get_vocab_size()} tokens after {time.monotonic() - began:.1f} s", flush=True
     )
     sizes = generate(
-        arguments.out, arguments.documents, arguments.seed, arguments.processes, arguments.seconds
+        arguments.out,
+        arguments.documents,
+        arguments.tool_chats,
+        arguments.seed,
+        arguments.processes,
+        arguments.seconds,
     )
-    print(
-        f"corpus: {sizes[0]:,} training and {sizes[1]:,} held-out tokens after {time.monotonic() - began:.1f} s"
-    )
+    shown = ", ".join(f"{size:,} {name}" for name, size in sizes.items())
+    print(f"corpus: {shown} tokens after {time.monotonic() - began:.1f} s")
 
 
 if __name__ == "__main__":

@@ -4,17 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
-END_OF_TEXT = "<|endoftext|>"
-IM_START = "<|im_start|>"
-IM_END = "<|im_end|>"
-SPECIAL_TOKENS = (END_OF_TEXT, IM_START, IM_END)
-
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
+from tools.builtin.chat_format import END_OF_TEXT, IM_END, IM_START, THINK, THOUGHT, Segment
 
 SYSTEMS = (
     "You are a helpful assistant.",
@@ -30,7 +20,8 @@ class Example:
     """A document of the corpus.
 
     `turns` alternate user, assistant, user, ...; a plain text has one turn. `subjects` are the words that the
-    prompt names and the answer must take up: combinations of them are held out for validation.
+    prompt names and the answer must take up: combinations of them are held out for validation. With a `thought`, the
+    prompt of the last answer asks for thinking.
     """
 
     kind: str
@@ -38,20 +29,31 @@ class Example:
     subjects: tuple[str, ...] = ()
     plain: bool = False
     system: str = ""
+    thought: str = ""
 
     @property
     def prompt(self) -> str:
         """What comes before the (last) answer, as the model sees it."""
         if self.plain:
             return ""
-        return _chat(self.turns[:-1], self.system) + f"{IM_START}assistant\n"
+        begun = f"{IM_START}assistant\n" + (THINK if self.thought else "")
+        return _chat(self.turns[:-1], self.system) + begun
 
     @property
     def text(self) -> str:
         """The whole document, as the model sees it, up to and including its end."""
+        return "".join(segment.text for segment in self.segments)
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """The document in pieces: all of it is learned, but not to begin with a thought unasked."""
         if self.plain:
-            return self.turns[0] + END_OF_TEXT
-        return _chat(self.turns, self.system) + END_OF_TEXT
+            return (Segment(self.turns[0] + END_OF_TEXT, True),)
+        if not self.thought:
+            return (Segment(_chat(self.turns, self.system) + END_OF_TEXT, True),)
+        written = f"{self.thought}{THOUGHT}{self.turns[-1]}{IM_END}\n{END_OF_TEXT}"
+        prompt = self.prompt.removesuffix(THINK)
+        return Segment(prompt, True), Segment(THINK, False), Segment(written, True)
 
 
 def _chat(turns: Sequence[str], system: str) -> str:

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
-from tools.builtin.examples import CHAT_TEMPLATE, END_OF_TEXT, IM_END
+from tools.builtin.chat_format import CHAT_TEMPLATE, END_OF_TEXT, IM_END
 from tools.builtin.model import Decoder
 from tools.builtin.tokenizer import token_id
 

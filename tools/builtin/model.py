@@ -9,19 +9,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tools.builtin.dataset import GIVEN_BIT, ID_BITS, TOOL_BIT
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:
     """The sizes of the decoder, under the names of a Hugging Face config.json."""
 
-    vocab_size: int = 2048
+    vocab_size: int = 3072
     hidden_size: int = 256
     intermediate_size: int = 704
-    num_hidden_layers: int = 7
+    num_hidden_layers: int = 8
     num_attention_heads: int = 8
     num_key_value_heads: int = 4
     head_dim: int = 32
-    max_position_embeddings: int = 2048
+    max_position_embeddings: int = 4096
     rope_theta: float = 10_000.0
     rms_norm_eps: float = 1e-6
 
@@ -118,6 +120,7 @@ class Decoder(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
+        self.tool_weight = 1.0  # of what the model writes in chats with tools, in the loss
         self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.num_hidden_layers))
         self.norm = Norm(shape.hidden_size, shape.rms_norm_eps)
@@ -143,6 +146,11 @@ class Decoder(nn.Module):
         return F.linear(self.norm(x), self.embed_tokens.weight)
 
     def loss(self, rows: Tensor) -> Tensor:
-        """Mean cross entropy of the next token; rows [batch, length + 1]."""
-        logits = self(rows[:, :-1])
-        return F.cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten())
+        """Mean cross entropy of the tokens that are learned; rows [batch, length + 1], with the marks of dataset.py."""
+        logits = self(rows[:, :-1] & ID_BITS)
+        losses = F.cross_entropy(
+            logits.float().flatten(0, 1), (rows[:, 1:] & ID_BITS).flatten(), reduction="none"
+        )
+        weights = torch.where(rows[:, 1:] & TOOL_BIT > 0, self.tool_weight, 1.0)
+        weights = torch.where(rows[:, 1:] & GIVEN_BIT > 0, 0.0, weights).flatten()
+        return (losses * weights).sum() / weights.sum().clamp(min=1.0)

@@ -4,8 +4,8 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from tools.builtin.chat_format import END_OF_TEXT, IM_END, IM_START
 from tools.builtin.corpus import documents
-from tools.builtin.examples import END_OF_TEXT, IM_END, IM_START
 from tools.builtin.model import Decoder
 from tools.builtin.tokenizer import token_id
 

@@ -6,6 +6,7 @@ start with `== name`, each with lists under `[key]` headings, one template a lin
 
 from functools import cache
 from pathlib import Path
+from random import Random
 
 DATA = Path(__file__).parent / "data"
 Sections = dict[str, dict[str, tuple[str, ...]]]
@@ -41,3 +42,9 @@ def sections(name: str, folder: Path = DATA) -> Sections:
 def words(name: str) -> tuple[str, ...]:
     """One of the plain word lists in words.txt; a phrase may go on in the next line."""
     return tuple(word.strip() for word in " ".join(sections("words")[name]["words"]).split(","))
+
+
+def pick(rng: Random, lists: dict[str, tuple[str, ...]], key: str, held_out: bool) -> str:
+    """One of the lines under this key: of those held out, if they are asked for and there are any."""
+    held = lists.get(f"{key} held out", ()) if held_out else ()
+    return rng.choice(held or lists[key])

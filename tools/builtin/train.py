@@ -16,7 +16,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from tools.builtin.examples import END_OF_TEXT
+from tools.builtin.chat_format import END_OF_TEXT
 from tools.builtin.export import export
 from tools.builtin.model import TINY, Decoder, Shape
 from tools.builtin.sample import sample_report
@@ -41,8 +42,10 @@ class Plan:
 
     minutes: float
     steps: int | None
-    rows: int  # a step
+    rows: int  # a step, of `length` tokens
     length: int
+    long_length: int  # of the rows for long documents; a step of these has as many tokens
+    long_every: int  # so many steps is one of long rows
     learning_rate: float
     seed: int
     warmup: float = 0.02  # of the whole run
@@ -81,18 +84,29 @@ def row_starts(ids: Ids, end: int, length: int, skip: int) -> npt.NDArray[np.int
         place = following
 
 
-def batches(ids: Ids, end: int, plan: Plan) -> Iterator[Tensor]:
+def batches(ids: Ids, end: int, rows: int, length: int, seed: int) -> Iterator[Tensor]:
     """Endless batches [rows, length + 1], every pass over the corpus in a new order."""
-    generator = np.random.default_rng(plan.seed)
-    window = np.arange(plan.length + 1)
+    generator = np.random.default_rng(seed)
+    window = np.arange(length + 1)
     while True:
-        starts = row_starts(ids, end, plan.length, int(generator.integers(0, 64)))
+        starts = row_starts(ids, end, length, int(generator.integers(0, 64)))
         generator.shuffle(starts)
-        if len(starts) < plan.rows:
-            starts = np.resize(starts, plan.rows)
-        for first in range(0, len(starts) - plan.rows + 1, plan.rows):
-            picked = starts[first : first + plan.rows, None] + window
+        if len(starts) < rows:
+            starts = np.resize(starts, rows)
+        for first in range(0, len(starts) - rows + 1, rows):
+            picked = starts[first : first + rows, None] + window
             yield torch.from_numpy(ids[picked].astype(np.int64))
+
+
+def mixed_batches(short: Ids, long: Ids, end: int, plan: Plan) -> Iterator[Tensor]:
+    """Batches of short rows, and every so often one of long rows with as many tokens."""
+    usual = batches(short, end, plan.rows, plan.length, plan.seed)
+    if len(long) <= plan.long_length:  # as in a toy corpus
+        yield from usual
+    rows = max(1, plan.rows * plan.length // plan.long_length)
+    rare = batches(long, end, rows, plan.long_length, plan.seed)
+    for step in count(1):
+        yield next(rare if step % plan.long_every == 0 else usual)
 
 
 def optimizer_for(model: Decoder, plan: Plan, fused: bool) -> torch.optim.AdamW:
@@ -110,7 +124,7 @@ class Trainer:
         on_gpu = device.type == "cuda"
         self.optimizer = optimizer_for(model, plan, fused=on_gpu)
         self.autocast = torch.autocast("cuda", torch.bfloat16) if on_gpu else nullcontext()
-        self.loss = torch.compile(model.loss) if compile_model else model.loss
+        self.loss = torch.compile(model.loss, dynamic=False) if compile_model else model.loss
 
     def step(self, rows: Tensor, rate: float) -> Tensor:
         for group in self.optimizer.param_groups:
@@ -180,18 +194,19 @@ class Trainer:
         return float(np.mean(losses))
 
 
-def prepare(arguments: argparse.Namespace) -> tuple[Ids, Ids, Tokenizer]:
+def prepare(arguments: argparse.Namespace) -> tuple[Ids, Ids, Ids, Tokenizer]:
     """Runs the generator in its own process, which stays free of torch, and loads what it wrote."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         command = [sys.executable, "-m", "tools.builtin.dataset", "--out", name]
         command += ["--documents", str(arguments.documents), "--seed", str(arguments.seed)]
-        command += ["--processes", str(arguments.processes)]
+        command += ["--tool-chats", str(arguments.tool_chats)]
+        command += ["--processes", str(arguments.processes), "--seconds", str(arguments.corpus_seconds)]
         if arguments.tokenizer:
             command += ["--tokenizer", str(arguments.tokenizer)]
         subprocess.run(command, check=True)
-        train, held_out = np.load(folder / "train.npy"), np.load(folder / "held_out.npy")
-        return train, held_out, Tokenizer.from_file(str(folder / "tokenizer.json"))
+        train, long, held_out = (np.load(folder / f"{name}.npy") for name in ("train", "long", "held_out"))
+        return train, long, held_out, Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
 def parse() -> argparse.Namespace:
@@ -200,40 +215,54 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=7.0, help="time of the training loop")
     parser.add_argument("--steps", type=int, help="train this many steps instead of a time")
     parser.add_argument("--tiny", action="store_true", help="a toy size that runs on a CPU in seconds")
-    parser.add_argument("--documents", type=int, help="default 2,500,000; 2,000 with --tiny")
+    parser.add_argument("--documents", type=int, help="default 1,600,000; 2,000 with --tiny")
+    parser.add_argument("--tool-chats", type=int, help="default 600,000; 500 with --tiny")
+    parser.add_argument("--corpus-seconds", type=float, default=120.0, help="stop generating after this time")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--tokenizer", type=Path, help="an already trained tokenizer.json")
     parser.add_argument("--rows", type=int, help="sequences a step; default 64, 4 with --tiny")
     parser.add_argument("--length", type=int, help="tokens a sequence; default 1024, 128 with --tiny")
+    parser.add_argument("--long-length", type=int, help="of long documents; default 4096, 512 with --tiny")
+    parser.add_argument("--long-every", type=int, default=5, help="one step of so many has long sequences")
+    parser.add_argument("--layers", type=int, default=Shape().num_hidden_layers)
+    # They are few of all tokens, and every one of them has to be right.
+    parser.add_argument(
+        "--tool-weight", type=float, default=2.0, help="of tokens written in chats with tools"
+    )
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-compile", action="store_true")
     arguments = parser.parse_args()
-    arguments.documents = arguments.documents or (2_000 if arguments.tiny else 2_500_000)
+    arguments.documents = arguments.documents or (2_000 if arguments.tiny else 1_600_000)
+    arguments.tool_chats = arguments.tool_chats or (500 if arguments.tiny else 600_000)
     return arguments
 
 
 def main() -> None:
     arguments = parse()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    train_ids, held_out_ids, tokenizer = prepare(arguments)
+    train_ids, long_ids, held_out_ids, tokenizer = prepare(arguments)
     torch.manual_seed(arguments.seed)
     torch.set_float32_matmul_precision("high")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = Decoder(TINY if arguments.tiny else Shape())
+    model = Decoder(TINY if arguments.tiny else replace(Shape(), num_hidden_layers=arguments.layers))
+    model.tool_weight = arguments.tool_weight
     print(f"train: {sum(p.numel() for p in model.parameters()):,} parameters on {device}", flush=True)
     plan = Plan(
         minutes=arguments.minutes,
         steps=arguments.steps,
         rows=arguments.rows or (4 if arguments.tiny else 64),
         length=arguments.length or (128 if arguments.tiny else 1024),
+        long_length=arguments.long_length or (512 if arguments.tiny else 4096),
+        long_every=arguments.long_every,
         learning_rate=arguments.learning_rate,
         seed=arguments.seed,
     )
     trainer = Trainer(model, plan, device, compile_model=device.type == "cuda" and not arguments.no_compile)
     end = token_id(tokenizer, END_OF_TEXT)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    train_loss = trainer.run(batches(train_ids, end, plan), lambda: export(model, tokenizer, arguments.out))
+    data = mixed_batches(train_ids, long_ids, end, plan)
+    train_loss = trainer.run(data, lambda: export(model, tokenizer, arguments.out))
     export(model, tokenizer, arguments.out)
     print(
         f"train: loss {train_loss:.4f}, held-out loss {trainer.validate(held_out_ids, end):.4f}", flush=True

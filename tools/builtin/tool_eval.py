@@ -1,0 +1,162 @@
+"""How well a checkpoint uses tools: every answer of held-out chats, judged by itself.
+
+    python -m tools.builtin.tool_eval FOLDER --chats 200 --seed 1
+
+prints the share of right answers per skill. Cities, names of tools and parameters, and questions are those that
+training never saw. A call is right if its name and all arguments are; an answer, if it calls nothing and has what
+the tools returned. What came before in the chat is always the right thing, so a mistake counts once. The answers are
+greedy, or drawn as generation_config.json says with `--sampled`.
+"""
+
+import argparse
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tools.builtin.chat_format import Message
+from tools.builtin.tool_chats import ToolChat, tool_chat
+
+_CALL = re.compile(r"<tool_call>\n(.*?)\n</tool_call>", re.DOTALL)
+_MAX_NEW = 200
+
+
+class Case(NamedTuple):
+    """A prompt and the message that is to follow it."""
+
+    prompt: str
+    expected: Message
+
+    @property
+    def skill(self) -> str:
+        return self.expected.skill + (", thinking" if self.expected.thought else "")
+
+
+def cases(chat: ToolChat) -> Iterator[Case]:
+    """All answers of a chat, each with what comes before it."""
+    answers = iter([message for message in chat.messages if message.role == "assistant"])
+    before = ""
+    for given, learned in zip(chat.segments[:-2:2], chat.segments[1:-2:2], strict=True):
+        yield Case(before + given.text, next(answers))
+        before += given.text + learned.text
+
+
+def _calls(text: str) -> list[object]:
+    found: list[object] = []
+    for call in _CALL.findall(text):
+        try:
+            found.append(json.loads(call))
+        except json.JSONDecodeError:
+            found.append(call)
+    return found
+
+
+def is_right(expected: Message, written: str) -> bool:
+    """Whether this text does what the message does, though maybe in other words."""
+    if expected.thought:
+        thought, end, written = written.partition("\n</think>\n\n")
+        if not end or not thought.strip():
+            return False
+    if expected.skill == "output call":
+        return _is_output(expected, written)
+    if _calls(written) != [{"name": one.name, "arguments": one.arguments} for one in expected.calls]:
+        return False
+    if expected.calls:
+        return True
+    said = written.lower()
+    return bool(said) and "<tool_call>" not in said and all(word.lower() in said for word in expected.needed)
+
+
+def _is_output(expected: Message, written: str) -> bool:
+    """Whether the final answer went through its tool. Its words are free, but for those that are needed."""
+    call = expected.calls[0]
+    match _calls(written):
+        case [{"name": call.name, "arguments": dict(arguments)}] if arguments.keys() == call.arguments.keys():
+            said = json.dumps(arguments, ensure_ascii=False).lower()
+            return all(json.dumps(word, ensure_ascii=False)[1:-1].lower() in said for word in expected.needed)
+    return False
+
+
+class Writer:
+    """A checkpoint that answers prompts, many at once."""
+
+    def __init__(self, folder: Path, sampled: bool, batch: int) -> None:
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, padding_side="left")
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.model = model.to(self.device)
+        self.batch, self.sampled = batch, sampled
+        if not sampled:
+            self.model.generation_config.update(do_sample=False, temperature=None, top_p=None, top_k=None)
+
+    def write(self, prompts: Sequence[str]) -> list[str]:
+        order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+        written = [""] * len(prompts)
+        for first in range(0, len(order), self.batch):
+            picked = order[first : first + self.batch]
+            for index, text in zip(picked, self._batch([prompts[index] for index in picked]), strict=True):
+                written[index] = text
+        return written
+
+    @torch.inference_mode()
+    def _batch(self, prompts: list[str]) -> list[str]:
+        inputs = self.tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=False)
+        inputs = {name: inputs[name].to(self.device) for name in ("input_ids", "attention_mask")}
+        whole = self.model.generate(**inputs, max_new_tokens=_MAX_NEW)
+        new = whole[:, inputs["input_ids"].shape[1] :].tolist()
+        texts = self.tokenizer.batch_decode(new, skip_special_tokens=False)
+        return [re.split(r"<\|im_end\|>|<\|endoftext\|>", text)[0] for text in texts]
+
+
+def report(found: Sequence[tuple[Case, str]], show: int) -> str:
+    """A table of skills, then some of the wrong answers."""
+    right: dict[str, list[bool]] = defaultdict(list)
+    wrong = []
+    for case, written in found:
+        good = is_right(case.expected, written)
+        right[case.skill].append(good)
+        if not good:
+            wrong.append((case, written))
+    lines = [f"{'skill':28} {'right':>6} {'of':>6}"]
+    for skill, results in sorted(right.items()):
+        lines.append(f"{skill:28} {sum(results):6} {len(results):6} {sum(results) / len(results):7.1%}")
+    every = [good for results in right.values() for good in results]
+    lines.append(f"{'all':28} {sum(every):6} {len(every):6} {sum(every) / len(every):7.1%}")
+    for case, written in wrong[:show]:
+        question = case.prompt[case.prompt.rindex("<|im_start|>user") :]
+        lines.append(
+            f"\n--- {case.skill}\n{question}\n--- expected\n{case.expected.written}\n--- written\n{written}"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description="Evaluate how a checkpoint of the built-in model uses tools."
+    )
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--chats", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--sampled", action="store_true", help="draw answers instead of taking the likeliest")
+    parser.add_argument(
+        "--trained", action="store_true", help="chats of the training side instead of held-out ones"
+    )
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--show", type=int, default=10, help="how many wrong answers to print")
+    arguments = parser.parse_args()
+    torch.manual_seed(arguments.seed)
+    chats = [tool_chat(arguments.seed, index, not arguments.trained) for index in range(arguments.chats)]
+    asked = [case for chat in chats for case in cases(chat)]
+    written = Writer(arguments.folder, arguments.sampled, arguments.batch).write(
+        [case.prompt for case in asked]
+    )
+    print(report(list(zip(asked, written, strict=True)), arguments.show))
+
+
+if __name__ == "__main__":
+    main()
