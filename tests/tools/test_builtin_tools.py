@@ -15,7 +15,7 @@ import pytest
 from inflight.agents import MessageParser, detect_reasoning_format, detect_tool_format
 from inflight.text import ChatTemplate
 from tools.builtin import dataset, tool_eval, tool_values
-from tools.builtin.chat_format import CHAT_TEMPLATE, END_OF_TEXT, MARKUP, Message
+from tools.builtin.chat_format import CHAT_TEMPLATE, END_OF_TEXT, MARKUP, Turn
 from tools.builtin.corpus import documents
 from tools.builtin.tables import sections
 from tools.builtin.tokenizer import token_id
@@ -42,7 +42,7 @@ def as_request(chat: ToolChat) -> list[dict[str, Any]]:
     return system + [_as_sent(message) for message in chat.messages]
 
 
-def _as_sent(message: Message) -> dict[str, Any]:
+def _as_sent(message: Turn) -> dict[str, Any]:
     sent: dict[str, Any] = {"role": message.role, "content": message.content or None}
     if message.calls:
         sent["tool_calls"] = [
@@ -70,7 +70,7 @@ def test_the_template_writes_what_is_trained(template: ChatTemplate) -> None:
             "",
             example.system,
             (),
-            tuple(Message(("user", "assistant")[i % 2], t) for i, t in enumerate(example.turns)),
+            tuple(Turn(("user", "assistant")[i % 2], t) for i, t in enumerate(example.turns)),
         )
         assert template.render(as_request(chat), add_generation_prompt=False) + END_OF_TEXT == example.text
 
@@ -234,7 +234,7 @@ def test_calls_are_judged_by_name_and_arguments(written: str, right: bool) -> No
 
 
 def test_answers_are_judged_by_what_they_contain() -> None:
-    expected = Message("assistant", "It is 21 degrees.", needed=("21",))
+    expected = Turn("assistant", "It is 21 degrees.", needed=("21",))
     assert tool_eval.is_right(expected, "There are 21 of them.")
     assert not tool_eval.is_right(expected, "There are 12 of them.")
     assert not tool_eval.is_right(expected, "21 <tool_call>")

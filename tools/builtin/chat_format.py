@@ -103,7 +103,7 @@ class Call(NamedTuple):
         return f"<tool_call>\n{dumps({'name': self.name, 'arguments': self.arguments})}\n</tool_call>"
 
 
-class Message(NamedTuple):
+class Turn(NamedTuple):
     """One message of a chat with tools. `skill` and `needed` say how an answer of the assistant is judged."""
 
     role: str
@@ -132,9 +132,7 @@ def system_text(system: str, tools: Sequence[Mapping[str, Any]]) -> str:
     return f"{IM_START}system\n{system}{IM_END}\n" if system else ""
 
 
-def segments(
-    system: str, tools: Sequence[Mapping[str, Any]], messages: Sequence[Message]
-) -> Iterator[Segment]:
+def segments(system: str, tools: Sequence[Mapping[str, Any]], messages: Sequence[Turn]) -> Iterator[Segment]:
     """The document as the template writes it. Only what the assistant writes is learned."""
     prompt = system_text(system, tools)
     for message in messages:

@@ -21,7 +21,7 @@ from tools.builtin.tables import rows
 HELD_OUT_ONE_IN = 25
 _SYSTEM_SHARE = 0.1
 _THINKING_SHARE = 0.06
-_THOUGHTS = dict(rows("thoughts"))
+_THOUGHTS: dict[str, str] = {row[0]: row[1] for row in rows("thoughts")}
 
 Kind = Callable[[Random], Example]
 _TOLD: tuple[Kind, ...] = (

@@ -39,10 +39,10 @@ _TOKENIZER_DOCUMENTS = 15_000
 _HELD_OUT_DOCUMENTS = 4_000
 
 
-class Task(NamedTuple):
+class Portion(NamedTuple):
     source: Source
     start: int
-    count: int
+    size: int
 
 
 class Shard(NamedTuple):
@@ -52,21 +52,22 @@ class Shard(NamedTuple):
     long: Ids
 
 
-def _segments(task: Task, seed: int) -> Iterator[tuple[Segment, ...]]:
+def _segments(task: Portion, seed: int) -> Iterator[tuple[Segment, ...]]:
     if task.source == "tools":
-        return (tool_chat(seed, index).segments for index in range(task.start, task.start + task.count))
+        return (tool_chat(seed, index).segments for index in range(task.start, task.start + task.size))
     held_out = task.source == "held out"
-    return (one.segments for one in documents(seed, task.start, task.count, held_out))
+    return (one.segments for one in documents(seed, task.start, task.size, held_out))
 
 
-def _shard(task: Task, tokenizer_path: str, seed: int) -> Shard:
+def _shard(task: Portion, tokenizer_path: str, seed: int) -> Shard:
     """The token ids of one task's documents. Runs in a worker process."""
     tokenizer = Tokenizer.from_file(tokenizer_path)
     mark = TOOL_BIT if task.source == "tools" else 0
     pieces = list(_segments(task, seed))
     texts = [segment.text for document in pieces for segment in document]
     encoded = iter(tokenizer.encode_batch_fast(texts, add_special_tokens=False))
-    short, long = [], []
+    short: list[Ids] = []
+    long: list[Ids] = []
     for document in pieces:
         marked = [
             np.asarray(next(encoded).ids, dtype=np.uint16) | (mark if segment.learned else GIVEN_BIT)
@@ -80,8 +81,8 @@ def _shard(task: Task, tokenizer_path: str, seed: int) -> Shard:
     return Shard(np.concatenate([nothing, *short]), np.concatenate([nothing, *long]))
 
 
-def _tasks(source: Source, count: int) -> list[Task]:
-    return [Task(source, start, min(SHARD, count - start)) for start in range(0, count, SHARD)]
+def _tasks(source: Source, count: int) -> list[Portion]:
+    return [Portion(source, start, min(SHARD, count - start)) for start in range(0, count, SHARD)]
 
 
 def make_tokenizer(
@@ -93,7 +94,7 @@ def make_tokenizer(
     return train_tokenizer(texts, vocab_size)
 
 
-def _spread(chats: list[Task], tools: list[Task]) -> list[Task]:
+def _spread(chats: list[Portion], tools: list[Portion]) -> list[Portion]:
     """Both lists in one, evenly mixed, so that what comes in time has both."""
     placed = [(index / len(tasks), task) for tasks in (chats, tools) for index, task in enumerate(tasks)]
     return [task for _, task in sorted(placed)]

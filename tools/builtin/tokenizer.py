@@ -65,8 +65,9 @@ def _after_a_space(tokenizer: Tokenizer, texts: list[str], count: int) -> list[s
     counted: Counter[int] = Counter()
     for encoding in tokenizer.encode_batch_fast(texts):
         counted.update(second for first, second in pairwise(encoding.ids) if first == space)
-    found = {tokenizer.id_to_token(one): count for one, count in counted.items()}
-    found = {token: count for token, count in found.items() if token[0] != _SPACE and not token.isdigit()}
+    tokens = {one: token for token, one in tokenizer.get_vocab().items()}
+    found = {tokens[one]: number for one, number in counted.items()}
+    found = {token: number for token, number in found.items() if token[0] != _SPACE and not token.isdigit()}
     return sorted(found, key=lambda token: (-found[token], token))[:count]
 
 

@@ -13,11 +13,11 @@ from random import Random
 from typing import Any
 
 from tools.builtin import explain, facts, smalltalk, stories, tool_sums, unknown
-from tools.builtin.chat_format import Call, Message, Segment, dumps, segments
+from tools.builtin.chat_format import Call, Segment, Turn, dumps, segments
 from tools.builtin.systems import SYSTEMS, system_prompt
 from tools.builtin.tool_people import extraction, person_task, person_tool
 from tools.builtin.tool_tasks import DATA_FAMILIES, Task, data_task, data_tool, follow_up
-from tools.builtin.toolbox import Parameter, Tool, described
+from tools.builtin.toolbox import TaughtTool, ToolParameter, described
 
 _SUMS = ("add", "subtract", "multiply", "divide")
 # The taught ones come most often; the others make it look at names and descriptions.
@@ -36,7 +36,7 @@ class ToolChat:
     kind: str
     system: str
     tools: tuple[dict[str, Any], ...]
-    messages: tuple[Message, ...]
+    messages: tuple[Turn, ...]
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -47,7 +47,7 @@ class ToolChat:
         return "".join(segment.text for segment in self.segments)
 
 
-def _sum_tools(rng: Random, held_out: bool) -> list[Tool]:
+def _sum_tools(rng: Random, held_out: bool) -> list[TaughtTool]:
     """Tools for sums in one style: two styles at once would leave open which to call."""
     roll = rng.random()
     if roll < 0.3:
@@ -58,13 +58,13 @@ def _sum_tools(rng: Random, held_out: bool) -> list[Tool]:
     return [tool_sums.operation_tool(rng, key, held_out) for key in keys]
 
 
-def _family_tools(rng: Random, family: str, held_out: bool) -> list[Tool]:
+def _family_tools(rng: Random, family: str, held_out: bool) -> list[TaughtTool]:
     return _sum_tools(rng, held_out) if family == "sums" else [data_tool(rng, family, held_out)]
 
 
-def draw_tools(rng: Random, held_out: bool, num_families: int) -> list[Tool]:
+def draw_tools(rng: Random, held_out: bool, num_families: int) -> list[TaughtTool]:
     """Tools of different families, with different names."""
-    found: list[Tool] = []
+    found: list[TaughtTool] = []
     families: set[str] = set()
     for _ in range(num_families):
         family = rng.choice(_FAMILIES)
@@ -80,7 +80,7 @@ def draw_tools(rng: Random, held_out: bool, num_families: int) -> list[Tool]:
     return found
 
 
-def task_for(rng: Random, tool: Tool, held_out: bool) -> Task:
+def task_for(rng: Random, tool: TaughtTool, held_out: bool) -> Task:
     if tool.family == "person":
         return person_task(rng, tool, held_out)
     if tool.family == "calculator" and rng.random() < 0.3:
@@ -90,26 +90,26 @@ def task_for(rng: Random, tool: Tool, held_out: bool) -> Task:
     return data_task(rng, tool, held_out)
 
 
-def _called(task: Task, skill: str, first: bool = True) -> Message:
+def _called(task: Task, skill: str, first: bool = True) -> Turn:
     lead = "The user wants" if first else "Next, the user wants"
     thought = f"{lead} {task.wanted}, so I call {task.call.name}."
-    return Message("assistant", "", (task.call,), thought, skill)
+    return Turn("assistant", "", (task.call,), thought, skill)
 
 
-def _answered(tasks: Sequence[Task], skill: str, content: str = "") -> Message:
+def _answered(tasks: Sequence[Task], skill: str, content: str = "") -> Turn:
     thought = (
         "I have the result, so I can answer." if len(tasks) == 1 else "I have all results, so I can answer."
     )
     answer = content or " ".join(task.outcome.answer for task in tasks)
     needed = tuple(word for task in tasks for word in task.outcome.needed)
-    return Message("assistant", answer, (), thought, skill, (content,) if content else needed)
+    return Turn("assistant", answer, (), thought, skill, (content,) if content else needed)
 
 
-def one_task(task: Task) -> list[Message]:
+def one_task(task: Task) -> list[Turn]:
     return [
-        Message("user", task.question),
+        Turn("user", task.question),
         _called(task, "call"),
-        Message("tool", task.outcome.result),
+        Turn("tool", task.outcome.result),
         _answered([task], "answer"),
     ]
 
@@ -135,47 +135,47 @@ def _both(rng: Random, first: Task, second: Task) -> str:
     return rng.choice(forms)
 
 
-def two_tasks(rng: Random, first: Task, second: Task) -> list[Message]:
+def two_tasks(rng: Random, first: Task, second: Task) -> list[Turn]:
     """One call after the other; both in one message only where the user asks for that."""
     question = _both(rng, first, second)
     if rng.random() < 0.12:
-        both = Message(
+        both = Turn(
             "assistant",
             "",
             (first.call, second.call),
             f"The user wants both at once, so I call {first.call.name} and {second.call.name}.",
             "parallel calls",
         )
-        results = [Message("tool", task.outcome.result) for task in (first, second)]
-        asked = Message("user", question + rng.choice(_PARALLEL))
+        results = [Turn("tool", task.outcome.result) for task in (first, second)]
+        asked = Turn("user", question + rng.choice(_PARALLEL))
         return [asked, both, *results, _answered([first, second], "answer both")]
     return [
-        Message("user", question),
+        Turn("user", question),
         _called(first, "first call"),
-        Message("tool", first.outcome.result),
+        Turn("tool", first.outcome.result),
         _called(second, "second call", first=False),
-        Message("tool", second.outcome.result),
+        Turn("tool", second.outcome.result),
         _answered([first, second], "answer both"),
     ]
 
 
-def chained(rng: Random, tools: Sequence[Tool]) -> list[Message] | None:
+def chained(rng: Random, tools: Sequence[TaughtTool]) -> list[Turn] | None:
     """A sum whose result goes into the next one."""
     able = [tool for tool in tools if tool.family in (*_SUMS, "calculator", "chooser")]
     if not able:
         return None
     question, (one, two) = tool_sums.chained_tasks(rng, (rng.choice(able), rng.choice(able)))
     return [
-        Message("user", question),
+        Turn("user", question),
         _called(one, "first call"),
-        Message("tool", one.outcome.result),
+        Turn("tool", one.outcome.result),
         _called(two, "chained call", first=False),
-        Message("tool", two.outcome.result),
+        Turn("tool", two.outcome.result),
         _answered([two], "answer"),
     ]
 
 
-def plain(rng: Random, tools: Sequence[Tool]) -> list[Message]:
+def plain(rng: Random, tools: Sequence[TaughtTool]) -> list[Turn]:
     """Small talk and what the model knows by heart: no tool is needed."""
     families = {tool.family for tool in tools}
     kinds = [smalltalk.small_talk, smalltalk.introduction, smalltalk.joke, facts.opposite, facts.animal_fact]
@@ -194,12 +194,12 @@ def plain(rng: Random, tools: Sequence[Tool]) -> list[Message]:
     example = rng.choice(kinds)(rng)
     thought = "I can answer this without a tool."
     return [
-        Message("user", example.turns[0]),
-        Message("assistant", example.turns[1], (), thought, "plain answer"),
+        Turn("user", example.turns[0]),
+        Turn("assistant", example.turns[1], (), thought, "plain answer"),
     ]
 
 
-def unfit(rng: Random, tools: Sequence[Tool], held_out: bool) -> list[Message] | None:
+def unfit(rng: Random, tools: Sequence[TaughtTool], held_out: bool) -> list[Turn] | None:
     """A question for a tool that is not there."""
     families = {tool.family for tool in tools}
     if families & {"now", "time"}:
@@ -218,27 +218,27 @@ def unfit(rng: Random, tools: Sequence[Tool], held_out: bool) -> list[Message] |
     answer = rng.choice(SYSTEMS["unfit"])
     thought = f"The user wants {task.wanted}, but none of the tools fits."
     return [
-        Message("user", task.question),
-        Message("assistant", answer, (), thought, "no fitting tool", ("tool",)),
+        Turn("user", task.question),
+        Turn("assistant", answer, (), thought, "no fitting tool", ("tool",)),
     ]
 
 
 _OUTPUT_FIELDS = ("answer", "result", "response", "text", "output", "summary", "message")
 
 
-def output_tool(rng: Random) -> Tool:
+def output_tool(rng: Random) -> TaughtTool:
     """A tool that takes the final answer, as frameworks with typed outputs have."""
     name = rng.choice(("final_result", "final_answer", "return_answer", "Answer", "Output", "respond"))
     describe = rng.choice(
         ("The final response which ends this conversation", "Give the final answer.", "The answer.")
     )
-    parameter = Parameter(
+    parameter = ToolParameter(
         rng.choice(_OUTPUT_FIELDS), "string", rng.choice(("", "The answer to the question."))
     )
-    return Tool("output", name, describe, (parameter,))
+    return TaughtTool("output", name, describe, (parameter,))
 
 
-def _through(output: Tool, messages: list[Message]) -> list[Message]:
+def _through(output: TaughtTool, messages: list[Turn]) -> list[Turn]:
     """The same messages, the final answer by the output tool."""
     *before, last = messages
     call = Call(output.name, {output.parameters[0].name: last.content})
@@ -251,7 +251,7 @@ def _filler(rng: Random) -> str:
     return make(rng).turns[1]
 
 
-def _rounds(rng: Random, tools: list[Tool], held_out: bool) -> list[Message]:
+def _rounds(rng: Random, tools: list[TaughtTool], held_out: bool) -> list[Turn]:
     """One question and all that follows from it."""
     while True:
         roll = rng.random()
@@ -270,7 +270,7 @@ def _rounds(rng: Random, tools: list[Tool], held_out: bool) -> list[Message]:
             return found
 
 
-def _thoughtless(rng: Random, messages: list[Message], last_question: int) -> list[Message]:
+def _thoughtless(rng: Random, messages: list[Turn], last_question: int) -> list[Turn]:
     """Leaves the thoughts to the answers after the last question, where they are asked for at all."""
     keep = rng.random() < _THINKING_SHARE
     sent_back = rng.random() < 0.5  # or else the client drops them, and only the last one is new
@@ -285,10 +285,10 @@ def _thoughtless(rng: Random, messages: list[Message], last_question: int) -> li
 def _extraction_chat(rng: Random, held_out: bool) -> ToolChat:
     """JSON without a tool."""
     question, found = extraction(rng, held_out)
-    answer = Message(
+    answer = Turn(
         "assistant", dumps(found), (), f"The text is about {found['name']}.", "json", (dumps(found),)
     )
-    messages = _thoughtless(rng, [Message("user", question), answer], 0)
+    messages = _thoughtless(rng, [Turn("user", question), answer], 0)
     system = rng.choice(("", *SYSTEMS["extract"], *SYSTEMS["short"][:2]))
     return ToolChat("json", system, (), tuple(messages))
 
@@ -307,11 +307,11 @@ def _person_chat(rng: Random, held_out: bool) -> ToolChat:
 
 
 def _chat(rng: Random, held_out: bool, long: bool) -> ToolChat:
-    tools: list[Tool] = []
+    tools: list[TaughtTool] = []
     while not tools:
         families = rng.randint(3, 24) if long else rng.choice((1, 1, 1, 2, 2, 2, 3, 3, 4, 5))
         tools = draw_tools(rng, held_out, families)
-    messages: list[Message] = []
+    messages: list[Turn] = []
     last_question = 0
     output = output_tool(rng) if rng.random() < 0.07 else None
     for number in range(1 if output else rng.choice((1, 1, 2, 2, 3))):

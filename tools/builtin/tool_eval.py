@@ -19,30 +19,30 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tools.builtin.chat_format import Message
+from tools.builtin.chat_format import Turn
 from tools.builtin.tool_chats import ToolChat, tool_chat
 
 _CALL = re.compile(r"<tool_call>\n(.*?)\n</tool_call>", re.DOTALL)
 _MAX_NEW = 200
 
 
-class Case(NamedTuple):
+class ToolCase(NamedTuple):
     """A prompt and the message that is to follow it."""
 
     prompt: str
-    expected: Message
+    expected: Turn
 
     @property
     def skill(self) -> str:
         return self.expected.skill + (", thinking" if self.expected.thought else "")
 
 
-def cases(chat: ToolChat) -> Iterator[Case]:
+def cases(chat: ToolChat) -> Iterator[ToolCase]:
     """All answers of a chat, each with what comes before it."""
     answers = iter([message for message in chat.messages if message.role == "assistant"])
     before = ""
     for given, learned in zip(chat.segments[:-2:2], chat.segments[1:-2:2], strict=True):
-        yield Case(before + given.text, next(answers))
+        yield ToolCase(before + given.text, next(answers))
         before += given.text + learned.text
 
 
@@ -56,7 +56,7 @@ def _calls(text: str) -> list[object]:
     return found
 
 
-def is_right(expected: Message, written: str) -> bool:
+def is_right(expected: Turn, written: str) -> bool:
     """Whether this text does what the message does, though maybe in other words."""
     if expected.thought:
         thought, end, written = written.partition("\n</think>\n\n")
@@ -72,7 +72,7 @@ def is_right(expected: Message, written: str) -> bool:
     return bool(said) and "<tool_call>" not in said and all(word.lower() in said for word in expected.needed)
 
 
-def _is_output(expected: Message, written: str) -> bool:
+def _is_output(expected: Turn, written: str) -> bool:
     """Whether the final answer went through its tool. Its words are free, but for those that are needed."""
     call = expected.calls[0]
     match _calls(written):
@@ -113,7 +113,7 @@ class Writer:
         return [re.split(r"<\|im_end\|>|<\|endoftext\|>", text)[0] for text in texts]
 
 
-def report(found: Sequence[tuple[Case, str]], show: int) -> str:
+def report(found: Sequence[tuple[ToolCase, str]], show: int) -> str:
     """A table of skills, then some of the wrong answers."""
     right: dict[str, list[bool]] = defaultdict(list)
     wrong = []

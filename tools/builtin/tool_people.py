@@ -8,7 +8,7 @@ from tools.builtin.chat_format import Call
 from tools.builtin.grammar import a
 from tools.builtin.tool_results import Outcome
 from tools.builtin.tool_tasks import Task
-from tools.builtin.toolbox import Parameter, Tool
+from tools.builtin.toolbox import TaughtTool, ToolParameter
 
 _NAMES = (
     "final_result",
@@ -98,7 +98,7 @@ _LEADS = (
 _RESULTS = ("ok", "saved", "done", "Final result processed.", "user 7 created", "stored")
 
 
-def person_tool(rng: Random, held_out: bool = False) -> Tool:
+def person_tool(rng: Random, held_out: bool = False) -> TaughtTool:
     kinds = list(rng.choice([("age", "name")] * 5 + list(_SENTENCES)))
     if rng.random() < 0.7:
         kinds.sort(key=tuple(_FIELDS).index)
@@ -108,8 +108,10 @@ def person_tool(rng: Random, held_out: bool = False) -> Tool:
     parameters = []
     for kind in kinds:
         type_of = rng.choice(("integer", "integer", "integer", "number")) if kind == "age" else "string"
-        parameters.append(Parameter(rng.choice(_FIELDS[kind]), type_of, rng.choice(_ABOUT[kind])))
-    return Tool("person", name, rng.choice(_DESCRIBE).format(name=name), tuple(parameters), "|".join(kinds))
+        parameters.append(ToolParameter(rng.choice(_FIELDS[kind]), type_of, rng.choice(_ABOUT[kind])))
+    return TaughtTool(
+        "person", name, rng.choice(_DESCRIBE).format(name=name), tuple(parameters), "|".join(kinds)
+    )
 
 
 def person(rng: Random, kinds: list[str], held_out: bool) -> tuple[str, dict[str, Any]]:
@@ -128,7 +130,7 @@ def person(rng: Random, kinds: list[str], held_out: bool) -> tuple[str, dict[str
     return sentence, {kind: facts[kind] for kind in kinds}
 
 
-def person_task(rng: Random, tool: Tool, held_out: bool = False) -> Task:
+def person_task(rng: Random, tool: TaughtTool, held_out: bool = False) -> Task:
     kinds = tool.noun.split("|")
     sentence, facts = person(rng, kinds, held_out)
     arguments = {one.name: facts[kind] for one, kind in zip(tool.parameters, kinds, strict=True)}

@@ -8,7 +8,7 @@ from tools.builtin.examples import ask
 from tools.builtin.grammar import capital
 from tools.builtin.tool_results import Outcome, json_text
 from tools.builtin.tool_tasks import Task, tool_name, typed
-from tools.builtin.toolbox import Parameter, Tool
+from tools.builtin.toolbox import TaughtTool, ToolParameter
 
 
 class Operation(NamedTuple):
@@ -125,7 +125,7 @@ _ASK = (
 _ASK_HELD_OUT = ("Could you tell me what {} is?", "I need to know {}.", "What do you get for {}?")
 
 
-def operation_tool(rng: Random, key: str, held_out: bool = False) -> Tool:
+def operation_tool(rng: Random, key: str, held_out: bool = False) -> TaughtTool:
     """`multiply(a, b)`"""
     one = OPERATIONS[key]
     names = rng.choice(_ARGUMENTS_HELD_OUT if held_out else _ARGUMENTS)
@@ -133,11 +133,11 @@ def operation_tool(rng: Random, key: str, held_out: bool = False) -> Tool:
     about = rng.choice(
         (("", ""), ("The first number.", "The second number."), ("a number", "another number"))
     )
-    parameters = tuple(Parameter(name, kind, text) for name, text in zip(names, about, strict=True))
-    return Tool(key, tool_name(rng, rng.choice(one.names)), rng.choice(one.describe), parameters)
+    parameters = tuple(ToolParameter(name, kind, text) for name, text in zip(names, about, strict=True))
+    return TaughtTool(key, tool_name(rng, rng.choice(one.names)), rng.choice(one.describe), parameters)
 
 
-def calculator_tool(rng: Random, held_out: bool = False) -> Tool:
+def calculator_tool(rng: Random, held_out: bool = False) -> TaughtTool:
     """`calculator(expression)`"""
     name = rng.choice(_CALCULATORS_HELD_OUT if held_out else _CALCULATORS)
     describe = rng.choice(
@@ -150,19 +150,26 @@ def calculator_tool(rng: Random, held_out: bool = False) -> Tool:
         )
     )
     about = rng.choice(("", "The expression.", "The expression to evaluate, e.g. 2 * 3", "Math expression"))
-    return Tool(
-        "calculator", tool_name(rng, name), describe, (Parameter(rng.choice(_EXPRESSION), "string", about),)
+    return TaughtTool(
+        "calculator",
+        tool_name(rng, name),
+        describe,
+        (ToolParameter(rng.choice(_EXPRESSION), "string", about),),
     )
 
 
-def chooser_tool(rng: Random, held_out: bool = False) -> Tool:
+def chooser_tool(rng: Random, held_out: bool = False) -> TaughtTool:
     """`calculate(operation, a, b)`"""
     names = rng.choice(_ARGUMENTS_HELD_OUT if held_out else _ARGUMENTS)
-    operation = Parameter(rng.choice(("operation", "op", "operator")), "string", "", True, tuple(OPERATIONS))
-    numbers = tuple(Parameter(name, "number") for name in names)
+    operation = ToolParameter(
+        rng.choice(("operation", "op", "operator")), "string", "", True, tuple(OPERATIONS)
+    )
+    numbers = tuple(ToolParameter(name, "number") for name in names)
     name = tool_name(rng, rng.choice(("calculate", "calculator", "compute", "arithmetic")))
     parameters = (operation, *numbers) if rng.random() < 0.6 else (*numbers, operation)
-    return Tool("chooser", name, rng.choice(("Calculate with two numbers.", "Basic arithmetic.")), parameters)
+    return TaughtTool(
+        "chooser", name, rng.choice(("Calculate with two numbers.", "Basic arithmetic.")), parameters
+    )
 
 
 def _digits(rng: Random) -> str:
@@ -194,7 +201,7 @@ def operands(rng: Random, key: str, kind: str) -> tuple[str, str]:
             return a, b
 
 
-def call_for(tool: Tool, key: str, a: str, b: str) -> Call:
+def call_for(tool: TaughtTool, key: str, a: str, b: str) -> Call:
     """The call that computes `a (key) b` by this tool."""
     if tool.family == "calculator":
         return Call(tool.name, {tool.parameters[0].name: f"{a} {OPERATIONS[key].sign} {b}"})
@@ -216,7 +223,7 @@ def told(rng: Random, subject: str, value: str) -> Outcome:
     return Outcome(sentence.format(value), answer, (value,))
 
 
-def sum_task(rng: Random, tool: Tool, held_out: bool = False) -> Task:
+def sum_task(rng: Random, tool: TaughtTool, held_out: bool = False) -> Task:
     """A sum that this tool computes."""
     key = tool.family if tool.family in OPERATIONS else rng.choice(tuple(OPERATIONS))
     one, kind = OPERATIONS[key], tool.parameters[0].type
@@ -234,7 +241,7 @@ def sum_task(rng: Random, tool: Tool, held_out: bool = False) -> Task:
     return Task(question.format(a=a, b=b), phrase, do, call_for(tool, key, a, b), told(rng, subject, value))
 
 
-def expression_task(rng: Random, tool: Tool) -> Task:
+def expression_task(rng: Random, tool: TaughtTool) -> Task:
     """An expression of several operations, which a calculator takes as it is."""
     a, b, c = (_digits(rng).lstrip("-") for _ in range(3))
     first, second = (rng.choice(tuple(OPERATIONS.values())) for _ in range(2))
@@ -248,7 +255,7 @@ def expression_task(rng: Random, tool: Tool) -> Task:
     return Task(question, said, "", Call(tool.name, {tool.parameters[0].name: text}), told(rng, said, value))
 
 
-def chained_tasks(rng: Random, tools: tuple[Tool, Tool]) -> tuple[str, tuple[Task, Task]]:
+def chained_tasks(rng: Random, tools: tuple[TaughtTool, TaughtTool]) -> tuple[str, tuple[Task, Task]]:
     """Two sums, the second of which goes on from the result of the first."""
     keys = [tool.family if tool.family in OPERATIONS else rng.choice(tuple(OPERATIONS)) for tool in tools]
     first, second = OPERATIONS[keys[0]], OPERATIONS[keys[1]]

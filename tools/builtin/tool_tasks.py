@@ -10,7 +10,7 @@ from tools.builtin.chat_format import Call
 from tools.builtin.examples import ask
 from tools.builtin.tables import pick
 from tools.builtin.tool_results import FAMILIES, Outcome, outcome
-from tools.builtin.toolbox import Parameter, Tool
+from tools.builtin.toolbox import TaughtTool, ToolParameter
 
 DATA_FAMILIES = tuple(FAMILIES)
 _NUMBERS = ("timer", "order")
@@ -52,16 +52,16 @@ def tool_name(rng: Random, name: str) -> str:
     return name + rng.choice(("_tool", "_v2", "_function", "_1", f"_{invented_word(rng)}"))
 
 
-def _parameter(rng: Random, family: str, key: str, about: str, held_out: bool) -> Parameter:
+def _parameter(rng: Random, family: str, key: str, about: str, held_out: bool) -> ToolParameter:
     lists = FAMILIES[family]
     kind = "string"
     if family in _NUMBERS:
         kind = rng.choice(("integer", "integer", "number", "string"))
     text = rng.choice(lists[about]) if rng.random() < 0.8 else ""
-    return Parameter(pick(rng, lists, key, held_out), kind, text)
+    return ToolParameter(pick(rng, lists, key, held_out), kind, text)
 
 
-def data_tool(rng: Random, family: str, held_out: bool = False) -> Tool:
+def data_tool(rng: Random, family: str, held_out: bool = False) -> TaughtTool:
     """A tool of one of the families in data/tools.txt."""
     lists, noun = FAMILIES[family], ""
     if family == "attribute":
@@ -73,10 +73,10 @@ def data_tool(rng: Random, family: str, held_out: bool = False) -> Tool:
     if "second" in lists:
         parameters.append(_parameter(rng, family, "second", "about second", held_out))
     if family == "weather" and rng.random() < 0.25:
-        unit = Parameter(rng.choice(("unit", "units")), "string", "", rng.random() < 0.3, _UNITS)
+        unit = ToolParameter(rng.choice(("unit", "units")), "string", "", rng.random() < 0.3, _UNITS)
         parameters.append(unit)
     name = tool_name(rng, pick(rng, lists, "name", held_out).format_map(words))
-    return Tool(family, name, rng.choice(lists["describe"]).format_map(words), tuple(parameters), noun)
+    return TaughtTool(family, name, rng.choice(lists["describe"]).format_map(words), tuple(parameters), noun)
 
 
 def typed(value: str, kind: str) -> Any:
@@ -85,7 +85,7 @@ def typed(value: str, kind: str) -> Any:
     return float(value) if "." in value else int(value)
 
 
-def data_task(rng: Random, tool: Tool, held_out: bool = False) -> Task:
+def data_task(rng: Random, tool: TaughtTool, held_out: bool = False) -> Task:
     """A question that this tool answers."""
     lists = FAMILIES[tool.family]
     words = {"noun": tool.noun}
@@ -118,7 +118,7 @@ def data_task(rng: Random, tool: Tool, held_out: bool = False) -> Task:
     )
 
 
-def follow_up(rng: Random, tool: Tool, held_out: bool = False) -> Task | None:
+def follow_up(rng: Random, tool: TaughtTool, held_out: bool = False) -> Task | None:
     """`And in Rome?`, where the tool takes a place."""
     if tool.family not in ("weather", "time") or any(one.options for one in tool.parameters):
         return None

@@ -11,7 +11,7 @@ Schema = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Parameter:
+class ToolParameter:
     name: str
     type: str = "string"
     about: str = ""
@@ -20,11 +20,11 @@ class Parameter:
 
 
 @dataclass(frozen=True, slots=True)
-class Tool:
+class TaughtTool:
     family: str
     name: str
     describe: str
-    parameters: tuple[Parameter, ...] = ()
+    parameters: tuple[ToolParameter, ...] = ()
     noun: str = ""  # what a tool of the family `attribute` returns
 
 
@@ -32,7 +32,7 @@ def _title(name: str) -> str:
     return " ".join(capital(word) for word in name.split("_"))
 
 
-def _property(rng: Random, parameter: Parameter, titled: bool, described: bool) -> Schema:
+def _property(rng: Random, parameter: ToolParameter, titled: bool, described: bool) -> Schema:
     entries: list[tuple[str, Any]] = [("type", parameter.type)]
     if titled:
         entries.append(("title", _title(parameter.name)))
@@ -47,7 +47,7 @@ def _property(rng: Random, parameter: Parameter, titled: bool, described: bool) 
     return dict(entries)
 
 
-def _parameters(rng: Random, tool: Tool) -> Schema:
+def _parameters(rng: Random, tool: TaughtTool) -> Schema:
     titled, described = rng.random() < 0.3, rng.random() < 0.6
     properties = {one.name: _property(rng, one, titled, described) for one in tool.parameters}
     required = [one.name for one in tool.parameters if one.required]
@@ -70,7 +70,7 @@ def _parameters(rng: Random, tool: Tool) -> Schema:
     return dict(entries)
 
 
-def _description(rng: Random, tool: Tool) -> str:
+def _description(rng: Random, tool: TaughtTool) -> str:
     text = tool.describe
     roll = rng.random()
     if roll < 0.1:
@@ -83,7 +83,7 @@ def _description(rng: Random, tool: Tool) -> str:
     return text
 
 
-def described(rng: Random, tool: Tool) -> Schema:
+def described(rng: Random, tool: TaughtTool) -> Schema:
     """The tool as a request sends it, in one of the many ways there are."""
     entries: list[tuple[str, Any]] = [("name", tool.name)]
     if rng.random() < 0.9:
