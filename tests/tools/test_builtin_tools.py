@@ -14,12 +14,13 @@ import pytest
 
 from inflight.agents import MessageParser, detect_reasoning_format, detect_tool_format
 from inflight.text import ChatTemplate
-from tools.builtin import dataset, tool_eval, tool_values
+from tools.builtin import dataset, tool_eval, tool_names, tool_values
 from tools.builtin.chat_format import CHAT_TEMPLATE, END_OF_TEXT, MARKUP, Turn
 from tools.builtin.corpus import documents
 from tools.builtin.tables import sections
 from tools.builtin.tokenizer import token_id
-from tools.builtin.tool_chats import ToolChat, tool_chat
+from tools.builtin.tool_chats import ToolChat, easy_chat, tool_chat
+from tools.builtin.tool_loops import Loop, loops, run_loops
 
 SEED = 7
 
@@ -179,15 +180,83 @@ def test_held_out_words_are_never_trained_on() -> None:
     assert sum(f'"{city}"' in held_out for city in cities) > 10
 
 
+def test_names_are_those_of_clients_or_made_up() -> None:
+    """What is common is a handful; a made-up name hardly ever comes in two chats."""
+
+    def named(naming: tool_names.Naming) -> list[str]:
+        chats = [tool_chat(SEED, index, naming=naming) for index in range(150)]
+        calls = [call for chat in chats for message in chat.messages for call in message.calls]
+        return [name for call in calls for name in call.arguments]
+
+    common, made_up = named("common"), named("made up")
+    assert {"a", "b", "city", "query", "expression"} <= set(common)
+    assert sum(
+        name in ("a", "b", "city", "location", "timezone", "query", "topic") for name in common
+    ) > 0.6 * len(common)
+    assert len(set(made_up)) > 8 * len(set(common))
+    assert not {"a", "b", "query", "expression"} & set(made_up)
+
+
+def test_a_number_is_a_string_where_the_schema_says_so() -> None:
+    found: Counter[tuple[str, type]] = Counter()
+    for chat in some_chats():
+        types = {
+            (tool["function"]["name"], name): schema.get("type")
+            for tool in chat.tools
+            for name, schema in tool["function"].get("parameters", {}).get("properties", {}).items()
+        }
+        for call in (call for message in chat.messages for call in message.calls):
+            for name, value in call.arguments.items():
+                if str(value).isdigit() and types[call.name, name]:
+                    found[types[call.name, name], type(value)] += 1
+    assert {kind for kind, _ in found} == {"string", "integer", "number"}
+    assert {kind for kind, made in found if made is str} == {"string"}
+    assert min(found.values()) > 10
+
+
+def test_what_comes_first_is_short() -> None:
+    chats = [easy_chat(SEED, index) for index in range(300)]
+    assert {"copy", "call", "first call"} <= {chat.kind for chat in chats}
+    assert max(len(chat.tools) for chat in chats) < 10
+    assert np.median([len(chat.text) for chat in chats]) < 1_000
+
+
+def _by_the_book(loop: Loop) -> str:
+    """What a perfect model writes next."""
+    done = sum(message.role == "tool" for message in loop.messages)
+    tasks = loop.tasks[:1] if loop.kind in ("one tool", "extraction") else loop.tasks
+    return tasks[done].call.text if done < len(tasks) else " ".join(loop.needed)
+
+
+def test_loops_end_well_for_a_perfect_model_only() -> None:
+    perfect, wrong = list(loops(SEED, 60)), list(loops(SEED, 60))
+    assert {one.kind for one in perfect} == {"one tool", "two tools", "chain", "extraction"}
+
+    def writer(started: list[Loop]) -> Any:
+        return lambda prompts: [
+            _by_the_book(next(one for one in started if one.prompt == prompt and not one.finished))
+            for prompt in prompts
+        ]
+
+    run_loops(perfect, writer(perfect))
+    assert all(one.finished and one.right for one in perfect)
+    run_loops(
+        wrong, lambda prompts: ['<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'] * len(prompts)
+    )
+    assert not any(one.right for one in wrong)
+    text = wrong[0].prompt
+    assert text.endswith("<|im_start|>assistant\n")
+
+
 def test_what_is_given_is_marked_in_the_arrays(tmp_path: Path) -> None:
     tokenizer = dataset.make_tokenizer(seed=0, documents_used=150)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    dataset.generate(tmp_path, count=1, num_tool_chats=60, seed=SEED, processes=1, seconds=60)
+    dataset.generate(tmp_path, count=1, num_tool_chats=60, num_easy=2, seed=SEED, processes=1, seconds=60)
     found = ""
-    for name in ("train", "long"):
+    for name in ("tools", "long"):
         ids = np.load(tmp_path / f"{name}.npy")
         ends = np.flatnonzero(ids == token_id(tokenizer, END_OF_TEXT))
-        assert name == "train" or np.diff(ends, prepend=-1).min() > dataset.LONG
+        assert name == "tools" or np.diff(ends, prepend=-1).min() > dataset.LONG
         written = ids[(ids & dataset.TOOL_BIT > 0)]
         assert not (written & dataset.GIVEN_BIT).any()
         found += tokenizer.decode((written & dataset.ID_BITS).tolist(), skip_special_tokens=False)

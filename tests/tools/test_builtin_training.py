@@ -1,6 +1,7 @@
 """Tokenizer, model, data order, export: what is trained is what transformers loads."""
 
 import json
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -12,11 +13,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tools.builtin import dataset, train
+from tools.builtin import dataset, sums, train, train_data
 from tools.builtin.chat_format import END_OF_TEXT, IM_END, IM_START, SPECIAL_TOKENS
 from tools.builtin.corpus import documents
 from tools.builtin.examples import Example
-from tools.builtin.export import export
+from tools.builtin.export import export, load
 from tools.builtin.model import TINY, Decoder, Shape
 from tools.builtin.sample import complete
 from tools.builtin.tokenizer import token_id
@@ -29,7 +30,7 @@ def tokenizer() -> Tokenizer:
 
 def plan(**changes: object) -> train.Plan:
     values: dict[str, object] = {
-        "minutes": 1.0,
+        "seconds": 60.0,
         "steps": 10,
         "rows": 2,
         "length": 32,
@@ -105,7 +106,7 @@ def test_rows_begin_at_documents_and_leave_none_out(lengths: list[int], length: 
     if len(ids) < length + 1:
         return
     begins = [0, *np.cumsum(lengths)[:-1].tolist()]
-    rows = train.row_starts(ids, 0, length, skip).tolist()
+    rows = train_data.row_starts(ids, 0, length, skip).tolist()
     assert set(rows) <= set(begins)
     assert rows == sorted(set(rows))
     assert all(row + length + 1 <= len(ids) for row in rows)
@@ -117,34 +118,54 @@ def test_rows_begin_at_documents_and_leave_none_out(lengths: list[int], length: 
 
 def test_generated_arrays_are_the_documents(tmp_path: Path) -> None:
     tokenizer().save(str(tmp_path / "tokenizer.json"))
-    counts = dataset.generate(tmp_path, count=30, num_tool_chats=2, seed=3, processes=1, seconds=60)
-    arrays = {name: np.load(tmp_path / f"{name}.npy") for name in ("train", "long", "held_out")}
+    counts = dataset.generate(
+        tmp_path, count=30, num_tool_chats=2, num_easy=2, seed=3, processes=1, seconds=60
+    )
+    arrays = {name: np.load(tmp_path / f"{name}.npy") for name in dataset.ARRAYS}
     assert counts == {name: len(ids) for name, ids in arrays.items()}
-    text = tokenizer().decode((arrays["train"] & dataset.ID_BITS).tolist(), skip_special_tokens=False)
+    text = tokenizer().decode((arrays["chats"] & dataset.ID_BITS).tolist(), skip_special_tokens=False)
     assert all(example.text in text for example in documents(3, 0, 30))
-    assert len(text) > sum(len(example.text) for example in documents(3, 0, 30))
+    assert min(counts["tools"] + counts["long"], counts["easy"], counts["held_out"]) > 0
 
 
 def test_batches_repeat_with_the_seed() -> None:
     ids = np.asarray(([1] * 9 + [0]) * 50, dtype=np.uint16)
     ids[:-1] += np.arange(len(ids) - 1, dtype=np.uint16) % 7 * (ids[:-1] > 0)
-    first, again, other = (train.batches(ids, 0, rows=2, length=32, seed=seed) for seed in (1, 1, 2))
-    one = [next(first) for _ in range(20)]
-    assert all(torch.equal(x, next(again)) for x in one)
-    assert not all(torch.equal(x, next(other)) for x in one)
+    first, again, other = (train_data.RowStream(ids, 0, length=32, seed=seed) for seed in (1, 1, 2))
+    one = [first.take(2) for _ in range(20)]
+    assert all(np.array_equal(x, again.take(2)) for x in one)
+    assert not all(np.array_equal(x, other.take(2)) for x in one)
     assert one[0].shape == (2, 33)
 
 
+def some_batches(tokens: dict[str, int], progress: float) -> Iterator[torch.Tensor]:
+    """Of documents of ten tokens, all the same in an array; token 0 leaves it empty."""
+    arrays = {
+        name: np.asarray(([token] * 9 + [0]) * (50 if token else 0), dtype=np.uint16)
+        for name, token in tokens.items()
+    }
+    steps = plan(rows=10)
+    return train_data.batches(
+        arrays, 0, steps.shape, steps.long_shape, 3, train_data.Shares(), lambda: progress, 0
+    )
+
+
 def test_every_so_often_a_batch_has_long_rows() -> None:
-    short, long = (np.asarray(([token] * 9 + [0]) * 50, dtype=np.uint16) for token in (1, 2))
-    found = train.mixed_batches(short, long, 0, plan())
+    found = some_batches({"chats": 1, "tools": 1, "easy": 1, "long": 2}, 0.0)
     for step in range(1, 10):
         rows = next(found)
         is_long = step % 3 == 0
-        assert rows.shape == ((1, 65) if is_long else (2, 33))
+        assert rows.shape == ((5, 65) if is_long else (10, 33))
         assert int(rows.max()) == (2 if is_long else 1)
-    without = train.mixed_batches(short, long[:0], 0, plan())
-    assert {tuple(next(without).shape) for _ in range(4)} == {(2, 33)}
+    without = some_batches({"chats": 1, "tools": 1, "easy": 1, "long": 0}, 0.0)
+    assert {tuple(next(without).shape) for _ in range(4)} == {(10, 33)}
+
+
+def test_shares_change_after_a_third() -> None:
+    for progress, wanted in ((0.2, {1: 4, 2: 2, 3: 4}), (0.5, {1: 5, 2: 4, 3: 1})):
+        rows = next(some_batches({"chats": 1, "tools": 2, "easy": 3, "long": 0}, progress))
+        values, counts = rows.max(dim=1).values.unique(return_counts=True)
+        assert dict(zip(values.tolist(), counts.tolist(), strict=True)) == wanted
 
 
 def test_only_what_is_learned_counts() -> None:
@@ -187,12 +208,37 @@ def test_training_learns_and_survives_a_broken_compiler(capsys: pytest.CaptureFi
         raise RuntimeError(f"no compiler for {rows.shape}")
 
     trainer.loss = broken
+    trainer.warm_up()
     ids = np.asarray([5, 6, 7, 8, 0] * 40, dtype=np.uint16)
-    saves: list[int] = []
-    loss = trainer.run(train.batches(ids, 0, rows=2, length=32, seed=0), lambda: saves.append(1))
+    stream = train_data.RowStream(ids, 0, length=32, seed=0)
+    rows = (torch.from_numpy(stream.take(2)) for _ in range(30))
+    loss = trainer.run(rows, lambda: None)
+    assert trainer.done > 0.9
     assert loss < 3.0  # a uniform guess has ln 3072 = 8.0
     assert "going on without" in capsys.readouterr().out
     assert trainer.validate(ids, 0) < 1.0
+
+
+def test_a_checkpoint_is_loaded_again(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Decoder(TINY)
+    export(model, tokenizer(), tmp_path, torch.float32)
+    again = load(tmp_path)
+    assert again.shape == TINY
+    ids = torch.randint(0, TINY.vocab_size, (1, 20))
+    with torch.no_grad():
+        assert torch.equal(model(ids), again(ids))
+
+
+def test_sums_by_heart_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list(sums.small_sums(3))
+    assert [one.result for one in asked if one.question == "What is 2 plus 9?"] == [11]
+    answers = [f"It is {one.result}." for one in asked]
+    answers[0] = "It is 999."
+    monkeypatch.setattr(sums, "complete", lambda *_args, **_named: answers)
+    report = sums.sum_report(Decoder(TINY), tokenizer(), 3)
+    assert "plus up to 10    2 of 3" in report
+    assert f"{len(asked) - 1} of {len(asked)}" in report
 
 
 def test_completion_stops_at_the_end_token() -> None:

@@ -61,7 +61,7 @@ KINDS: dict[Kind, float] = {
     facts.animal_fact: 5,
     facts.meaning: 2.5,
     facts.after_and_before: 1.5,
-    facts.arithmetic: 7,
+    facts.arithmetic: 16,
     facts.counting: 1.5,
     facts.days_and_months: 0.7,
     facts.listing: 4,

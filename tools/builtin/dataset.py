@@ -2,9 +2,9 @@
 
     python -m tools.builtin.dataset --out FOLDER --documents 1000000
 
-writes tokenizer.json and, as uint16, documents one after the other: train.npy, long.npy (the documents of more than
-1,024 tokens, which need long rows) and held_out.npy. It needs no torch, so its processes start quickly; train.py
-runs it as its first step.
+writes tokenizer.json and, as uint16, documents one after the other: chats.npy, tools.npy, easy.npy (what the training
+begins with), long.npy (the documents of more than 1,024 tokens, which need long rows) and held_out.npy. It needs no
+torch, so its processes start quickly; train.py runs it while the model compiles.
 
 The upper bits of a token tell how it is learned: what is given in a chat with tools is read only, and what the model
 writes there counts more.
@@ -26,10 +26,11 @@ from tokenizers import Tokenizer
 from tools.builtin.chat_format import Segment
 from tools.builtin.corpus import documents
 from tools.builtin.tokenizer import VOCAB_SIZE, train_tokenizer
-from tools.builtin.tool_chats import tool_chat
+from tools.builtin.tool_chats import easy_chat, tool_chat
 
 Ids = npt.NDArray[np.uint16]
-Source = Literal["chats", "tools", "held out"]
+Source = Literal["chats", "tools", "easy", "held_out"]
+ARRAYS = ("chats", "tools", "easy", "long", "held_out")
 ID_BITS = (1 << 14) - 1
 TOOL_BIT = 1 << 14
 GIVEN_BIT = 1 << 15
@@ -53,16 +54,17 @@ class Shard(NamedTuple):
 
 
 def _segments(task: Portion, seed: int) -> Iterator[tuple[Segment, ...]]:
-    if task.source == "tools":
-        return (tool_chat(seed, index).segments for index in range(task.start, task.start + task.size))
-    held_out = task.source == "held out"
+    if task.source in ("tools", "easy"):
+        make = tool_chat if task.source == "tools" else easy_chat
+        return (make(seed, index).segments for index in range(task.start, task.start + task.size))
+    held_out = task.source == "held_out"
     return (one.segments for one in documents(seed, task.start, task.size, held_out))
 
 
 def _shard(task: Portion, tokenizer_path: str, seed: int) -> Shard:
     """The token ids of one task's documents. Runs in a worker process."""
     tokenizer = Tokenizer.from_file(tokenizer_path)
-    mark = TOOL_BIT if task.source == "tools" else 0
+    mark = TOOL_BIT if task.source in ("tools", "easy") else 0
     pieces = list(_segments(task, seed))
     texts = [segment.text for document in pieces for segment in document]
     encoded = iter(tokenizer.encode_batch_fast(texts, add_special_tokens=False))
@@ -91,21 +93,22 @@ def make_tokenizer(
     """The tokenizer of the first documents of the corpus, some of them with tools."""
     texts = [example.text for example in documents(seed, 0, documents_used)]
     texts += [tool_chat(seed, index).text for index in range(documents_used // 15)]
+    texts += [easy_chat(seed, index).text for index in range(documents_used // 15)]
     return train_tokenizer(texts, vocab_size)
 
 
-def _spread(chats: list[Portion], tools: list[Portion]) -> list[Portion]:
-    """Both lists in one, evenly mixed, so that what comes in time has both."""
-    placed = [(index / len(tasks), task) for tasks in (chats, tools) for index, task in enumerate(tasks)]
+def _spread(*lists: list[Portion]) -> list[Portion]:
+    """All lists in one, evenly mixed, so that what comes in time has all of them."""
+    placed = [(index / len(tasks), task) for tasks in lists for index, task in enumerate(tasks)]
     return [task for _, task in sorted(placed)]
 
 
 def generate(
-    folder: Path, count: int, num_tool_chats: int, seed: int, processes: int, seconds: float
+    folder: Path, count: int, num_tool_chats: int, num_easy: int, seed: int, processes: int, seconds: float
 ) -> dict[str, int]:
     """Writes the arrays, with fewer documents than asked if `seconds` run out. Returns their token counts."""
-    first = _tasks("held out", min(_HELD_OUT_DOCUMENTS, max(100, count // 100)))
-    tasks = first + _spread(_tasks("chats", count), _tasks("tools", num_tool_chats))
+    first = _tasks("held_out", min(_HELD_OUT_DOCUMENTS, max(100, count // 100)))
+    tasks = first + _spread(_tasks("chats", count), _tasks("tools", num_tool_chats), _tasks("easy", num_easy))
     work = partial(_shard, tokenizer_path=str(folder / "tokenizer.json"), seed=seed)
     deadline, shards = time.monotonic() + seconds, []
     if processes == 1:
@@ -120,15 +123,14 @@ def generate(
                 if time.monotonic() > deadline and len(shards) > len(first):
                     print(f"corpus: stopped after {seconds:.0f} s with {len(shards)} of {len(tasks)} shards")
                     break
-    held_out, trained = shards[: len(first)], shards[len(first) :]
-    arrays = {
-        "train": np.concatenate([shard.short for shard in trained]),
-        "long": np.concatenate([shard.long for shard in trained]),
-        "held_out": np.concatenate([shard.short for shard in held_out]),
-    }
-    for name, ids in arrays.items():
-        np.save(folder / f"{name}.npy", ids)
-    return {name: len(ids) for name, ids in arrays.items()}
+    made: dict[str, list[Ids]] = {name: [np.zeros(0, dtype=np.uint16)] for name in ARRAYS}
+    for task, shard in zip(tasks, shards, strict=False):
+        made[task.source].append(shard.short)
+        if task.source != "held_out":
+            made["long"].append(shard.long)
+    for name in ARRAYS:
+        np.save(folder / f"{name}.npy", np.concatenate(made[name]))
+    return {name: sum(map(len, made[name])) for name in ARRAYS}
 
 
 def main() -> None:
@@ -136,6 +138,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--documents", type=int, default=1_000_000)
     parser.add_argument("--tool-chats", type=int, default=300_000)
+    parser.add_argument("--easy-chats", type=int, default=200_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--seconds", type=float, default=120.0, help="stop generating after this time")
@@ -155,6 +158,7 @@ def main() -> None:
         arguments.out,
         arguments.documents,
         arguments.tool_chats,
+        arguments.easy_chats,
         arguments.seed,
         arguments.processes,
         arguments.seconds,

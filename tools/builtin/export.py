@@ -1,19 +1,29 @@
-"""Writes a trained decoder as a checkpoint folder that transformers (and inflight) can load."""
+"""Writes a trained decoder as a checkpoint folder that transformers (and inflight) can load, and reads it again."""
 
 import json
+from dataclasses import fields
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from tools.builtin.chat_format import CHAT_TEMPLATE, END_OF_TEXT, IM_END
-from tools.builtin.model import Decoder
+from tools.builtin.model import Decoder, Shape
 from tools.builtin.tokenizer import token_id
 
 
 def _write(path: Path, content: dict[str, object]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def load(folder: Path) -> Decoder:
+    """The decoder of a checkpoint that `export` wrote, in float32."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    model = Decoder(Shape(**{field.name: config[field.name] for field in fields(Shape)}))
+    tensors = load_file(folder / "model.safetensors")
+    model.load_state_dict({name.removeprefix("model."): tensor.float() for name, tensor in tensors.items()})
+    return model
 
 
 def export(model: Decoder, tokenizer: Tokenizer, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:

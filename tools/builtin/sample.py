@@ -25,8 +25,10 @@ PROMPTS = (
 
 
 @torch.no_grad()
-def complete(model: Decoder, tokenizer: Tokenizer, prompts: list[str], max_new: int, seed: int) -> list[str]:
-    """One sampled continuation a prompt, without its end token, at temperature 0.7 and top-p 0.95."""
+def complete(
+    model: Decoder, tokenizer: Tokenizer, prompts: list[str], max_new: int, seed: int, greedy: bool = False
+) -> list[str]:
+    """One continuation per prompt, without its end token: greedy, or sampled at temperature 0.7 and top-p 0.95."""
     device = model.embed_tokens.weight.device
     generator = torch.Generator(device).manual_seed(seed)
     stops = torch.tensor([token_id(tokenizer, token) for token in (IM_END, END_OF_TEXT)], device=device)
@@ -41,7 +43,10 @@ def complete(model: Decoder, tokenizer: Tokenizer, prompts: list[str], max_new: 
     every = torch.arange(len(rows), device=device)
     while not bool(done.all()):
         logits = model(ids[:, : int(ends.max())])[every, ends - 1].float()
-        token = torch.multinomial(_nucleus(logits / 0.7, 0.95), 1, generator=generator).squeeze(1)
+        if greedy:
+            token = logits.argmax(dim=-1)
+        else:
+            token = torch.multinomial(_nucleus(logits / 0.7, 0.95), 1, generator=generator).squeeze(1)
         done |= torch.isin(token, stops) | (ends >= limit - 1) | (ends - lengths >= max_new)
         ids[every[~done], ends[~done]] = token[~done]
         ends += ~done

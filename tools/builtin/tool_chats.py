@@ -10,22 +10,37 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
 from tools.builtin import explain, facts, smalltalk, stories, tool_sums, unknown
 from tools.builtin.chat_format import Call, Segment, Turn, dumps, segments
+from tools.builtin.copying import exercise
 from tools.builtin.systems import SYSTEMS, system_prompt
+from tools.builtin.tool_forms import form_task, form_tool
+from tools.builtin.tool_frameworks import written
+from tools.builtin.tool_names import Naming, renamed
 from tools.builtin.tool_people import extraction, person_task, person_tool
 from tools.builtin.tool_tasks import DATA_FAMILIES, Task, data_task, data_tool, follow_up
-from tools.builtin.toolbox import TaughtTool, ToolParameter, described
+from tools.builtin.toolbox import TaughtTool, ToolParameter
 
 _SUMS = ("add", "subtract", "multiply", "divide")
 # The taught ones come most often; the others make it look at names and descriptions.
 _FAMILIES = (
-    ("weather",) * 5 + ("time",) * 4 + ("lookup",) * 4 + ("sums",) * 7 + ("attribute",) * 4 + DATA_FAMILIES
+    *("weather",) * 5,
+    *("time",) * 4,
+    *("lookup",) * 4,
+    *("sums",) * 7,
+    *("attribute",) * 4,
+    *("form",) * 6,
+    *DATA_FAMILIES,
 )
+_COMMON_FAMILIES = (*("weather",) * 3, *("time",) * 2, *("lookup",) * 2, *("sums",) * 4)
+# Of the chats that are trained on: what every client uses has to be certain, all else has to be read.
+_NAMINGS: dict[Naming, float] = {"common": 0.35, "varied": 0.3, "made up": 0.35}
 _THINKING_SHARE = 0.3
-_LONG_SHARE = 0.1
+_LONG_SHARE = 0.08
+_COPYING_SHARE = 0.5
+Size = Literal["short", "usual", "long"]
 _PARALLEL = (" Do both at once.", " Call both tools at the same time.", " Do it in parallel.")
 
 
@@ -58,22 +73,25 @@ def _sum_tools(rng: Random, held_out: bool) -> list[TaughtTool]:
     return [tool_sums.operation_tool(rng, key, held_out) for key in keys]
 
 
-def _family_tools(rng: Random, family: str, held_out: bool) -> list[TaughtTool]:
-    return _sum_tools(rng, held_out) if family == "sums" else [data_tool(rng, family, held_out)]
+def _family_tools(rng: Random, family: str, naming: Naming, held_out: bool) -> list[TaughtTool]:
+    if family == "form":
+        return [form_tool(rng, naming, held_out)]
+    tools = _sum_tools(rng, held_out) if family == "sums" else [data_tool(rng, family, held_out)]
+    return [renamed(rng, tool, naming, held_out) for tool in tools]
 
 
-def draw_tools(rng: Random, held_out: bool, num_families: int) -> list[TaughtTool]:
+def draw_tools(rng: Random, naming: Naming, held_out: bool, num_families: int) -> list[TaughtTool]:
     """Tools of different families, with different names."""
     found: list[TaughtTool] = []
     families: set[str] = set()
     for _ in range(num_families):
-        family = rng.choice(_FAMILIES)
-        if family in families and family != "attribute":
+        family = rng.choice(_COMMON_FAMILIES if naming == "common" and num_families < 4 else _FAMILIES)
+        if family in families and family not in ("attribute", "form"):
             continue
         if family in ("now", "time") and families & {"now", "time"}:
             continue
         families.add(family)
-        for tool in _family_tools(rng, family, held_out):
+        for tool in _family_tools(rng, family, naming, held_out):
             clash = any(tool.name == one.name or (tool.noun and tool.noun == one.noun) for one in found)
             if not clash:
                 found.append(tool)
@@ -83,6 +101,8 @@ def draw_tools(rng: Random, held_out: bool, num_families: int) -> list[TaughtToo
 def task_for(rng: Random, tool: TaughtTool, held_out: bool) -> Task:
     if tool.family == "person":
         return person_task(rng, tool, held_out)
+    if tool.family == "form":
+        return form_task(rng, tool, held_out)
     if tool.family == "calculator" and rng.random() < 0.3:
         return tool_sums.expression_task(rng, tool)
     if tool.family in (*_SUMS, "calculator", "chooser"):
@@ -175,18 +195,13 @@ def chained(rng: Random, tools: Sequence[TaughtTool]) -> list[Turn] | None:
     ]
 
 
-def plain(rng: Random, tools: Sequence[TaughtTool]) -> list[Turn]:
+def plain(rng: Random, tools: Sequence[TaughtTool], size: Size) -> list[Turn]:
     """Small talk and what the model knows by heart: no tool is needed."""
     families = {tool.family for tool in tools}
     kinds = [smalltalk.small_talk, smalltalk.introduction, smalltalk.joke, facts.opposite, facts.animal_fact]
-    kinds += [
-        smalltalk.small_talk,
-        facts.fact,
-        facts.capital_city,
-        explain.why,
-        explain.serving,
-        stories.story,
-    ]
+    kinds += [smalltalk.small_talk, facts.fact, facts.capital_city]
+    if size != "short":
+        kinds += [explain.why, explain.serving, stories.story]
     if "lookup" not in families:
         kinds.append(unknown.unknown)
     if not families & {*_SUMS, "calculator", "chooser"}:
@@ -199,7 +214,7 @@ def plain(rng: Random, tools: Sequence[TaughtTool]) -> list[Turn]:
     ]
 
 
-def unfit(rng: Random, tools: Sequence[TaughtTool], held_out: bool) -> list[Turn] | None:
+def unfit(rng: Random, tools: Sequence[TaughtTool], naming: Naming, held_out: bool) -> list[Turn] | None:
     """A question for a tool that is not there."""
     families = {tool.family for tool in tools}
     if families & {"now", "time"}:
@@ -209,7 +224,7 @@ def unfit(rng: Random, tools: Sequence[TaughtTool], held_out: bool) -> list[Turn
     missing = [family for family in _FAMILIES if family not in families]
     if not missing:
         return None
-    tool = rng.choice(_family_tools(rng, rng.choice(missing), held_out))
+    tool = rng.choice(_family_tools(rng, rng.choice(missing), naming, held_out))
     if any(tool.noun and tool.noun == one.noun for one in tools):
         return None
     task = task_for(rng, tool, held_out)
@@ -251,14 +266,14 @@ def _filler(rng: Random) -> str:
     return make(rng).turns[1]
 
 
-def _rounds(rng: Random, tools: list[TaughtTool], held_out: bool) -> list[Turn]:
+def _rounds(rng: Random, tools: list[TaughtTool], naming: Naming, held_out: bool, size: Size) -> list[Turn]:
     """One question and all that follows from it."""
     while True:
         roll = rng.random()
-        if roll < 0.16:
-            return plain(rng, tools)
+        if roll < 0.12:
+            return plain(rng, tools, size)
         if roll < 0.24:
-            found = unfit(rng, tools, held_out)
+            found = unfit(rng, tools, naming, held_out)
         elif roll < 0.34:
             found = chained(rng, tools)
         elif roll < 0.62 and len(tools) > 1:
@@ -293,9 +308,9 @@ def _extraction_chat(rng: Random, held_out: bool) -> ToolChat:
     return ToolChat("json", system, (), tuple(messages))
 
 
-def _person_chat(rng: Random, held_out: bool) -> ToolChat:
-    tool = person_tool(rng, held_out)
-    others = draw_tools(rng, held_out, rng.choice((0, 0, 0, 1, 2)))
+def _person_chat(rng: Random, naming: Naming, held_out: bool) -> ToolChat:
+    tool = person_tool(rng, held_out and naming != "common")
+    others = draw_tools(rng, naming, held_out, rng.choice((0, 0, 0, 1, 2)))
     messages = one_task(person_task(rng, tool, held_out))
     if rng.random() < 0.7:
         messages = messages[:2]
@@ -303,20 +318,26 @@ def _person_chat(rng: Random, held_out: bool) -> ToolChat:
     tools = [tool, *others]
     rng.shuffle(tools)
     system = rng.choice(SYSTEMS["extract"]) if rng.random() < 0.5 else system_prompt(rng, held_out)
-    return ToolChat("person", system, tuple(described(rng, one) for one in tools), tuple(messages))
+    return ToolChat("person", system, written(rng, tools, short=False), tuple(messages))
 
 
-def _chat(rng: Random, held_out: bool, long: bool) -> ToolChat:
+def _num_families(rng: Random, size: Size) -> int:
+    if size == "long":
+        return rng.randint(3, 24)
+    return rng.choice((1, 1, 2) if size == "short" else (1, 1, 2, 2, 2, 3, 3, 4, 5))
+
+
+def _chat(rng: Random, naming: Naming, held_out: bool, size: Size) -> ToolChat:
     tools: list[TaughtTool] = []
     while not tools:
-        families = rng.randint(3, 24) if long else rng.choice((1, 1, 1, 2, 2, 2, 3, 3, 4, 5))
-        tools = draw_tools(rng, held_out, families)
+        tools = draw_tools(rng, naming, held_out, _num_families(rng, size))
     messages: list[Turn] = []
     last_question = 0
     output = output_tool(rng) if rng.random() < 0.07 else None
-    for number in range(1 if output else rng.choice((1, 1, 2, 2, 3))):
+    # The tools are read once and used for several questions, which saves tokens.
+    for number in range(1 if output else rng.choice((1, 2, 3) if size == "short" else (1, 1, 2, 3, 4))):
         last_question = len(messages)
-        messages += _rounds(rng, tools, held_out)
+        messages += _rounds(rng, tools, naming, held_out, size)
         if number == 0 and rng.random() < 0.06:
             task = follow_up(rng, tools[0], held_out)
             if task and messages[1].calls and messages[1].calls[0].name == tools[0].name:
@@ -326,22 +347,39 @@ def _chat(rng: Random, held_out: bool, long: bool) -> ToolChat:
         messages, tools = _through(output, messages), [*tools, output]
     messages = _thoughtless(rng, messages, last_question)
     rng.shuffle(tools)
-    system = system_prompt(rng, held_out, rng.randint(5, 80) if long else None)
-    if long:
+    system = (
+        ""
+        if size == "short"
+        else system_prompt(rng, held_out, rng.randint(5, 80) if size == "long" else None)
+    )
+    if size == "long":
         system += "".join(f"\n\n{_filler(rng)}" for _ in range(rng.choice((0, 1, 2, 4, 7))))
     kind = messages[last_question + 1].skill
-    return ToolChat(kind, system, tuple(described(rng, one) for one in tools), tuple(messages))
+    return ToolChat(kind, system, written(rng, tools, size == "short"), tuple(messages))
 
 
-def tool_chat(seed: int, index: int, held_out: bool = False) -> ToolChat:
+def drawn_naming(rng: Random) -> Naming:
+    return rng.choices(tuple(_NAMINGS), tuple(_NAMINGS.values()))[0]
+
+
+def tool_chat(seed: int, index: int, held_out: bool = False, naming: Naming | None = None) -> ToolChat:
     """The chat of this index, from the training side or from the held-out one."""
     rng = Random(f"{seed}/{'held out tools' if held_out else 'tools'}/{index}")
+    naming = naming or drawn_naming(rng)
     roll = rng.random()
     if roll < 0.02:
         return _extraction_chat(rng, held_out)
     if roll < 0.1:
-        return _person_chat(rng, held_out)
-    return _chat(rng, held_out, long=rng.random() < _LONG_SHARE)
+        return _person_chat(rng, naming, held_out)
+    return _chat(rng, naming, held_out, "long" if rng.random() < _LONG_SHARE else "usual")
+
+
+def easy_chat(seed: int, index: int) -> ToolChat:
+    """What the training begins with: copying, and chats with one or two tools in few words."""
+    rng = Random(f"{seed}/easy/{index}")
+    if rng.random() < _COPYING_SHARE:
+        return ToolChat("copy", "", (), tuple(exercise(rng)))
+    return _chat(rng, drawn_naming(rng), held_out=False, size="short")
 
 
 def main() -> None:
@@ -349,9 +387,13 @@ def main() -> None:
     parser.add_argument("--examples", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--held-out", action="store_true", help="chats of the evaluation")
+    parser.add_argument("--easy", action="store_true", help="chats that the training begins with")
     arguments = parser.parse_args()
     for index in range(arguments.examples):
-        chat = tool_chat(arguments.seed, index, arguments.held_out)
+        if arguments.easy:
+            chat = easy_chat(arguments.seed, index)
+        else:
+            chat = tool_chat(arguments.seed, index, arguments.held_out)
         print(f"--- {chat.kind}\n{chat.text}")
 
 

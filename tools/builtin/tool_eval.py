@@ -1,11 +1,12 @@
-"""How well a checkpoint uses tools: every answer of held-out chats, judged by itself.
+"""How well a checkpoint uses tools: every answer of new chats judged by itself, and whole agent loops.
 
-    python -m tools.builtin.tool_eval FOLDER --chats 200 --seed 1
+    python -m tools.builtin.tool_eval FOLDER --chats 150 --loops 200 --seed 1
 
-prints the share of right answers per skill. Cities, names of tools and parameters, and questions are those that
-training never saw. A call is right if its name and all arguments are; an answer, if it calls nothing and has what
-the tools returned. What came before in the chat is always the right thing, so a mistake counts once. The answers are
-greedy, or drawn as generation_config.json says with `--sampled`.
+prints the share of right answers per skill, apart for tools with the names that clients use, with other natural names
+and with made-up ones. The latter two use cities, names and questions that training never saw. A call is right if its
+name and all arguments are; an answer, if it calls nothing and has what the tools returned. What came before in the chat
+is always the right thing, so a mistake counts once; in the loops (tool_loops.py) it is what the model wrote. The
+answers are greedy, or drawn as generation_config.json says with `--sampled`.
 """
 
 import argparse
@@ -21,9 +22,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tools.builtin.chat_format import Turn
 from tools.builtin.tool_chats import ToolChat, tool_chat
+from tools.builtin.tool_loops import loop_report, loops, parsed_calls, run_loops
+from tools.builtin.tool_names import Naming
 
-_CALL = re.compile(r"<tool_call>\n(.*?)\n</tool_call>", re.DOTALL)
-_MAX_NEW = 200
+NAMINGS: tuple[Naming, ...] = ("common", "varied", "made up")
+_MAX_NEW = 160
 
 
 class ToolCase(NamedTuple):
@@ -46,16 +49,6 @@ def cases(chat: ToolChat) -> Iterator[ToolCase]:
         before += given.text + learned.text
 
 
-def _calls(text: str) -> list[object]:
-    found: list[object] = []
-    for call in _CALL.findall(text):
-        try:
-            found.append(json.loads(call))
-        except json.JSONDecodeError:
-            found.append(call)
-    return found
-
-
 def is_right(expected: Turn, written: str) -> bool:
     """Whether this text does what the message does, though maybe in other words."""
     if expected.thought:
@@ -64,7 +57,7 @@ def is_right(expected: Turn, written: str) -> bool:
             return False
     if expected.skill == "output call":
         return _is_output(expected, written)
-    if _calls(written) != [{"name": one.name, "arguments": one.arguments} for one in expected.calls]:
+    if parsed_calls(written) != [{"name": one.name, "arguments": one.arguments} for one in expected.calls]:
         return False
     if expected.calls:
         return True
@@ -75,7 +68,7 @@ def is_right(expected: Turn, written: str) -> bool:
 def _is_output(expected: Turn, written: str) -> bool:
     """Whether the final answer went through its tool. Its words are free, but for those that are needed."""
     call = expected.calls[0]
-    match _calls(written):
+    match parsed_calls(written):
         case [{"name": call.name, "arguments": dict(arguments)}] if arguments.keys() == call.arguments.keys():
             said = json.dumps(arguments, ensure_ascii=False).lower()
             return all(json.dumps(word, ensure_ascii=False)[1:-1].lower() in said for word in expected.needed)
@@ -135,27 +128,36 @@ def report(found: Sequence[tuple[ToolCase, str]], show: int) -> str:
     return "\n".join(lines)
 
 
+def new_cases(seed: int, count: int, naming: Naming) -> list[ToolCase]:
+    """The answers of chats that training did not have; what clients use is asked for as usual."""
+    held_out = naming != "common"
+    chats = [tool_chat(seed, index, held_out, naming) for index in range(count)]
+    return [case for chat in chats for case in cases(chat)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description="Evaluate how a checkpoint of the built-in model uses tools."
     )
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--chats", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--chats", type=int, default=150, help="of each kind of names")
+    parser.add_argument("--loops", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=1, help="not the one of the training")
     parser.add_argument("--sampled", action="store_true", help="draw answers instead of taking the likeliest")
-    parser.add_argument(
-        "--trained", action="store_true", help="chats of the training side instead of held-out ones"
-    )
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--show", type=int, default=10, help="how many wrong answers to print")
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--show", type=int, default=10, help="how many wrong answers to print of each")
     arguments = parser.parse_args()
     torch.manual_seed(arguments.seed)
-    chats = [tool_chat(arguments.seed, index, not arguments.trained) for index in range(arguments.chats)]
-    asked = [case for chat in chats for case in cases(chat)]
-    written = Writer(arguments.folder, arguments.sampled, arguments.batch).write(
-        [case.prompt for case in asked]
-    )
-    print(report(list(zip(asked, written, strict=True)), arguments.show))
+    writer = Writer(arguments.folder, arguments.sampled, arguments.batch)
+    started = list(loops(arguments.seed, arguments.loops))
+    if started:
+        run_loops(started, writer.write)
+        print(loop_report(started, arguments.show), flush=True)
+    for naming in NAMINGS if arguments.chats else ():
+        asked = new_cases(arguments.seed, arguments.chats, naming)
+        written = writer.write([case.prompt for case in asked])
+        print(f"\n=== names: {naming}", flush=True)
+        print(report(list(zip(asked, written, strict=True)), arguments.show), flush=True)
 
 
 if __name__ == "__main__":

@@ -26,16 +26,17 @@ class TaughtTool:
     describe: str
     parameters: tuple[ToolParameter, ...] = ()
     noun: str = ""  # what a tool of the family `attribute` returns
+    opaque: bool = False  # its name says nothing, so it needs its descriptions
 
 
-def _title(name: str) -> str:
+def title(name: str) -> str:
     return " ".join(capital(word) for word in name.split("_"))
 
 
 def _property(rng: Random, parameter: ToolParameter, titled: bool, described: bool) -> Schema:
     entries: list[tuple[str, Any]] = [("type", parameter.type)]
     if titled:
-        entries.append(("title", _title(parameter.name)))
+        entries.append(("title", title(parameter.name)))
     if described and parameter.about:
         entries.append(("description", parameter.about))
     if parameter.options:
@@ -48,7 +49,7 @@ def _property(rng: Random, parameter: ToolParameter, titled: bool, described: bo
 
 
 def _parameters(rng: Random, tool: TaughtTool) -> Schema:
-    titled, described = rng.random() < 0.3, rng.random() < 0.6
+    titled, described = rng.random() < 0.3, tool.opaque or rng.random() < 0.6
     properties = {one.name: _property(rng, one, titled, described) for one in tool.parameters}
     required = [one.name for one in tool.parameters if one.required]
     entries: list[tuple[str, Any]] = [("type", "object"), ("properties", properties)]
@@ -58,7 +59,7 @@ def _parameters(rng: Random, tool: TaughtTool) -> Schema:
         entries.append(("additionalProperties", False))
     if rng.random() < 0.25:
         entries.append(
-            ("title", rng.choice((f"{tool.name}_args", _title(tool.name), f"{tool.name}Arguments")))
+            ("title", rng.choice((f"{tool.name}_args", title(tool.name), f"{tool.name}Arguments")))
         )
     if rng.random() < 0.12:
         entries.append(("$schema", "http://json-schema.org/draft-07/schema#"))
@@ -86,7 +87,7 @@ def _description(rng: Random, tool: TaughtTool) -> str:
 def described(rng: Random, tool: TaughtTool) -> Schema:
     """The tool as a request sends it, in one of the many ways there are."""
     entries: list[tuple[str, Any]] = [("name", tool.name)]
-    if rng.random() < 0.9:
+    if tool.opaque or rng.random() < 0.9:
         entries.append(("description", _description(rng, tool)))
     if tool.parameters or rng.random() < 0.7:
         entries.append(("parameters", _parameters(rng, tool)))
