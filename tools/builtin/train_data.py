@@ -62,8 +62,8 @@ class RowStream:
             self.generator.shuffle(fresh)
             self.starts = np.concatenate((self.starts, fresh))
         picked, self.starts = self.starts[:rows], self.starts[rows:]
-        rows: npt.NDArray[np.int64] = self.ids[picked[:, None] + self.window].astype(np.int64)
-        return rows
+        taken: npt.NDArray[np.int64] = self.ids[picked[:, None] + self.window].astype(np.int64)
+        return taken
 
 
 def batches(
