@@ -82,8 +82,8 @@ ROWS: list[tuple[str, dict[str, Any], str | None, str]] = [
     (COMPLETIONS, {"stop_token_ids": [99999]}, "stop_token_ids", "99999"),
     (COMPLETIONS, {"bad_words": [""]}, "bad_words", "non-empty"),
     (COMPLETIONS, {"bad_words": ["x" * 257]}, "bad_words", "at most 256"),
-    (COMPLETIONS, {"allowed_token_ids": [5] * 3000}, "allowed_token_ids", "there are only 2048"),
-    (COMPLETIONS, {"stop_token_ids": [5] * 3000}, "stop_token_ids", "there are only 2048"),
+    (COMPLETIONS, {"allowed_token_ids": [5] * 4000}, "allowed_token_ids", "there are only 3072"),
+    (COMPLETIONS, {"stop_token_ids": [5] * 4000}, "stop_token_ids", "there are only 3072"),
     (COMPLETIONS, {"stop_token_ids": ["x"] * 100_000}, "stop_token_ids[0]", "valid integer"),
     (COMPLETIONS, {"allowed_token_ids": [0, 2], "min_tokens": 2}, None, "no_token_allowed"),
     (COMPLETIONS, {"allowed_token_ids": [5], "bad_words": ["#"], "stream": False}, None, "no_token_allowed"),
@@ -97,7 +97,7 @@ ROWS: list[tuple[str, dict[str, Any], str | None, str]] = [
     (COMPLETIONS, {"prompt": ["x", 3]}, "prompt", "prompt[1] is of type int"),
     (COMPLETIONS, {"prompt": ["x"] * 100_000}, "prompt", "too_many_answers"),
     (COMPLETIONS, {"prompt": ["x"] * 2, "n": 100}, "n", "too_many_answers"),
-    (COMPLETIONS, {"prompt": [5] * 2048}, "prompt", "context_length_exceeded"),
+    (COMPLETIONS, {"prompt": [5] * 4096}, "prompt", "context_length_exceeded"),
     (COMPLETIONS, {"prompt": "word " * 9000}, "prompt", "context_length_exceeded"),
     (CHAT, {"messages": [{"role": "user", "content": "word " * 9000}]}, "prompt", "context_length_exceeded"),
     (COMPLETIONS, {"prompt": "a" * 1_000_000}, "prompt", "1000000 characters"),
@@ -203,7 +203,7 @@ def test_other_statuses(live: Live) -> None:
 
 
 def test_a_token_limit_beyond_the_context_is_cut(live: Live) -> None:
-    answer = live.complete([5] * 2040, max_tokens=10**6, ignore_eos=True)
+    answer = live.complete([5] * 4088, max_tokens=10**6, ignore_eos=True)
     assert answer["usage"]["completion_tokens"] == 8
 
 

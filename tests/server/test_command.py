@@ -62,9 +62,9 @@ def serving(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], httpx.Clie
 @pytest.mark.parametrize("number_of_signal", [signal.SIGTERM, signal.SIGHUP])
 def test_a_stream_outlives_signals_and_the_exit_is_clean(number_of_signal: int, llm: LLM) -> None:
     with serving("--shutdown-timeout", "60", "--log-format", "json") as (process, http, said):
-        assert "inflight-builtin (bfloat16, context 2,048)" in said
+        assert "inflight-builtin (bfloat16, context 4,096)" in said
         assert "1,024 blocks of 16 = 16,384 tokens" in said
-        assert "8 requests of full length" in said
+        assert "4 requests of full length" in said
         assert "its own process" in said
         lines = [json.loads(line) for line in said.splitlines()]
         assert lines[-1]["message"].startswith(f"inflight {__version__}")

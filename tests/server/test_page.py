@@ -34,7 +34,7 @@ def wait_for_text(page: Page) -> None:
 
 def test_a_question_is_answered(page: Page, live: Live, llm: LLM) -> None:
     open_chat(page, live)
-    assert page.text("#model") == "inflight-builtin · context 2,048"
+    assert page.text("#model") == "inflight-builtin · context 4,096"
     look(page, "empty")
     ask(page, QUESTION)
     figures = wait_for_figures(page)

@@ -18,7 +18,7 @@ from tests.server.live import Backend, Live, live_server, stream
 
 def test_models(live: Live) -> None:
     (found,) = live.http.get("/v1/models").json()["data"]
-    assert (found["id"], found["object"], found["max_model_len"]) == ("inflight-builtin", "model", 2048)
+    assert (found["id"], found["object"], found["max_model_len"]) == ("inflight-builtin", "model", 4096)
     assert live.http.get("/v1/models/inflight-builtin").json() == found
 
 
@@ -54,7 +54,7 @@ def test_tokens_there_and_back(live: Live, llm: LLM) -> None:
     text = "Once upon a time, there was a fox: 12 €!"
     found = live.post("/tokenize", {"prompt": text}).json()
     assert found["tokens"] == llm.get_tokenizer().encode(text)
-    assert (found["count"], found["max_model_len"]) == (len(found["tokens"]), 2048)
+    assert (found["count"], found["max_model_len"]) == (len(found["tokens"]), 4096)
     assert live.post("/detokenize", {"tokens": found["tokens"]}).json() == {"prompt": text}
     spelled = live.post("/tokenize", {"prompt": "a fox", "return_token_strs": True}).json()
     assert len(spelled["token_strs"]) == spelled["count"]

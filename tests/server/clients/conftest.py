@@ -1,4 +1,4 @@
-"""The models that do the task: each client's loop runs with all of them."""
+"""The models that do the task: each client's loop runs with both of them."""
 
 from __future__ import annotations
 
@@ -6,16 +6,32 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.server.clients.task import Served, Toolbox, serve_knowing_model
+from tests.server.clients.task import (
+    THOUGHT,
+    GreedyBackend,
+    KnowingBackend,
+    Served,
+    Toolbox,
+    serve_task,
+)
 
-MODELS = ("calls in turn", "calls at once")
 
-
-@pytest.fixture(scope="module", params=MODELS)
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    with serve_knowing_model(folder, at_once=request.param == "calls at once") as live:
+@pytest.fixture(scope="session")
+def _builtin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with serve_task(GreedyBackend(tmp_path_factory.mktemp("builtin"))) as live:
         yield Served(live.url, "m")
+
+
+@pytest.fixture(scope="session")
+def _knowing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with serve_task(KnowingBackend(tmp_path_factory.mktemp("tokenizer"))) as live:
+        yield Served(live.url, "m", THOUGHT)
+
+
+@pytest.fixture(scope="module", params=["_builtin", "_knowing"])
+def served(request: pytest.FixtureRequest) -> Served:
+    found: Served = request.getfixturevalue(request.param)
+    return found
 
 
 @pytest.fixture

@@ -2,23 +2,26 @@
 
     question -> get_weather(city="Paris") -> multiply(a=12, b=7) -> "It is sunny in Paris, and 12 times 7 is 84."
 
-The server, its HTTP and its parsers are real; only what the model says is written here. A model that can do the task by
-itself needs nothing but a `Served` of its own.
+The built-in model does it by itself. A second model, whose words are written here, does what that one does not: it
+thinks first, and makes both calls at once. Server, HTTP and parsers are real for both.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 from pydantic import BaseModel
 
+from inflight.models.builtin import checkpoint_folder
 from inflight.request import Request
-from tests.server.live import Live, live_server
+from tests.server.live import Backend, Live, live_server
 from tests.server.scripted import ScriptedBackend, write_folder
 
 KEY = "secret"
@@ -36,6 +39,9 @@ class Report(BaseModel):
 
 
 REPORT = Report(city="Paris", weather="sunny", product=84)
+THOUGHT = "I need a tool."
+# The built-in model has not learned what to put into an object.
+knowing_model = pytest.mark.parametrize("served", ["_knowing"], indirect=True)
 
 
 @dataclass
@@ -108,6 +114,15 @@ class Served:
 
     url: str
     model: str
+    thought: str | None = None  # before its first call
+    report: Report | None = (
+        None  # what it says when it is asked for an object; the built-in model says anything
+    )
+
+    def check_report(self, found: object) -> None:
+        """An object is what was asked for."""
+        assert isinstance(found, Report)
+        assert self.report in (None, found)
 
     @property
     def base_url(self) -> str:
@@ -119,7 +134,7 @@ def _call(name: str, arguments: Any) -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
 
 
-def _say(prompt: str, *, constrained: bool, at_once: bool) -> str:
+def _say(prompt: str, *, constrained: bool) -> str:
     """What a model that knows the task says next."""
     report = REPORT.model_dump_json()
     for name in ("final_result", "Report"):  # tools by which packages ask for an object
@@ -129,34 +144,40 @@ def _say(prompt: str, *, constrained: bool, at_once: bool) -> str:
         '"name": "get_weather"' not in prompt
     ):  # no tools: it is asked for the object itself, or just for an answer
         return report if constrained else ANSWER
-    calls = [_call(*call) for call in EXPECTED_CALLS]
-    num_results = prompt.count("<tool_response>")
-    if num_results == len(calls):
+    if "<tool_response>" in prompt:
         assert "<tool_response>\nsunny\n</tool_response>" in prompt
         assert "<tool_response>\n84\n</tool_response>" in prompt
         return ANSWER
-    thought = "<think>\nI need a tool.\n</think>\n\n"
-    return thought + ("\n".join(calls) if at_once else calls[num_results])
+    calls = "\n".join(_call(*call) for call in EXPECTED_CALLS)
+    return f"<think>\n{THOUGHT}\n</think>\n\n{calls}"
 
 
 class KnowingBackend(ScriptedBackend):
-    """A model that knows the task: it calls the tools one after the other, or both at once."""
+    """A model that knows the task."""
 
-    def __init__(self, folder: Path, *, at_once: bool) -> None:
+    def __init__(self, folder: Path) -> None:
         super().__init__(write_folder(folder))
-        self._at_once = at_once
         self.client.reply = self._reply
 
     def _reply(self, request: Request) -> str:
         tokenizer = self.engine.frontend.tokenizer
         assert tokenizer is not None
         prompt = tokenizer.decode(request.token_ids, skip_special_tokens=False)
-        return _say(prompt, constrained=request.params.structured_outputs is not None, at_once=self._at_once)
+        return _say(prompt, constrained=request.params.structured_outputs is not None)
+
+
+class GreedyBackend(Backend):
+    """The built-in model, whose tests must not depend on what is drawn: greedy where a client does not say."""
+
+    def __init__(self, folder: Path) -> None:
+        shutil.copytree(checkpoint_folder(), folder, dirs_exist_ok=True)
+        path = folder / "generation_config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "do_sample": False}))
+        super().__init__(model=str(folder), num_blocks=512)
 
 
 @contextmanager
-def serve_knowing_model(folder: Path, *, at_once: bool) -> Iterator[Live]:
-    backend = KnowingBackend(folder, at_once=at_once)
+def serve_task(backend: Backend) -> Iterator[Live]:
     try:
         with live_server(backend, served_model_name=("m",), api_key=(KEY,)) as live:
             yield live

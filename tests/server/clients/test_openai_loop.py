@@ -17,6 +17,7 @@ from tests.server.clients.task import (
     Report,
     Served,
     Toolbox,
+    knowing_model,
 )
 
 MAX_TURNS = 5
@@ -82,6 +83,7 @@ def test_a_loop_of_responses(client: openai.OpenAI, served: Served, toolbox: Too
     toolbox.check(response.output_text)
 
 
+@knowing_model
 def test_parsed_chats_and_responses(client: openai.OpenAI, served: Served) -> None:
     asked: Any = {"model": served.model, "messages": [{"role": "user", "content": QUESTION}]}
     found = client.chat.completions.parse(**asked, response_format=Report)
@@ -94,6 +96,7 @@ def test_parsed_chats_and_responses(client: openai.OpenAI, served: Served) -> No
         assert stream.get_final_response().output_parsed == REPORT
 
 
+@knowing_model
 def test_a_class_as_a_tool(client: openai.OpenAI, served: Served) -> None:
     messages: Any = [{"role": "user", "content": QUESTION}]
     tools: Any = [openai.pydantic_function_tool(Report)]

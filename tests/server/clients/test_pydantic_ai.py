@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.clients.task import KEY, QUESTION, REPORT, Report, Served, Toolbox
+from tests.server.clients.task import KEY, QUESTION, REPORT, Report, Served, Toolbox, knowing_model
 
 
 @pytest.fixture(params=["chat", "responses"])
@@ -39,9 +39,10 @@ async def test_an_agent_that_streams(model: Any, toolbox: Toolbox) -> None:
     toolbox.check(said[-1])
 
 
+@knowing_model
 async def test_objects(model: Any) -> None:
     """By a tool, and by a schema."""
     from pydantic_ai import Agent, NativeOutput
 
-    assert (await Agent(model, output_type=Report).run(QUESTION)).output == REPORT
-    assert (await Agent(model, output_type=NativeOutput(Report)).run(QUESTION)).output == REPORT
+    for asked in (Report, NativeOutput(Report)):
+        assert (await Agent(model, output_type=asked).run(QUESTION)).output == REPORT

@@ -43,7 +43,8 @@ const streamed = async () => {
   return { calls, text, reasoning: (await result.steps)[0].reasoningText, usage: await result.totalUsage };
 };
 const object = async () => {
-  const schema = z.object({ city: z.string(), weather: z.string(), product: z.number().int() });
+  const text = z.string().max(20);
+  const schema = z.object({ city: text, weather: text, product: z.number().int().min(0).max(999) });
   return (await generateText({ ...asked, output: Output.object({ schema }) })).output;
 };
 console.log(JSON.stringify({ whole: await whole(), streamed: await streamed(), object: await object() }));
