@@ -12,6 +12,7 @@
     │   └── TemplateError      the chat template failed, or broke its time or size limit
     ├── QueueFullError         the waiting queue is at its limit; try again later
     ├── TemplateWorkerError    the process that renders chat templates died or cannot be started; try again
+    ├── GrammarWorkerError     the process that tries grammars died or cannot be started; try again
     └── EngineError            a step failed, or the engine has stopped
         ├── DeviceLostError    the device does nothing any more; only a new process can use it again
         └── EngineDeadError    the engine is not there: it died, is being restarted, hangs or was closed
@@ -92,6 +93,12 @@ class TemplateWorkerError(InflightError, RuntimeError):
     """The process that renders chat templates died or cannot be started; try again."""
 
     code = "template_unavailable"
+
+
+class GrammarWorkerError(InflightError, RuntimeError):
+    """The process that tries grammars died or cannot be started; try again."""
+
+    code = "grammar_unavailable"
 
 
 class EngineError(InflightError, RuntimeError):

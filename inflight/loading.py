@@ -21,6 +21,7 @@ from inflight.execution.parallel.starting import parallel_core, rank_shard, star
 from inflight.execution.platforms import Platform, platform
 from inflight.frontend import Frontend, InputProcessor
 from inflight.frontend.chat_formats import check_parsers
+from inflight.frontend.vocabulary import vocabulary_of
 from inflight.kv import BlockManager, ChainHashCache, NoPrefixCache
 from inflight.kv.budget import fit_context
 from inflight.models.builtin import checkpoint_folder
@@ -100,7 +101,7 @@ class LoadedEngine(Frontend):
         return self.core
 
     def close(self) -> None:
-        """Give back memory and the processes that render templates."""
+        """Give back memory and the processes that render templates and try grammars."""
         try:
             self.core.close()
         finally:
@@ -158,8 +159,10 @@ def _load_decoder(
                 "the KV memory holds %d tokens: max_model_len is cut from %d", max_model_len, context
             )
         logger.info("%s; %d KV blocks of %d tokens", place.describe(), num_blocks, config.cache.block_size)
-        input_processor = InputProcessor.create(tokenizer, spec.vocab_size, max_model_len, eos, model.seed)
-        grammars = input_processor.grammars
+        grammars = GrammarCompiler(partial(vocabulary_of, tokenizer, spec.vocab_size, eos))
+        input_processor = InputProcessor.create(
+            tokenizer, spec.vocab_size, max_model_len, eos, model.seed, grammars
+        )
         build = partial(_decoder_core, place, decoder, ranks, num_blocks, max_model_len, grammars)
         core = build(config, policy)
         loaded = LoadedEngine(
@@ -228,17 +231,17 @@ def load_rank(config: EngineConfig, memory: RankMemory) -> LoadedRank:
     plan = plan_decoder(_model(config), checkpoint, _plain_ids(tokenizer))
     context = resolve_context(plan.spec, model.max_model_len)
     eos = _eos(checkpoint, tokenizer)
-    processor = InputProcessor.create(tokenizer, plan.spec.vocab_size, context, eos, model.seed)
+    grammars = GrammarCompiler(partial(vocabulary_of, tokenizer, plan.spec.vocab_size, eos))
     place = platform(model.device)
     decoder = _fill_decoder(config, place, checkpoint, plan, context, memory, None)
     if place.device.type == "cpu":
-        return LoadedRank(decoder, processor.grammars)
+        return LoadedRank(decoder, grammars)
 
     def make_runner(begin: Begin) -> Runner[Any]:
-        return place.runner(config, decoder, begin.num_blocks, begin.max_len, processor.grammars)
+        return place.runner(config, decoder, begin.num_blocks, begin.max_len, grammars)
 
     num_blocks = place.num_blocks(config, decoder, context)
-    return LoadedRank(decoder, processor.grammars, num_blocks, make_runner)
+    return LoadedRank(decoder, grammars, num_blocks, make_runner)
 
 
 def _load_encoder(
@@ -294,7 +297,9 @@ def _load_encoder(
 def load_core(config: EngineConfig, progress: LoadProgress) -> tuple[EngineCore, ModelFacts]:
     """The half of an engine that runs in a process of its own: see `engine/worker.py`."""
     loaded = load_engine(config, progress)
-    loaded.warm_up()
+    compiler = loaded.input_processor.grammars.compiler
+    if compiler is not None:
+        compiler.warm_up()
     return loaded.core, loaded.facts
 
 

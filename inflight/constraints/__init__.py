@@ -1,6 +1,7 @@
 """Constrained generation: from what a user asks for to the tokens that may come next.
 
     StructuredOutputs ── grammars.py ──► Lark ── compiler.py ──► Grammar ── Matcher: one for each request
+                                          └── validator.py: tried in a process of its own first
 
 The grammar engine is llguidance, which is imported when the first constraint is compiled.
 """
@@ -10,6 +11,7 @@ from inflight.constraints.compiler import Grammar, GrammarCompiler
 from inflight.constraints.grammars import literal
 from inflight.constraints.matcher import MaskFiller, Matcher
 from inflight.constraints.schema import is_annotation, without_annotations
+from inflight.constraints.validator import GrammarValidator
 from inflight.constraints.vocabulary import Vocabulary
 
 __all__ = [
@@ -17,6 +19,7 @@ __all__ = [
     "AnswerRules",
     "Grammar",
     "GrammarCompiler",
+    "GrammarValidator",
     "MaskFiller",
     "Matcher",
     "RuleSchema",

@@ -65,11 +65,6 @@ class AnswerRules:
     def name(self) -> str:
         return f"{self.param}, with all else that shapes the answer,"
 
-    @property
-    def kind(self) -> str:
-        """For whoever must know what a user may have written into it: schemas alone, or rules and patterns."""
-        return "json" if self.content is None else "grammar"
-
     def text(self) -> str:
         """For `StructuredOutputs.answer`."""
         schemas = {name: astuple(schema) for name, schema in self.schemas.items()}
@@ -95,9 +90,8 @@ class AnswerRules:
                 found.add(name)
         return frozenset(found)
 
-    def token_rules(self, spelled: bool) -> list[str]:
-        """`spelled`: as texts, for a vocabulary that does not have the tokens."""
-        return [f'{name}: "<{name}>"' if spelled else f"{name}: <[{i}]>" for name, i in self.tokens.items()]
+    def token_rules(self) -> list[str]:
+        return [f"{name}: <[{token_id}]>" for name, token_id in self.tokens.items()]
 
     def whole_schemas(self, loosened: Collection[str]) -> dict[str, Any]:
         return {name: schema.whole(name in loosened) for name, schema in self.schemas.items()}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection
+import re
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from inflight.constraints.answer_rules import CONTENT, AnswerRules
@@ -25,6 +26,10 @@ _JSON_OPTIONS = {
     "json_allowed_escapes": '"\\bfnrt',
     "json_allow_general_unicode_escapes": False,
 }
+_LAYOUT = {"item_separator", "key_separator", "whitespace_flexible", "whitespace_pattern"}
+# Where a grammar has a schema, and where it only seems to: in texts, expressions and comments.
+_LARK_TOKEN = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/|\#[^\n]*|(?P<json>%json\b\s*)')
+_JSON = json.JSONDecoder()
 _TAG_KEYS = {"begin", "schema", "end"}
 
 
@@ -42,23 +47,23 @@ def lark_grammar(asked: StructuredOutputs, special_tokens: Collection[str]) -> s
     return f"{makers[asked.kind](asked.text)}\n{_OPTIONS}"
 
 
-def answer_lark(
-    answer: AnswerRules, loosened: Collection[str], special_tokens: Collection[str] | None
-) -> str:
-    """Of a whole answer. Without special tokens, those in the rules are texts, so that any vocabulary will do."""
-    rules = [*answer.rules, *answer.token_rules(spelled=special_tokens is None)]
+def answer_lark(answer: AnswerRules, loosened: Collection[str], special_tokens: Collection[str]) -> str:
+    """Of a whole answer."""
+    rules = [*answer.rules, *answer.token_rules()]
     for name, schema in answer.whole_schemas(loosened).items():
         rules.append(f"{name}: {json_rule(schema, _WHITESPACE if name == CONTENT else _SPACE)}")
     grammar = "\n".join([*rules, _OPTIONS])
     asked = answer.user_content
     if asked is None:
         return grammar
-    content = lark_grammar(asked, special_tokens or ())
+    content = lark_grammar(asked, special_tokens)
     return json.dumps({"grammars": [{"lark_grammar": grammar}, {"name": CONTENT, "lark_grammar": content}]})
 
 
-def json_rule(schema: Any, whitespace: str = _WHITESPACE) -> str:
-    options = {**_JSON_OPTIONS, "whitespace_pattern": whitespace}
+def json_rule(schema: Any, whitespace: str = _WHITESPACE, layout: Mapping[str, Any] | None = None) -> str:
+    options = {**_JSON_OPTIONS, **(layout or {})}
+    if options["whitespace_flexible"]:
+        options.setdefault("whitespace_pattern", whitespace)
     if isinstance(schema, dict):
         schema = {"x-guidance": options, **with_safe_patterns(schema)}
     elif schema:
@@ -81,10 +86,48 @@ def _user_grammar(text: str) -> str:
     from llguidance.gbnf_to_lark import any_to_lark
 
     try:
-        return any_to_lark(text)
+        grammar = any_to_lark(text)
     except (Exception, RecursionError) as error:  # the package raises bare ones
         reason = " ".join(str(error).split())[:300]
-        raise ParameterError(f"{PARAM}.grammar is neither Lark nor GBNF: {reason}", param=PARAM) from None
+        raise ParameterError(
+            f"{PARAM}.grammar is neither Lark nor GBNF: {reason}", param=PARAM, code="invalid_constraint"
+        ) from None
+    return _with_checked_schemas(grammar) if "%json" in grammar else grammar
+
+
+def _with_checked_schemas(grammar: str) -> str:
+    """Schemas in a grammar are schemas like any other."""
+    parts, at = [], 0
+    for found in _LARK_TOKEN.finditer(grammar):
+        if found["json"] is None or found.start() < at:
+            continue
+        parts.append(grammar[at : found.start()])
+        try:
+            schema, at = _JSON.raw_decode(grammar, found.end())
+        except (ValueError, RecursionError) as error:
+            raise ParameterError(
+                f"{PARAM}.grammar: what follows %json is no JSON: {error}",
+                param=PARAM,
+                code="invalid_constraint",
+            ) from None
+        parts.append(_checked_rule(schema))
+    return "".join([*parts, grammar[at:]])
+
+
+def _checked_rule(schema: Any) -> str:
+    """Of a schema in a grammar of a user, who may say there how JSON is set out."""
+    layout: Any = {}
+    if isinstance(schema, dict):
+        schema = dict(schema)
+        layout = schema.pop("x-guidance", {})
+    if not isinstance(layout, dict) or not layout.keys() <= _LAYOUT:
+        raise ParameterError(
+            f"{PARAM}.grammar: x-guidance behind %json may have {', '.join(sorted(_LAYOUT))} and nothing else",
+            param=PARAM,
+            code="invalid_constraint",
+        )
+    check_schema(schema, f"{PARAM}.grammar, behind %json")
+    return json_rule(schema, layout=layout)
 
 
 def _structural_tag(text: str, special_tokens: Collection[str]) -> str:

@@ -11,12 +11,16 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from inflight.constraints.schema import FAR, OUTWARD, rewritten
+from inflight.constraints.schema import FAR, OMIT, OUTWARD, changes_nothing, rewritten
 
 # Those without an escape of their own (\b, \t, \n, \f, \r).
 _OUT = r"&&[^\x00-\x07\x0b\x0e-\x1f\x7f]"
 _TINY, _SMALL = 1e-9, 1 << 20  # whose sum is exact enough
 _PROPERTY = re.compile(r"\\[pP](?:\{[^}]*\}|[A-Za-z])")
+# What `safe_pattern` makes of a class, also where a message has quoted it.
+_MADE_SAFE = re.compile(
+    rf"\[(\[\^?\]?(?:\\.|[^\]\\])*\]|{_PROPERTY.pattern})" + re.escape(_OUT).replace(r"\\", r"\\+") + r"\]"
+)
 
 
 def safe_pattern(pattern: str) -> str:
@@ -33,6 +37,11 @@ def safe_pattern(pattern: str) -> str:
         parts.append(f"[{pattern[at:end]}{_OUT}]" if is_class else pattern[at:end])
         at = end
     return "".join(parts)
+
+
+def as_written(text: str) -> str:
+    """A text in which patterns are again what they were before they were made safe."""
+    return _MADE_SAFE.sub(r"\1", text)
 
 
 def _end_of_class(pattern: str, start: int) -> int:
@@ -55,11 +64,14 @@ def _end_of_class(pattern: str, start: int) -> int:
 
 
 def with_safe_patterns(schema: Any) -> Any:
-    """A copy of a schema, wherever its patterns are. Bounds that are far away are nearer."""
+    """A copy of a schema, wherever its patterns are. Bounds that are far away are nearer, and what changes nothing is
+    left out."""
     return rewritten(schema, _safe)
 
 
 def _safe(keyword: str, value: Any) -> Any:
+    if changes_nothing(keyword, value):
+        return OMIT
     if keyword == "pattern" and isinstance(value, str):
         return safe_pattern(value)
     if keyword == "patternProperties" and isinstance(value, dict):

@@ -39,12 +39,27 @@ OUTWARD = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveMaximu
 _CLASS = r"\[\^?\]?(?:\\.|&(?!&)|-(?!-)|~(?!~)|[^\\\]\[&~-])*+\]"
 _PLAIN_PATTERN = re.compile(rf"(?:\\.|[^\\\[]|{_CLASS})*+", re.DOTALL)
 OMIT = object()
+MAX_OPTIONAL = (
+    500  # properties of one object: every one of them may be next, and a grammar has to look at all
+)
+# Keywords that are not supported, but for the one value with which they say nothing.
+_WITHOUT_EFFECT = {
+    "uniqueItems": False,
+    "nullable": False,
+    "unevaluatedItems": True,
+    "unevaluatedProperties": True,
+}
 _KEYWORDS = _ONE | _SEVERAL | _NAMED | _ASSERTIONS
 
 
 def is_annotation(keyword: str) -> bool:
     """Whether a keyword says something about a value without forbidding any."""
     return keyword in _ANNOTATIONS or (keyword.startswith("x-") and keyword != "x-guidance")
+
+
+def changes_nothing(keyword: str, value: Any) -> bool:
+    """Whether a schema allows the same without this, though the keyword is not supported."""
+    return isinstance(value, bool) and _WITHOUT_EFFECT.get(keyword) is value
 
 
 def read_schema(text: str) -> Any:
@@ -72,8 +87,18 @@ def check_schema(schema: Any, name: str, param: str = PARAM) -> None:
                 code="invalid_constraint",
             )
         for keyword, path, owner in _keywords(schema, "#"):
+            if changes_nothing(keyword, owner[keyword]):
+                continue
             if keyword not in _KEYWORDS and not is_annotation(keyword):
                 raise _unsupported(name, param, keyword, path)
+            if keyword == "properties":
+                _check_optional(owner, name, param, path)
+            if keyword == "multipleOf" and not _is_positive(owner[keyword]):
+                raise ParameterError(
+                    f"{name}: multipleOf, at {path}, must be a number above 0",
+                    param=param,
+                    code="invalid_constraint",
+                )
             if keyword == "minProperties" and _may_repeat_names(owner):
                 reason = ": more than one property beyond the required ones"
                 raise _unsupported(name, param, keyword, path, reason)
@@ -85,7 +110,8 @@ def check_schema(schema: Any, name: str, param: str = PARAM) -> None:
                 )
             if not all(map(_PLAIN_PATTERN.fullmatch, _patterns(keyword, owner[keyword]))):
                 raise ParameterError(
-                    f"{name}: {keyword}, at {path}, has [, &&, -- or ~~ in a class of characters: write it with \\",
+                    f"{name}: {keyword}, at {path}, has a class of characters that is not closed, or that has "
+                    "[, &&, -- or ~~ in it: write these with \\",
                     param=param,
                     code="invalid_constraint",
                 )
@@ -141,6 +167,25 @@ def _unsupported(name: str, param: str, keyword: str, path: str, reason: str = "
         param=param,
         code="unsupported_keyword",
     )
+
+
+def _check_optional(schema: dict[str, Any], name: str, param: str, path: str) -> None:
+    properties, required = schema["properties"], schema.get("required")
+    if not isinstance(properties, dict) or len(properties) <= MAX_OPTIONAL:
+        return
+    texts = (item for item in required if isinstance(item, str)) if isinstance(required, list) else ()
+    num_optional = len(properties.keys() - set(texts))
+    if num_optional > MAX_OPTIONAL:
+        raise ParameterError(
+            f"{name}: properties, at {path}, has {num_optional} that are not required: at most {MAX_OPTIONAL} can be "
+            "followed",
+            param=param,
+            code="constraint_too_complex",
+        )
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 def _is_inexact(keyword: str, value: Any) -> bool:

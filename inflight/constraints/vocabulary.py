@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -34,6 +36,23 @@ class Vocabulary:
 
         ends = list(self.eos_token_ids)
         return LLTokenizer(_Wrapper(self), eos_token=ends, slices=_SLICES)  # type: ignore[arg-type]
+
+    def special_texts(self) -> frozenset[str]:
+        ids = (i for i in self.special_ids if i < len(self.pieces))
+        return frozenset(self.pieces[token_id].decode(errors="replace") for token_id in ids)
+
+    def packed(self) -> bytes:
+        """For another process."""
+        sizes, special_ids = list(map(len, self.pieces)), sorted(self.special_ids)
+        return b"\n".join([json.dumps([sizes, special_ids, self.eos_token_ids]).encode(), *self.pieces])
+
+    @classmethod
+    def unpacked(cls, data: bytes) -> Vocabulary:
+        head, _, _ = data.partition(b"\n")
+        sizes, special_ids, eos_token_ids = json.loads(head)
+        starts = accumulate((size + 1 for size in sizes), initial=len(head) + 1)
+        pieces = [data[start : end - 1] for start, end in pairwise(starts)]
+        return cls(pieces, frozenset(special_ids), tuple(eos_token_ids))
 
 
 class _Wrapper:

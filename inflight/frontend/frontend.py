@@ -183,7 +183,8 @@ class Frontend:
             )
 
     def warm_up(self) -> None:
-        """What the first constrained request would wait for: up to a second, so whoever serves does it at start."""
+        """What the first constrained request would wait for: up to a second with an engine in this process, so whoever
+        serves does it at start."""
         if self.generates:
             self.input_processor.grammars.warm_up()
 
@@ -195,6 +196,7 @@ class Frontend:
         return SamplingParams(**self.default_params)
 
     def close(self) -> None:
-        """End the processes that render templates."""
+        """End the processes that render templates and try grammars."""
+        self.input_processor.grammars.close()
         if "chat_template" in self.__dict__:
             self.chat_template.close()

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from inflight.constraints import GrammarCompiler
+from inflight.constraints import GrammarCompiler, GrammarValidator
 from inflight.errors import ParameterError, PromptError, shown
 from inflight.frontend.vocabulary import vocabulary_of
 from inflight.request import MAX_SALT_LENGTH, Request, SamplingParams
@@ -62,14 +62,21 @@ class InputProcessor:
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     seed: int
-    grammars: GrammarCompiler  # of the constraints on answers
+    grammars: GrammarValidator  # of the constraints on answers
     _counter: count[int]
 
     @classmethod
     def create(
-        cls, tokenizer: Tokenizer | None, vocab_size: int, max_model_len: int, eos: tuple[int, ...], seed: int
+        cls,
+        tokenizer: Tokenizer | None,
+        vocab_size: int,
+        max_model_len: int,
+        eos: tuple[int, ...],
+        seed: int,
+        compiler: GrammarCompiler | None = None,
     ) -> InputProcessor:
-        grammars = GrammarCompiler(partial(vocabulary_of, tokenizer, vocab_size, eos))
+        """`compiler` is that of an engine in this process."""
+        grammars = GrammarValidator(partial(vocabulary_of, tokenizer, vocab_size, eos), compiler)
         return cls(tokenizer, vocab_size, max_model_len, eos, seed, grammars, count())
 
     def requests(
@@ -99,7 +106,7 @@ class InputProcessor:
         if params.stop_strings:
             self._need_tokenizer("stop strings", "stop")
         if params.structured_outputs is not None:
-            self.grammars.compile(params.structured_outputs)
+            self.grammars.validate(params.structured_outputs)
         number = next(self._counter)
         seed = _derive(self.seed, number) if params.seed is None else params.seed
         return text, [
@@ -121,9 +128,9 @@ class InputProcessor:
         ]
 
     def is_slow(self, params: SamplingParams) -> bool:
-        """Whether `requests` has a grammar to compile, which others must not wait for."""
+        """Whether `requests` has a grammar to validate, which others must not wait for."""
         asked = params.structured_outputs
-        return asked is not None and not self.grammars.is_compiled(asked)
+        return asked is not None and not self.grammars.is_validated(asked)
 
     def check_listed(self, params: SamplingParams, num_answers: int, limit: int) -> None:
         """Lists cost every answer that has them, and others' steps wait for that: all of them together, times the

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from inflight.errors import (
     EngineDeadError,
     EngineError,
+    GrammarWorkerError,
     QueueFullError,
     RequestError,
     TemplateWorkerError,
@@ -91,6 +92,10 @@ def of_exception(error: BaseException, retry_after: int = 1) -> ApiError:
     if isinstance(error, TemplateWorkerError):
         logger.error("%s", error)
         message = "the chat template cannot be rendered at the moment: send the request again"
+        return ApiError(503, message, code=error.code, retry_after=1)
+    if isinstance(error, GrammarWorkerError):
+        logger.error("%s", error)
+        message = "constraints cannot be compiled at the moment: send the request again"
         return ApiError(503, message, code=error.code, retry_after=1)
     if isinstance(error, EngineError):
         return _of_engine(str(error), isinstance(error, EngineDeadError), error.code)

@@ -72,7 +72,7 @@ CASES: list[tuple[dict[str, Any], list[str]]] = [
 
 def accepts(schema: dict[str, Any], text: str) -> bool:
     """Spelled in single bytes, which no grammar can mistake for something else."""
-    state = compiler().compile(StructuredOutputs(json=schema), trusted=True).matcher().state
+    state = compiler().compile(StructuredOutputs(json=schema)).matcher().state
     ids = [vocabulary().pieces.index(bytes([byte])) for byte in text.encode()]
     return state.try_consume_tokens(ids) == len(ids) and state.is_accepting()
 
@@ -137,7 +137,7 @@ def test_numbers_that_cannot_be_kept_exactly_are_refused(keyword: str, value: An
 @pytest.mark.parametrize("pattern", ["[a-z&&[^b]]", "[[:alpha:]]", "[a][+--]", "[a~~b]"])
 def test_classes_that_readers_of_patterns_understand_differently_are_refused(pattern: str) -> None:
     for schema in ({"pattern": pattern}, {"patternProperties": {pattern: INTEGER}}):
-        with pytest.raises(ParameterError, match="in a class of characters"):
+        with pytest.raises(ParameterError, match="has a class of characters"):
             compiler().compile(StructuredOutputs(json=schema))
     assert accepts({**STRING, "pattern": r"^[\[\]&-]--~~&&[^]\[]$"}, '"&--~~&&x"')
 

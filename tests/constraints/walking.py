@@ -7,7 +7,7 @@ from functools import cache
 
 import numpy as np
 
-from inflight.constraints import GrammarCompiler, MaskFiller, Matcher, Vocabulary
+from inflight.constraints import GrammarCompiler, GrammarValidator, MaskFiller, Matcher, Vocabulary
 from inflight.frontend.vocabulary import vocabulary_of
 from inflight.models.builtin import checkpoint_folder
 from inflight.structured_outputs import StructuredOutputs
@@ -30,6 +30,11 @@ def compiler() -> GrammarCompiler:
     return GrammarCompiler(vocabulary)
 
 
+@cache
+def validator() -> GrammarValidator:
+    return GrammarValidator(vocabulary)
+
+
 def allowed_ids(matcher: Matcher, vocab_size: int | None = None) -> list[int]:
     size = len(vocabulary().pieces) if vocab_size is None else vocab_size
     mask = np.zeros(-(-size // 32), dtype=np.int32)
@@ -38,9 +43,9 @@ def allowed_ids(matcher: Matcher, vocab_size: int | None = None) -> list[int]:
     return ids
 
 
-def walk(asked: StructuredOutputs, seed: int, trusted: bool = True) -> str:
+def walk(asked: StructuredOutputs, seed: int) -> str:
     """A text of random tokens, every one of them allowed. After a while, of those that come to an end sooner."""
-    words, matcher = vocabulary(), compiler().compile(asked, trusted).matcher()
+    words, matcher = vocabulary(), compiler().compile(asked).matcher()
     generator, ids = random.Random(seed), list[int]()
     (end,) = words.eos_token_ids
     while len(ids) < MAX_TOKENS:

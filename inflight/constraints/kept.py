@@ -1,0 +1,73 @@
+"""What became of constraints that someone asked for: the latest of them, found once for all who ask the same."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Generic, TypeVar
+
+from inflight.errors import ParameterError
+from inflight.structured_outputs import StructuredOutputs
+
+MAX_CHARACTERS = 4 << 20  # of the constraints kept in one place
+
+T = TypeVar("T")
+
+
+class KeptOutcomes(Generic[T]):
+    """Refusals are outcomes too. For any thread."""
+
+    def __init__(self, max_kept: int) -> None:
+        self._max_kept = max_kept
+        self._lock = threading.Lock()
+        self._outcomes: OrderedDict[tuple[str, str], Future[T]] = OrderedDict()
+        self._num_characters = 0
+
+    def __contains__(self, asked: StructuredOutputs) -> bool:
+        """Whether the outcome is known, so that nobody waits for it."""
+        with self._lock:
+            found = self._outcomes.get((asked.kind, asked.text))
+        return found is not None and found.done()
+
+    def get(self, asked: StructuredOutputs, find: Callable[[StructuredOutputs], T]) -> T:
+        """The outcome, which the first one to ask finds. Raises ParameterError, and what else finding it does."""
+        key = asked.kind, asked.text
+        with self._lock:
+            found = self._outcomes.get(key)
+            if found is not None:
+                self._outcomes.move_to_end(key)
+            else:
+                future: Future[T] = Future()
+                self._keep(key, future)
+        if found is not None:
+            return _result(found)
+        try:
+            future.set_result(find(asked))
+        except BaseException as error:
+            if not isinstance(error, ParameterError):
+                self._forget(key, future)  # another time it may go well
+            future.set_exception(error)
+        return _result(future)
+
+    def _keep(self, key: tuple[str, str], future: Future[T]) -> None:
+        self._outcomes[key] = future
+        self._num_characters += len(key[1])
+        while len(self._outcomes) > self._max_kept or self._num_characters > MAX_CHARACTERS:
+            oldest, _ = self._outcomes.popitem(last=False)
+            self._num_characters -= len(oldest[1])
+
+    def _forget(self, key: tuple[str, str], future: Future[T]) -> None:
+        with self._lock:
+            if self._outcomes.get(key) is future:
+                del self._outcomes[key]
+                self._num_characters -= len(key[1])
+
+
+def _result(future: Future[T]) -> T:
+    """Everyone gets an exception of their own: tracebacks would pile up on a shared one."""
+    error = future.exception()
+    if isinstance(error, ParameterError):
+        raise ParameterError(*error.args, param=error.param, code=error.code)
+    return future.result()
