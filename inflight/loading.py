@@ -6,6 +6,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from inflight.config import EngineConfig, SchedulerConfig
-from inflight.constraints import GrammarCompiler
+from inflight.constraints import Grammar, GrammarCompiler
 from inflight.engine import EngineCore, ModelFacts
 from inflight.engine.runner import Runner
 from inflight.errors import ConfigError, EngineError, ModelError
@@ -41,6 +42,7 @@ from inflight.models.encoder_weights import load_encoder
 from inflight.models.sentence_files import declared_length, read_sentence_files
 from inflight.models.shard import whole_shard
 from inflight.models.weights import load_decoder
+from inflight.request import Request
 from inflight.scheduling import HEADROOM, Limits, Policy, Scheduler, TimedTokenBudget, make_policy
 from inflight.text import Tokenizer
 
@@ -380,9 +382,18 @@ def _decoder_core(
     depth = options.pipeline_depth or place.pipeline_depth
     make_runner = partial(place.runner, config, decoder, num_blocks, max_model_len, grammars)
     if ranks is None:
-        return EngineCore(scheduler, make_runner(), depth, options.max_queue)
+        prepare = partial(_compiled_grammar, grammars)
+        return EngineCore(scheduler, make_runner(), depth, options.max_queue, prepare=prepare)
     sizes = num_blocks, max_model_len
     return parallel_core(ranks, scheduler, decoder, make_runner, *sizes, depth, options.max_queue)
+
+
+def _compiled_grammar(grammars: GrammarCompiler, request: Request) -> Future[Grammar] | None:
+    """On its way, where the request needs one that is not there yet."""
+    asked = request.params.structured_outputs
+    if asked is None or grammars.is_compiled(asked):
+        return None
+    return grammars.begin(asked)
 
 
 def _encoder_core(

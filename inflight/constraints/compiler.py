@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 MAX_KEPT = 128  # grammars, and refusals
+NUM_THREADS = 2
 MAX_IDLE = 64  # matchers that a grammar keeps for later requests
 # llguidance's "fuel" for one grammar and for one mask, of which it burns some ten thousands in a millisecond.
 LIMITS: dict[str, Any] = {
@@ -60,14 +62,20 @@ class GrammarCompiler:
     def __init__(self, make_vocabulary: Callable[[], Vocabulary]) -> None:
         self._make_vocabulary = make_vocabulary
         self._kept: KeptOutcomes[Grammar] = KeptOutcomes(MAX_KEPT)
+        self._threads = ThreadPoolExecutor(NUM_THREADS, "inflight-grammars")  # that start when first used
 
     def compile(self, asked: StructuredOutputs) -> Grammar:
         """What is not trusted must be validated first. Raises ParameterError."""
         return self._kept.get(asked, self._compile)
 
+    def begin(self, asked: StructuredOutputs) -> Future[Grammar]:
+        """Compile beside what the caller does. What was compiled before is there at once."""
+        known = self._kept.known(asked)
+        return self._threads.submit(self.compile, asked) if known is None else known
+
     def is_compiled(self, asked: StructuredOutputs) -> bool:
         """Whether `compile` would answer at once."""
-        return asked in self._kept
+        return self._kept.known(asked) is not None
 
     def warm_up(self) -> None:
         """Make what the first constraint would wait for, if constraints can be had at all. Nothing else runs in this

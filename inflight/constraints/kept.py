@@ -25,11 +25,11 @@ class KeptOutcomes(Generic[T]):
         self._outcomes: OrderedDict[tuple[str, str], Future[T]] = OrderedDict()
         self._num_characters = 0
 
-    def __contains__(self, asked: StructuredOutputs) -> bool:
-        """Whether the outcome is known, so that nobody waits for it."""
+    def known(self, asked: StructuredOutputs) -> Future[T] | None:
+        """The outcome, if it is there already."""
         with self._lock:
             found = self._outcomes.get((asked.kind, asked.text))
-        return found is not None and found.done()
+        return found if found is not None and found.done() else None
 
     def get(self, asked: StructuredOutputs, find: Callable[[StructuredOutputs], T]) -> T:
         """The outcome, which the first one to ask finds. Raises ParameterError, and what else finding it does."""

@@ -39,7 +39,9 @@ class GrammarValidator:
 
     def is_validated(self, asked: StructuredOutputs) -> bool:
         """Whether `validate` would answer at once."""
-        return asked in self._kept and (self.compiler is None or self.compiler.is_compiled(asked))
+        return self._kept.known(asked) is not None and (
+            self.compiler is None or self.compiler.is_compiled(asked)
+        )
 
     def warm_up(self) -> None:
         """Make what the first constraint would wait for, if constraints can be had at all."""

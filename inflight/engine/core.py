@@ -7,6 +7,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -52,6 +53,7 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
         engine_id: str = "0",
         check: Callable[[], None] = lambda: None,
+        prepare: Callable[[Request], Future[Any] | None] = lambda request: None,  # noqa: ARG005
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
@@ -60,6 +62,8 @@ class EngineCore:
         self.clock = clock
         # Raises DeviceLostError if no step could be run any more. For loops to ask while there is nothing to do.
         self.check = check
+        # What a request should wait for before it is added, since steps would: others are in them.
+        self.prepare = prepare
         self._records = StepRecords(engine_id)
         self.observers = self._records.observers
         self._in_flight: deque[LaunchedStep] = deque()

@@ -13,6 +13,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
 
 import msgspec
 import zmq
@@ -47,6 +49,7 @@ from inflight.engine.wire import (
 from inflight.kv.cache_changes import CacheChanges
 from inflight.logs import configure_logging
 from inflight.registry import Registry
+from inflight.request import Request
 
 logger = logging.getLogger("inflight.engine.worker")  # as the main module it would be called __main__
 
@@ -56,6 +59,7 @@ BUILDERS: Registry[Build] = Registry("builder", {"model": "inflight.loading:load
 MAX_MESSAGES = 128  # taken between two steps: a flood of requests must not keep the engine from stepping
 STEPS_PER_COLLECTION = 1 << 14  # of garbage, while steps follow each other
 REST_AFTER = 1 << 10  # steps after which garbage is collected as soon as there is nothing to do
+PREPARING_POLL = 0.001  # seconds, while there is nothing to do but to wait for a request to be prepared
 CHECK_EVERY = 1.0  # seconds, of what steps are run on while there are none
 LINGER = 2000  # milliseconds for the last words
 
@@ -108,6 +112,8 @@ class EngineLoop:
         self._core = core
         self._sockets = sockets
         self._outbox = Outbox(sockets.send, core.stats, core.clock)
+        # Requests that are not in the core yet, by handle.
+        self._preparing: dict[int, tuple[Request, Future[Any]]] = {}
         self._stopped = False
         self._num_steps_since_collection = 0
         self.last_progress = core.clock()
@@ -115,10 +121,12 @@ class EngineLoop:
     def run(self) -> None:
         core = self._core
         while not self._stopped:
-            if core.has_work:
+            if core.has_work or self._preparing:
                 self._take_messages()
             else:
                 self._rest()
+            if self._preparing:
+                self._add_prepared()
             if self._outbox.has_replies:  # whoever asked need not wait for a step
                 self._outbox.flush(idle=not core.has_work)
             if core.has_work and not self._stopped:
@@ -128,6 +136,8 @@ class EngineLoop:
                 self.last_progress = core.clock()
                 self._outbox.put(deltas)
                 self._count_step()
+            elif self._preparing:
+                self._sockets.wait(PREPARING_POLL)
             self._outbox.flush(idle=not core.has_work)
 
     def heartbeat(self) -> Heartbeat:
@@ -193,15 +203,30 @@ class EngineLoop:
 
     def _add(self, message: Add) -> None:
         request = message.request.request()
+        prepared = self._core.prepare(request)
+        if prepared is None:
+            self._enter(message.call, request)
+        else:
+            self._preparing[message.call] = request, prepared
+
+    def _add_prepared(self) -> None:
+        """In the order in which they came, but for those that have to wait longer."""
+        done = [handle for handle, (_, prepared) in self._preparing.items() if prepared.done()]
+        for handle in done:  # well or not: a step finds out
+            self._enter(handle, self._preparing.pop(handle)[0])
+
+    def _enter(self, handle: int, request: Request) -> None:
         try:
             self._core.add(request)
         except Exception as error:  # a request that cannot be added is its owner's trouble alone
-            self._outbox.reply(Reply(message.call, remote_error=RemoteError.of(error)))
+            self._outbox.reply(Reply(handle, remote_error=RemoteError.of(error)))
             return
-        self._outbox.open(request.request_id, message.call)
-        self._outbox.reply(Reply(message.call))
+        self._outbox.open(request.request_id, handle)
+        self._outbox.reply(Reply(handle))
 
     def _abort(self, message: Abort) -> None:
+        if message.handle in self._preparing:
+            self._enter(message.handle, self._preparing.pop(message.handle)[0])
         request_id = self._outbox.id_of(message.handle)
         num_freed = 0
         if request_id is not None:

@@ -22,8 +22,6 @@ from inflight.execution.sampling.token_bits import first_mask
 from inflight.scheduling import Admission
 from inflight.structured_outputs import StructuredOutputs
 
-NUM_COMPILERS = 2  # threads
-
 
 class MaskedRows(Protocol):
     """A sampler's rows."""
@@ -81,7 +79,6 @@ class ConstrainedRows:
     _rows: dict[int, _Constrained] = field(default_factory=dict)
     _filler: MaskFiller = field(default_factory=MaskFiller)
     _thread: ThreadPoolExecutor | None = None
-    _compiling: ThreadPoolExecutor | None = None
     _latest: Future[NDArray[np.int32]] | None = None
 
     def admit(self, admissions: Sequence[Admission]) -> None:
@@ -102,12 +99,10 @@ class ConstrainedRows:
                 self._rows[row] = _Constrained(compiled, allowed, outputs)
 
     def _compile(self, asked: StructuredOutputs) -> Future[Grammar]:
-        """Beside the steps that compute the prompt. What was compiled before is there at once."""
+        """Beside the steps that compute the prompt, unless it was compiled before."""
         if self.compiler is None:
             raise EngineError("a request has a constraint, and this engine cannot compile any")
-        if self._compiling is None:
-            self._compiling = ThreadPoolExecutor(NUM_COMPILERS, "inflight-grammars")
-        return self._compiling.submit(self.compiler.compile, asked)
+        return self.compiler.begin(asked)
 
     @property
     def any(self) -> bool:
@@ -147,9 +142,8 @@ class ConstrainedRows:
         return {place: failed[row] for place, row in enumerate(rows) if row in failed} if failed else {}
 
     def close(self) -> None:
-        for threads in (self._thread, self._compiling):
-            if threads is not None:
-                threads.shutdown()
+        if self._thread is not None:
+            self._thread.shutdown()
 
     # ---- beside the forward pass ----
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from concurrent.futures import Future
 
 import pytest
 
 from inflight.engine import InprocClient
 from inflight.engine.core import MARGIN
 from inflight.engine.step_time import SURE
-from inflight.engine.wire import Ack, Add, Message, NewRequest, Stop, ToEngine
+from inflight.engine.wire import Abort, Ack, Add, Message, NewRequest, StepOutputs, Stop, ToEngine
 from inflight.engine.worker import EngineLoop
+from inflight.request import Request
 from inflight.scheduling import TokenBudget
 from tests.helpers import FakeEngine, make_request
 from tests.timed import MAX_TOKENS, Timed, timed
@@ -115,6 +117,44 @@ def test_the_engine_process_takes_messages_while_it_waits() -> None:
     assert len(link.waits) == 3
     assert engine.core.scheduler.pool.num_waiting == 1, "it came before the step was scheduled"
     assert len(engine.records) == 5, "no step was made meanwhile"
+
+
+class Preparation:
+    """Of requests, which is over when the test says so."""
+
+    def __init__(self, wanted: bool) -> None:
+        self.future: Future[None] | None = Future() if wanted else None
+
+    def __call__(self, request: Request) -> Future[None] | None:  # noqa: ARG002
+        return self.future
+
+
+def test_steps_do_not_wait_for_a_request_that_is_being_prepared() -> None:
+    engine, link = decoding(depth=1), Script()
+    engine.core.prepare = preparation = Preparation(wanted=True)
+    num_steps = len(engine.records)
+    loop = EngineLoop(engine.core, link)  # type: ignore[arg-type]
+    loop._handle(Add(1, NewRequest.of(make_request([1, 2, 3], 2))))
+    for _ in range(3):
+        loop._add_prepared()
+        engine.step()
+    assert len(engine.records) == num_steps + 3
+    assert engine.core.scheduler.pool.num_waiting == 0
+    assert preparation.future is not None
+    preparation.future.set_result(None)
+    loop._add_prepared()
+    assert engine.core.scheduler.pool.num_waiting == 1
+
+
+def test_a_request_may_be_aborted_while_it_is_being_prepared() -> None:
+    engine, link = FakeEngine(), Script()
+    engine.core.prepare = Preparation(wanted=True)
+    link.later.extend((Add(1, NewRequest.of(make_request([1, 2, 3], 2))), Abort(2, 1, "abort"), Stop()))
+    EngineLoop(engine.core, link).run()  # type: ignore[arg-type]
+    assert not engine.core.has_work
+    (sent,) = link.sent
+    assert isinstance(sent, StepOutputs)
+    assert [reply.call for reply in sent.replies] == [1, 2]
 
 
 async def test_an_engine_in_a_thread_answers_while_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
