@@ -48,8 +48,10 @@ class StructuredOutputs:
             self._normalise_json(name)
         size = len(self.text)
         if size > MAX_CONSTRAINT_LENGTH:
-            raise _error(
-                f"{PARAM}.{self.kind} has {size} characters: at most {MAX_CONSTRAINT_LENGTH} are allowed"
+            raise ParameterError(
+                f"{PARAM}.{self.kind} has {size} characters: at most {MAX_CONSTRAINT_LENGTH} are allowed",
+                param=PARAM,
+                code="constraint_too_complex",
             )
         if not self.text.isascii():
             try:

@@ -30,6 +30,8 @@ _LAYOUT = {"item_separator", "key_separator", "whitespace_flexible", "whitespace
 # Where a grammar has a schema, and where it only seems to: in texts, expressions and comments.
 _LARK_TOKEN = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/|\#[^\n]*|(?P<json>%json\b\s*)')
 _JSON = json.JSONDecoder()
+# Rules times characters. GBNF is read in a time that grows with both, in Python: a third of a second for so much.
+MAX_GBNF = 8_000_000
 _TAG_KEYS = {"begin", "schema", "end"}
 
 
@@ -85,6 +87,14 @@ def literal(text: str) -> str:
 def _user_grammar(text: str) -> str:
     from llguidance.gbnf_to_lark import any_to_lark
 
+    num_rules = text.count("::=")
+    if num_rules * len(text) > MAX_GBNF:
+        raise ParameterError(
+            f"{PARAM}.grammar has {num_rules} rules of GBNF in {len(text)} characters, which takes too long to read: "
+            "write it in Lark",
+            param=PARAM,
+            code="constraint_too_complex",
+        )
     try:
         grammar = any_to_lark(text)
     except (Exception, RecursionError) as error:  # the package raises bare ones

@@ -27,6 +27,7 @@ _WORDS = [
 _TOO_COMPLEX = [
     (r".*fuel exhausted.*", "it takes too many steps to compile"),
     (r".*Current row has \d+ items; max is \d+.*", "too many different things may come at one place"),
+    (r"Unable to determine if regex is empty.*", "its patterns and lengths can hardly be kept all at once"),
     (r".*(?:step|lexer|parser|items?|states?).*(?:limit|too many).*", "it has too many states"),
     (r"(?!Token range).*too (?:many|large|complex|deep).*", r"\g<0>"),
 ]

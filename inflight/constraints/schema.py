@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from inflight.constraints.endless import endless_place
 from inflight.errors import ParameterError
 from inflight.structured_outputs import PARAM
 
@@ -115,8 +116,19 @@ def check_schema(schema: Any, name: str, param: str = PARAM) -> None:
                     param=param,
                     code="invalid_constraint",
                 )
+        endless = (
+            endless_place(schema)
+            if any(keyword == "$ref" for keyword, _, _ in _keywords(schema, "#"))
+            else None
+        )
     except RecursionError:
         raise ParameterError(f"{name} is nested too deeply", param=param) from None
+    if endless is not None:
+        raise ParameterError(
+            f"{name}: {endless} leads back to itself for ever, so no value of it would ever be complete",
+            param=param,
+            code="invalid_constraint",
+        )
 
 
 def rewritten(schema: Any, change: Callable[[str, Any], Any]) -> Any:

@@ -88,7 +88,9 @@ class _Worker:
             return GrammarWorkerError(f"the process that tries grammars ended with {code}")
         if code == -signal.SIGPROF:
             return AttemptDiedError(f"compiling it takes more than {SECONDS} second")
-        return AttemptDiedError("compiling it takes too much memory, or it is nested too deeply")
+        if code == -signal.SIGSEGV:
+            return AttemptDiedError("it is nested too deeply, or too long a sequence")
+        return AttemptDiedError("compiling it takes too much memory")
 
     def _receive(self, seconds: float) -> bytes:
         deadline = time.monotonic() + seconds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -110,7 +111,7 @@ def test_what_only_looks_like_a_keyword_is_none() -> None:
         ({"json": {"$ref": "http://example.com/s"}}, "http://example.com/s"),
         ({"json": {"$ref": "#/$defs/none"}}, "does not exist"),
         ({"json": {"allOf": [{"type": "string"}, {"type": "integer"}]}}, "incompatible types"),
-        ({"json": {"$ref": "#"}}, "leads back to itself before anything is written"),
+        ({"grammar": "start: a\na: a"}, "leads back to itself before anything is written"),
         ({"json": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}, "oneOf overlap.*: use anyOf"),
         ({"json": {"pattern": r"[^a]\b[^\n]"}}, r"not supported: /\[\^a\]\\b\[\^\\n\]/$"),
         ({"json": {"pattern": "a[b"}}, "a class of characters that is not closed"),
@@ -139,6 +140,50 @@ def test_mistakes_are_explained(given: dict[str, Any], message: str) -> None:
         compiler().compile(StructuredOutputs(**given))
     assert caught.value.param == "structured_outputs"
     assert "llguidance" not in str(caught.value)
+
+
+NODE = {**OBJECT, "properties": {"next": {"$ref": "#/$defs/node"}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        ({"$ref": "#"}, "#"),
+        ({"allOf": [{"$ref": "#"}]}, "#"),
+        ({"anyOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": {"oneOf": [{"$ref": "#"}]}}}, "#"),
+        ({**OBJECT, "$defs": {"node": {**NODE, "required": ["next"]}}}, "#/$defs/node"),
+        ({"type": "array", "prefixItems": [{}, {"$ref": "#"}], "minItems": 2}, "#"),
+        (
+            {
+                "type": "array",
+                "items": {"$ref": "#/$defs/a~1b"},
+                "minItems": 1,
+                "$defs": {"a/b": {"$ref": "#"}},
+            },
+            "#",
+        ),
+    ],
+)
+def test_what_never_comes_to_an_end_is_refused(schema: dict[str, Any], place: str) -> None:
+    with pytest.raises(ParameterError, match=re.escape(f": {place} leads back to itself for ever")) as caught:
+        compiler().compile(StructuredOutputs(json=schema))
+    assert caught.value.code == "invalid_constraint"
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#/$defs/node", "$defs": {"node": NODE}},
+        {
+            "$ref": "#/$defs/node",
+            "$defs": {"node": {"anyOf": [{**NODE, "required": ["next"]}, {"type": "null"}]}},
+        },
+        {"type": "array", "items": {"$ref": "#"}, "default": {"$ref": "#/default"}},
+        {"type": ["array", "null"], "items": {"$ref": "#"}, "minItems": 1},
+    ],
+)
+def test_what_may_come_to_an_end_is_not(schema: dict[str, Any]) -> None:
+    compiler().compile(StructuredOutputs(json=schema))
 
 
 def test_a_text_ends_only_where_its_grammar_may_and_must_where_nothing_follows() -> None:

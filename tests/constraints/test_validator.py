@@ -34,6 +34,8 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "alternatives": {
         "json": {"allOf": [{"anyOf": [{"properties": {f"{c}{i}": {}}} for c in "pq"]} for i in range(22)]}
     },
+    "many rules": {"grammar": "\n".join(f'r{i} ::= "a" r{i + 1}' for i in range(4000))},
+    "sequence": {"json": {"type": "object", "required": [f"r{i}" for i in range(6000)]}},
     "nesting": {"grammar": "start: " + "(" * 50_000 + '"a"' + ")" * 50_000},
     "deep schema": {"json": '{"items":' * 10_000 + "{}" + "}" * 10_000},
     "parentheses": {"regex": "(" * 60_000 + "a" + ")" * 60_000},
@@ -48,7 +50,12 @@ def test_hostile_grammars_are_refused_in_time(name: str) -> None:
 
 
 def test_what_is_tried_comes_to_the_same_as_what_is_compiled() -> None:
-    wrong = [{"json": {"type": "str"}}, {"json": False}, {"regex": "["}, {"grammar": "start: missing"}]
+    wrong: list[dict[str, Any]] = [
+        {"json": {"type": "str"}},
+        {"json": False},
+        {"regex": "["},
+        {"grammar": "start: missing"},
+    ]
     for given in wrong:
         messages = set()
         for find in (compiler().compile, validator().validate):
