@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import warnings
 from collections.abc import Iterator
 
 import pytest
 
+from inflight import LLM, SamplingParams
 from tests.server.clients.task import (
+    MESSAGES,
     THOUGHT,
     GreedyBackend,
     KnowingBackend,
@@ -14,6 +18,32 @@ from tests.server.clients.task import (
     Toolbox,
     serve_task,
 )
+from tests.server.live import Backend, Live, live_server
+
+
+@pytest.fixture(scope="module")
+def server(backend: Backend) -> Iterator[Live]:
+    """Of the built-in model."""
+    with live_server(backend, api_key=("secret",)) as live:
+        yield live
+        live.wait_until_idle()
+
+
+@pytest.fixture(scope="module")
+def text(llm: LLM) -> str:
+    """What the built-in model says to the messages."""
+    return llm.chat(MESSAGES, SamplingParams(temperature=0, max_tokens=24))[0].outputs[0].text
+
+
+@pytest.fixture(scope="module")
+def leave_nothing_open() -> Iterator[None]:
+    """Some packages leave connections and event loops to the garbage collector, which warns of each. It must come for
+    them here, and not in the middle of some other test."""
+    yield
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        for _ in range(3):
+            gc.collect()
 
 
 @pytest.fixture(scope="session")

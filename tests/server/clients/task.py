@@ -25,6 +25,7 @@ from tests.server.live import Backend, Live, live_server
 from tests.server.scripted import ScriptedBackend, write_folder
 
 KEY = "secret"
+MESSAGES: Any = [{"role": "user", "content": "Why does it rain?"}]  # for the built-in model
 QUESTION = "What is the weather in Paris, and what is 12 times 7?"
 EXPECTED_CALLS = [("get_weather", {"city": "Paris"}), ("multiply", {"a": 12, "b": 7})]
 ANSWER = "It is sunny in Paris, and 12 times 7 is 84."
@@ -137,7 +138,7 @@ def _call(name: str, arguments: Any) -> str:
 def _say(prompt: str, *, constrained: bool) -> str:
     """What a model that knows the task says next."""
     report = REPORT.model_dump_json()
-    for name in ("final_result", "Report"):  # tools by which packages ask for an object
+    for name in ("final_result", "Report", "PartialReport"):  # tools by which packages ask for an object
         if f'"name": "{name}"' in prompt:
             return _call(name, json.loads(report))
     if (

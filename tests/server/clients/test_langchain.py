@@ -2,44 +2,21 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from inflight import LLM, SamplingParams
-from tests.server.clients.task import KEY, REPORT, Report, Served, Toolbox, knowing_model
+from tests.server.clients.task import KEY, MESSAGES, REPORT, Report, Served, Toolbox, knowing_model
 from tests.server.clients.task import QUESTION as TASK
-from tests.server.live import Backend, Live, live_server
+from tests.server.live import Live
 
 MODEL = "inflight-builtin"
-QUESTION = "Why does it rain?"
-MESSAGES: Any = [{"role": "user", "content": QUESTION}]
+QUESTION = MESSAGES[0]["content"]
 
 
-@pytest.fixture(scope="module")
-def server(backend: Backend) -> Iterator[Live]:
-    with live_server(backend, api_key=("secret",)) as live:
-        yield live
-        live.wait_until_idle()
-
-
-@pytest.fixture(scope="module")
-def text(llm: LLM) -> str:
-    return llm.chat(MESSAGES, SamplingParams(temperature=0, max_tokens=24))[0].outputs[0].text
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _leave_nothing_open() -> Iterator[None]:
-    """This package leaves connections and event loops to the garbage collector, which warns of each. It must come for
-    them here, and not in the middle of some other test."""
-    yield
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)
-        for _ in range(3):
-            gc.collect()
+pytestmark = pytest.mark.usefixtures("leave_nothing_open")
 
 
 @pytest.fixture(autouse=True)
