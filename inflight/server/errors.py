@@ -145,7 +145,8 @@ def of_validation(errors: list[Any], unsupported: Mapping[str, str]) -> ApiError
             param=str(place[0]),
         )
     if error["type"] == "json_invalid":
-        return ApiError(400, "the body is not valid JSON", code="invalid_json")
+        reason = error.get("ctx", {}).get("error", "")  # nesting and lone surrogates are not for everyone
+        return ApiError(400, f"the body is not valid JSON: {reason:.200}", code="invalid_json")
     if error["type"] == "extra_forbidden":
         return ApiError(400, f"unknown parameter: {name:.200}", code="unknown_parameter", param=name[:200])
     if error["type"] == "missing":
