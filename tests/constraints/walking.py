@@ -15,7 +15,7 @@ from inflight.text import Tokenizer
 
 PADDING = 70  # a model's vocabulary may be wider than its tokenizer's
 HURRY_AFTER = 40
-MAX_TOKENS = 400
+MAX_TOKENS = 1000
 
 
 @cache
