@@ -37,10 +37,9 @@ LIMITS: dict[str, Any] = {
 class Grammar:
     """A compiled constraint. Any thread may take a matcher from it."""
 
-    def __init__(self, state: LLMatcher, first: Matcher) -> None:
-        """`first` has been at the beginning before, so that its next masks there come at once."""
+    def __init__(self, state: LLMatcher) -> None:
         self._state = state
-        self._idle = [first]
+        self._idle: list[Matcher] = []
         self._lock = threading.Lock()
 
     def matcher(self) -> Matcher:
@@ -49,7 +48,8 @@ class Grammar:
             return self._idle.pop() if self._idle else Matcher(self._state.deep_copy())
 
     def give_back(self, matcher: Matcher) -> None:
-        """Nobody uses it any more. It remembers what it found out about the grammar, which the next user need not."""
+        """Nobody uses it any more. It remembers what it found out about the grammar, which the next user need not.
+        Grammars that count tokens cannot go back to the beginning."""
         if matcher.error is None and matcher.state.reset():
             with self._lock:
                 if len(self._idle) < MAX_IDLE:
@@ -95,8 +95,9 @@ class GrammarCompiler:
         error = first_error(first, self._tokenizer.eos_token)
         if error:
             return error
-        first.reset()
-        return Grammar(state, Matcher(first))
+        compiled = Grammar(state)
+        compiled.give_back(Matcher(first))  # the first masks of whoever takes it come at once
+        return compiled
 
     @cached_property
     def _vocabulary(self) -> Vocabulary:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import closing
 from typing import Any
 
 import jsonschema
@@ -12,7 +13,9 @@ import pytest
 from inflight import StructuredOutputs
 from inflight.agents import TOOL_FORMATS, MessageParser, ParsedMessage, answer_grammar
 from inflight.agents.thinking import THINKING
+from inflight.constraints import GrammarValidator
 from inflight.errors import ParameterError
+from inflight.frontend.vocabulary import vocabulary_of
 
 from ..constraints.walking import allowed_ids
 from .answers import Model
@@ -257,10 +260,16 @@ def test_hostile_tools_are_refused_in_time() -> None:
     some = model("hermes", None, special=True)
     wrong = {"name": "g", "parameters": {"type": "object", "properties": {"a": {"format": "x"}}}}
     busy = with_schema({"type": "object", "properties": {"a": BUSY}, "required": ["a"]}, strict=False)
-    for tools in (busy, [{"type": "function", "function": wrong}, *busy]):
-        with pytest.raises(ParameterError) as caught:
-            compiled(some, "hermes", tools)
-        assert (caught.value.param, caught.value.code) == ("tools", "constraint_too_complex")
+    vocabulary = vocabulary_of(some.tokenizer, some.tokenizer.vocab_size, (some.end,))
+    with closing(GrammarValidator(lambda: vocabulary)) as validator:
+        for tools in (busy, [{"type": "function", "function": wrong}, *busy]):
+            asked = answer_grammar(
+                "hermes", None, tools=tools, tool_choice="required", tokenizer=some.tokenizer
+            )
+            assert asked is not None
+            with pytest.raises(ParameterError) as caught:
+                validator.validate(asked)
+            assert (caught.value.param, caught.value.code) == ("tools", "constraint_too_complex")
 
 
 def test_there_may_be_many_tools_but_not_too_long_ones() -> None:
