@@ -27,6 +27,9 @@ if not torch.cuda.is_available():
 
 # Tests press Ctrl-C, which a shell switches off for jobs in the background and all that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# And they send SIGHUP to servers, which `nohup` switches off for all that it starts.
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda *_: None)
 
 # What tests have frozen is taken apart at the end as ever: some libraries complain about what is left.
 atexit.register(gc.unfreeze)
