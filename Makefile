@@ -1,7 +1,7 @@
 # The only gate is `make test`: lint, types, layering, all tests. `make demo` shows what it is about, `make serve` serves.
 PYTHON ?= python3
 VENV := .venv
-# Processes that share the tests: `auto` is one for each core, 0 is none.
+# Processes that share the tests: `auto` is one more than there are cores, 0 is none.
 WORKERS ?= auto
 BIN := $(VENV)/bin
 AI_SDK := tests/server/clients/ai_sdk

@@ -47,6 +47,12 @@ def pytest_configure(config: pytest.Config) -> None:
         native_library()
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores: tests often wait, for a process to start or for a limit of time to pass."""
+    return (os.cpu_count() or 1) + 1
+
+
 @pytest.fixture(autouse=True, scope="module")
 def frozen_imports() -> None:
     """What is there already, a million objects of imported packages, stays: a collection of garbage need not look at
