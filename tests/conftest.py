@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -25,6 +27,12 @@ if not torch.cuda.is_available():
 
 # Tests press Ctrl-C, which a shell switches off for jobs in the background and all that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# And they send SIGHUP to servers, which `nohup` switches off for all that it starts.
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda *_: None)
+
+# What tests have frozen is taken apart at the end as ever: some libraries complain about what is left.
+atexit.register(gc.unfreeze)
 
 # Machines that run tests are busy and slow at times: that is no failure.
 settings.register_profile(
@@ -37,6 +45,20 @@ def pytest_configure(config: pytest.Config) -> None:
     """The compiled library is built before workers start, each of which would build it."""
     if config.getoption("numprocesses", None):
         native_library()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores: tests often wait, for a process to start or for a limit of time to pass."""
+    return (os.cpu_count() or 1) + 1
+
+
+@pytest.fixture(autouse=True, scope="module")
+def frozen_imports() -> None:
+    """What is there already, a million objects of imported packages, stays: a collection of garbage need not look at
+    it, which takes half a second each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -64,6 +64,7 @@ class Measured(msgspec.Struct):
 
 def measure(plan: LoadPlan, start: float | None = None, progress: Progress | None = None) -> Measured:
     """Run a plan in this process, from the moment `start`."""
+    was_frozen = gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()
     gc.disable()  # a collection would be taken for a slow server
@@ -72,7 +73,8 @@ def measure(plan: LoadPlan, start: float | None = None, progress: Progress | Non
             return runner.run(drive(plan, start, progress))
     finally:
         gc.enable()
-        gc.unfreeze()
+        if not was_frozen:  # by whoever called this, to stay so
+            gc.unfreeze()
 
 
 def _event_loop() -> Callable[[], asyncio.AbstractEventLoop]:

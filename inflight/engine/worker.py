@@ -142,8 +142,9 @@ class EngineLoop:
 
     def heartbeat(self) -> Heartbeat:
         """How the loop does. Called by another thread."""
+        working = self._core.has_work  # asked first: work that comes now has not waited since the last step
         since = self._core.clock() - self.last_progress
-        return Heartbeat(since, self._core.has_work, self._sockets.incoming.num_dropped)
+        return Heartbeat(since, working, self._sockets.incoming.num_dropped)
 
     def _take_messages(self) -> None:
         for _ in range(MAX_MESSAGES):

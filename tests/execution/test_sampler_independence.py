@@ -51,7 +51,7 @@ def mixed_jobs(seed: int) -> list[Job]:
     ]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_mixed_batch_equals_its_rows_alone(seed: int) -> None:
     bench = Bench(mixed_jobs(seed))
     together = bench.sample().to_host()

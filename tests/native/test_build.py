@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +23,15 @@ def compiler() -> str:
     if found is None:
         pytest.skip("no compiler here")
     return found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def in_a_hurry() -> Iterator[None]:
+    """Built without optimization, which takes the compiler most of its time; all other tests use one built with it."""
+    flags = ["-O0" if flag == "-O3" else flag for flag in build_module.COMPILE_FLAGS]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build_module, "COMPILE_FLAGS", tuple(flags))
+        yield
 
 
 @pytest.fixture(scope="module")

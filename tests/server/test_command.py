@@ -17,6 +17,8 @@ import httpx
 import pytest
 
 from inflight import LLM, SamplingParams, __version__
+from inflight.cli import main
+from inflight.server import run as run_module
 
 PATH = "/v1/completions"
 GOOD = {"prompt": [5, 6], "max_tokens": 400, "temperature": 0, "ignore_eos": True, "stream": True}
@@ -153,21 +155,42 @@ def test_tls() -> None:
             http.get("/health")
 
 
+def check_one_line(code: int | str | None, said: str, message: str) -> None:
+    assert code == 1
+    assert message in said
+    assert len(said.strip().splitlines()) == 1
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(("/nowhere/at/all",), "inflight:"), (("--policy", "magic"), "unknown policy 'magic'")],
+)
+def test_what_no_engine_can_do_is_one_line(arguments: tuple[str, ...], message: str) -> None:
+    command = [sys.executable, "-m", "inflight.cli", "serve", "--port", "0", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    check_one_line(done.returncode, done.stderr, message)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("/nowhere/at/all",), "inflight:"),
-        (("--policy", "magic"), "unknown policy 'magic'"),
         (("--keys", "/nowhere"), "the keys file '/nowhere' cannot be read"),
         (("--max-queue", "0"), "max_queue is 0"),
         (("--host", "256.0.0.1"), "cannot listen on 256.0.0.1"),
         (("--allowed-hosts", "localhost:8000"), "allowed_hosts has 'localhost:8000'"),
     ],
 )
-def test_what_cannot_work_is_one_line(arguments: tuple[str, ...], message: str) -> None:
-    command = [sys.executable, "-m", "inflight.cli", "serve", "--port", "0", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1
-    assert message in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
-    assert "Traceback" not in done.stderr
+def test_what_cannot_work_is_one_line_before_anything_starts(
+    arguments: tuple[str, ...],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(
+        run_module, "configure_logging", lambda *_: None
+    )  # the logs of this process are pytest's
+    monkeypatch.setattr(sys, "argv", ["inflight", "serve", "--port", "0", *arguments])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    check_one_line(exit_.value.code, capsys.readouterr().err, message)

@@ -113,8 +113,10 @@ def test_one_socket_from_the_start(arguments: tuple[str, ...], file: Path) -> No
         assert process.wait(60) == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-@pytest.mark.parametrize("in_process", [False, True])
+@pytest.mark.parametrize(
+    ("in_process", "number"),
+    [(False, signal.SIGTERM), (False, signal.SIGINT), (False, signal.SIGHUP), (True, signal.SIGTERM)],
+)
 def test_a_signal_while_loading(in_process: bool, number: signal.Signals, file: Path) -> None:
     with loading(*(["--in-process"] if in_process else [])) as (process, http):
         assert http.get("/ready").status_code == 503

@@ -24,14 +24,14 @@ def test_a_gpus_runner_freezes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     before = gc.get_freeze_count()
     config = EngineConfig.create(model="none")
     platform.runner(config, None, 8, 64)  # type: ignore[arg-type]  # the decoder is only passed on
-    assert gc.get_freeze_count() == before
+    assert gc.get_freeze_count() <= before  # some of what tests have frozen may end meanwhile
 
 
 def test_an_engine_leaves_the_collector_as_it_was() -> None:
     before = gc.get_freeze_count()
     with LLM() as llm:
         llm.generate([[1, 2, 3]], use_tqdm=False)
-        assert gc.get_freeze_count() == before
+        assert gc.get_freeze_count() <= before  # some of what tests have frozen may end meanwhile
         assert gc.isenabled()
 
 
