@@ -132,7 +132,6 @@ def _load_decoder(
     tokenizer: Tokenizer | None,
     progress: LoadProgress | None,
 ) -> LoadedEngine:
-    config = _without_graphs(config)
     model = config.model
     plan = plan_decoder(_model(config), checkpoint, _plain_ids(tokenizer))
     spec = plan.spec
@@ -185,13 +184,6 @@ def _load_decoder(
     return loaded
 
 
-def _without_graphs(config: EngineConfig) -> EngineConfig:
-    """Of several ranks: their sums go through the host, which nothing captured can."""
-    if config.parallel.num_ranks == 1:
-        return config
-    return replace(config, model=replace(config.model, enforce_eager=True))
-
-
 def _fill_decoder(
     config: EngineConfig,
     place: Platform,
@@ -226,7 +218,6 @@ def load_rank(config: EngineConfig, memory: RankMemory) -> LoadedRank:
     """The part of a model that a rank in a process of its own holds: see `execution/parallel/worker.py`."""
     from inflight.execution.parallel.follower import LoadedRank
 
-    config = _without_graphs(config)
     model = config.model
     checkpoint = open_checkpoint(_model(config), model.revision, model.load_format, model.hf_config)
     tokenizer = _load_tokenizer(config, checkpoint)
@@ -240,7 +231,12 @@ def load_rank(config: EngineConfig, memory: RankMemory) -> LoadedRank:
         return LoadedRank(decoder, grammars)
 
     def make_runner(begin: Begin) -> Runner[Any]:
-        return place.runner(config, decoder, begin.num_blocks, begin.max_len, grammars)
+        # Ranks round steps alike, also when the first has got other limits since it was loaded.
+        limits = replace(
+            config.scheduler, max_num_seqs=begin.max_rows, max_num_batched_tokens=begin.max_tokens
+        )
+        limited = replace(config, scheduler=limits)
+        return place.runner(limited, decoder, begin.num_blocks, begin.max_len, grammars)
 
     num_blocks = place.num_blocks(config, decoder, context)
     return LoadedRank(decoder, grammars, num_blocks, make_runner)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -23,6 +24,8 @@ PATIENCE, SLOWNESS = 4.0, 4.0
 class SharedCollective:
     """Implements `Collective` for float32 on a CPU. Sums are taken in the order of the ranks, element by element: a
     result depends neither on what else is in the step nor on who came first."""
+
+    capturable: ClassVar[bool] = False
 
     library: Library
     memory: SharedMemory  # which stays mapped as long as this is used

@@ -32,6 +32,8 @@ from inflight.scheduling import Batch
 class RankRunner(Protocol):
     def run(self, batch: Batch, drawn: list[DrawnIds]) -> None: ...
 
+    def close(self) -> None: ...
+
 
 class LoadedRank(NamedTuple):
     """What a rank has before it is told to begin."""
@@ -63,17 +65,28 @@ def follow(loaded: LoadedRank, memory: RankMemory, report: Callable[[Report], No
                 assert runner is not None
                 runner.run(batch, drawn)
             case End():
+                if runner is not None:
+                    runner.close()
                 runner = None
 
 
 class MirroredRank:
-    """A rank that does all that the first one does. Nobody asks what its steps brought."""
+    """A rank that does all that the first one does. Nobody asks what its steps brought: one is waited for when the next
+    is launched, so that the device has always work and never more than two steps of it."""
 
     def __init__(self, runner: Runner[Any]) -> None:
         self._runner = runner
+        self._last: Any = None
 
     def run(self, batch: Batch, drawn: list[DrawnIds]) -> None:  # noqa: ARG002
-        self._runner.collect(self._runner.launch(batch))
+        ticket = self._runner.launch(batch)
+        if self._last is not None:
+            self._runner.collect(self._last)
+        self._last = ticket
+
+    def close(self) -> None:
+        self._last = None
+        self._runner.close()
 
 
 class Follower:
@@ -121,3 +134,6 @@ class SamplingRank:
     def run(self, batch: Batch, drawn: list[DrawnIds]) -> None:  # noqa: ARG002
         ticket = self._runner.launch(batch)
         self._results.send(encode_results(self._runner.collect(ticket)))
+
+    def close(self) -> None:
+        self._runner.close()

@@ -17,6 +17,8 @@ class HostCollective:
     The device is waited for in each of them, so that no step with one can be captured.
     """
 
+    capturable = False
+
     def __init__(self, shared: SharedCollective) -> None:
         self._shared = shared
 

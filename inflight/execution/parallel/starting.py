@@ -13,7 +13,6 @@ from inflight.config import EngineConfig
 from inflight.engine import EngineCore
 from inflight.engine.runner import Runner
 from inflight.errors import ConfigError
-from inflight.execution.parallel.host_collective import HostCollective
 from inflight.execution.platforms import Platform
 from inflight.execution.runner import ModelRunner
 from inflight.models.decoder import Decoder
@@ -98,7 +97,9 @@ def rank_shard(spec: DecoderSpec, memory: RankMemory, place: Platform) -> Shard:
     shared = memory.collective()
     collective: Collective | None = shared
     if shared is not None and place.device.type != "cpu":
-        collective = HostCollective(shared)
+        from inflight.execution.parallel.device_collective import device_collective
+
+        collective = device_collective(memory, shared, place.device)
     return shard_of(spec, rank % layout.tensor, layout.tensor, layers, collective)
 
 
@@ -127,8 +128,11 @@ def parallel_core(
     for share in ranks.shares:
         size = share.kv(num_blocks * scheduler.blocks.block_size) / GIB
         logger.info("%s: %.2f GiB of KV memory", _named(share, len(ranks.shares)), size)
-    begin = Begin(num_blocks, scheduler.blocks.block_size, scheduler.limits.max_num_seqs, max_len)
+    limits = scheduler.limits
+    sizes = limits.max_num_seqs, max_len, limits.max_num_batched_tokens
+    begin = Begin(num_blocks, scheduler.blocks.block_size, *sizes)
     first = FirstRank(ranks, library, decoder.shard.collective)
+    ranks.begin(begin)  # they try steps as this one does, which only all of them together can
     together: TensorParallelRunner | MirroredRunner | PipelineRunner
     if ranks.layout.pipeline == 1:
         runner = make_runner()
@@ -139,7 +143,7 @@ def parallel_core(
     else:
         together = PipelineRunner(Follower(decoder, begin, ranks.memory), ranks.memory.results(), first)
         pipeline_depth = ranks.layout.pipeline
-    first.begin(begin)
+    first.wait_until_begun()
     return EngineCore(scheduler, together, pipeline_depth, max_queue, check=ranks.check)
 
 

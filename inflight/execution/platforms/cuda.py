@@ -106,7 +106,8 @@ class CudaPlatform:
         grammars: GrammarCompiler | None = None,
         graphs: bool = True,
     ) -> GpuRunner:
-        options = config.scheduler
+        options, collective = config.scheduler, decoder.shard.collective
+        capturable = collective is None or collective.capturable
         runner = GpuRunner(
             decoder,
             num_blocks,
@@ -114,7 +115,7 @@ class CudaPlatform:
             max_rows=options.max_num_seqs or self.max_num_seqs,
             max_len=max_len,
             max_tokens=options.max_num_batched_tokens or self.max_num_batched_tokens,
-            graphs=graphs and not config.model.enforce_eager,
+            graphs=graphs and capturable and not config.model.enforce_eager,
             grammars=grammars,
         )
         if isinstance(runner.steps, StepGraphs):
