@@ -26,9 +26,9 @@ class Collective(Protocol):
     def sum(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x, in the order of the ranks: the same bits on each. May overwrite x."""
 
-    def gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
+    def gather(self, x: Tensor, widths: Sequence[int], wanted: Tensor | None = None) -> Tensor:
         """The columns of all ranks side by side, [n, sum of widths]: on rank 0, or where all ranks sample on each. Who
-        does not get them gets its own x."""
+        does not get them gets its own x. Rows of which nothing is `wanted` [n] (0) may be anything."""
 
 
 @dataclass(frozen=True, slots=True)

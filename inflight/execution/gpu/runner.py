@@ -16,7 +16,7 @@ from inflight.errors import EngineError
 from inflight.events import PositionLogprobs, RequestFailure
 from inflight.execution.constrained_rows import ConstrainedRows, StepMasks
 from inflight.execution.device import event_on, to_host, wait_for, watched
-from inflight.execution.gpu.device_step import DeviceStep
+from inflight.execution.gpu.device_step import DeviceStep, Samples
 from inflight.execution.gpu.graphs import EagerSteps, StepGraphs
 from inflight.execution.gpu.host_step import HostStep, host_step
 from inflight.execution.gpu.rows import DeviceRows
@@ -28,7 +28,15 @@ from inflight.execution.results import (
     StepVectors,
     failure,
 )
-from inflight.execution.sampling.triton import DrawRows, SamplingWorkspace, draw, read_logprobs, score_all
+from inflight.execution.sampling.triton import (
+    OFFER,
+    DrawRows,
+    SamplingWorkspace,
+    draw,
+    offer,
+    read_logprobs,
+    score_all,
+)
 from inflight.models.decoder import Decoder
 from inflight.scheduling import Batch, Sampled
 
@@ -223,8 +231,9 @@ class GpuRunner:
 
     def _draw(self, shape: StepShape, hidden: Tensor) -> None:
         samples = self.step.samples(shape)
+        logits, offers = self._logits(hidden[samples.tokens] if shape.scores else hidden, samples)
         draw(
-            self.decoder.logits(hidden[samples.tokens] if shape.scores else hidden),
+            logits,
             samples.rows,
             samples.lengths,
             self.sampling,
@@ -233,7 +242,19 @@ class GpuRunner:
             samples.bad,
             self.draw_workspace,
             samples.logprobs,
+            offers,
         )
+
+    def _logits(self, hidden: Tensor, samples: Samples) -> tuple[Tensor, Tensor | None]:
+        """What tokens are drawn from. Of several ranks, what all of them offer, and all logits of rows for which that
+        is not enough."""
+        shard, own = self.decoder.shard, self.decoder.own_logits(hidden)
+        if shard.collective is None:
+            return own, None
+        first_id, rows, lengths = shard.vocab.start, samples.rows, samples.lengths
+        mine, wanted = offer(own, first_id, rows, lengths, self.sampling, self.draw_workspace)
+        offers = shard.collective.gather(mine, [OFFER] * shard.size)
+        return shard.collective.gather(own, shard.vocab_sizes, wanted), offers
 
     def _score_prompts(self, batch: Batch, hidden: Tensor) -> list[tuple[int, ToldLogprobs]]:
         """The logprobs of prompt tokens that this step predicts. hidden [T, hidden_size]"""

@@ -47,7 +47,12 @@ class SharedCollective:
         self._done(self.library.group_sum(*self._seat(), x.data_ptr(), x.numel()))
         return x
 
-    def gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
+    def gather(
+        self,
+        x: Tensor,
+        widths: Sequence[int],
+        wanted: Tensor | None = None,  # noqa: ARG002
+    ) -> Tensor:
         x = x.to(torch.float32).contiguous()
         out = torch.empty(len(x), sum(widths)) if self.rank == 0 else None
         sizes = np.array(widths, dtype=np.int64)

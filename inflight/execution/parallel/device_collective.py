@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 # Bytes of a sum up to which one kernel in which each rank reads all parts beats NCCL's rings, which read each part once
 # but take many hops; shared out to the ranks that are read. An estimate: it was never measured between GPUs.
 ONE_SHOT = 1 << 20
+# Bytes that a rank gives to an exchange at once: logits of some dozens of rows.
+SLOT = 1 << 24
 
 
 class DeviceCollective:
@@ -39,18 +41,17 @@ class DeviceCollective:
         self._one_shot = one_shot
 
     def sum(self, x: Tensor) -> Tensor:
-        return self._way(x.nbytes).sum(x)
+        return self._peers.sum(x) if x.nbytes <= self._one_shot else self._nccl.sum(x)
 
     def add_sum(
         self, hidden: Tensor, x: Tensor, norm: Tensor | None, eps: float, next_norm: NextNorm | None
     ) -> bool:
         return x.nbytes <= self._one_shot and self._peers.add_sum(hidden, x, norm, eps, next_norm)
 
-    def gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
-        return self._way(4 * len(x) * max(widths)).gather(x, widths)
-
-    def _way(self, num_bytes: int) -> Collective:
-        return self._peers if num_bytes <= self._one_shot else self._nccl
+    def gather(self, x: Tensor, widths: Sequence[int], wanted: Tensor | None = None) -> Tensor:
+        """Always over the peers' memory: nobody can read less than each part once, and rows that are not wanted are
+        not read."""
+        return self._peers.gather(x, widths, wanted)
 
 
 def device_collective(memory: RankMemory, shared: SharedCollective, device: torch.device) -> Collective:
@@ -76,9 +77,9 @@ def device_collective(memory: RankMemory, shared: SharedCollective, device: torc
 def _peers(memory: RankMemory, shared: SharedCollective, device: torch.device) -> PeerCollective | None:
     """None where some rank cannot reach some other."""
     buffer: PeerMemory | None = None
-    handle, lost = b"", 0
+    handle, lost, slot = b"", 0, max(SLOT, shared.slot)
     try:
-        buffer = PeerMemory(buffer_bytes(shared.size, shared.slot))
+        buffer = PeerMemory(buffer_bytes(shared.size, slot))
         lost, handle = buffer.see(shared.address), buffer.handle
     except (EngineError, OSError) as error:
         logger.debug("no memory for the other ranks: %s", error)
@@ -95,7 +96,7 @@ def _peers(memory: RankMemory, shared: SharedCollective, device: torch.device) -
     if all_agree(shared, bool(addresses)):
         assert buffer is not None
         memory.before_close(buffer.close)
-        return PeerCollective(shared.rank, addresses, shared.slot, lost, device)
+        return PeerCollective(shared.rank, addresses, slot, lost, device)
     if buffer is not None:
         buffer.close()
     return None

@@ -30,7 +30,12 @@ class NcclCollective:
         self._group.allreduce([x]).wait()
         return x
 
-    def gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
+    def gather(
+        self,
+        x: Tensor,
+        widths: Sequence[int],
+        wanted: Tensor | None = None,  # noqa: ARG002
+    ) -> Tensor:
         """On every rank. All of them give as many columns as the widest has."""
         num_rows, widest = len(x), max(widths)
         mine = torch.zeros(num_rows, widest, dtype=torch.float32, device=x.device)

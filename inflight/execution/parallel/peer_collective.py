@@ -59,19 +59,20 @@ class PeerCollective:
         """Into one exchange."""
         return x.nbytes <= self.slot
 
-    def gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
+    def gather(self, x: Tensor, widths: Sequence[int], wanted: Tensor | None = None) -> Tensor:
         """On every rank."""
         x = x.to(torch.float32).contiguous()
         out = torch.empty(len(x), sum(widths), dtype=torch.float32, device=x.device)
         at_once = self.slot // (4 * max(widths))
-        for piece, to in zip(torch.split(x, at_once), torch.split(out, at_once), strict=True):
+        for first in range(0, len(x), at_once):
+            rows = slice(first, first + at_once)
+            to = out[rows]
             num_rows, num_columns = to.shape
-            if num_rows == 0:
-                break
             num_units = num_rows * triton.cdiv(num_columns // self._size + 1, _BLOCK)
             gather_kernel[(min(num_units, MAX_PROGRAMS),)](
-                piece,
+                x[rows],
                 to,
+                None if wanted is None else wanted[rows],
                 *self._seat(num_rows),
                 num_columns,
                 self.slot,

@@ -55,7 +55,7 @@ class Way:
     def sum(self, x: Tensor) -> Any:  # noqa: ARG002
         return self.name
 
-    def gather(self, x: Tensor, widths: list[int]) -> Any:  # noqa: ARG002
+    def gather(self, *_: Any) -> Any:
         return self.name
 
     def add_sum(self, *_: Any) -> bool:
@@ -90,6 +90,6 @@ def test_small_sums_by_peers_and_large_ones_by_nccl(choose: Any, monkeypatch: py
     both = choose(Way("peers"), Way("nccl"))
     small, large = torch.zeros(2, 8), torch.zeros(3, 8)
     assert (both.sum(small), both.sum(large)) == ("peers", "nccl")
-    assert (both.gather(small, [8, 8]), both.gather(large, [8, 8])) == ("peers", "nccl")
+    assert both.gather(large, [8, 8]) == "peers"
     assert both.add_sum(small, small, None, 0.0, None)
     assert not both.add_sum(large, large, None, 0.0, None)

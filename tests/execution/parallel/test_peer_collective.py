@@ -107,6 +107,18 @@ def test_columns_side_by_side(rank: int, size: int, num_columns: int) -> None:
     assert torch.equal(ranks.collective.gather(parts[rank], widths), whole)
 
 
+def test_rows_that_nobody_wants_are_not_gathered() -> None:
+    ranks = OneOfSeveral(0, 2)
+    parts = torch.randn(2, 3, 4, device=DEVICE)
+    ranks.others_give(parts)
+    found = ranks.collective.gather(
+        parts[0], [4, 4], torch.tensor([1, 0, 1], dtype=torch.int32, device=DEVICE)
+    )
+    given = torch.cat(list(parts), dim=1)
+    assert torch.equal(found[::2], given[::2])
+    assert not torch.equal(found[1], given[1])
+
+
 def test_a_rank_that_is_lost_is_not_waited_for() -> None:
     ranks = OneOfSeveral(0, 2)
     ranks.lost.fill_(1)

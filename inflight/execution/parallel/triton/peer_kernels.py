@@ -89,6 +89,7 @@ def sum_kernel(
 def gather_kernel(
     x,  # [num_rows, the rank's columns] float32
     out,  # [num_rows, num_columns] float32
+    wanted,  # [num_rows] int32, 0: nobody reads the row; or None
     peers,
     lost,
     state,
@@ -109,18 +110,28 @@ def gather_kernel(
     mine = _slot(peers, rank, number, slot_bytes, tl.float32, SIZE)
     for unit in range(program, num_rows * num_blocks, num_programs):
         row, column = unit // num_blocks, (unit % num_blocks) * BLOCK + tl.arange(0, BLOCK)
+        live = column < _num_wanted(wanted, row, width)
         place = row * width + column
-        tl.store(mine + place, tl.load(x + place, mask=column < width), mask=column < width)
+        tl.store(mine + place, tl.load(x + place, mask=live), mask=live)
     _meet(peers, lost, rank, program, number, SIZE)
     for unit in range(program, num_rows * num_blocks, num_programs):
         row, column = unit // num_blocks, (unit % num_blocks) * BLOCK + tl.arange(0, BLOCK)
         for peer in tl.static_range(SIZE):
             width = base + (peer < more).to(tl.int32)
+            live = column < _num_wanted(wanted, row, width)
             first = peer * base + tl.minimum(peer, more)
             slot = _slot(peers, peer, number, slot_bytes, tl.float32, SIZE)
-            found = tl.load(slot + row * width + column, mask=column < width, cache_modifier=".cg")
-            tl.store(out + row * num_columns + first + column, found, mask=column < width)
+            found = tl.load(slot + row * width + column, mask=live, cache_modifier=".cg")
+            tl.store(out + row * num_columns + first + column, found, mask=live)
     _leave(state, number)
+
+
+@triton.jit
+def _num_wanted(wanted, row, width):
+    """Columns of a row that are."""
+    if wanted is not None:
+        width = tl.where(tl.load(wanted + row) != 0, width, 0)
+    return width
 
 
 @triton.jit
