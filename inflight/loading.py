@@ -18,7 +18,7 @@ from inflight.constraints import Grammar, GrammarCompiler
 from inflight.engine import EngineCore, ModelFacts
 from inflight.engine.runner import Runner
 from inflight.errors import ConfigError, EngineError, ModelError
-from inflight.execution.parallel.starting import parallel_core, rank_shard, start_ranks
+from inflight.execution.parallel.starting import parallel_core, rank_shard, stage_links, start_ranks
 from inflight.execution.platforms import Platform, platform
 from inflight.frontend import Frontend, InputProcessor
 from inflight.frontend.chat_formats import check_parsers
@@ -236,7 +236,8 @@ def load_rank(config: EngineConfig, memory: RankMemory) -> LoadedRank:
             config.scheduler, max_num_seqs=begin.max_rows, max_num_batched_tokens=begin.max_tokens
         )
         limited = replace(config, scheduler=limits)
-        return place.runner(limited, decoder, begin.num_blocks, begin.max_len, grammars)
+        links = stage_links(memory, decoder)
+        return place.runner(limited, decoder, begin.num_blocks, begin.max_len, grammars, links)
 
     num_blocks = place.num_blocks(config, decoder, context)
     return LoadedRank(decoder, grammars, num_blocks, make_runner)
@@ -376,7 +377,8 @@ def _decoder_core(
     )
     scheduler = Scheduler(limits, policy, BlockManager(num_blocks, block_size, cache), token_budget)
     depth = options.pipeline_depth or place.pipeline_depth
-    make_runner = partial(place.runner, config, decoder, num_blocks, max_model_len, grammars)
+    links = None if ranks is None else stage_links(ranks.memory, decoder)
+    make_runner = partial(place.runner, config, decoder, num_blocks, max_model_len, grammars, links)
     if ranks is None:
         prepare = partial(_compiled_grammar, grammars)
         return EngineCore(scheduler, make_runner(), depth, options.max_queue, prepare=prepare)

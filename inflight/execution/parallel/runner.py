@@ -9,7 +9,7 @@ from typing import Any
 from inflight.engine.runner import Runner
 from inflight.errors import DeviceLostError, InflightError
 from inflight.execution.parallel.collective import SharedCollective
-from inflight.execution.parallel.follower import Follower
+from inflight.execution.parallel.follower import RankRunner
 from inflight.execution.parallel.messages import DrawnIds, End, RankStep, decode_results, encode
 from inflight.execution.parallel.rank_processes import RankProcesses
 from inflight.execution.parallel.stream import SharedStream
@@ -122,7 +122,7 @@ class PipelineRunner:
     What a step drew is told to all ranks with the first step that is launched after it was collected: no earlier one
     has tokens of its requests."""
 
-    def __init__(self, follower: Follower, results: SharedStream, first: FirstRank) -> None:
+    def __init__(self, follower: RankRunner, results: SharedStream, first: FirstRank) -> None:
         self._follower = follower
         self._results = results
         self._first = first

@@ -13,6 +13,7 @@ from inflight.config import EngineConfig
 from inflight.engine import EngineCore
 from inflight.engine.runner import Runner
 from inflight.errors import ConfigError
+from inflight.execution.forward import StageLinks
 from inflight.execution.platforms import Platform
 from inflight.execution.runner import ModelRunner
 from inflight.models.decoder import Decoder
@@ -78,8 +79,6 @@ def _devices(config: EngineConfig, place: Platform) -> list[str]:
     parallel = config.parallel
     if place.device.type == "cpu":
         return ["cpu"] * parallel.num_ranks
-    if parallel.pipeline_parallel_size > 1:
-        raise ConfigError(f"{parallel}: on {place.device} the layers are in one stage, so far")
     count = torch.cuda.device_count()
     if parallel.num_ranks > count and config.cache.num_blocks is None:
         raise ConfigError(
@@ -103,6 +102,13 @@ def rank_shard(spec: DecoderSpec, memory: RankMemory, place: Platform) -> Shard:
     return shard_of(spec, rank % layout.tensor, layout.tensor, layers, collective)
 
 
+def stage_links(memory: RankMemory, decoder: Decoder) -> StageLinks | None:
+    """To the stages before and behind; None where there is one stage."""
+    from inflight.execution.parallel.links import SharedLinks
+
+    return None if memory.ranks.pipeline == 1 else SharedLinks(memory, decoder.spec.hidden_size)
+
+
 def parallel_core(
     ranks: RankProcesses,
     scheduler: Scheduler,
@@ -113,8 +119,8 @@ def parallel_core(
     pipeline_depth: int,
     max_queue: int | None,
 ) -> EngineCore:
-    """An engine over all ranks. `make_runner` makes that of one which has all layers."""
-    from inflight.execution.parallel.follower import Follower
+    """An engine over all ranks. `make_runner` makes that of this one."""
+    from inflight.execution.parallel.follower import Follower, device_rank
     from inflight.execution.parallel.messages import Begin
     from inflight.execution.parallel.runner import (
         FirstRank,
@@ -141,7 +147,9 @@ def parallel_core(
         else:
             together = MirroredRunner(runner, first)
     else:
-        together = PipelineRunner(Follower(decoder, begin, ranks.memory), ranks.memory.results(), first)
+        on_cpu = decoder.device.type == "cpu"
+        stage = Follower(decoder, begin, ranks.memory) if on_cpu else device_rank(make_runner(), ranks.memory)
+        together = PipelineRunner(stage, ranks.memory.results(), first)
         pipeline_depth = ranks.layout.pipeline
     first.wait_until_begun()
     return EngineCore(scheduler, together, pipeline_depth, max_queue, check=ranks.check)

@@ -18,6 +18,7 @@ from inflight.attention.triton.tuning import choose, choose_sequences
 from inflight.config import EngineConfig
 from inflight.constraints import GrammarCompiler
 from inflight.errors import ConfigError, KVBudgetError
+from inflight.execution.forward import StageLinks
 from inflight.execution.gpu.encoder_runner import GpuEncoderRunner
 from inflight.execution.gpu.graphs import StepGraphs
 from inflight.execution.gpu.runner import GpuRunner
@@ -104,6 +105,7 @@ class CudaPlatform:
         num_blocks: int,
         max_len: int,
         grammars: GrammarCompiler | None = None,
+        links: StageLinks | None = None,
         graphs: bool = True,
     ) -> GpuRunner:
         options, collective = config.scheduler, decoder.shard.collective
@@ -117,6 +119,7 @@ class CudaPlatform:
             max_tokens=options.max_num_batched_tokens or self.max_num_batched_tokens,
             graphs=graphs and capturable and not config.model.enforce_eager,
             grammars=grammars,
+            links=links,
         )
         if isinstance(runner.steps, StepGraphs):
             shapes = runner.buckets.usual()
