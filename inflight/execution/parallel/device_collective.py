@@ -58,7 +58,7 @@ def device_collective(memory: RankMemory, shared: SharedCollective, device: torc
     """The best that all ranks of a stage have. They all call this at the same time, and find the same."""
     torch.cuda.set_device(device)
     peers = _peers(memory, shared, device)
-    nccl = _nccl(shared, device)
+    nccl = _nccl(memory, shared, device)
     if peers is not None and nccl is not None:
         logger.info("sums over the memory of the other ranks' GPUs, large ones by NCCL")
         return DeviceCollective(peers, nccl, min(peers.slot, ONE_SHOT // (shared.size - 1)))
@@ -102,9 +102,11 @@ def _peers(memory: RankMemory, shared: SharedCollective, device: torch.device) -
     return None
 
 
-def _nccl(shared: SharedCollective, device: torch.device) -> NcclCollective | None:
+def _nccl(memory: RankMemory, shared: SharedCollective, device: torch.device) -> NcclCollective | None:
     """None where ranks share a GPU, which NCCL refuses, or torch was built without it."""
     devices = exchange(shared, str(torch.cuda.get_device_properties(device).uuid).encode())
     if len(set(devices)) < shared.size or not all_agree(shared, dist.is_nccl_available()):
         return None
-    return NcclCollective(nccl_group(shared))
+    group = nccl_group(shared)
+    memory.when_lost(group.abort)
+    return NcclCollective(group)
