@@ -26,7 +26,8 @@ import triton.language as tl
 
 from inflight.triton_utils.pdl import wait_then_launch_dependents
 
-# One more than this would have to wait for another to end, which may wait for one of another rank that cannot begin.
+# All programs of a kernel must run at the same time: one without a place would keep those of other ranks waiting. Every
+# GPU has room for so many.
 MAX_PROGRAMS = 64
 _MAX_PROGRAMS = tl.constexpr(MAX_PROGRAMS)
 
