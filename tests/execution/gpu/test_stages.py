@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from inflight import LLM, loading
+from inflight.attention.triton import rope_write
 from inflight.config import EngineConfig
 from inflight.constraints import GrammarCompiler
 from inflight.execution.forward import StageLinks
@@ -108,11 +109,12 @@ class StagedPlatform(InterpretedPlatform):
 
 def test_two_stages_give_the_tokens_of_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt in chunks, and a row that is given to another request."""
-    prompts = [[5, 6, 7], [12] * 17, [8, 9]]
-    asked = [greedy(logprobs=1), replace(greedy(), temperature=0.9, top_k=20, seed=3), greedy()]
+    monkeypatch.setattr(rope_write, "FEW_TOKENS", rope_write.HeadTile(tokens=32, heads=8, num_warps=4))
+    prompts = [[12] * 10, [5, 6]]
+    asked = [replace(greedy(), max_tokens=2), replace(greedy(), max_tokens=2, temperature=0.9, seed=3)]
     options: dict[str, Any] = {
-        "max_num_seqs": 2,
-        "max_num_batched_tokens": 16,
+        "max_num_seqs": 1,
+        "max_num_batched_tokens": 8,
         "num_blocks": 20,
         "block_size": 8,
     }
