@@ -119,6 +119,8 @@ class KernelBench:
                 first += part.shape[1]
             offers = torch.cat([offered for offered, _ in found], dim=1)
             there[found[0][1] == 0] = torch.nan
+            for left in self.workspace.between():
+                left.fill_(torch.nan if left.is_floating_point() else -1)
         draw(
             there,
             places,

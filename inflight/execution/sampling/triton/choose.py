@@ -96,7 +96,10 @@ def choose_kernel(
         return
     length, flags = tl.load(lengths + entry), int_of(table, row, FLAGS)
     chunks = tl.arange(0, CHUNKS)
-    exists = chunks < num_chunks
+    num_written = num_chunks
+    if offers is not None:
+        num_written = tl.where(settled_by_race(table, row), 0, num_chunks)
+    exists = chunks < num_written
     place = entry * num_chunks + chunks
     scores = tl.load(chunk_scores + place, mask=exists, other=-float("inf"))
     ids = tl.load(chunk_ids + place, mask=exists, other=NO_TOKEN)
