@@ -18,7 +18,7 @@ from inflight.constraints import Grammar, GrammarCompiler
 from inflight.engine import EngineCore, ModelFacts
 from inflight.engine.runner import Runner
 from inflight.errors import ConfigError, EngineError, ModelError
-from inflight.execution.parallel.starting import parallel_core, rank_shard, start_ranks
+from inflight.execution.parallel.starting import parallel_core, rank_shard, stage_links, start_ranks
 from inflight.execution.platforms import Platform, platform
 from inflight.frontend import Frontend, InputProcessor
 from inflight.frontend.chat_formats import check_parsers
@@ -132,7 +132,6 @@ def _load_decoder(
     tokenizer: Tokenizer | None,
     progress: LoadProgress | None,
 ) -> LoadedEngine:
-    config = _without_graphs(config)
     model = config.model
     plan = plan_decoder(_model(config), checkpoint, _plain_ids(tokenizer))
     spec = plan.spec
@@ -185,13 +184,6 @@ def _load_decoder(
     return loaded
 
 
-def _without_graphs(config: EngineConfig) -> EngineConfig:
-    """Of several ranks: their sums go through the host, which nothing captured can."""
-    if config.parallel.num_ranks == 1:
-        return config
-    return replace(config, model=replace(config.model, enforce_eager=True))
-
-
 def _fill_decoder(
     config: EngineConfig,
     place: Platform,
@@ -226,7 +218,6 @@ def load_rank(config: EngineConfig, memory: RankMemory) -> LoadedRank:
     """The part of a model that a rank in a process of its own holds: see `execution/parallel/worker.py`."""
     from inflight.execution.parallel.follower import LoadedRank
 
-    config = _without_graphs(config)
     model = config.model
     checkpoint = open_checkpoint(_model(config), model.revision, model.load_format, model.hf_config)
     tokenizer = _load_tokenizer(config, checkpoint)
@@ -240,7 +231,13 @@ def load_rank(config: EngineConfig, memory: RankMemory) -> LoadedRank:
         return LoadedRank(decoder, grammars)
 
     def make_runner(begin: Begin) -> Runner[Any]:
-        return place.runner(config, decoder, begin.num_blocks, begin.max_len, grammars)
+        # Ranks round steps alike, also when the first has got other limits since it was loaded.
+        limits = replace(
+            config.scheduler, max_num_seqs=begin.max_rows, max_num_batched_tokens=begin.max_tokens
+        )
+        limited = replace(config, scheduler=limits)
+        links = stage_links(memory, decoder)
+        return place.runner(limited, decoder, begin.num_blocks, begin.max_len, grammars, links)
 
     num_blocks = place.num_blocks(config, decoder, context)
     return LoadedRank(decoder, grammars, num_blocks, make_runner)
@@ -380,7 +377,8 @@ def _decoder_core(
     )
     scheduler = Scheduler(limits, policy, BlockManager(num_blocks, block_size, cache), token_budget)
     depth = options.pipeline_depth or place.pipeline_depth
-    make_runner = partial(place.runner, config, decoder, num_blocks, max_model_len, grammars)
+    links = None if ranks is None else stage_links(ranks.memory, decoder)
+    make_runner = partial(place.runner, config, decoder, num_blocks, max_model_len, grammars, links)
     if ranks is None:
         prepare = partial(_compiled_grammar, grammars)
         return EngineCore(scheduler, make_runner(), depth, options.max_queue, prepare=prepare)

@@ -25,32 +25,9 @@ from inflight.native.library import native_library
 from inflight.plan_command import parse_gpus, parse_size
 from inflight.planning import Devices, plan_model
 from tests.checkpoints import FAMILIES
+from tests.held_bytes import held
 
 GIB = 1 << 30
-
-
-def held(decoder: Decoder) -> int:
-    """Bytes of all tensors that a decoder has."""
-    found: dict[int, int] = {}
-    seen: set[int] = set()
-
-    def look(value: Any) -> None:
-        if isinstance(value, torch.Tensor):
-            found[value.data_ptr()] = value.nbytes
-        elif isinstance(value, list | tuple):
-            for item in value:
-                look(item)
-        elif type(value).__module__.startswith("inflight.") and id(value) not in seen:
-            seen.add(id(value))
-            look([getattr(value, name) for name in _attributes(value) if hasattr(value, name)])
-
-    look(decoder)
-    return sum(found.values())
-
-
-def _attributes(value: Any) -> list[str]:
-    names = list(getattr(value, "__dict__", {}))
-    return names + [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

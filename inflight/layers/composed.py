@@ -46,7 +46,7 @@ class ComposedLinear(ABC):
     ) -> Residual:
         y = self(x)
         if self._reduce is not None:
-            y = self._reduce(y)
+            y = self._reduce.sum(y)
         if norm is not None:
             y = self._kernels.rms_norm(y, norm, eps)
         return Residual(self._kernels.add(residual.x, y), next_norm)

@@ -9,7 +9,6 @@ put together from smaller operations: `composed.py`), `TritonKernels` the GPU pa
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,9 +20,12 @@ from inflight.errors import ConfigError
 GATES = ("silu", "gelu_tanh", "gelu")  # "gelu" is the exact one, with erf
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu", "tanh")
 
-# Adds up the partial products [M, out_features] of layers that hold some columns each of one matrix. May overwrite its
-# argument.
-Reduce = Callable[[Tensor], Tensor]
+
+class Reduce(Protocol):
+    """Adds up the partial products of layers that hold some columns each of one matrix."""
+
+    def sum(self, x: Tensor) -> Tensor:
+        """[M, out_features]. May overwrite x."""
 
 
 @dataclass(frozen=True, slots=True)

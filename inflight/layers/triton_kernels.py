@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,17 @@ from inflight.layers.triton.next_norm import NextNorm
 from inflight.layers.triton.small_linear import small_linear
 from inflight.layers.triton.tuning import MAX_TOKENS, pays_medium, pays_small
 from inflight.triton_utils.pdl import supports_pdl
+
+
+@runtime_checkable
+class AddingReduce(Reduce, Protocol):
+    """Does what comes behind a sum in the same pass, where it can."""
+
+    def add_sum(
+        self, hidden: Tensor, x: Tensor, norm: Tensor | None, eps: float, next_norm: NextNorm | None
+    ) -> bool:
+        """hidden += the sum of all x, or rms_norm of it; leaves `next_norm` its half. False: it cannot, and nothing was
+        done."""
 
 
 class TritonKernels:
@@ -97,6 +108,7 @@ class TritonLinear:
         self.out_features = out_features
         self._kernels = kernels
         self._reduce = reduce
+        self._adding = reduce if isinstance(reduce, AddingReduce) else None
         dtype, device = kernels.compute_dtype, kernels.device
         self.weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
         self.bias = torch.zeros(out_features, dtype=dtype, device=device) if bias else None
@@ -145,8 +157,12 @@ class TritonLinear:
         if norm is None and self._reduce is None:
             return self._add_product(hidden, x, eps, next_norm)
         y = self(x)
+        if self._adding is not None:
+            left = self._left_for(next_norm, x, hidden)
+            if self._adding.add_sum(hidden, y, norm, eps, left):
+                return _read_through(hidden, next_norm, left)
         if self._reduce is not None:
-            y = self._reduce(y)
+            y = self._reduce.sum(y)
         if norm is None:
             self._kernels.add(hidden, y)
         else:
@@ -181,27 +197,30 @@ class TritonLinear:
         return residual.x if residual.norm is None else self._kernels.rms_norm(residual.x, residual.norm, eps)
 
     def _add_product(self, hidden: Tensor, x: Tensor, eps: float, next_norm: Tensor | None) -> Residual:
-        """Product and sum in one kernel, and half of the next norm with them where that is safe: that half scales the
-        hidden states before the other half makes them small, and they may become too large for float16."""
+        """Product and sum in one kernel, and half of the next norm with them where that is safe."""
         if not self._is_fused(x):
             if self.bias is not None:
                 hidden.add_(F.linear(x, self.weight, self.bias))
             else:
                 hidden.addmm_(x, self.weight.T)
             return Residual(hidden, next_norm)
-        read = Residual(x, None)
-        if next_norm is None or hidden.dtype == torch.float16:
-            return Residual(self._fused(read, eps, residual=hidden, out=hidden), next_norm)
-        left = NextNorm(next_norm)
-        self._fused(read, eps, residual=hidden, next_norm=left, out=hidden)
-        return Residual(hidden, next_norm, left.scaled, left.squares)
+        left = self._left_for(next_norm, x, hidden)
+        self._fused(Residual(x, None), eps, residual=hidden, next_norm=left, out=hidden)
+        return _read_through(hidden, next_norm, left)
+
+    def _left_for(self, next_norm: Tensor | None, x: Tensor, hidden: Tensor) -> NextNorm | None:
+        """Whether half of the next norm is done here: in small steps, unless hidden states are float16. That half
+        scales them before the other half makes them small, and they may become too large."""
+        if next_norm is None or hidden.dtype == torch.float16 or not self._is_fused(x):
+            return None
+        return NextNorm(next_norm)
 
     def _fused(self, read: Residual, eps: float, **after: Any) -> Tensor:
         """`after`: what the kernels do besides."""
         small, kernels = self._is_small(read.x), self._kernels
         if read.scaled is not None:
             x, norm = read.scaled, None
-        elif small and read.x.dtype != torch.float16:  # see `_add_product`
+        elif small and read.x.dtype != torch.float16:  # see `_left_for`
             x, norm = read.x, read.norm
         else:
             x, norm = self._norm(read, eps), None
@@ -209,3 +228,9 @@ class TritonLinear:
         if small:
             return small_linear(x, self.weight, kernels.workspace, norm=norm, **after)
         return medium_linear(x, self.weight, kernels.workspace, **after)
+
+
+def _read_through(hidden: Tensor, norm: Tensor | None, left: NextNorm | None) -> Residual:
+    if left is None:
+        return Residual(hidden, norm)
+    return Residual(hidden, norm, left.scaled, left.squares)

@@ -102,14 +102,16 @@ class Decoder:
         return residual.x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[S, hidden_size] -> [S, vocab_size] float32. Of several ranks, all but the first get their own part of the
-        vocabulary only."""
+        """[S, hidden_size] -> [S, vocab_size] float32. Of several ranks, those that do not sample get their own part of
+        the vocabulary only."""
+        logits, collective = self.own_logits(hidden), self.shard.collective
+        return logits if collective is None else collective.gather(logits, self.shard.vocab_sizes)
+
+    def own_logits(self, hidden: Tensor) -> Tensor:
+        """Of several ranks, those of the tokens that this one has."""
         logits = self._lm_head().logits(hidden, self.final_norm, self.spec.norm_eps)
         cap = self.spec.logit_softcap
-        if cap is not None:
-            logits = logits.div_(cap).tanh_().mul_(cap)
-        collective = self.shard.collective
-        return logits if collective is None else collective.gather(logits, self.shard.vocab_sizes)
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[T] -> [T, hidden_size]"""
@@ -132,8 +134,7 @@ class Decoder:
         ids = token_ids.long() - shard.vocab.start
         elsewhere = (ids < 0) | (ids >= len(shard.vocab))
         rows = look_up(ids.masked_fill(elsewhere, 0))
-        rows[elsewhere] = 0.0
-        return shard.collective.sum(rows)
+        return shard.collective.sum(rows.masked_fill_(elsewhere[:, None], 0.0))
 
     def _lm_head(self) -> Linear:
         if self.head is None:

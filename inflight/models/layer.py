@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from inflight.attention.backend import AttentionBackend, AttentionLayer
-from inflight.layers.kernels import Kernels, Linear, Reduce, Residual
+from inflight.layers.kernels import Kernels, Linear, Residual
 from inflight.models.shard import Shard
 from inflight.models.spec import QKNorm
 
@@ -91,7 +91,7 @@ class DenseMlp:
         self._shard = shard
         self.gate_up: Linear = kernels.linear(hidden, 2 * inner, dtype, spec.mlp_bias)
         has_bias = spec.mlp_bias and shard.rank == 0
-        self.down: Linear = kernels.linear(inner, hidden, dtype, has_bias, _reduce(shard))
+        self.down: Linear = kernels.linear(inner, hidden, dtype, has_bias, shard.collective)
         self.in_norm = _norm(spec.norm_placement.before, hidden, device)
         self.out_norm = _norm(spec.norm_placement.after, hidden, device)
 
@@ -131,7 +131,7 @@ class SelfAttention:
         self._backend = backend
         self.qkv: Linear = kernels.linear(hidden, spec.query_size + 2 * spec.kv_size, dtype, spec.qkv_bias)
         has_bias = spec.output_bias and shard.rank == 0
-        self.output: Linear = kernels.linear(spec.query_size, hidden, dtype, has_bias, _reduce(shard))
+        self.output: Linear = kernels.linear(spec.query_size, hidden, dtype, has_bias, shard.collective)
         self.in_norm = _norm(spec.norm_placement.before, hidden, device)
         self.out_norm = _norm(spec.norm_placement.after, hidden, device)
         whole, any_norm = spec.qk_norm is QKNorm.WHOLE, spec.qk_norm is not QKNorm.NONE
@@ -206,10 +206,9 @@ class SelfAttention:
         whole, query, key = self._shard.whole, query.float(), key.float()
         shares = query.square().sum(1), key.square().sum(1) / self._shard.kv_copies
         squares = collective.sum(torch.stack(shares, dim=1))  # [T, 2]
-        counts = torch.tensor([whole.query_size, whole.kv_size], device=qkv.device)
-        scales = (squares / counts + self._spec.norm_eps).rsqrt()
-        query = query * scales[:, :1] * self.q_norm
-        key = key * scales[:, 1:] * self.k_norm
+        eps = self._spec.norm_eps
+        query = query * (squares[:, :1] / whole.query_size + eps).rsqrt() * self.q_norm
+        key = key * (squares[:, 1:] / whole.kv_size + eps).rsqrt() * self.k_norm
         return torch.cat((query.to(qkv.dtype), key.to(qkv.dtype), value), dim=1)
 
 
@@ -231,10 +230,6 @@ def _norm(wanted: bool, size: int, device: torch.device) -> Tensor | None:
 
 def _given(**norms: Tensor | None) -> dict[str, Target]:
     return {name: NormWeight(norm, len(norm)) for name, norm in norms.items() if norm is not None}
-
-
-def _reduce(shard: Shard) -> Reduce | None:
-    return None if shard.collective is None else shard.collective.sum
 
 
 def _packed(

@@ -19,11 +19,16 @@ from inflight.models.spec import DecoderSpec
 class Collective(Protocol):
     """What the ranks of one stage do together. All of them call the same, in the same order."""
 
+    @property
+    def capturable(self) -> bool:
+        """Whether a step that calls it can be a captured graph."""
+
     def sum(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x, in the order of the ranks: the same bits on each. May overwrite x."""
 
-    def gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
-        """Rank 0: the columns of all ranks side by side, [n, sum of widths]. The others: their own x."""
+    def gather(self, x: Tensor, widths: Sequence[int], wanted: Tensor | None = None) -> Tensor:
+        """The columns of all ranks side by side, [n, sum of widths]: on rank 0, or where all ranks sample on each. Who
+        does not get them gets its own x. Rows of which nothing is `wanted` [n] (0) may be anything."""
 
 
 @dataclass(frozen=True, slots=True)

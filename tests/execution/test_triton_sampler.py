@@ -19,6 +19,7 @@ from inflight.execution.sampling.triton import (
     SamplingWorkspace,
     WantedLogprobs,
     draw,
+    offer,
     read_logprobs,
     score_all,
 )
@@ -95,8 +96,9 @@ class KernelBench:
         self.rows.set_many(requests, self.tokens)
         self.workspace = SamplingWorkspace.allocate(len(bench.jobs) + 2, self.vocab_size, DEVICE, group)
 
-    def draw(self, entries: list[int]) -> Drawn:
-        """For these jobs, from where they are; -1 is a padding entry."""
+    def draw(self, entries: list[int], num_ranks: int = 1) -> Drawn:
+        """For these jobs, from where they are; -1 is a padding entry. Several ranks have some tokens each, and of rows
+        that their offers settle nobody has the logits."""
         jobs, rows = self.bench.jobs, self.bench.rows
         nothing = np.full(self.vocab_size, np.nan, dtype=np.float32)
         logits = np.stack([jobs[i].logits if i >= 0 else nothing for i in entries])
@@ -105,9 +107,23 @@ class KernelBench:
         wanted = wanted_logprobs(counts)
         ids = _ints([UNTOUCHED] * len(entries))
         bad = _ints([UNTOUCHED] * len(entries))
-        draw(
+        there, places = (
             torch.from_numpy(logits).to(DEVICE),
             _ints([rows[i] if i >= 0 else -1 for i in entries]),
+        )
+        offers = None
+        if num_ranks > 1:
+            found, first = [], 0
+            for part in there.tensor_split(num_ranks, dim=1):
+                found.append(offer(part, first, places, _ints(lengths), self.rows, self.workspace))
+                first += part.shape[1]
+            offers = torch.cat([offered for offered, _ in found], dim=1)
+            there[found[0][1] == 0] = torch.nan
+            for left in self.workspace.between():
+                left.fill_(torch.nan if left.is_floating_point() else -1)
+        draw(
+            there,
+            places,
             _ints(lengths),
             self.rows,
             self.tokens,
@@ -115,6 +131,7 @@ class KernelBench:
             bad,
             self.workspace,
             wanted,
+            offers,
         )
         return Drawn(ids.tolist(), bad.tolist(), self.tokens.cpu(), told(wanted, counts))
 
@@ -195,6 +212,31 @@ def test_any_mixture_of_rows_draws_what_the_torch_sampler_draws(
         for options in (*MIXTURE, *SPECIAL)
     ]
     agree(jobs, group)
+
+
+@pytest.mark.parametrize(("num_ranks", "kind"), [(2, "ties"), (3, "holes")])
+def test_ranks_that_have_some_tokens_each_draw_what_one_draws(num_ranks: int, kind: str) -> None:
+    """Rows without wishes by what each rank offers, without the logits of the others."""
+    rng = np.random.default_rng(num_ranks)
+    plain: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"temperature": 0, "top_k": 7},
+        {"temperature": 0.7},
+        {},
+    ]
+    options = [*plain, *plain, *MIXTURE[4:18:5], *SPECIAL[:13:3]]
+    jobs = [job(some_logits(rng, 600, kind), seed=i, **option) for i, option in enumerate(options)]
+    jobs[5].logits[[3, 599]] = 50.0  # the lower one, of the first rank
+    jobs[6].logits[599] = np.nan
+    bench = Bench(jobs, max_rows=len(jobs) + 1, device=DEVICE)
+    entries = [*range(len(jobs)), -1]
+    one, several = (KernelBench(bench, 8).draw(entries, ranks) for ranks in (1, num_ranks))
+    assert several.ids[:6] == one.ids[:6]
+    assert several.ids[7:] == one.ids[7:]
+    assert one.bad[6] == IS_NOT_FINITE
+    assert several.bad == one.bad
+    assert several.logprobs == one.logprobs
+    assert one.ids[5] == 3
 
 
 def test_of_equal_logits_the_lower_ids_are_allowed() -> None:

@@ -1,13 +1,20 @@
-"""Two ranks on one GPU give the tokens of one."""
+"""Several ranks on one GPU give the tokens of one. They share it by turns, so every sum takes milliseconds."""
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from typing import Any
 
 import pytest
 
 from inflight import LLM, SamplingParams
-from inflight.errors import ConfigError
+from inflight.errors import ConfigError, DeviceLostError
+from inflight.execution.gpu.graphs import StepGraphs
+from inflight.execution.gpu.runner import GpuRunner
+from inflight.execution.parallel.rank_process import RankProcess
+from inflight.execution.parallel.runner import MirroredRunner
 
 PROMPTS = [[i * 7 % 500 + 1 for i in range(length)] for length in (3, 17, 60, 33, 9)]
 PARAMS = [
@@ -19,10 +26,25 @@ PARAMS = [
 ]
 
 
+SCARCE: dict[str, Any] = {"num_blocks": 16, "max_model_len": 128, "max_num_batched_tokens": 24}
+CASES: dict[str, dict[str, Any]] = {
+    "tensor": {"tensor_parallel_size": 2},
+    "tensor-depth-1": {"tensor_parallel_size": 2, "pipeline_depth": 1},
+    "tensor-scarce": {"tensor_parallel_size": 2, **SCARCE},
+    "stages": {"pipeline_parallel_size": 2},
+    "stages-scarce": {"pipeline_parallel_size": 2, **SCARCE},
+    "tensor-and-stages": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+}
+
+
 def answers(**options: Any) -> list[list[int]]:
     sizes: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 16, "max_num_batched_tokens": 64}
     with LLM(show_progress=False, **sizes | {"num_blocks": 400} | options) as llm:
         outputs = llm.generate(PROMPTS * 2, PARAMS * 2, use_tqdm=False)
+        runner = llm._engine.core.runner
+        if isinstance(runner, MirroredRunner):
+            assert isinstance(runner._runner, GpuRunner)
+            assert isinstance(runner._runner.steps, StepGraphs)  # with the sums inside
         return [output.outputs[0].token_ids for output in outputs]
 
 
@@ -31,12 +53,9 @@ def expected() -> list[list[int]]:
     return answers()
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"pipeline_depth": 1}, {"num_blocks": 16, "max_model_len": 128, "max_num_batched_tokens": 24}],
-)
-def test_two_ranks_on_one_device(expected: list[list[int]], options: dict[str, Any]) -> None:
-    found = answers(tensor_parallel_size=2, **options)
+@pytest.mark.parametrize("case", CASES)
+def test_several_ranks_on_one_device(expected: list[list[int]], case: str) -> None:
+    found = answers(**CASES[case])
     # A sum that rounds the other way may turn one draw in thousands; the answer after it differs.
     assert sum(a == b for a, b in zip(found, expected, strict=True)) >= len(expected) - 1
 
@@ -44,3 +63,30 @@ def test_two_ranks_on_one_device(expected: list[list[int]], options: dict[str, A
 def test_ranks_that_share_a_device_must_be_told_their_blocks() -> None:
     with pytest.raises(ConfigError, match="must be told num_blocks"):
         LLM(show_progress=False, tensor_parallel_size=64)
+
+
+def test_a_rank_that_dies_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rank's device waits for it in the middle of a step."""
+    made: list[RankProcess] = []
+    create = RankProcess.__init__
+
+    def remember(self: RankProcess, *args: Any) -> None:
+        create(self, *args)
+        made.append(self)
+
+    monkeypatch.setattr(RankProcess, "__init__", remember)
+    llm = LLM(
+        show_progress=False,
+        num_blocks=400,
+        max_num_seqs=16,
+        max_num_batched_tokens=64,
+        tensor_parallel_size=2,
+    )
+    params = SamplingParams(max_tokens=400, ignore_eos=True)
+    llm.generate([PROMPTS[0]], SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
+    (rank,) = made
+    assert rank.process_id is not None
+    threading.Timer(0.5, os.kill, (rank.process_id, signal.SIGKILL)).start()
+    with pytest.raises(DeviceLostError, match=r"rank 1 of 2 \(process \d+\) ended by SIGKILL"):
+        llm.generate([PROMPTS[0]], params, use_tqdm=False)
+    llm.close()

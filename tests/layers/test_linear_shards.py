@@ -128,12 +128,13 @@ def test_halves_of_the_columns_add_up_to_the_whole(
 
     reduced: list[Tensor] = []
 
-    def reduce(partial: Tensor) -> Tensor:
-        """What the other rank computes at the same time, added."""
-        reduced.append(partial.clone())
-        return partial + right(x[:, 20:].contiguous())
+    class OtherRank:
+        def sum(self, partial: Tensor) -> Tensor:
+            """What the other rank computes at the same time, added."""
+            reduced.append(partial.clone())
+            return partial + right(x[:, 20:].contiguous())
 
-    left = make(kernels, weight[:, :20], bias, reduce)
+    left = make(kernels, weight[:, :20], bias, OtherRank())
     right = make(kernels, weight[:, 20:])
     found = left.add_to(Residual(hidden.clone(), None), x[:, :20].contiguous(), norm, 1e-6, next_norm)
 

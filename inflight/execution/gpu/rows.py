@@ -61,6 +61,15 @@ class DeviceRows:
             self.tokens[row, :count].copy_(held[first : first + count], non_blocking=True)
             first += count
 
+    def append(self, rows: Tensor, lengths: Tensor, token_ids: Tensor) -> None:
+        """Token number lengths[i] of row rows[i], as another rank has drawn it. [n] on the host each."""
+        if not len(rows):
+            return
+        held, array = staging(3 * len(rows), self.device)
+        array[:] = torch.cat((rows, lengths, token_ids)).numpy()
+        there = held.to(self.device, non_blocking=True).view(3, -1)
+        self.tokens[there[0].long(), there[1].long()] = there[2]
+
     def extend(self, tables: Sequence[TableUpdate]) -> Ints:
         """Take new blocks into the mirror. What the device must be told: [3, n] rows, columns and block ids."""
         for row, first, block_ids in tables:

@@ -16,7 +16,8 @@ from inflight.errors import EngineError
 from inflight.events import PositionLogprobs, RequestFailure
 from inflight.execution.constrained_rows import ConstrainedRows, StepMasks
 from inflight.execution.device import event_on, to_host, wait_for, watched
-from inflight.execution.gpu.device_step import DeviceStep
+from inflight.execution.forward import StageLinks
+from inflight.execution.gpu.device_step import DeviceStep, Samples
 from inflight.execution.gpu.graphs import EagerSteps, StepGraphs
 from inflight.execution.gpu.host_step import HostStep, host_step
 from inflight.execution.gpu.rows import DeviceRows
@@ -28,7 +29,15 @@ from inflight.execution.results import (
     StepVectors,
     failure,
 )
-from inflight.execution.sampling.triton import DrawRows, SamplingWorkspace, draw, read_logprobs, score_all
+from inflight.execution.sampling.triton import (
+    OFFER,
+    DrawRows,
+    SamplingWorkspace,
+    draw,
+    offer,
+    read_logprobs,
+    score_all,
+)
 from inflight.models.decoder import Decoder
 from inflight.scheduling import Batch, Sampled
 
@@ -107,6 +116,9 @@ class GpuRunner:
 
     With `graphs`, each shape of step is captured once and replayed. Without (and on a CPU under Triton's
     interpreter, where tests run it) every kernel is launched by itself.
+
+    With `links` there are other stages, and `launch` waits for their hidden states, or for its own. Only the last stage
+    samples.
     """
 
     def __init__(
@@ -119,6 +131,7 @@ class GpuRunner:
         max_tokens: int,
         graphs: bool = True,
         grammars: GrammarCompiler | None = None,
+        links: StageLinks | None = None,
     ) -> None:
         if not isinstance(decoder.attention, TritonAttention):
             raise EngineError(f"GpuRunner cannot plan for {type(decoder.attention).__name__}")
@@ -127,7 +140,9 @@ class GpuRunner:
         self.block_size = block_size
         self.caches = decoder.attention.allocate(decoder.kv_shape(block_size), num_blocks, device)
         self.rows = DeviceRows(max_rows, max_len, block_size, device)
-        num_drawn_from = spec.vocab_size if decoder.generates else 1  # memory goes with it
+        self.links = links
+        self.samples = decoder.generates and decoder.shard.is_last
+        num_drawn_from = spec.vocab_size if self.samples else 1  # memory goes with it
         self.sampling = DrawRows(max_rows, num_drawn_from, device)
         self.constrained = ConstrainedRows(self.sampling, grammars, in_thread=False)
         self.scored = ScoredRows()
@@ -148,6 +163,10 @@ class GpuRunner:
         self.draws: StepGraphs[StepShape, None] | EagerSteps[StepShape, None]
         self.draws = self.steps.beside(self._draw_last)
         self._last_hidden: Tensor | None = None  # what `_draw_last` draws from
+        # What the stage before has made of a step's tokens.
+        num_received = 0 if decoder.shard.is_first else self.buckets.tokens[-1]
+        dtype = decoder.kernels.compute_dtype
+        self._received = torch.zeros(num_received, spec.hidden_size, dtype=dtype, device=device)
 
     # ---- a step ----
 
@@ -158,22 +177,28 @@ class GpuRunner:
     @torch.inference_mode()
     def _launch(self, batch: Batch) -> GpuTicket:
         self.rows.admit(batch.admissions)
-        if self.decoder.generates:
+        if self.samples:
             drawing = [admission for admission in batch.admissions if admission.request.max_tokens]
             self.sampling.set_many(drawing, self.rows.tokens)
             self.constrained.admit(batch.admissions)
         self.scored.admit(batch.admissions)
         self.pooled.admit(batch.admissions)
         updates = self.rows.extend(batch.tables)
-        pooled = self.pooled.ending(batch)
+        is_last = self.decoder.shard.is_last
+        pooled = self.pooled.ending(batch) if is_last else []
         host = host_step(batch, self.rows.mirror, self.block_size, pooled)
-        entries = host.sampling_entries if self.decoder.generates else []
+        entries = host.sampling_entries if self.samples else []
         counts = self.sampling.logprob_counts(host.sample_rows[: len(entries)])
-        scores = self.scored.any_in(batch)
+        scores = is_last and self.scored.any_in(batch)
         drawn_rows: list[int] = host.sample_rows[: len(entries)].tolist() if self.constrained.any else []
         masks = self.constrained.start(drawn_rows)
         shape = self.step.upload(host, updates, counts, scores)
+        if self.links is not None and len(self._received):
+            received = self.links.receive(host.num_tokens)
+            self._received[: host.num_tokens].copy_(received)
         hidden = self.steps.run(shape) if masks is None else self._run_constrained(shape, masks)
+        if self.links is not None and not is_last:
+            self.links.hand_over(hidden[: host.num_tokens].cpu())
         prompt_logprobs = self._score_prompts(batch, hidden) if scores else []
         vectors = self._pool(pooled, host, shape, hidden) if pooled else None
         drawn = to_host(self.step.results(shape)) if entries else None
@@ -206,16 +231,20 @@ class GpuRunner:
 
     def _compute(self, shape: StepShape) -> Tensor:
         """The device's part: a token for each sample that is drawn. Returns the hidden states of all samples, or of all
-        tokens if the shape scores."""
+        tokens if the shape scores or the next stage wants them."""
         hidden = self._forward(shape)
-        if self.decoder.generates:
+        if self.samples:
             self._draw(shape, hidden)
         return hidden
 
     def _forward(self, shape: StepShape) -> Tensor:
         token_ids, inputs = self.step.open(shape)
-        wanted = self.step.samples(shape).tokens if shape.chunks and not shape.scores else None
-        return self.decoder.forward(token_ids, self.caches, inputs, wanted)
+        shard = self.decoder.shard
+        some = shard.is_last and shape.chunks and not shape.scores
+        wanted = self.step.samples(shape).tokens if some else None
+        if shard.is_first:
+            return self.decoder.forward(token_ids, self.caches, inputs, wanted)
+        return self.decoder.run_layers(self._received[: shape.num_tokens], self.caches, inputs, wanted)
 
     def _draw_last(self, shape: StepShape) -> None:
         assert self._last_hidden is not None
@@ -223,8 +252,9 @@ class GpuRunner:
 
     def _draw(self, shape: StepShape, hidden: Tensor) -> None:
         samples = self.step.samples(shape)
+        logits, offers = self._logits(hidden[samples.tokens] if shape.scores else hidden, samples)
         draw(
-            self.decoder.logits(hidden[samples.tokens] if shape.scores else hidden),
+            logits,
             samples.rows,
             samples.lengths,
             self.sampling,
@@ -233,7 +263,19 @@ class GpuRunner:
             samples.bad,
             self.draw_workspace,
             samples.logprobs,
+            offers,
         )
+
+    def _logits(self, hidden: Tensor, samples: Samples) -> tuple[Tensor, Tensor | None]:
+        """What tokens are drawn from. Of several ranks, what all of them offer, and all logits of rows for which that
+        is not enough."""
+        shard, own = self.decoder.shard, self.decoder.own_logits(hidden)
+        if shard.collective is None:
+            return own, None
+        first_id, rows, lengths = shard.vocab.start, samples.rows, samples.lengths
+        mine, wanted = offer(own, first_id, rows, lengths, self.sampling, self.draw_workspace)
+        offers = shard.collective.gather(mine, [OFFER] * shard.size)
+        return shard.collective.gather(own, shard.vocab_sizes, wanted), offers
 
     def _score_prompts(self, batch: Batch, hidden: Tensor) -> list[tuple[int, ToldLogprobs]]:
         """The logprobs of prompt tokens that this step predicts. hidden [T, hidden_size]"""
@@ -273,7 +315,7 @@ class GpuRunner:
     @torch.inference_mode()
     def warm_up_scoring(self) -> None:
         """Score as many prompt positions as are scored at once, with all that takes memory there."""
-        if not self.decoder.generates:
+        if not self.samples:
             return
         size = min(PROMPT_LOGITS_AT_ONCE, len(self.rows.tokens))
         shape = size, self.decoder.spec.hidden_size

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -23,6 +24,8 @@ PATIENCE, SLOWNESS = 4.0, 4.0
 class SharedCollective:
     """Implements `Collective` for float32 on a CPU. Sums are taken in the order of the ranks, element by element: a
     result depends neither on what else is in the step nor on who came first."""
+
+    capturable: ClassVar[bool] = False
 
     library: Library
     memory: SharedMemory  # which stays mapped as long as this is used
@@ -44,7 +47,12 @@ class SharedCollective:
         self._done(self.library.group_sum(*self._seat(), x.data_ptr(), x.numel()))
         return x
 
-    def gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
+    def gather(
+        self,
+        x: Tensor,
+        widths: Sequence[int],
+        wanted: Tensor | None = None,  # noqa: ARG002
+    ) -> Tensor:
         x = x.to(torch.float32).contiguous()
         out = torch.empty(len(x), sum(widths)) if self.rank == 0 else None
         sizes = np.array(widths, dtype=np.int64)

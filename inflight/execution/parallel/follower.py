@@ -23,7 +23,8 @@ from inflight.execution.parallel.messages import (
     decode,
     encode_results,
 )
-from inflight.execution.parallel.pending_tokens import PendingTokens
+from inflight.execution.parallel.pending_tokens import PendingTokens, TokenRows
+from inflight.execution.parallel.stream import SharedStream
 from inflight.execution.runner import ModelRunner
 from inflight.models.decoder import Decoder
 from inflight.scheduling import Batch
@@ -32,6 +33,13 @@ from inflight.scheduling import Batch
 class RankRunner(Protocol):
     def run(self, batch: Batch, drawn: list[DrawnIds]) -> None: ...
 
+    def close(self) -> None: ...
+
+
+class StageRunner(Runner[Any], Protocol):
+    @property
+    def rows(self) -> TokenRows: ...
+
 
 class LoadedRank(NamedTuple):
     """What a rank has before it is told to begin."""
@@ -39,8 +47,8 @@ class LoadedRank(NamedTuple):
     decoder: Decoder
     grammars: GrammarCompiler
     num_blocks: int | None = None  # that it has room for, where ranks have memory of their own
-    # Of ranks that all do the same, sampling included: the runner that the first one has.
-    make_runner: Callable[[Begin], Runner[Any]] | None = None
+    # On GPUs every rank of a stage does the same, sampling included, with the runner that the first one has.
+    make_runner: Callable[[Begin], Any] | None = None
 
 
 def follow(loaded: LoadedRank, memory: RankMemory, report: Callable[[Report], None]) -> None:
@@ -53,9 +61,11 @@ def follow(loaded: LoadedRank, memory: RankMemory, report: Callable[[Report], No
         match decode(steps.receive(memory.rank - 1)):
             case Begin() as begin:
                 if make_runner is not None:
-                    runner = MirroredRank(make_runner(begin))
+                    runner = device_rank(make_runner(begin), memory)
                 elif memory.rank == memory.ranks.sampler:
-                    runner = SamplingRank(decoder, begin, memory, grammars)
+                    links = SharedLinks(memory, decoder.spec.hidden_size)
+                    sizes = begin.num_blocks, begin.block_size, begin.max_rows, begin.max_len
+                    runner = SamplingRank(ModelRunner(decoder, *sizes, grammars, links), memory.results())
                 else:
                     runner = Follower(decoder, begin, memory)
                 report(Begun())
@@ -63,17 +73,56 @@ def follow(loaded: LoadedRank, memory: RankMemory, report: Callable[[Report], No
                 assert runner is not None
                 runner.run(batch, drawn)
             case End():
+                if runner is not None:
+                    runner.close()
                 runner = None
 
 
+def device_rank(runner: Any, memory: RankMemory) -> RankRunner:
+    """What a rank on a GPU does with its runner."""
+    layout = memory.ranks
+    if not layout.is_last_stage(memory.rank):
+        return StageRank(runner)
+    if layout.pipeline > 1 and memory.rank == layout.sampler:
+        return SamplingRank(runner, memory.results())
+    return MirroredRank(runner)
+
+
+class StageRank:
+    """A rank on a GPU whose stage is not the last: what its steps draw others tell it later."""
+
+    def __init__(self, runner: StageRunner) -> None:
+        self._runner = runner
+        self._drawn = PendingTokens(runner.rows)
+
+    def run(self, batch: Batch, drawn: list[DrawnIds]) -> None:
+        self._drawn.write(drawn)
+        self._runner.launch(batch)  # which hands over what it has computed, and so has waited for it
+        entries = [entry for entry, samples in enumerate(batch.samples) if samples]
+        rows, lengths = torch.tensor(batch.rows), torch.tensor(batch.starts) + torch.tensor(batch.counts)
+        self._drawn.expect(batch, rows[entries], lengths[entries])
+
+    def close(self) -> None:
+        self._runner.close()
+
+
 class MirroredRank:
-    """A rank that does all that the first one does. Nobody asks what its steps brought."""
+    """A rank that does all that the first one does. Nobody asks what its steps brought: one is waited for when the next
+    is launched, so that the device has always work and never more than two steps of it."""
 
     def __init__(self, runner: Runner[Any]) -> None:
         self._runner = runner
+        self._last: Any = None
 
     def run(self, batch: Batch, drawn: list[DrawnIds]) -> None:  # noqa: ARG002
-        self._runner.collect(self._runner.launch(batch))
+        ticket = self._runner.launch(batch)
+        if self._last is not None:
+            self._runner.collect(self._last)
+        self._last = ticket
+
+    def close(self) -> None:
+        self._last = None
+        self._runner.close()
 
 
 class Follower:
@@ -92,7 +141,7 @@ class Follower:
     def run(self, batch: Batch, drawn: list[DrawnIds]) -> None:
         self._drawn.write(drawn)
         inputs = self._forward.take_in(batch)
-        self._drawn.expect(batch, inputs)
+        self._drawn.expect(batch, inputs.sampling_rows, inputs.sampling_lengths)
         if not self._decoder.shard.is_last:
             self._forward.pass_on(inputs)
             return
@@ -110,14 +159,13 @@ class SamplingRank:
     """The first rank of the last stage, where the first stage is another: tells the first rank what each step brought.
     The tokens that it draws are in its rows already."""
 
-    def __init__(
-        self, decoder: Decoder, begin: Begin, memory: RankMemory, grammars: GrammarCompiler | None
-    ) -> None:
-        links = SharedLinks(memory, decoder.spec.hidden_size)
-        sizes = begin.num_blocks, begin.block_size, begin.max_rows, begin.max_len
-        self._runner = ModelRunner(decoder, *sizes, grammars, links)
-        self._results = memory.results()
+    def __init__(self, runner: Runner[Any], results: SharedStream) -> None:
+        self._runner = runner
+        self._results = results
 
     def run(self, batch: Batch, drawn: list[DrawnIds]) -> None:  # noqa: ARG002
         ticket = self._runner.launch(batch)
         self._results.send(encode_results(self._runner.collect(ticket)))
+
+    def close(self) -> None:
+        self._runner.close()

@@ -17,13 +17,20 @@ class HostCollective:
     The device is waited for in each of them, so that no step with one can be captured.
     """
 
+    capturable = False
+
     def __init__(self, shared: SharedCollective) -> None:
         self._shared = shared
 
     def sum(self, x: Tensor) -> Tensor:
         return x.copy_(self._shared.sum(x.float().cpu()))
 
-    def gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
+    def gather(
+        self,
+        x: Tensor,
+        widths: Sequence[int],
+        wanted: Tensor | None = None,  # noqa: ARG002
+    ) -> Tensor:
         first = sum(widths[: self._shared.rank])
         columns = torch.zeros(len(x), sum(widths))
         columns[:, first : first + x.shape[1]] = x.cpu()

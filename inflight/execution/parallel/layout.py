@@ -8,7 +8,7 @@ Ranks are numbered stage by stage: with 2 stages of 2, ranks 0 and 1 have the fi
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from inflight.config import MAX_RANKS  # as kMaxRanks in native/ranks.cpp
@@ -66,6 +66,8 @@ class RankMemory:
         self.rank = rank
         self._library = library
         self._on_loss = on_loss
+        self._before_close: list[Callable[[], None]] = []
+        self._when_lost: list[Callable[[], None]] = []
         self._group_size = _aligned(library.group_bytes + 2 * ranks.tensor * ranks.slot)
         self._steps_at = MAX_RANKS * _LINE
         self._results_at = self._steps_at + _aligned(library.stream_bytes + _STEPS_RING)
@@ -115,12 +117,24 @@ class RankMemory:
             self._on_loss,
         )
 
+    def when_lost(self, call: Callable[[], None]) -> None:
+        """For waits that do not look at this memory."""
+        self._when_lost.append(call)
+
     def lose(self) -> None:
         """End every wait, of every rank."""
         for group in self._all_groups():
             self._library.group_lose(group)
+        while self._when_lost:
+            self._when_lost.pop()()
+
+    def before_close(self, call: Callable[[], None]) -> None:
+        """For who has told a device of this memory."""
+        self._before_close.append(call)
 
     def close(self) -> None:
+        while self._before_close:
+            self._before_close.pop()()
         self._memory.close()
 
     def _all_groups(self) -> Iterator[int]:

@@ -48,6 +48,7 @@ class Begin(RankMessage, frozen=True):
     block_size: int
     max_rows: int
     max_len: int
+    max_tokens: int  # of a step
 
 
 class DrawnIds(msgspec.Struct, array_like=True, frozen=True):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from inflight.execution.inputs import Rows, StepInputs
 from inflight.execution.parallel.messages import DrawnIds
 from inflight.scheduling import Batch
 
@@ -17,20 +16,27 @@ class _Places(NamedTuple):
     lengths: Tensor  # [S]
 
 
+class TokenRows(Protocol):
+    tokens: Tensor  # [max_rows, max_len]
+
+    def append(self, rows: Tensor, lengths: Tensor, token_ids: Tensor) -> None:
+        """Token number lengths[i] of row rows[i], [n] each."""
+
+
 class PendingTokens:
     """Knows where the tokens of each step belong until they come."""
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: TokenRows) -> None:
         self._rows = rows
         self._expected: dict[int, _Places] = {}  # by step
         self._admitted = torch.full((len(rows.tokens),), -1)  # by row: the step that gave it to its request
 
-    def expect(self, batch: Batch, inputs: StepInputs) -> None:
-        """This step draws tokens, of which this rank will be told."""
+    def expect(self, batch: Batch, rows: Tensor, lengths: Tensor) -> None:
+        """This step draws tokens number `lengths` [S] of `rows` [S], of which this rank will be told."""
         for row, _ in batch.admissions:
             self._admitted[row] = batch.step
-        if inputs.sampling_entries:
-            self._expected[batch.step] = _Places(inputs.sampling_rows, inputs.sampling_lengths)
+        if len(rows):
+            self._expected[batch.step] = _Places(rows, lengths)
 
     def write(self, drawn: list[DrawnIds]) -> None:
         """Before the next step takes in its admissions. A row may have been given to another request since."""

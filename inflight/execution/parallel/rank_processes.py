@@ -94,9 +94,11 @@ class RankProcesses:
         return min((found for found in self._loaded.values() if found is not None), default=None)
 
     def begin(self, message: Begin) -> None:
-        """All of them take their memory."""
+        """All of them take their memory, beside what this rank does meanwhile."""
         self._num_begun = 0
         self.send(message)
+
+    def wait_until_begun(self) -> None:
         self._wait(lambda: self._num_begun == len(self.processes))
 
     def check(self) -> None:
@@ -123,6 +125,7 @@ class RankProcesses:
         for process in self.processes:
             process.join()
         self._watch.join()
+        self.memory.lose()  # a device that waits for them would wait for ever
         self.memory.close()
 
     def _wait(self, happened: Any) -> None:

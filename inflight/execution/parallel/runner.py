@@ -9,8 +9,8 @@ from typing import Any
 from inflight.engine.runner import Runner
 from inflight.errors import DeviceLostError, InflightError
 from inflight.execution.parallel.collective import SharedCollective
-from inflight.execution.parallel.follower import Follower
-from inflight.execution.parallel.messages import Begin, DrawnIds, End, RankStep, decode_results, encode
+from inflight.execution.parallel.follower import RankRunner
+from inflight.execution.parallel.messages import DrawnIds, End, RankStep, decode_results, encode
 from inflight.execution.parallel.rank_processes import RankProcesses
 from inflight.execution.parallel.stream import SharedStream
 from inflight.execution.results import Ticket
@@ -30,8 +30,8 @@ class FirstRank:
         self._library = library
         self._collective = collective if isinstance(collective, SharedCollective) else None
 
-    def begin(self, begin: Begin) -> None:
-        self._ranks.begin(begin)
+    def wait_until_begun(self) -> None:
+        self._ranks.wait_until_begun()
         if self._collective is not None:
             self._collective.watches = True
 
@@ -59,6 +59,10 @@ class FirstRank:
             raise lost from error
         finally:
             self._library.threads = before
+
+    def check(self) -> None:
+        """Raises if a rank is lost."""
+        self._ranks.check()
 
     def end(self) -> None:
         if self._collective is not None:
@@ -104,7 +108,9 @@ class MirroredRunner:
             return self._runner.launch(batch)
 
     def collect(self, ticket: Any) -> Sampled:
-        return self._runner.collect(ticket)
+        found = self._runner.collect(ticket)
+        self._first.check()  # a device stops waiting for a rank that is lost, and goes on with whatever is there
+        return found
 
     def close(self) -> None:
         self._runner.close()
@@ -116,7 +122,7 @@ class PipelineRunner:
     What a step drew is told to all ranks with the first step that is launched after it was collected: no earlier one
     has tokens of its requests."""
 
-    def __init__(self, follower: Follower, results: SharedStream, first: FirstRank) -> None:
+    def __init__(self, follower: RankRunner, results: SharedStream, first: FirstRank) -> None:
         self._follower = follower
         self._results = results
         self._first = first

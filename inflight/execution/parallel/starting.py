@@ -13,7 +13,7 @@ from inflight.config import EngineConfig
 from inflight.engine import EngineCore
 from inflight.engine.runner import Runner
 from inflight.errors import ConfigError
-from inflight.execution.parallel.host_collective import HostCollective
+from inflight.execution.forward import StageLinks
 from inflight.execution.platforms import Platform
 from inflight.execution.runner import ModelRunner
 from inflight.models.decoder import Decoder
@@ -79,8 +79,6 @@ def _devices(config: EngineConfig, place: Platform) -> list[str]:
     parallel = config.parallel
     if place.device.type == "cpu":
         return ["cpu"] * parallel.num_ranks
-    if parallel.pipeline_parallel_size > 1:
-        raise ConfigError(f"{parallel}: on {place.device} the layers are in one stage, so far")
     count = torch.cuda.device_count()
     if parallel.num_ranks > count and config.cache.num_blocks is None:
         raise ConfigError(
@@ -98,8 +96,17 @@ def rank_shard(spec: DecoderSpec, memory: RankMemory, place: Platform) -> Shard:
     shared = memory.collective()
     collective: Collective | None = shared
     if shared is not None and place.device.type != "cpu":
-        collective = HostCollective(shared)
+        from inflight.execution.parallel.device_collective import device_collective
+
+        collective = device_collective(memory, shared, place.device)
     return shard_of(spec, rank % layout.tensor, layout.tensor, layers, collective)
+
+
+def stage_links(memory: RankMemory, decoder: Decoder) -> StageLinks | None:
+    """To the stages before and behind; None where there is one stage."""
+    from inflight.execution.parallel.links import SharedLinks
+
+    return None if memory.ranks.pipeline == 1 else SharedLinks(memory, decoder.spec.hidden_size)
 
 
 def parallel_core(
@@ -112,8 +119,8 @@ def parallel_core(
     pipeline_depth: int,
     max_queue: int | None,
 ) -> EngineCore:
-    """An engine over all ranks. `make_runner` makes that of one which has all layers."""
-    from inflight.execution.parallel.follower import Follower
+    """An engine over all ranks. `make_runner` makes that of this one."""
+    from inflight.execution.parallel.follower import Follower, device_rank
     from inflight.execution.parallel.messages import Begin
     from inflight.execution.parallel.runner import (
         FirstRank,
@@ -127,8 +134,11 @@ def parallel_core(
     for share in ranks.shares:
         size = share.kv(num_blocks * scheduler.blocks.block_size) / GIB
         logger.info("%s: %.2f GiB of KV memory", _named(share, len(ranks.shares)), size)
-    begin = Begin(num_blocks, scheduler.blocks.block_size, scheduler.limits.max_num_seqs, max_len)
+    limits = scheduler.limits
+    sizes = limits.max_num_seqs, max_len, limits.max_num_batched_tokens
+    begin = Begin(num_blocks, scheduler.blocks.block_size, *sizes)
     first = FirstRank(ranks, library, decoder.shard.collective)
+    ranks.begin(begin)  # they try steps as this one does, which only all of them together can
     together: TensorParallelRunner | MirroredRunner | PipelineRunner
     if ranks.layout.pipeline == 1:
         runner = make_runner()
@@ -137,9 +147,11 @@ def parallel_core(
         else:
             together = MirroredRunner(runner, first)
     else:
-        together = PipelineRunner(Follower(decoder, begin, ranks.memory), ranks.memory.results(), first)
+        on_cpu = decoder.device.type == "cpu"
+        stage = Follower(decoder, begin, ranks.memory) if on_cpu else device_rank(make_runner(), ranks.memory)
+        together = PipelineRunner(stage, ranks.memory.results(), first)
         pipeline_depth = ranks.layout.pipeline
-    first.begin(begin)
+    first.wait_until_begun()
     return EngineCore(scheduler, together, pipeline_depth, max_queue, check=ranks.check)
 
 

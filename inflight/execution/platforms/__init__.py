@@ -13,6 +13,7 @@ from inflight.config import EngineConfig
 from inflight.constraints import GrammarCompiler
 from inflight.engine.runner import Runner
 from inflight.errors import ConfigError
+from inflight.execution.forward import StageLinks
 from inflight.execution.packed_texts import TextRunner
 from inflight.layers.kernels import Kernels
 from inflight.models.decoder import Decoder
@@ -56,7 +57,9 @@ class Platform(Protocol):
         num_blocks: int,
         max_len: int,
         grammars: GrammarCompiler | None = None,
-    ) -> Runner[Any]: ...
+        links: StageLinks | None = None,
+    ) -> Runner[Any]:
+        """With `links`, of one stage of several."""
 
     def encoder_kernels(self, spec: EncoderSpec, dtype: torch.dtype) -> EncoderKernels:
         """For an encoder whose weights are held as `dtype`."""

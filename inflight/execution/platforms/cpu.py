@@ -17,6 +17,7 @@ from inflight.config import EngineConfig
 from inflight.constraints import GrammarCompiler
 from inflight.errors import KVBudgetError
 from inflight.execution.encoder_runner import EncoderRunner
+from inflight.execution.forward import StageLinks
 from inflight.execution.platforms import EncoderKernels
 from inflight.execution.runner import ModelRunner
 from inflight.kv.budget import blocks_for_memory
@@ -82,9 +83,10 @@ class CpuPlatform:
         num_blocks: int,
         max_len: int,
         grammars: GrammarCompiler | None = None,
+        links: StageLinks | None = None,
     ) -> ModelRunner:
         max_rows = config.scheduler.max_num_seqs or self.max_num_seqs
-        return ModelRunner(decoder, num_blocks, config.cache.block_size, max_rows, max_len, grammars)
+        return ModelRunner(decoder, num_blocks, config.cache.block_size, max_rows, max_len, grammars, links)
 
     def encoder_kernels(
         self,

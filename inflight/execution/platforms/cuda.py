@@ -18,6 +18,7 @@ from inflight.attention.triton.tuning import choose, choose_sequences
 from inflight.config import EngineConfig
 from inflight.constraints import GrammarCompiler
 from inflight.errors import ConfigError, KVBudgetError
+from inflight.execution.forward import StageLinks
 from inflight.execution.gpu.encoder_runner import GpuEncoderRunner
 from inflight.execution.gpu.graphs import StepGraphs
 from inflight.execution.gpu.runner import GpuRunner
@@ -104,9 +105,11 @@ class CudaPlatform:
         num_blocks: int,
         max_len: int,
         grammars: GrammarCompiler | None = None,
+        links: StageLinks | None = None,
         graphs: bool = True,
     ) -> GpuRunner:
-        options = config.scheduler
+        options, collective = config.scheduler, decoder.shard.collective
+        capturable = collective is None or collective.capturable
         runner = GpuRunner(
             decoder,
             num_blocks,
@@ -114,8 +117,9 @@ class CudaPlatform:
             max_rows=options.max_num_seqs or self.max_num_seqs,
             max_len=max_len,
             max_tokens=options.max_num_batched_tokens or self.max_num_batched_tokens,
-            graphs=graphs and not config.model.enforce_eager,
+            graphs=graphs and capturable and not config.model.enforce_eager,
             grammars=grammars,
+            links=links,
         )
         if isinstance(runner.steps, StepGraphs):
             shapes = runner.buckets.usual()

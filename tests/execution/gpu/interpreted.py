@@ -12,6 +12,7 @@ from inflight.attention.triton.backend import TritonAttention
 from inflight.attention.triton.tuning import choose
 from inflight.config import EngineConfig
 from inflight.constraints import GrammarCompiler
+from inflight.execution.forward import StageLinks
 from inflight.execution.gpu.runner import GpuRunner
 from inflight.execution.gpu.shapes import token_sizes
 from inflight.layers.kernels import Kernels
@@ -55,6 +56,7 @@ class InterpretedPlatform:
         num_blocks: int,
         max_len: int,
         grammars: GrammarCompiler | None = None,
+        links: StageLinks | None = None,
     ) -> GpuRunner:
         options = config.scheduler
         self.runners.append(
@@ -67,6 +69,7 @@ class InterpretedPlatform:
                 max_tokens=options.max_num_batched_tokens or self.max_num_batched_tokens,
                 graphs=False,
                 grammars=grammars,
+                links=links,
             )
         )
         return self.runners[-1]

@@ -76,6 +76,8 @@ def test_a_late_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_loss_ends_every_wait() -> None:
     first, second = memories(RankLayout(2, 1, 1, 4096, 0, ()))
+    told: list[str] = []
+    second.when_lost(lambda: told.append("lost"))  # for waits elsewhere
     collective, steps = first.collective(), second.steps()
     assert collective is not None
     threading.Timer(0.1, second.lose).start()
@@ -83,6 +85,8 @@ def test_a_loss_ends_every_wait() -> None:
         collective.sum(torch.ones(3))
     with pytest.raises(LostError, match="-1"):
         steps.receive(0)
+    second.lose()
+    assert told == ["lost"]
 
 
 def test_messages_larger_than_the_ring() -> None:

@@ -36,7 +36,8 @@ from inflight.execution.sampling.triton.layout import (
     padded,
 )
 from inflight.execution.sampling.triton.noise import race_key, race_scores
-from inflight.execution.sampling.triton.race import LOG2_E, NO_TOKEN, best_of, ids_of_chunk
+from inflight.execution.sampling.triton.offers import best_offer
+from inflight.execution.sampling.triton.race import LOG2_E, NO_TOKEN, best_of, ids_of_chunk, settled_by_race
 from inflight.execution.sampling.triton.ranking import (
     LEAST_KEY,
     comes_before,
@@ -70,6 +71,7 @@ def choose_kernel(
     group_tops,  # [S, num_groups]
     group_list,  # [S, num_groups] int32: space for a list of groups
     candidates,  # [S, 4 * CANDIDATES] int32: space for candidates
+    offers,  # of several ranks, see `offers.py`: of rows that these settle there is nothing in the five above; or None
     tokens,  # [max_rows, max_len] int32, rows tokens_stride apart
     out_ids,  # [S] int32
     out_bad,  # [S]
@@ -84,6 +86,7 @@ def choose_kernel(
     GROUP: tl.constexpr,  # tokens of a group
     TILE: tl.constexpr,  # listed groups that are looked into at once
     CANDIDATES: tl.constexpr,
+    RANKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     entry = tl.program_id(0)
@@ -93,13 +96,19 @@ def choose_kernel(
         return
     length, flags = tl.load(lengths + entry), int_of(table, row, FLAGS)
     chunks = tl.arange(0, CHUNKS)
-    exists = chunks < num_chunks
+    num_written = num_chunks
+    if offers is not None:
+        num_written = tl.where(settled_by_race(table, row), 0, num_chunks)
+    exists = chunks < num_written
     place = entry * num_chunks + chunks
     scores = tl.load(chunk_scores + place, mask=exists, other=-float("inf"))
     ids = tl.load(chunk_ids + place, mask=exists, other=NO_TOKEN)
     tops = tl.load(chunk_tops + place, mask=exists, other=-float("inf"))
     top = tl.max(tops, 0)
     _, token_id = best_of(scores, ids)
+    if offers is not None:
+        if settled_by_race(table, row):
+            token_id, top = best_offer(offers, entry, RANKS)
     bad = tl.abs(top) == float("inf")
 
     k, p, log_p = int_of(table, row, TOP_K), float_of(table, row, TOP_P), float_of(table, row, LOG_MIN_P)

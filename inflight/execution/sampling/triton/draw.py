@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from inflight.errors import EngineError
@@ -14,7 +15,14 @@ from inflight.events import PositionLogprobs
 from inflight.execution.sampling.logprobs import position
 from inflight.execution.sampling.triton.choose import choose_kernel
 from inflight.execution.sampling.triton.logprobs import logprobs_kernel, measure_kernel
-from inflight.execution.sampling.triton.race import race_kernel, special_race_kernel
+from inflight.execution.sampling.triton.offers import OFFER, offer_kernel
+from inflight.execution.sampling.triton.race import (
+    ALL,
+    NOT_SETTLED,
+    SETTLED,
+    race_kernel,
+    special_race_kernel,
+)
 from inflight.execution.sampling.triton.rows import DrawRows
 from inflight.triton_utils.pdl import launch_options, supports_pdl
 
@@ -91,6 +99,10 @@ class SamplingWorkspace:
     def num_groups(self) -> int:
         return self.group_tops.shape[1]
 
+    def between(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """What a race leaves for the choice."""
+        return self.chunk_scores, self.chunk_ids, self.chunk_tops, self.chunk_masses, self.group_tops
+
     def searches(self) -> dict[str, int]:
         """What the kernels that search are compiled for."""
         return {
@@ -135,39 +147,22 @@ def draw(
     out_bad: Tensor,
     workspace: SamplingWorkspace,
     logprobs: WantedLogprobs,
+    offers: Tensor | None = None,
 ) -> None:
     """Choose token number lengths[i] of row rows[i] from logits[i], and write it to tokens and out_ids[i].
 
     logits [S, V] float32, contiguous in the last dimension, are left as they are.
     rows [S] int32; a negative one is padding, and writes nothing. lengths [S] int32 count the tokens of each row before
     the new one. tokens [max_rows, max_len] int32. out_ids [S] int32. out_bad [S] int32: 0, or how the entry is bad; its
-    token is then some token of the vocabulary.
+    token is then some token of the vocabulary. offers [S, ranks * OFFER]: what all ranks offer, if there are several;
+    logits of rows that `offer` did not want are then not looked at.
     """
     workspace.check(logits)
     num_entries, vocab_size = logits.shape
-    between = (
-        workspace.chunk_scores,
-        workspace.chunk_ids,
-        workspace.chunk_tops,
-        workspace.chunk_masses,
-        workspace.group_tops,
-    )
+    between = workspace.between()
     raw = (workspace.raw_tops, workspace.raw_masses, workspace.raw_group_tops)
     pdl = supports_pdl(logits.device)
-    race_kernel[(workspace.num_chunks, num_entries)](
-        logits,
-        rows,
-        lengths,
-        state.table,
-        *between,
-        vocab_size,
-        logits.stride(0),
-        GROUPS=GROUPS_OF_CHUNK,
-        GROUP=workspace.group,
-        PDL=pdl,
-        num_warps=RACE_WARPS,
-        **launch_options(pdl),
-    )
+    _race(logits, 0, rows, lengths, state, workspace, ALL if offers is None else NOT_SETTLED)
     special_race_kernel[(min(SPECIAL_PROGRAMS, workspace.num_chunks), num_entries)](
         logits,
         rows,
@@ -199,6 +194,7 @@ def draw(
         *between,
         workspace.group_list,
         workspace.candidates,
+        offers,
         tokens,
         out_ids,
         out_bad,
@@ -208,11 +204,78 @@ def draw(
         logits.stride(0),
         tokens.stride(0),
         CHUNK=GROUPS_OF_CHUNK,
+        RANKS=0 if offers is None else offers.shape[1] // OFFER,
         PDL=pdl,
         **workspace.searches(),
         **launch_options(pdl),
     )
     _tell(logits, out_ids, logprobs, workspace, pdl)
+
+
+def offer(
+    logits: Tensor,
+    first_id: int,
+    rows: Tensor,
+    lengths: Tensor,
+    state: DrawRows,
+    workspace: SamplingWorkspace,
+) -> tuple[Tensor, Tensor]:
+    """What a rank offers that has logits [S, n] of the tokens from `first_id` on: [S, OFFER] float32. And of which rows
+    all logits are wanted: [S] int32."""
+    workspace.check(logits)
+    _race(logits, first_id, rows, lengths, state, workspace, SETTLED)
+    num_entries = len(logits)
+    offers = torch.empty(num_entries, OFFER, dtype=torch.float32, device=logits.device)
+    wanted = torch.empty(num_entries, dtype=torch.int32, device=logits.device)
+    num_chunks, pdl = _num_chunks(logits, workspace), supports_pdl(logits.device)
+    offer_kernel[(num_entries,)](
+        rows,
+        state.table,
+        workspace.chunk_scores,
+        workspace.chunk_ids,
+        workspace.chunk_tops,
+        offers,
+        wanted,
+        num_chunks,
+        CHUNKS=triton.next_power_of_2(num_chunks),
+        PDL=pdl,
+        num_warps=1,
+        **launch_options(pdl),
+    )
+    return offers, wanted
+
+
+def _race(
+    logits: Tensor,
+    first_id: int,
+    rows: Tensor,
+    lengths: Tensor,
+    state: DrawRows,
+    workspace: SamplingWorkspace,
+    who: tl.constexpr,
+) -> None:
+    pdl = supports_pdl(logits.device)
+    race_kernel[(_num_chunks(logits, workspace), len(logits))](
+        logits,
+        rows,
+        lengths,
+        state.table,
+        *workspace.between(),
+        logits.shape[1],
+        first_id,
+        logits.stride(0),
+        GROUPS=GROUPS_OF_CHUNK,
+        GROUP=workspace.group,
+        WHO=who.value,
+        PDL=pdl,
+        num_warps=RACE_WARPS,
+        **launch_options(pdl),
+    )
+
+
+def _num_chunks(logits: Tensor, workspace: SamplingWorkspace) -> int:
+    num_chunks: int = triton.cdiv(logits.shape[1], workspace.group * GROUPS_OF_CHUNK)
+    return num_chunks
 
 
 def score_all(logits: Tensor, targets: Tensor, count: int, workspace: SamplingWorkspace) -> Tensor:

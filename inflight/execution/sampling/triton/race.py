@@ -41,6 +41,19 @@ def best_of(scores, token_ids):
 
 
 @triton.jit
+def settled_by_race(table, row):
+    """Whether the winner of the whole race is drawn, whatever the other tokens are. If ranks have some of the
+    vocabulary each, the winners of their parts are then all that must be known."""
+    k, p, log_p = int_of(table, row, TOP_K), float_of(table, row, TOP_P), float_of(table, row, LOG_MIN_P)
+    free = (k <= 0) & (p >= 1) & (log_p == -float("inf"))
+    return ((int_of(table, row, FLAGS) & SPECIAL) == 0) & (free | (int_of(table, row, ARGMAX) != 0))
+
+
+# Which of the plain rows run.
+ALL, SETTLED, NOT_SETTLED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+@triton.jit(do_not_specialize=["first_id"])
 def race_kernel(
     logits,  # [S, V], rows logits_stride apart
     rows,  # [S] int32, negative: padding
@@ -52,9 +65,11 @@ def race_kernel(
     chunk_masses,  # [S, num_chunks] float32: the sum of exp((logit - top) / temperature), for top_p alone
     group_tops,  # [S, num_chunks * GROUPS] float32: the greatest logit of each group, for restricted rows
     vocab_size,
+    first_id,  # of these tokens, where they are part of a vocabulary
     logits_stride,
     GROUPS: tl.constexpr,  # groups of a chunk
     GROUP: tl.constexpr,  # tokens of a group
+    WHO: tl.constexpr,
     PDL: tl.constexpr,
 ):
     chunk, entry, num_chunks = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
@@ -64,11 +79,15 @@ def race_kernel(
         return
     if int_of(table, row, FLAGS) & SPECIAL:
         return
+    if WHO != ALL:
+        if settled_by_race(table, row) == (WHO == NOT_SETTLED):
+            return
     token_ids = ids_of_chunk(chunk, GROUPS, GROUP)
     x = load_chunk(logits + entry.to(tl.int64) * logits_stride, token_ids, vocab_size)
     between = (chunk_scores, chunk_ids, chunk_tops, chunk_masses, group_tops)
     place = entry * num_chunks + chunk
-    run_race(x, token_ids, tl.max(x), row, tl.load(lengths + entry), table, place, between, GROUPS)
+    length = tl.load(lengths + entry)
+    run_race(x, first_id + token_ids, tl.max(x), row, length, table, place, between, GROUPS)
 
 
 @triton.jit

@@ -1,0 +1,1 @@
+"""Kernels in which ranks on GPUs meet."""

@@ -1,0 +1,175 @@
+"""Sums and gathers of ranks on GPUs, each as one kernel over memory that all of them can read.
+
+A rank's buffer is two slots, used in turn, and flags that the other ranks write:
+
+    flags [rank, program] int32 | slot 0 | slot 1
+
+An exchange has a number, which is in device memory and which the kernel itself counts up: so a captured step can be
+replayed. Program p of a rank
+
+    copies its part to the slot of this number,
+    writes the number to flag [rank, p] of all others,       releasing what it has copied
+    waits until its own flags [*, p] have come to the number,    acquiring what they have copied
+    and reads the same part of all ranks.
+
+Two slots are enough: who has all flags of an exchange knows that the others have read what they wanted of the one
+before it, since kernels of a device run one after the other. All ranks launch the same, in the same order.
+
+A kernel that waits for other ranks lets only the next one start early, not all that follow: they would fill the device,
+and where ranks share one, those who are waited for would find no place.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from inflight.triton_utils.pdl import wait_then_launch_dependents
+
+# All programs of a kernel must run at the same time: one without a place would keep those of other ranks waiting. Every
+# GPU has room for so many.
+MAX_PROGRAMS = 64
+_MAX_PROGRAMS = tl.constexpr(MAX_PROGRAMS)
+
+
+@triton.jit(do_not_specialize=["rank", "num_tokens"])
+def sum_kernel(
+    x,  # [num_tokens, num_features]: this rank's part, or where there is no residual, also the sum
+    residual,  # [num_tokens, num_features] or None: what the sum is added to
+    norm,  # [num_features] float32 or None: the sum is normalised first
+    next_norm,  # [num_features] float32 or None: of whoever reads the residual, see `layers/triton/next_norm.py`
+    scaled,  # [num_tokens, num_features]
+    squares,  # [num_tokens] float32
+    peers,  # [SIZE] int64: the address of each rank's buffer
+    lost,  # [1] int64: the address of an int32 that is not 0 once a rank is lost
+    state,  # int32: the number of the last exchange; programs that are done with this one
+    rank,
+    num_tokens,
+    num_features,
+    eps,
+    slot_bytes,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Sums in the order of the ranks, in float32."""
+    column = tl.arange(0, BLOCK)
+    live = column < num_features
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
+    wait_then_launch_dependents(PDL)
+    number = tl.load(state) + 1
+    mine = _slot(peers, rank, number, slot_bytes, x.dtype.element_ty, SIZE)
+    for token in range(program, num_tokens, num_programs):
+        place = token * num_features + column  # a slot is far smaller than 2 GiB
+        tl.store(mine + place, tl.load(x + place, mask=live), mask=live)
+    _meet(peers, lost, rank, program, number, SIZE)
+    for token in range(program, num_tokens, num_programs):
+        place = token * num_features + column
+        total = tl.zeros([BLOCK], tl.float32)
+        for peer in tl.static_range(SIZE):
+            slot = _slot(peers, peer, number, slot_bytes, x.dtype.element_ty, SIZE)
+            total += tl.load(slot + place, mask=live, other=0.0, cache_modifier=".cg").to(tl.float32)
+        if norm is not None:
+            total *= tl.rsqrt(tl.sum(total * total, 0) / num_features + eps)
+            total *= tl.load(norm + column, mask=live, other=0.0)
+        out = x
+        if residual is not None:
+            out = residual
+            total += tl.load(residual + place, mask=live, other=0.0).to(tl.float32)
+        values = total.to(x.dtype.element_ty)
+        tl.store(out + place, values, mask=live)
+        if next_norm is not None:
+            wide = values.to(tl.float32)
+            factor = tl.load(next_norm + column, mask=live, other=0.0)
+            tl.store(scaled + place, (wide * factor).to(x.dtype.element_ty), mask=live)
+            tl.store(squares + token, tl.sum(wide * wide, 0))
+    _leave(state, number)
+
+
+@triton.jit(do_not_specialize=["rank", "num_rows"])
+def gather_kernel(
+    x,  # [num_rows, the rank's columns] float32
+    out,  # [num_rows, num_columns] float32
+    wanted,  # [num_rows] int32, 0: nobody reads the row; or None
+    peers,
+    lost,
+    state,
+    rank,
+    num_rows,
+    num_columns,  # of all ranks: shared out evenly, the first ones have one more where that does not divide
+    slot_bytes,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
+    wait_then_launch_dependents(PDL)
+    number = tl.load(state) + 1
+    base, more = num_columns // SIZE, num_columns % SIZE
+    num_blocks = tl.cdiv(base + 1, BLOCK)
+    width = base + (rank < more).to(tl.int32)
+    mine = _slot(peers, rank, number, slot_bytes, tl.float32, SIZE)
+    for unit in range(program, num_rows * num_blocks, num_programs):
+        row, column = unit // num_blocks, (unit % num_blocks) * BLOCK + tl.arange(0, BLOCK)
+        live = column < _num_wanted(wanted, row, width)
+        place = row * width + column
+        tl.store(mine + place, tl.load(x + place, mask=live), mask=live)
+    _meet(peers, lost, rank, program, number, SIZE)
+    for unit in range(program, num_rows * num_blocks, num_programs):
+        row, column = unit // num_blocks, (unit % num_blocks) * BLOCK + tl.arange(0, BLOCK)
+        for peer in tl.static_range(SIZE):
+            width = base + (peer < more).to(tl.int32)
+            live = column < _num_wanted(wanted, row, width)
+            first = peer * base + tl.minimum(peer, more)
+            slot = _slot(peers, peer, number, slot_bytes, tl.float32, SIZE)
+            found = tl.load(slot + row * width + column, mask=live, cache_modifier=".cg")
+            tl.store(out + row * num_columns + first + column, found, mask=live)
+    _leave(state, number)
+
+
+@triton.jit
+def _num_wanted(wanted, row, width):
+    """Columns of a row that are."""
+    if wanted is not None:
+        width = tl.where(tl.load(wanted + row) != 0, width, 0)
+    return width
+
+
+@triton.jit
+def _slot(peers, rank, number, slot_bytes, KIND: tl.constexpr, SIZE: tl.constexpr):
+    address = tl.load(peers + rank) + SIZE * _MAX_PROGRAMS * 4 + (number & 1).to(tl.int64) * slot_bytes
+    return address.to(tl.pointer_type(KIND))
+
+
+@triton.jit
+def _flag(peers, of, by, program):
+    """The flag that rank `by` writes in the buffer of rank `of`."""
+    return tl.load(peers + of).to(tl.pointer_type(tl.int32)) + by * _MAX_PROGRAMS + program
+
+
+@triton.jit
+def _meet(peers, lost, rank, program, number, SIZE: tl.constexpr):
+    """Until all ranks have come here, or one is lost: then nobody will read the result."""
+    tl.debug_barrier()  # every thread's stores come before the atomics that tell of them
+    for peer in tl.static_range(SIZE):
+        if peer != rank:
+            tl.atomic_xchg(_flag(peers, peer, rank, program), number, sem="release", scope="sys")
+    for peer in tl.static_range(SIZE):
+        if peer != rank:
+            flag = _flag(peers, rank, peer, program)
+            looks, is_lost = 0, 0
+            # The difference, since numbers wrap around.
+            while (tl.atomic_add(flag, 0, sem="acquire", scope="sys") - number < 0) & (is_lost == 0):
+                looks += 1
+                if looks % 1024 == 0:  # a look at the host's memory takes long
+                    is_lost = tl.load(tl.load(lost).to(tl.pointer_type(tl.int32)), volatile=True)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _leave(state, number):
+    """The last program to leave counts the exchange."""
+    tl.debug_barrier()
+    if tl.atomic_add(state + 1, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
+        tl.store(state + 1, 0)
+        tl.store(state, number)

@@ -1,0 +1,127 @@
+"""The GPU runner of a stage that has some of the layers. In Triton's interpreter one stage runs after the other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from inflight import LLM, loading
+from inflight.attention.triton import rope_write
+from inflight.config import EngineConfig
+from inflight.constraints import GrammarCompiler
+from inflight.execution.forward import StageLinks
+from inflight.execution.gpu.runner import GpuRunner, GpuTicket
+from inflight.execution.parallel.follower import StageRank
+from inflight.execution.parallel.messages import DrawnIds
+from inflight.execution.platforms.cpu import CpuPlatform
+from inflight.models.checkpoint import open_checkpoint
+from inflight.models.decoder import Decoder
+from inflight.models.shard import shard_of
+from inflight.models.weights import load_decoder
+from inflight.scheduling import Batch, Sampled
+from tests.execution.gpu.interpreted import DEVICE, InterpretedPlatform
+from tests.execution.gpu.test_runner import folder as folder
+from tests.execution.gpu.test_runner import greedy
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
+]
+
+
+class OneAfterTheOther:
+    """Implements `StageLinks` for both ends."""
+
+    def __init__(self) -> None:
+        self._hidden: list[Tensor] = []
+
+    def receive(self, num_tokens: int) -> Tensor:
+        hidden = self._hidden.pop()
+        assert len(hidden) == num_tokens
+        return hidden
+
+    def hand_over(self, hidden: Tensor) -> None:
+        self._hidden.append(hidden)
+
+
+class TwoStages:
+    """Implements `Runner`."""
+
+    def __init__(self, first: GpuRunner, last: GpuRunner) -> None:
+        assert not first.samples
+        self._first = StageRank(first)
+        self._last = last
+        self._drawn: list[DrawnIds] = []
+
+    def launch(self, batch: Batch) -> tuple[int, GpuTicket]:
+        self._first.run(batch, self._drawn)
+        self._drawn = []
+        return batch.step, self._last.launch(batch)
+
+    def collect(self, ticket: tuple[int, GpuTicket]) -> Sampled:
+        step, of_last = ticket
+        sampled = self._last.collect(of_last)
+        token_ids = [ids[0] for ids in sampled.token_ids if ids]
+        if token_ids:
+            self._drawn.append(DrawnIds(step, token_ids))
+        return sampled
+
+    def close(self) -> None:
+        self._first.close()
+        self._last.close()
+
+
+class StagedPlatform(InterpretedPlatform):
+    """Whose runner has the layers of the decoder that it is given in two stages."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+
+    def runner(
+        self,
+        config: EngineConfig,
+        decoder: Decoder,
+        num_blocks: int,
+        max_len: int,
+        grammars: GrammarCompiler | None = None,
+        links: StageLinks | None = None,  # noqa: ARG002
+    ) -> Any:
+        spec, between = decoder.spec, OneAfterTheOther()
+        stages = []
+        for layer in range(spec.num_layers):
+            part = load_decoder(
+                open_checkpoint(str(self._folder)),
+                *self.kernels_and_attention(spec, torch.float32),
+                torch.float32,
+                DEVICE,
+                spec=spec,
+                shard=shard_of(spec, 0, 1, range(layer, layer + 1)),
+            )
+            stages.append(super().runner(config, part, num_blocks, max_len, grammars, between))
+        return TwoStages(*stages)
+
+
+def test_two_stages_give_the_tokens_of_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt in chunks, and a row that is given to another request."""
+    monkeypatch.setattr(rope_write, "FEW_TOKENS", rope_write.HeadTile(tokens=32, heads=8, num_warps=4))
+    prompts = [[12] * 10, [5, 6]]
+    asked = [replace(greedy(), max_tokens=2), replace(greedy(), max_tokens=2, temperature=0.9, seed=3)]
+    options: dict[str, Any] = {
+        "max_num_seqs": 1,
+        "max_num_batched_tokens": 8,
+        "num_blocks": 20,
+        "block_size": 8,
+    }
+    found = []
+    for place in (CpuPlatform(), StagedPlatform(folder)):
+        monkeypatch.setattr(loading, "platform", lambda _, place=place: place)
+        with LLM(folder, skip_tokenizer_init=True, show_progress=False, pipeline_depth=1, **options) as llm:
+            outputs = llm.generate(prompts, asked, use_tqdm=False)
+        found.append([output.outputs[0].token_ids for output in outputs])
+    assert found[1] == found[0]

@@ -1,0 +1,31 @@
+"""How many bytes something of ours holds in tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def held(owner: Any) -> int:
+    """Bytes of all tensors that a decoder, say, has."""
+    found: dict[int, int] = {}
+    seen: set[int] = set()
+
+    def look(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            found[value.data_ptr()] = value.nbytes
+        elif isinstance(value, list | tuple):
+            for item in value:
+                look(item)
+        elif type(value).__module__.startswith("inflight.") and id(value) not in seen:
+            seen.add(id(value))
+            look([getattr(value, name) for name in _attributes(value) if hasattr(value, name)])
+
+    look(owner)
+    return sum(found.values())
+
+
+def _attributes(value: Any) -> list[str]:
+    names = list(getattr(value, "__dict__", {}))
+    return names + [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
