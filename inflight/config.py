@@ -266,7 +266,7 @@ class RouterConfig:
     ray_timeout: float = option(
         600.0,
         SCHEDULING,
-        "Seconds that a replica waits for Ray to find room, which may first have to start a machine.",
+        "Seconds that a new replica waits for Ray to find room, which may first have to start a machine.",
         at_least=0,
         unit="seconds",
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Mapping
@@ -42,17 +43,21 @@ class Resources:
         return " and ".join(f"{amount:g} {name}" for name, amount in self.bundle().items())
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RayHost:
-    """Implements `EngineHost`."""
+    """Implements `EngineHost`, for one replica."""
 
     address: str
     resources: Resources
     environment: Mapping[str, str]
-    patience: float  # seconds that a process waits for room
+    patience: float  # seconds that the first process waits for room
 
     def hosted(self, connection: ConnectionInfo) -> RayProcess:
-        return RayProcess(self, connection)
+        patience, self.patience = (
+            self.patience,
+            math.inf,
+        )  # those who come later have lost theirs, and get it back
+        return RayProcess(self, connection, patience)
 
 
 class RayProcess:
@@ -60,9 +65,10 @@ class RayProcess:
 
     process_id = None  # it has one, elsewhere
 
-    def __init__(self, host: RayHost, connection: ConnectionInfo) -> None:
+    def __init__(self, host: RayHost, connection: ConnectionInfo, patience: float) -> None:
         self._host = host
         self._connection = connection
+        self._patience = patience
         self._woken = threading.Event()  # it has ended, or is to
         self._killed = False
 
@@ -92,7 +98,7 @@ class RayProcess:
             waited = time.monotonic() - began
             if self._killed:
                 raise ProcessNotStartedError("the engine was ended before Ray had room for it")
-            if waited >= self._host.patience:
+            if waited >= self._patience:
                 raise ProcessNotStartedError(
                     f"Ray found no node {self._lacking()} within {waited:.0f} seconds"
                 )

@@ -29,8 +29,9 @@ class ClusterShares:
         self._cluster = cluster
         self._resources = _resources(cluster, config, options)
         self._config = self._share_of(config)
-        environment = {THREADS: self._threads(config), **environment}
-        self._host = RayHost(cluster.node_address, self._resources, environment, options.ray_timeout)
+        self._environment = {THREADS: self._threads(config), **environment}
+        self._address = cluster.node_address
+        self._patience = options.ray_timeout
 
     @classmethod
     async def ask(
@@ -49,7 +50,8 @@ class ClusterShares:
         return await asyncio.to_thread(connect)
 
     def of(self, index: int) -> tuple[EngineConfig, RayHost]:  # noqa: ARG002
-        return self._config, self._host
+        host = RayHost(self._address, self._resources, self._environment, self._patience)
+        return self._config, host
 
     async def close(self) -> None:
         await asyncio.to_thread(self._cluster.close)

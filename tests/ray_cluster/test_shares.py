@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import sys
 from typing import Any, cast
@@ -9,6 +10,7 @@ from typing import Any, cast
 import pytest
 
 from inflight.config import EngineConfig, RouterConfig
+from inflight.engine.wire import ConnectionInfo
 from inflight.errors import ConfigError
 from inflight.ray_cluster import ClusterShares, RayCluster
 from inflight.ray_cluster.actor import EngineActor
@@ -58,6 +60,14 @@ def test_each_rank_gets_a_gpu_where_there_are_some() -> None:
 def test_part_of_a_gpu_is_part_of_its_memory() -> None:
     config, host = shares({"CPU": 8, "GPU": 1}, ray_num_gpus=0.5).of(0)
     assert (host.resources.num_gpus, config.cache.gpu_memory_utilization) == (0.5, 0.45)
+
+
+def test_a_new_replica_waits_for_room_and_one_that_had_it_waits_longer() -> None:
+    connection = ConnectionInfo("", "", "", 0, 0, "text")
+    found = shares({"CPU": 8}, ray_timeout=5)
+    for index in range(2):
+        _, host = found.of(index)
+        assert [host.hosted(connection)._patience for _ in range(3)] == [5, math.inf, math.inf]
 
 
 @pytest.mark.parametrize(
