@@ -11,6 +11,7 @@ import concurrent.futures
 import contextlib
 import logging
 import math
+import textwrap
 import threading
 import time
 from collections.abc import Mapping
@@ -26,6 +27,7 @@ from inflight.ray_cluster.actor import EngineActor, installed_version
 logger = logging.getLogger(__name__)
 
 KILL_TIMEOUT = 3.0  # seconds for Ray to say that an actor is gone; if its node is, that takes longer
+MAX_REASON = 300  # characters of what Ray says
 PATIENT_FOR = 5.0  # seconds without room until that is said
 
 
@@ -153,4 +155,5 @@ def _how(ended: concurrent.futures.Future[str]) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
+    """Ray's words can be many."""
+    return textwrap.shorten(next(iter(str(error).splitlines()), type(error).__name__), MAX_REASON)

@@ -33,6 +33,7 @@ def cluster() -> Iterator[Any]:
     before = signal.getsignal(signal.SIGTERM)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_memory_monitor_refresh_ms", "0")  # what else runs here is not its business
         folder = tempfile.mkdtemp(prefix="ray-")  # not pytest's, whose names are too long for sockets
         from ray.cluster_utils import Cluster
 
@@ -82,20 +83,19 @@ async def test_streams_outlive_actors_and_nodes(cluster: Any) -> None:
             assert isinstance(router, Router)
             assert len(set(actors().values())) == 2, "one on each node"
 
-            same(await disturbed(engine, router, kill_one), undisturbed)
-            await until_all_run(router)
-
             (node,) = cluster.worker_nodes
             remove = partial(cluster.remove_node, node, allow_graceful=False)
             same(await disturbed(engine, router, remove), undisturbed)
             await until(lambda: len(router.replicas.available) == 1)
             assert (await router.health()).healthy
-
             cluster.add_node(num_cpus=1)  # in the main thread, or it fails
             await until_all_run(router)
-            assert sum(replica.health.num_restarts for replica in router.replicas.members) == 2
+            assert sum(replica.health.num_restarts for replica in router.replicas.members) == 1
+
+            same(await disturbed(engine, router, kill_one), undisturbed)
             records = [router._history.get(name) for name in router._history._records]
             assert sum(state.record.num_failovers for state in records if state is not None) >= 4
+        # Closed while another actor is on its way.
         await until(lambda: not actors())
         await check_that_no_room_is_one_line(cluster)
 
