@@ -81,11 +81,12 @@ class AsyncEngine:
 
         With `in_process=False` the engine gets a process of its own, so that nothing done here slows its steps;
         `process` says how it is watched. With `replicas` there are so many of them, and answers outlive one that
-        dies. That needs the packages of inflight-llm[server].
+        dies; with `ray_address` they are on the machines of a Ray cluster. That needs the packages of
+        inflight-llm[server], and of inflight-llm[ray].
         """
         routing = RouterConfig.taken_from(options)
         config = EngineConfig.create(model, **options)
-        if in_process and routing.replicas is None:
+        if in_process and not routing.is_wanted:
             return cls.of(await asyncio.to_thread(_load, config, progress))
         client = await _start_client(config, routing, process, progress)
         try:
@@ -395,7 +396,7 @@ async def _start_client(
         raise ConfigError(
             f"an engine in a process of its own needs {error.name}: install inflight-llm[server]"
         ) from error
-    if routing.replicas is None:
+    if not routing.is_wanted:
         return await ProcessClient.start(config, process, progress)
     return await start_router(config, routing, process, progress)
 

@@ -246,8 +246,40 @@ class RouterConfig:
         unit="seconds",
     )
 
+    ray_address: str | None = option(
+        None,
+        SCHEDULING,
+        "Replicas are actors on the machines of this Ray cluster: auto for the one that this machine is part of, or "
+        "the address of its head.",
+        unset="replicas are processes on this machine",
+    )
+    ray_num_cpus: float | None = option(
+        None, SCHEDULING, "CPUs that a replica asks Ray for.", above=0, unset="one for each rank"
+    )
+    ray_num_gpus: float | None = option(
+        None,
+        SCHEDULING,
+        "GPUs that a replica asks Ray for; several replicas may share one: 0.5, say.",
+        at_least=0,
+        unset="one for each rank, where the cluster has GPUs",
+    )
+    ray_timeout: float = option(
+        600.0,
+        SCHEDULING,
+        "Seconds that a new replica waits for Ray to find room, which may first have to start a machine.",
+        at_least=0,
+        unit="seconds",
+    )
+
     def __post_init__(self) -> None:
         check(self)
+        if self.ray_address == "":
+            raise ConfigError("ray_address is '': allowed is 'auto', or an address")
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether there is a router at all."""
+        return self.replicas is not None or self.ray_address is not None
 
     @staticmethod
     def taken_from(options: dict[str, Any]) -> RouterConfig:

@@ -64,7 +64,7 @@ class LLM:
 
     Without a model it is the built-in one. Options are those of `ModelConfig`, `CacheConfig` and
     `SchedulerConfig`, by name. With `replicas` there are so many engines, each in a process of its own, and the options
-    of `RouterConfig`; that needs the packages of inflight-llm[server].
+    of `RouterConfig`, `ray_address` among them; that needs the packages of inflight-llm[server].
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class LLM:
         self._engine: LoadedEngine  # where it is in this process
         self._replicas: ReplicatedEngine | None = None  # where there are several
         with loading_bar(config.model.model or "the built-in model", show_progress) as progress:
-            if routing.replicas is None:
+            if not routing.is_wanted:
                 self._engine = load_engine(config, progress)
                 self._frontend: Frontend = self._engine
                 description = self._engine.platform.describe()

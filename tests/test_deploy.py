@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
 UNIT = DEPLOY / "inflight.service"
 MANIFEST = DEPLOY / "kubernetes" / "inflight.yaml"
+RAY_MANIFEST = DEPLOY / "kubernetes" / "kuberay.yaml"
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text().replace("\\\n", "")
 GUIDE = (ROOT / "docs" / "deploy.md").read_text()
 DASHBOARD = json.loads((DEPLOY / "grafana" / "inflight.json").read_text())
@@ -164,9 +165,9 @@ def unit_commands() -> list[list[str]]:
     return [["inflight", *shlex.split(line)[1:]] for line in unit()["ExecStart"]]
 
 
-def kubernetes() -> dict[str, Any]:
+def kubernetes(manifest: Path = MANIFEST) -> dict[str, Any]:
     """The manifests by kind."""
-    return {item["kind"]: item for item in yaml.safe_load_all(MANIFEST.read_text())}
+    return {item["kind"]: item for item in yaml.safe_load_all(manifest.read_text())}
 
 
 def pod() -> dict[str, Any]:
@@ -178,6 +179,30 @@ def pod_commands() -> list[list[str]]:
     return [["inflight", "serve", *container["args"]] for container in pod()["containers"]]
 
 
+def ray_cluster() -> dict[str, Any]:
+    found: dict[str, Any] = kubernetes(RAY_MANIFEST)["RayCluster"]["spec"]
+    return found
+
+
+def ray_head() -> dict[str, Any]:
+    (container,) = ray_cluster()["headGroupSpec"]["template"]["spec"]["containers"]
+    found: dict[str, Any] = container
+    return found
+
+
+def ray_worker() -> dict[str, Any]:
+    (group,) = ray_cluster()["workerGroupSpecs"]
+    (container,) = group["template"]["spec"]["containers"]
+    found: dict[str, Any] = container
+    return found
+
+
+def ray_commands() -> list[list[str]]:
+    """The last line of the head's script."""
+    (script,) = ray_head()["args"]
+    return [shlex.split(script.splitlines()[-1].removeprefix("exec "))]
+
+
 @pytest.fixture
 def options(monkeypatch: pytest.MonkeyPatch) -> list[ServerConfig]:
     """What servers were started with, none of which really was."""
@@ -186,7 +211,9 @@ def options(monkeypatch: pytest.MonkeyPatch) -> list[ServerConfig]:
     return started
 
 
-@pytest.mark.parametrize("command", [*docker_commands(), *unit_commands(), *pod_commands()], ids=" ".join)
+@pytest.mark.parametrize(
+    "command", [*docker_commands(), *unit_commands(), *pod_commands(), *ray_commands()], ids=" ".join
+)
 def test_commands_are_understood(
     command: list[str], options: list[ServerConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,7 +249,7 @@ def test_the_guide_names_flags_that_exist(
 
 
 def test_variables_are_options() -> None:
-    text = DOCKERFILE + UNIT.read_text() + MANIFEST.read_text() + GUIDE
+    text = DOCKERFILE + UNIT.read_text() + MANIFEST.read_text() + RAY_MANIFEST.read_text() + GUIDE
     names = set(re.findall(r"INFLIGHT_[A-Z_]+", text)) - {"INFLIGHT_"}
     assert names - OTHER_VARIABLES <= {f"INFLIGHT_{name.upper()}" for name in SERVE_OPTIONS}
 
@@ -260,6 +287,43 @@ def test_the_pod_lets_streams_finish_and_models_load(
     assert pod()["securityContext"]["runAsUser"] == int(re.search(r"--uid (\d+)", DOCKERFILE)[1])  # type: ignore[index]
     labels = kubernetes()["Deployment"]["spec"]["template"]["metadata"]["labels"]
     assert kubernetes()["Service"]["spec"]["selector"].items() <= labels.items()
+
+
+def test_the_pods_of_a_ray_cluster_have_room_for_the_replicas(
+    options: list[ServerConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (command,) = ray_commands()
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit):
+        main()
+    router = options[0].router
+    (group,) = ray_cluster()["workerGroupSpecs"]
+    limits = ray_worker()["resources"]["limits"]
+    assert router.ray_address == "auto"
+    assert router.replicas == group["replicas"] * limits["nvidia.com/gpu"]
+    assert router.ray_num_cpus is not None
+    assert router.ray_num_cpus * limits["nvidia.com/gpu"] <= float(limits["cpu"])
+    assert f"ray=={ray_cluster()['rayVersion']}" in (ROOT / "constraints.txt").read_text().split()
+    template = ray_cluster()["headGroupSpec"]["template"]
+    assert template["spec"]["terminationGracePeriodSeconds"] > options[0].shutdown_timeout
+
+
+def test_the_pods_of_a_ray_cluster_are_like_others() -> None:
+    (other,) = pod()["containers"]
+    head, worker = ray_head(), ray_worker()
+    for name in ("startupProbe", "livenessProbe", "readinessProbe", "securityContext", "volumeMounts"):
+        assert head[name] == other[name]
+    assert head["ports"][0] == other["ports"][0]
+    (group,) = ray_cluster()["workerGroupSpecs"]
+    assert worker["livenessProbe"]["tcpSocket"]["port"] == int(group["rayStartParams"]["node-manager-port"])
+    for template in (ray_cluster()["headGroupSpec"]["template"], group["template"]):
+        assert template["spec"]["securityContext"] == pod()["securityContext"]
+        assert template["spec"]["volumes"] == pod()["volumes"]
+    service = kubernetes(RAY_MANIFEST)["Service"]["spec"]
+    labels = ray_cluster()["headGroupSpec"]["template"]["metadata"]["labels"]
+    assert service == kubernetes()["Service"]["spec"]
+    assert service["selector"].items() <= labels.items()
+    assert not service["selector"].items() <= group["template"]["metadata"]["labels"].items()
 
 
 def test_the_unit_is_hardened() -> None:

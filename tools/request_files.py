@@ -89,10 +89,10 @@ def over_http(trace: FileTrace, device: str, in_process: bool) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         written = Path(folder) / "engine.json"
         if not in_process:
-            from inflight.engine import engine_process
+            from inflight.engine import child_process
 
             command = (sys.executable, "-P", __file__, "engine", "--written", str(written))
-            engine_process.COMMAND = command
+            child_process.COMMAND = command
         return asyncio.run(_serve_one(trace, device, in_process, written))
 
 

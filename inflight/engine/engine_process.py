@@ -1,4 +1,6 @@
-"""One engine process, from its start to its end, and the sockets to it. Used in one event loop."""
+"""One engine process, from its start to its end, and the sockets to it. Used in one event loop.
+
+Where it runs, and how it is started and ended there, is its host's business (`host.py`)."""
 
 from __future__ import annotations
 
@@ -8,65 +10,67 @@ import logging
 import os
 import secrets
 import shutil
-import signal
 import stat
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import msgspec
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from inflight.engine.wire import SECRET_LENGTH, Codec, ConnectionInfo, Message, Stop, ToFront
-from inflight.errors import EngineDeadError
+from inflight.engine.host import EngineHost, ProcessNotStartedError
+from inflight.engine.wire import (
+    SECRET_LENGTH,
+    Codec,
+    ConnectionInfo,
+    Heartbeat,
+    Message,
+    Start,
+    Stop,
+    ToFront,
+)
 
 logger = logging.getLogger(__name__)
 
-COMMAND: tuple[str, ...] = (sys.executable, "-P", "-m", "inflight.engine.worker")
 MAX_FRAMES = 64  # taken at a time, so that others get their turn
 MAX_IPC_PATH = 100  # the system's limit is a little above
 END_TIMEOUT = 5.0  # seconds that a process gets to end by itself
 LAST_WORDS_TIMEOUT = 5.0  # seconds for what a dead process has said to get here
 CONNECTION_TIMEOUT = 0.5  # seconds after its end to see that it had connected at all
+CUT_TIMEOUT = 2.0  # seconds without a word after a connection has ended, until it counts as the engine's
 POLL = 0.01
 FOLDER = "inflight-"  # how folders of sockets begin
 MAX_FOLDER_AGE = 3600.0  # seconds; a process connects, and its folder goes, long before
 NUM_DESCRIPTORS = 40  # that a process and its sockets need here, generously
 
 
-class ProcessNotStartedError(EngineDeadError):
-    """The system gave no process: no descriptor, no folder for its sockets, no memory. That may pass."""
-
-
 class EngineProcess:
     """A process with its sockets: `send` it messages, and `receive` what it says."""
 
-    def __init__(self, log_format: str, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(self, host: EngineHost, log_format: str) -> None:
         """Raises ProcessNotStartedError, and leaves nothing behind, where the system has not what it needs."""
         self.exited = asyncio.Event()  # set once the process is gone and all it said is here
-        self.returncode: int | None = None
+        self.was_started = True  # as far as is known
         self.reason: str | None = None  # why it ended, where that is known
         self._inbox: deque[ToFront] = deque()  # bounded by what the engine sends before it waits for an Ack
         self._arrived = asyncio.Event()  # something is in the inbox, or nothing will ever be again
         self._loop = asyncio.get_running_loop()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._environment = environment or {}
+        self._address = host.address
         self._killed = False
         secret = secrets.token_bytes(SECRET_LENGTH)
         self.codec: Codec[ToFront] = Codec(secret, ToFront)
         self._connected = self._disconnected = False
-        self._spoke = False
+        self._spoke = self._beats = False  # whether it has said something, and that it lives
+        self._num_heard = 0
         self._folder: str | None = None
         self._context = zmq.Context()
         try:
             _check_descriptors()
-            self._open_sockets()
+            server_key = self._open_sockets()
             connection = ConnectionInfo(
                 self._up.get_string(zmq.LAST_ENDPOINT),
                 self._down.get_string(zmq.LAST_ENDPOINT),
@@ -74,65 +78,61 @@ class EngineProcess:
                 os.getpid(),
                 logging.getLogger("inflight").getEffectiveLevel(),
                 log_format,
+                server_key,
             )
+            self._hosted = host.hosted(connection)
             # The thread that starts a process must live as long as it does: for the system, it is the parent.
-            threading.Thread(
-                target=self._live, args=(connection,), name="inflight-engine-process", daemon=True
-            ).start()
+            threading.Thread(target=self._live, name="inflight-engine-process", daemon=True).start()
         except (OSError, zmq.ZMQError, RuntimeError) as error:  # the last: no more threads
             self._context.destroy(linger=0)
             self._remove_folder()
             raise ProcessNotStartedError(f"the engine process could not be started: {error}") from error
         self._loop.add_reader(self._up.fileno(), self.take_frames)
+        if self._address is not None:
+            self._loop.add_reader(self._monitor.fileno(), self._watch_connection)
 
-    def _open_sockets(self) -> None:
-        """Sockets that only this user can reach; where there are no such, the secret alone keeps others out."""
+    def _open_sockets(self) -> str | None:
+        """Sockets that only this user can reach; where there are no such, the secret alone keeps others out. For an
+        engine on another machine: encrypted ones, whose key is returned."""
         self._up = self._context.socket(zmq.PULL)
         self._down = self._context.socket(zmq.PUSH)
         for socket in (self._up, self._down):
             socket.set_hwm(0)  # what is on its way is bounded by the engine's outbox and by the open calls
             socket.linger = 0
         self._monitor = self._up.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        if self._address is not None:
+            return self._listen(self._address)
         _remove_leftovers()
         self._folder = tempfile.mkdtemp(prefix=FOLDER)  # mode 0700
         if zmq.has("ipc") and len(self._folder) + len("/down") <= MAX_IPC_PATH:
             self._up.bind(f"ipc://{self._folder}/up")
             self._down.bind(f"ipc://{self._folder}/down")
-            return
+            return None
         self._remove_folder()
         for socket in (self._up, self._down):
             socket.bind("tcp://127.0.0.1:*")
+        return None
+
+    def _listen(self, address: str) -> str:
+        """At an address of this machine, for whoever knows the key."""
+        public, private = zmq.curve_keypair()
+        host = f"[{address}]" if ":" in address else address
+        for socket in (self._up, self._down):
+            socket.ipv6 = ":" in address
+            socket.curve_server = True
+            socket.curve_publickey, socket.curve_secretkey = public, private
+            socket.bind(f"tcp://{host}:*")
+        return public.decode()
 
     # ---- its thread ----
 
-    def _live(self, connection: ConnectionInfo) -> None:
+    def _live(self) -> None:
+        was_started = True
         try:
-            process = subprocess.Popen(
-                COMMAND,
-                stdin=subprocess.PIPE,
-                stdout=2,  # whatever it prints is no output of this process
-                env={
-                    **os.environ,
-                    "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
-                    **self._environment,
-                },
-                start_new_session=True,  # Ctrl-C is for the parent
-            )
-        except OSError as error:
-            reason = f"the engine process could not be started: {error}"
-            self._post(lambda: self._end(None, reason))
-            return
-        self._process = process
-        if self._killed:  # before it was there
-            process.kill()
-        assert process.stdin is not None
-        with contextlib.suppress(OSError):  # it is gone already
-            process.stdin.write(msgspec.json.encode(connection) + b"\n")
-            process.stdin.flush()  # not closed: its end is how the process learns of ours
-        code = process.wait()
-        with contextlib.suppress(OSError):
-            process.stdin.close()
-        self._post(lambda: self._end(code, None))
+            reason = self._hosted.live()
+        except ProcessNotStartedError as error:
+            reason, was_started = str(error), False
+        self._post(lambda: self._end(reason, was_started))
 
     def _post(self, callback: Callable[[], None]) -> None:
         with contextlib.suppress(RuntimeError):  # the event loop is closed
@@ -140,20 +140,21 @@ class EngineProcess:
 
     # ---- the event loop ----
 
-    def _end(self, code: int | None, reason: str | None) -> None:
-        self._ending = self._loop.create_task(self._hear_and_close(code, reason))
+    def _end(self, reason: str, was_started: bool) -> None:
+        self._ending = self._loop.create_task(self._hear_and_close(reason, was_started))
 
-    async def _hear_and_close(self, code: int | None, reason: str | None) -> None:
+    async def _hear_and_close(self, reason: str, was_started: bool) -> None:
         """What it said before its end may still be on its way; the end of its connection comes behind it."""
         self._look_at_connection()
-        if reason is None:
+        # Of a machine that is gone there may never be any.
+        if was_started and not (self._killed and self._address is not None):
             await self._wait(CONNECTION_TIMEOUT, lambda: self._connected)
-        if self._connected:
-            await self._wait(LAST_WORDS_TIMEOUT, lambda: self._disconnected)
+            if self._connected:
+                await self._wait(LAST_WORDS_TIMEOUT, lambda: self._disconnected)
         while self.take_frames():
             pass
-        self.returncode = code
-        self.reason = self.reason or reason or f"the engine process ended {_how(code)}"
+        self.was_started = was_started
+        self.reason = self.reason or reason
         self._close_sockets()
         self.exited.set()
         self._arrived.set()
@@ -172,9 +173,28 @@ class EngineProcess:
             self._connected = self._connected or event == zmq.EVENT_ACCEPTED
             self._disconnected = self._disconnected or event == zmq.EVENT_DISCONNECTED
 
+    def _watch_connection(self) -> None:
+        """A connection may end without a word of the engine's host. It need not have been the engine's, on a network:
+        then the engine is heard again."""
+        was_disconnected = self._disconnected
+        self._look_at_connection()
+        if self._disconnected and not was_disconnected:
+            while self.take_frames():  # what was said before
+                pass
+            self._loop.call_later(CUT_TIMEOUT, self._check_still_heard, self._num_heard)
+
+    def _check_still_heard(self, num_heard: int) -> None:
+        if self.exited.is_set():
+            return
+        if self._num_heard == num_heard and self._beats:
+            self.kill("the connection to the engine was cut")
+        else:
+            self._disconnected = False
+
     def _close_sockets(self) -> None:
         if not self._up.closed:
             self._loop.remove_reader(self._up.fileno())
+            self._loop.remove_reader(self._monitor.fileno())
             self._up.disable_monitor()
             self._monitor.close()
             self._up.close()
@@ -216,17 +236,19 @@ class EngineProcess:
                 # nothing is left behind however this process ends.
                 self._spoke = True
                 self._remove_folder()
+            self._num_heard += 1
+            self._beats = self._beats or isinstance(message, Heartbeat)
             self._inbox.append(message)
             self._arrived.set()
         self._loop.call_soon(self.take_frames)
         return True
 
-    async def greet(self, message: Message) -> None:
+    async def greet(self, start: Start) -> None:
         """Send the first message, once the process is there to take it."""
-        frame = bytes(self.codec.encode(message))
         while not self._down.closed:
+            message = msgspec.structs.replace(start, now=time.monotonic())
             try:
-                return self._down.send(frame, zmq.NOBLOCK)
+                return self._down.send(self.codec.encode(message), zmq.NOBLOCK)
             except zmq.Again:
                 await asyncio.sleep(POLL)
         return None
@@ -243,8 +265,7 @@ class EngineProcess:
         """End it now."""
         self.reason = self.reason or reason
         self._killed = True
-        if self._process is not None:
-            self._process.kill()
+        self._hosted.kill()
 
     async def end(self) -> None:
         """Let it end by itself for a moment, then kill it. Returns when it is gone."""
@@ -259,7 +280,8 @@ class EngineProcess:
 
     @property
     def process_id(self) -> int | None:
-        return None if self._process is None else self._process.pid
+        """On this machine."""
+        return self._hosted.process_id
 
 
 def _remove_leftovers() -> None:
@@ -283,10 +305,3 @@ def _check_descriptors() -> None:
     finally:
         for descriptor in taken:
             os.close(descriptor)
-
-
-def _how(code: int | None) -> str:
-    if code is not None and code < 0:
-        with contextlib.suppress(ValueError):
-            return f"by {signal.Signals(-code).name}"
-    return f"with code {code}"

@@ -14,10 +14,12 @@ from typing import Any
 import msgspec
 
 from inflight.config import EngineConfig, ProcessConfig
+from inflight.engine.child_process import ChildHost
 from inflight.engine.client import CacheObserver, Health, ModelFacts, RequestState
 from inflight.engine.core import EngineStats
 from inflight.engine.delta_queue import DeltaQueue, DeltaStream
 from inflight.engine.history import History
+from inflight.engine.host import EngineHost
 from inflight.engine.step_records import StepObserver, notify
 from inflight.engine.supervisor import EngineEnded, EngineStalled, LoadProgress, Supervisor
 from inflight.engine.wire import (
@@ -60,11 +62,16 @@ class ProcessClient:
     """
 
     def __init__(
-        self, config: EngineConfig, process: ProcessConfig, progress: LoadProgress | None, build: str
+        self,
+        config: EngineConfig,
+        process: ProcessConfig,
+        progress: LoadProgress | None,
+        build: str,
+        host: EngineHost,
     ) -> None:
         self.facts: ModelFacts  # of the model, once started
         self._stats: EngineStats
-        self._supervisor = Supervisor(build, _travelling(config), process, progress)
+        self._supervisor = Supervisor(build, _travelling(config), process, progress, host)
         self._reading: asyncio.Task[None]
         self._clock = time.monotonic
         self._numbers = itertools.count(1)
@@ -83,10 +90,13 @@ class ProcessClient:
         process: ProcessConfig | None = None,
         progress: LoadProgress | None = None,
         build: str = "model",
+        host: EngineHost | None = None,
     ) -> ProcessClient:
         """Start the process and wait until its engine is ready. What the engine cannot do with its configuration
-        is raised as if it had been built here. `build` is "model", or `module:function` for another engine."""
-        client = cls(config, process or ProcessConfig(), progress, build)
+        is raised as if it had been built here. `build` is "model", or `module:function` for another engine. Without
+        a `host`, the process is a child of this one."""
+        process = process or ProcessConfig()
+        client = cls(config, process, progress, build, host or ChildHost(process.environment))
         ready = await client._supervisor.launch()
         client._begin(ready.facts, ready.stats)
         client._reading = asyncio.get_running_loop().create_task(client._read())

@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 from inflight.config import ProcessConfig
 from inflight.engine.client import Health
-from inflight.engine.engine_process import EngineProcess, ProcessNotStartedError
+from inflight.engine.engine_process import EngineProcess
+from inflight.engine.host import EngineHost, ProcessNotStartedError
 from inflight.engine.wire import Failed, Heartbeat, Progress, Ready, Start, StepOutputs, Stopped, ToFront
 from inflight.errors import EngineDeadError, InflightError
 
@@ -43,7 +44,12 @@ class Supervisor:
     """One engine process after the other. Whoever starts it reads `messages` as long as it lives."""
 
     def __init__(
-        self, build: str, options: dict[str, Any], process: ProcessConfig, progress: LoadProgress | None
+        self,
+        build: str,
+        options: dict[str, Any],
+        process: ProcessConfig,
+        progress: LoadProgress | None,
+        host: EngineHost,
     ) -> None:
         self.engine_process: EngineProcess
         self.state: Literal["starting", "running", "restarting", "dead", "closed"] = "starting"
@@ -54,6 +60,7 @@ class Supervisor:
         self._options = options
         self._process = process
         self._progress = progress
+        self._host = host
         self._clock = time.monotonic
         self._error: str | None = None
         self._restarts: deque[float] = deque()  # when, within the window
@@ -62,7 +69,7 @@ class Supervisor:
 
     async def launch(self) -> Ready:
         """Start a process and wait until its engine is ready. Raises what the engine could not do."""
-        process = self.engine_process = EngineProcess(self._process.log_format, self._process.environment)
+        process = self.engine_process = EngineProcess(self._host, self._process.log_format)
         start = Start(self._build, self._options, self._process.heartbeat)
         greeting = asyncio.ensure_future(process.greet(start))
         try:
@@ -89,7 +96,7 @@ class Supervisor:
                     self._progress(num_done, num_total)
                 case Failed(problem):
                     raise problem.error()
-        if process.process_id is None:
+        if not process.was_started:
             raise ProcessNotStartedError(process.reason)
         raise EngineDeadError(f"{process.reason} while it was starting")
 

@@ -37,7 +37,7 @@ class Message(msgspec.Struct, array_like=True, frozen=True, tag=True):
 
 
 class ConnectionInfo(msgspec.Struct, frozen=True):
-    """What a new engine process reads on its standard input, as one line of JSON: how to reach its parent."""
+    """What a new engine process is told, as JSON: how to reach whoever started it."""
 
     up: str  # where it sends
     down: str  # where it receives
@@ -45,6 +45,7 @@ class ConnectionInfo(msgspec.Struct, frozen=True):
     parent_id: int
     log_level: int
     log_format: str
+    server_key: str | None = None  # where the connection is encrypted, since it leaves the machine
 
 
 # ---- to the engine ----
@@ -56,13 +57,14 @@ class Start(Message, frozen=True):
     build: str  # module:function, which makes the engine
     options: dict[str, Any]  # of EngineConfig.create
     heartbeat: float
+    now: float = 0.0  # by the sender's clock, when it was sent
 
 
 class NewRequest(msgspec.Struct, array_like=True, frozen=True):
     """What of a request is known before the engine has it."""
 
     request_id: str
-    first_ids: bytes  # as they lie in memory: both ends are on one machine, and prompts may be long
+    first_ids: bytes  # as they lie in memory, on both ends alike: prompts may be long
     params: SamplingParams
     max_tokens: int
     seed: int

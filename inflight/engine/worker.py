@@ -1,6 +1,7 @@
 """The engine process: a loop over a core that talks to its front through two sockets, and nothing else.
 
-Started by `engine/process.py` as `python -m inflight.engine.worker`. No text, JSON or HTTP in here.
+Started by `engine/child_process.py` as `python -m inflight.engine.worker`, or by Ray (`ray_cluster/actor.py`). No text,
+JSON or HTTP in here.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from inflight.engine.core import EngineCore
 from inflight.engine.history import state_of
 from inflight.engine.lifeline import die_with, ignore_signals
 from inflight.engine.outbox import Outbox
+from inflight.engine.remote_link import RemoteLink
 from inflight.engine.wire import (
     Abort,
     Ack,
@@ -78,9 +80,18 @@ class EngineSockets:
             # No limit here: the outbox has one. So sending neither blocks nor drops.
             socket.set_hwm(0)
             socket.linger = LINGER
-        self._up.connect(connection.up)
-        self._down.connect(connection.down)
+        self._link = None if connection.server_key is None else RemoteLink(connection.server_key)
+        for socket, endpoint in ((self._up, connection.up), (self._down, connection.down)):
+            if self._link is None:
+                socket.connect(endpoint)
+            else:
+                self._link.connect(socket, endpoint)
         self._lock = threading.Lock()
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the front is on another machine, perhaps."""
+        return self._link is not None
 
     def send(self, message: Message) -> None:
         with self._lock:
@@ -100,6 +111,8 @@ class EngineSockets:
 
     def close(self) -> None:
         with self._lock:
+            if self._link is not None:
+                self._link.close()
             self._up.close()
             self._down.close()
         self._context.term()
@@ -247,6 +260,11 @@ def main() -> int:
         return 0
     connection = msgspec.json.decode(line, type=ConnectionInfo)
     die_with(connection.parent_id)
+    return serve(connection)
+
+
+def serve(connection: ConnectionInfo) -> int:
+    """An engine for whoever is at the other end, until told to stop. The code that its process is to end with."""
     configure_logging(connection.log_level, connection.log_format, process="engine")
     sockets = EngineSockets(connection)
     try:
@@ -259,6 +277,7 @@ def _serve(sockets: EngineSockets) -> int:
     start = sockets.receive(wait=True)
     while not isinstance(start, Start):
         start = sockets.receive(wait=True)
+    ahead = start.now - time.monotonic() if sockets.is_remote else 0.0
     try:
         config = EngineConfig.create(**start.options)
         core, facts = BUILDERS.get(start.build)(config, lambda *done: sockets.send(Progress(*done)))
@@ -266,6 +285,8 @@ def _serve(sockets: EngineSockets) -> int:
         logger.debug("the engine could not be built", exc_info=True)
         sockets.send(Failed(RemoteError.of(error)))
         return 1
+    if sockets.is_remote:  # records have times of one clock: the front's
+        core.clock = lambda: time.monotonic() + ahead
     # What is there now stays until the end: no collection need look at it. Later ones wait for their time.
     gc.collect()
     gc.freeze()

@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import replace
 
 from inflight.engine import EngineStats, Health, ModelFacts, RequestState, StepObserver
@@ -41,8 +41,16 @@ POISON = "poison_request"
 class Router:
     """Implements `EngineClient`. Used in the event loop that started it."""
 
-    def __init__(self, start: StartReplica, routing: str = "prefix_aware", patience: float = 60.0) -> None:
-        """`patience` is how long a request that has begun waits for a replica when none is left, in seconds."""
+    def __init__(
+        self,
+        start: StartReplica,
+        routing: str = "prefix_aware",
+        patience: float = 60.0,
+        on_close: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """`patience` is how long a request that has begun waits for a replica when none is left, in seconds. `on_close`
+        is called when all replicas are closed."""
+        self._on_close = on_close
         self.replicas = Replicas(start, self._on_loss, self._tell_news)
         self._routing = ROUTINGS[routing]()
         self._patience = patience
@@ -57,10 +65,15 @@ class Router:
 
     @classmethod
     async def start(
-        cls, start: StartReplica, count: int, routing: str = "prefix_aware", patience: float = 60.0
+        cls,
+        start: StartReplica,
+        count: int,
+        routing: str = "prefix_aware",
+        patience: float = 60.0,
+        on_close: Callable[[], Awaitable[None]] | None = None,
     ) -> Router:
         """With so many replicas, once all of them are ready. Raises what one of them could not do."""
-        router = cls(start, routing, patience)
+        router = cls(start, routing, patience, on_close)
         await router.replicas.open(count)
         router._namer = BlockNamer(router.facts.block_size)
         return router
@@ -290,3 +303,5 @@ class Router:
                     await asyncio.sleep(DRAIN_POLL)
         self._tell_news()
         await self.replicas.close()
+        if self._on_close is not None:
+            await self._on_close()

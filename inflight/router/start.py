@@ -1,13 +1,16 @@
-"""From a configuration to a router: an engine process for each replica, with its part of the machine."""
+"""From a configuration to a router: an engine process for each replica, with its part of the machine or the cluster."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 from inflight.config import EngineConfig, ProcessConfig, RouterConfig
+from inflight.engine.child_process import ChildHost
+from inflight.engine.host import EngineHost
 from inflight.engine.process import ProcessClient
 from inflight.native.library import num_threads
 from inflight.router.router import Router
@@ -26,37 +29,70 @@ async def start_router(
     build: str = "model",
 ) -> Router:
     """Start the replicas and wait until they are ready. What one of them cannot do with its configuration is raised."""
-    shares = MachineShares(config, process or ProcessConfig(), options.replicas or 1)
+    watched = _impatient(process or ProcessConfig())
+    shares = await _shares(config, options, watched.environment)
     bytes_loaded = _SummedProgress(progress)
     num_blocks: dict[str, int] = {}  # of each replica that has been started
 
     async def start(replica_id: str) -> ProcessClient:
-        given, watched = shares.of(int(replica_id))
+        given, host = shares.of(int(replica_id))
         # Whoever comes later must hold what the others hold, whatever memory is free by then.
         held = num_blocks.get(replica_id, min(num_blocks.values(), default=given.cache.num_blocks))
         given = replace(given, cache=replace(given.cache, num_blocks=held))
-        client = await ProcessClient.start(given, watched, bytes_loaded.of(replica_id), build)
+        client = await ProcessClient.start(given, watched, bytes_loaded.of(replica_id), build, host)
         num_blocks[replica_id] = client.facts.num_blocks
         return client
 
-    return await Router.start(start, shares.count, options.routing, options.failover_timeout)
+    try:
+        return await Router.start(
+            start, shares.count, options.routing, options.failover_timeout, shares.close
+        )
+    except BaseException:
+        await shares.close()
+        raise
+
+
+class Shares(Protocol):
+    """What each replica gets of what there is, and where it runs."""
+
+    count: int
+
+    def of(self, index: int) -> tuple[EngineConfig, EngineHost]:
+        """The configuration of one replica, and where it runs."""
+
+    async def close(self) -> None:
+        """All replicas are closed."""
+
+
+async def _shares(config: EngineConfig, options: RouterConfig, environment: Mapping[str, str]) -> Shares:
+    if options.ray_address is None:
+        return MachineShares(config, environment, options.replicas or 1)
+    from inflight.ray_cluster import ClusterShares
+
+    return await ClusterShares.ask(options.ray_address, config, options, environment)
+
+
+def _impatient(process: ProcessConfig) -> ProcessConfig:
+    """A replica that says nothing is given up as soon as it counts as unhealthy: others can take over."""
+    silent, limit = process.silent_after, process.kill_silent_after
+    return replace(process, kill_silent_after=silent if limit is None else min(silent, limit))
 
 
 class MachineShares:
-    """What each replica gets of the machine: its threads on a CPU, its GPUs where there are some."""
+    """What each replica gets of this machine: its threads on a CPU, its GPUs where there are some."""
 
-    def __init__(self, config: EngineConfig, process: ProcessConfig, count: int) -> None:
+    def __init__(self, config: EngineConfig, environment: Mapping[str, str], count: int) -> None:
         self.count = count
         self._config = config
-        # A replica that says nothing is given up as soon as it counts as unhealthy: others can take over.
-        silent = process.silent_after
-        limit = process.kill_silent_after
-        self._process = replace(process, kill_silent_after=silent if limit is None else min(silent, limit))
-        self._gpus = visible_gpus() if config.model.device in ("auto", "cuda") else []
+        self._environment = environment
+        gpus = visible_gpus() if config.model.device in ("auto", "cuda") else []
+        self._gpus = gpu_groups(gpus, config.parallel.num_ranks)
 
-    def of(self, index: int) -> tuple[EngineConfig, ProcessConfig]:
-        """The configuration of one replica."""
-        config, environment = self._config, dict(self._process.environment)
+    async def close(self) -> None:
+        """Nothing is held."""
+
+    def of(self, index: int) -> tuple[EngineConfig, ChildHost]:
+        config, environment = self._config, dict(self._environment)
         if self._gpus:
             environment[DEVICES] = self._gpus[index % len(self._gpus)]
             num_on_it = -(-self.count // len(self._gpus))
@@ -67,7 +103,7 @@ class MachineShares:
             if THREADS not in os.environ:
                 num_sharing = self.count * config.parallel.num_ranks
                 environment.setdefault(THREADS, str(max(1, num_threads() // num_sharing)))
-        return config, replace(self._process, environment=environment)
+        return config, ChildHost(environment)
 
 
 def visible_gpus() -> list[str]:
@@ -79,6 +115,12 @@ def visible_gpus() -> list[str]:
         return [str(index) for index in range(len(list(GPUS.iterdir())))]
     except OSError:
         return []
+
+
+def gpu_groups(gpus: list[str], num_ranks: int) -> list[str]:
+    """GPUs of one replica each, as CUDA_VISIBLE_DEVICES has them. Where there are too few, ranks share them."""
+    size = min(num_ranks, len(gpus))
+    return [",".join(gpus[size * i : size * (i + 1)]) for i in range(len(gpus) // size)] if gpus else []
 
 
 class _SummedProgress:

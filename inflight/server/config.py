@@ -154,7 +154,7 @@ class ServerConfig:
             raise ConfigError("allowed_origins has '*': with allow_credentials each origin must be named")
         if not all(key.strip() for key in self.api_key):
             raise ConfigError("an api_key is empty")
-        if self.in_process and self.router.replicas is not None:
+        if self.in_process and self.router.is_wanted:
             raise ConfigError(
                 "in_process and replicas do not go together: replicas are processes of their own"
             )

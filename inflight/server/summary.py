@@ -45,7 +45,9 @@ def summary(state: ServerState, sockname: Any) -> str:
 def _engines(state: ServerState) -> str:
     if state.replicas is None:
         return f"engine in {'this process' if state.options.in_process else 'its own process'}"
-    return f"{len(state.replicas.members)} replicas, routing {state.options.router.routing}"
+    router = state.options.router
+    place = "" if router.ray_address is None else " on a Ray cluster"
+    return f"{len(state.replicas.members)} replicas{place}, routing {router.routing}"
 
 
 def _room(facts: ModelFacts) -> list[tuple[str, str]]:

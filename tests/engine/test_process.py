@@ -22,6 +22,7 @@ import pytest
 import zmq
 
 from inflight.config import EngineConfig, ProcessConfig
+from inflight.engine import child_process
 from inflight.engine import engine_process as child_module
 from inflight.engine import supervisor as supervisor_module
 from inflight.engine.fake import expected_tokens
@@ -560,7 +561,7 @@ async def test_errors_of_the_start_are_the_engines_own() -> None:
 
 
 async def test_last_words_are_heard_however_late_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child_module, "COMMAND", (sys.executable, "-m", "tests.engine.late"))
+    monkeypatch.setattr(child_process, "COMMAND", (sys.executable, "-m", "tests.engine.late"))
     with pytest.raises(EngineError, match=f"^ValueError: {late.TEXT}$"):
         await start()
 
@@ -709,6 +710,6 @@ async def test_a_mistake_while_reading_leaves_no_one_waiting(
 
 
 def test_a_process_whose_parent_stopped_before_it_began_is_quiet() -> None:
-    command = child_module.COMMAND
+    command = child_process.COMMAND
     found = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=120, check=False)
     assert (found.returncode, found.stdout, found.stderr) == (0, b"", b"")

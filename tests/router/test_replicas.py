@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from inflight.config import EngineConfig, ProcessConfig
+from inflight.config import EngineConfig
 from inflight.engine import InprocClient
 from inflight.engine.fake import expected_tokens
 from inflight.engine.process import ProcessClient
@@ -162,24 +162,33 @@ async def test_room_and_stats_are_those_of_all() -> None:
 def test_threads_and_memory_of_a_cpu_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(start_module, "num_threads", lambda: 9)
-    config, process = MachineShares(EngineConfig.create(device="cpu"), ProcessConfig(), 4).of(2)
-    assert process.environment == {"OMP_NUM_THREADS": "2"}
+    config, host = MachineShares(EngineConfig.create(device="cpu"), {}, 4).of(2)
+    assert host.environment == {"OMP_NUM_THREADS": "2"}
     assert config.cache.num_neighbours == 3
-    assert process.kill_silent_after == process.silent_after
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    _, process = MachineShares(EngineConfig.create(device="cpu"), ProcessConfig(), 4).of(2)
-    assert process.environment == {}
+    _, host = MachineShares(EngineConfig.create(device="cpu"), {"OTHER": "1"}, 4).of(2)
+    assert host.environment == {"OTHER": "1"}
 
 
 def test_gpus_are_given_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, 5")
     assert visible_gpus() == ["3", "5"]
-    shares = MachineShares(EngineConfig.create(gpu_memory_utilization=0.8), ProcessConfig(), 4)
+    shares = MachineShares(EngineConfig.create(gpu_memory_utilization=0.8), {}, 4)
     found = [shares.of(index) for index in range(4)]
-    assert [process.environment["CUDA_VISIBLE_DEVICES"] for _, process in found] == ["3", "5", "3", "5"]
+    assert [host.environment["CUDA_VISIBLE_DEVICES"] for _, host in found] == ["3", "5", "3", "5"]
     assert {config.cache.gpu_memory_utilization for config, _ in found} == {0.4}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     assert visible_gpus() == []
+
+
+def test_ranks_of_a_replica_get_gpus_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4")
+    config = EngineConfig.create(tensor_parallel_size=2, gpu_memory_utilization=0.8)
+    found = [MachineShares(config, {}, 3).of(index) for index in range(3)]
+    assert [host.environment["CUDA_VISIBLE_DEVICES"] for _, host in found] == ["0,1", "2,3", "0,1"]
+    assert {config.cache.gpu_memory_utilization for config, _ in found} == {0.4}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    assert MachineShares(config, {}, 1).of(0)[1].environment["CUDA_VISIBLE_DEVICES"] == "7"
 
 
 async def test_a_replica_that_comes_after_the_end_is_ended() -> None:

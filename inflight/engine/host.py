@@ -1,0 +1,39 @@
+"""Where an engine's process runs: the seam between whoever talks to it and whoever starts, watches and ends it.
+
+`ChildHost` (`child_process.py`) has it as a child of this process, `RayHost` (`ray_cluster/host.py`) as an actor on a
+machine that Ray chooses. All else, from the messages to the restarts, is the same.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from inflight.engine.wire import ConnectionInfo
+from inflight.errors import EngineDeadError
+
+
+class ProcessNotStartedError(EngineDeadError):
+    """There is no process: no descriptor, no folder for its sockets, no memory, no room. That may pass."""
+
+
+class HostedProcess(Protocol):
+    """An engine process, or one that is to be."""
+
+    @property
+    def process_id(self) -> int | None:
+        """None where it is not there yet, or not on this machine."""
+
+    def live(self) -> str:
+        """Start it and wait for its end, in one thread. Says how it ended. Raises ProcessNotStartedError."""
+
+    def kill(self) -> None:
+        """End it now, or never start it. Does not wait."""
+
+
+class EngineHost(Protocol):
+    @property
+    def address(self) -> str | None:
+        """Of this machine, as the engines reach it; None where they are on it."""
+
+    def hosted(self, connection: ConnectionInfo) -> HostedProcess:
+        """A process that is not started yet."""

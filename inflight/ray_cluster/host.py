@@ -1,0 +1,159 @@
+"""Engine processes as Ray actors, each in a placement group of its own.
+
+Ray chooses the node, counts what is in use there, and ends the actor with this process. It does not restart it: the
+supervisor does so, with a new actor in a new group, since a restarted engine needs a new connection, counts against
+`max_restarts`, and may find room on another node.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import logging
+import math
+import textwrap
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from inflight.engine.host import ProcessNotStartedError
+from inflight.engine.wire import ConnectionInfo
+from inflight.ray_cluster.actor import EngineActor, installed_version
+
+logger = logging.getLogger(__name__)
+
+KILL_TIMEOUT = 3.0  # seconds for Ray to say that an actor is gone; if its node is, that takes longer
+MAX_REASON = 300  # characters of what Ray says
+PATIENT_FOR = 5.0  # seconds without room until that is said
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What a replica asks Ray for, all its ranks together."""
+
+    num_cpus: float
+    num_gpus: float
+
+    def bundle(self) -> dict[str, float]:
+        return {"CPU": self.num_cpus} | ({"GPU": self.num_gpus} if self.num_gpus else {})
+
+    def __str__(self) -> str:
+        return " and ".join(f"{amount:g} {name}" for name, amount in self.bundle().items())
+
+
+@dataclass(slots=True)
+class RayHost:
+    """Implements `EngineHost`, for one replica."""
+
+    address: str
+    resources: Resources
+    environment: Mapping[str, str]
+    patience: float  # seconds that the first process waits for room
+
+    def hosted(self, connection: ConnectionInfo) -> RayProcess:
+        patience, self.patience = (
+            self.patience,
+            math.inf,
+        )  # those who come later have lost theirs, and get it back
+        return RayProcess(self, connection, patience)
+
+
+class RayProcess:
+    """Implements `HostedProcess`."""
+
+    process_id = None  # it has one, elsewhere
+
+    def __init__(self, host: RayHost, connection: ConnectionInfo, patience: float) -> None:
+        self._host = host
+        self._connection = connection
+        self._patience = patience
+        self._woken = threading.Event()  # it has ended, or is to
+        self._killed = False
+
+    def live(self) -> str:
+        from ray.util import placement_group, remove_placement_group
+
+        try:
+            # One bundle: the ranks of a model share the memory of one machine, and its GPUs go to one actor.
+            group = placement_group([self._host.resources.bundle()], strategy="STRICT_PACK")
+        except Exception as error:
+            raise ProcessNotStartedError(f"Ray makes no placement group: {_first_line(error)}") from error
+        try:
+            self._wait_for_room(group)
+            return f"the engine's actor ended: {self._run(group)}"
+        finally:
+            with contextlib.suppress(Exception):  # the cluster is gone
+                remove_placement_group(group)
+
+    def kill(self) -> None:
+        self._killed = True
+        self._woken.set()
+
+    def _wait_for_room(self, group: Any) -> None:
+        """The longer wait is a cluster's that grows on demand."""
+        began, is_said = time.monotonic(), False
+        while not self._has_room(group):
+            waited = time.monotonic() - began
+            if self._killed:
+                raise ProcessNotStartedError("the engine was ended before Ray had room for it")
+            if waited >= self._patience:
+                raise ProcessNotStartedError(
+                    f"Ray found no node {self._lacking()} within {waited:.0f} seconds"
+                )
+            if waited >= PATIENT_FOR and not is_said:
+                is_said = True
+                logger.warning("an engine waits: Ray has no node %s", self._lacking())
+
+    def _has_room(self, group: Any) -> bool:
+        try:
+            return bool(group.wait(timeout_seconds=1))
+        except Exception as error:
+            raise ProcessNotStartedError(f"Ray does not answer: {_first_line(error)}") from error
+
+    def _lacking(self) -> str:
+        return f"with {self._host.resources} free"
+
+    def _run(self, group: Any) -> str:
+        """The engine's life in Ray. How it ended."""
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        asked = self._host.resources
+        options = {
+            "num_cpus": asked.num_cpus,
+            "num_gpus": asked.num_gpus,
+            "max_restarts": 0,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
+        }
+        connection = msgspec.json.encode(self._connection)
+        actor = ray.remote(EngineActor).options(**options).remote()
+        try:
+            ended = actor.run.remote(connection, dict(self._host.environment), installed_version()).future()
+            ended.add_done_callback(lambda _: self._woken.set())
+            self._woken.wait()
+            if self._killed:
+                ray.kill(actor)
+            return _how(ended)
+        except Exception as error:
+            return _first_line(error)
+        finally:
+            with contextlib.suppress(Exception):
+                ray.kill(actor)  # one whose work is done would stay for more
+
+
+def _how(ended: concurrent.futures.Future[str]) -> str:
+    try:
+        return ended.result(KILL_TIMEOUT)
+    except TimeoutError:
+        return "it was given up, and Ray has not said yet that it is gone"
+    except Exception as error:
+        return _first_line(getattr(error, "cause", None) or error)
+
+
+def _first_line(error: BaseException) -> str:
+    """Ray's words can be many."""
+    return textwrap.shorten(next(iter(str(error).splitlines()), type(error).__name__), MAX_REASON)

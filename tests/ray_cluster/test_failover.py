@@ -1,0 +1,107 @@
+"""Replicas on a real Ray cluster of two nodes: what its actors and nodes do is not seen in what a client gets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inflight import LLM, AsyncEngine
+from inflight.config import EngineConfig, ProcessConfig, RouterConfig
+from inflight.engine.host import ProcessNotStartedError
+from inflight.outputs import RequestOutput
+from inflight.router import Router, start_router
+from tests.e2e.test_replicas import CASES, PROMPTS, begun, generate, same
+from tests.engine.faulty import BUILD
+from tests.router.replicas import until, until_all_run
+
+WATCHED = ProcessConfig(heartbeat=0.05, silent_after=60.0)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """Two nodes with room for one replica each, and for no more."""
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_memory_monitor_refresh_ms", "0")  # what else runs here is not its business
+        folder = tempfile.mkdtemp(prefix="ray-")  # not pytest's, whose names are too long for sockets
+        from ray.cluster_utils import Cluster
+
+        made = Cluster(
+            initialize_head=True,
+            head_node_args={"num_cpus": 1, "include_dashboard": False, "temp_dir": folder},
+        )
+        try:
+            made.add_node(num_cpus=1)
+            yield made
+        finally:
+            made.shutdown()
+            signal.signal(signal.SIGTERM, before)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def actors() -> dict[int, int]:
+    """Processes of engines, each with its parent's: the raylet of its node."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # gone meanwhile
+            if (folder / "cmdline").read_bytes().startswith(b"ray::EngineActor"):
+                found[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+    return found
+
+
+async def disturbed(engine: AsyncEngine, router: Router, disturb: Callable[[], None]) -> list[RequestOutput]:
+    """What is answered when something happens while all answers are on their way, on both replicas."""
+    running = asyncio.create_task(generate(engine))
+    await begun(router)
+    assert all(replica.requests for replica in router.replicas.members)
+    await asyncio.to_thread(disturb)
+    return await running
+
+
+def kill_one() -> None:
+    os.kill(max(actors()), signal.SIGKILL)
+
+
+async def test_streams_outlive_actors_and_nodes(cluster: Any) -> None:
+    with LLM(num_blocks=1024) as llm:
+        undisturbed = llm.generate(PROMPTS, CASES, use_tqdm=False)
+    routing: dict[str, Any] = {"replicas": 2, "routing": "round_robin", "ray_address": cluster.address}
+    async with asyncio.timeout(250):
+        async with await AsyncEngine.start(process=WATCHED, num_blocks=1024, **routing) as engine:
+            router = engine.client
+            assert isinstance(router, Router)
+            assert len(set(actors().values())) == 2, "one on each node"
+
+            (node,) = cluster.worker_nodes
+            remove = partial(cluster.remove_node, node, allow_graceful=False)
+            same(await disturbed(engine, router, remove), undisturbed)
+            await until(lambda: len(router.replicas.available) == 1)
+            assert (await router.health()).healthy
+            cluster.add_node(num_cpus=1)  # in the main thread, or it fails
+            await until_all_run(router)
+            assert sum(replica.health.num_restarts for replica in router.replicas.members) == 1
+
+            same(await disturbed(engine, router, kill_one), undisturbed)
+            records = [router._history.get(name) for name in router._history._records]
+            assert sum(state.record.num_failovers for state in records if state is not None) >= 4
+        # Closed while another actor is on its way.
+        await until(lambda: not actors())
+        await check_that_no_room_is_one_line(cluster)
+
+
+async def check_that_no_room_is_one_line(cluster: Any) -> None:
+    """Here, since a second test may be run by another process, with another cluster."""
+    options = RouterConfig(ray_address=cluster.address, ray_num_cpus=64, ray_timeout=0)
+    with pytest.raises(ProcessNotStartedError, match=r"^Ray found no node with 64 CPU free within"):
+        await start_router(EngineConfig.create(model="faulty"), options, build=BUILD)
