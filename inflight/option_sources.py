@@ -159,7 +159,7 @@ def read_file(options: Mapping[str, Option], path: Path, habits: Habits) -> dict
     for key, value in found.items():
         name = str(key).replace("-", "_")
         habit = habits.find(flag := f"--{name.replace('_', '-')}")
-        if habit is not None and name not in options:
+        if habit is not None and (name not in options or isinstance(value, str)):
             values |= from_arguments(options, habit.arguments(flag, as_text(value)))
             continue
         if name not in options:

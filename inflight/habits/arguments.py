@@ -33,7 +33,8 @@ class ArgumentReader:
         self._habits = habits
         self._command = command
         self._has_model = has_model  # by its place
-        self._words: list[str] = []
+        self._words: list[str] = []  # that are left, the next one last
+        self._is_model_known = False
         self.notes: list[str] = []  # to tell whoever typed this
 
     def read(self, words: Iterable[str]) -> list[str]:

@@ -105,6 +105,7 @@ SERVE_HABITS = Habits(
         Habit(
             "--show-hidden-metrics-for-version VERSION", _TAKEN, note="--metrics-compat vllm has vLLM's names"
         ),
+        Habit("--enable-sleep-mode", _TAKEN, note="POST /sleep and /wake_up need no flag but --admin-key"),
         # ---- taken with the values that change nothing, else refused ----
         Habit(
             "--quantization METHOD, -q METHOD",
@@ -274,7 +275,6 @@ SERVE_HABITS = Habits(
             _OFF,
             "/metrics, /v1/requests/{id} and --otlp-traces-endpoint are what there is to look at",
         ),
-        Habit("--enable-sleep-mode", _OFF, "a server does not sleep: stop it and start it again"),
         Habit("--chat-template-content-format NAME", _AUTO, "a template gets text: auto"),
         Habit(
             "--trust-request-chat-template",

@@ -119,12 +119,15 @@ def test_sizes(text: str, size: str) -> None:
 def test_a_file_may_have_lines_of_vllm(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(
-        "uvicorn-log-level: trace\nquantization: null\nenable_log_requests: false\ndata-parallel-size: 2\n"
+        "uvicorn-log-level: trace\nquantization: null\nenable_log_requests: false\ndtype: half\n"
+        "data-parallel-size: 2\nmax-model-len: 4k\n"
     )
     assert gather(SERVE_OPTIONS, {}, {}, str(file), SERVE_HABITS) == {
         "log_level": "debug",
         "log_requests": False,
+        "dtype": "float16",
         "replicas": 2,
+        "max_model_len": 4000,
     }
     file.write_text("enable-lora: true\n")
     with pytest.raises(ConfigError, match="--enable-lora: LoRA adapters"):

@@ -16,7 +16,7 @@ from inflight.habits.serve_flags import SERVE_HABITS
 from inflight.habits.variables import VARIABLE_HABITS
 from inflight.option_sources import gather, unread
 from inflight.server.config import SERVE_OPTIONS
-from tests.habits.page import ABSENT, ACCEPTED, OTHER_NAME, SAME, Line, section
+from tests.habits.page import ABSENT, ACCEPTED, OTHER_NAME, PAGE, SAME, Line, section
 
 ROOT: Any = typer.main.get_command(app)
 SERVE, BENCH = ROOT.commands["serve"], ROOT.commands["bench"].commands["serve"]
@@ -155,3 +155,24 @@ def test_every_variable_of_the_page_does_what_the_page_says() -> None:
                 given = gather(SERVE_OPTIONS, {}, {name: value}, habits=SERVE_HABITS)
                 option = line.code[0].removeprefix("--").replace("-", "_") if line.outcome == SAME else ""
                 assert list(given) == ([option] if option else [])
+
+
+# Of the README's list of what is missing: what is refused as long as it is.
+MISSING = {
+    "Quantization": "--quantization fp8",
+    "LoRA": "--enable-lora",
+    "Speculative decoding": "--speculative-model x",
+    "Images, audio and video": "--allowed-local-media-path x",
+    "Mixture of experts": "--enable-expert-parallel",
+    "Several machines": "--nnodes 2",
+    "KV memory elsewhere": "--kv-offloading-size 4",
+    "Code of checkpoints": "--logits-processors x",
+}
+
+
+@pytest.mark.parametrize("what", MISSING)
+def test_what_the_readme_says_is_missing_is_refused(what: str) -> None:
+    readme = (PAGE.parent.parent / "README.md").read_text(encoding="utf-8")
+    listed = readme.partition("## What it does not do (yet)\n")[2].partition("\n## ")[0]
+    assert f"**{what}**" in listed
+    assert refusal(SERVE, *MISSING[what].split())

@@ -43,9 +43,10 @@ def test_only_whole_names_are_the_root(strict: Live) -> None:
 def test_strict_refuses_what_the_context_has_no_room_for(
     strict: Live, path: str, body: dict[str, object], name: str
 ) -> None:
-    response = strict.post(path, {**body, name: strict.state.frontend.max_model_len})
+    limit = strict.state.frontend.max_model_len
+    response = strict.post(path, {**body, name: limit})
     assert response.status_code == 400
-    assert "together they must be at most 2048" in response.json()["error"]["message"]
+    assert f"together they must be at most {limit}" in response.json()["error"]["message"]
 
 
 def test_strict_takes_what_fits(strict: Live) -> None:
