@@ -91,6 +91,8 @@ class ArgumentReader:
     def _from_habit(self, habit: Habit, name: str, given: str | None) -> list[str]:
         if name in habit.takes_value:
             value = self._value(name, given) if habit.takes_value[name] else self._switch(given)
+            if habit.takes_many(name) and given is None:
+                self._more_values()
         elif "." in name:
             value = self._value(name, given)
         elif name.startswith("--no-"):
@@ -102,7 +104,7 @@ class ArgumentReader:
             self.notes.append(f"{name}: {habit.note}")
         if found and found[0] not in self._known:
             raise ConfigError(self._unknown(name))
-        return found
+        return [] if found[1:] == [UNSET] else found
 
     def _switch(self, given: str | None) -> str:
         """true, unless what stands behind it says otherwise."""
@@ -120,8 +122,12 @@ class ArgumentReader:
     def _values(self, name: str, given: str | None) -> list[str]:
         """Those of a list: a JSON list, or words one after the other."""
         value = self._value(name, given)
-        values = listed(value) or [value]
-        while given is None and self._is_model_known and self._words and not self._words[-1].startswith("-"):
+        return [*(listed(value) or [value]), *(self._more_values() if given is None else ())]
+
+    def _more_values(self) -> list[str]:
+        """The words up to the next flag, unless one of them may be the model."""
+        values = []
+        while self._is_model_known and self._words and not self._words[-1].startswith("-"):
             values.append(self._words.pop())
         return values
 

@@ -19,6 +19,7 @@ from typing import Any
 from inflight.errors import ConfigError
 
 ANY = "*"
+MAX_SHOWN = 24  # characters of a value that errors repeat: longer ones are JSON, or secrets
 _SIZE = re.compile(r"(\d+|\d+\.\d+(?=[kmgt]))([kKmMgGtT])")
 _POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
 
@@ -32,6 +33,10 @@ class Habit:
     reason: str = ""  # why other values are refused, and what to do instead
     note: str = ""  # told where it is taken, though it may not do what was hoped for
 
+    def takes_many(self, flag: str) -> bool:
+        """Whether it takes several values one after the other: `--sizes N...`."""
+        return any(text.startswith(f"{flag} ") and text.endswith("...") for text in self.flags.split(", "))
+
     @cached_property
     def takes_value(self) -> dict[str, bool]:
         """By flag."""
@@ -44,8 +49,9 @@ class Habit:
         known = value.lower()
         template = self.becomes.get(known, self.becomes.get(ANY))
         if template is None:
-            given = flag if not self.takes_value.get(flag, True) and known == "true" else f"{flag} {value}"
-            raise ConfigError(f"{given}: {self.reason}")
+            is_plain = not self.takes_value.get(flag, True) and known == "true"
+            shown = "" if is_plain or len(value) > MAX_SHOWN else f" {value}"
+            raise ConfigError(f"{flag}{shown}: {self.reason}")
         return [
             word.replace("{size}", plain_size(value)).replace("{}", value)
             for word in template.split(" ")

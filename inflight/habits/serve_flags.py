@@ -94,7 +94,7 @@ SERVE_HABITS = Habits(
         ),
         Habit(
             "--swap-space GIB, --max-parallel-loading-workers N, --max-seq-len-to-capture N, "
-            "--cuda-graph-sizes SIZES, --cudagraph-capture-sizes SIZES, --max-cudagraph-capture-size N, "
+            "--cuda-graph-sizes N..., --cudagraph-capture-sizes N..., --max-cudagraph-capture-size N, "
             "--num-scheduler-steps N, --tokenizer-pool-size N, --tokenizer-pool-type NAME, "
             "--ignore-patterns TEXT, --pt-load-map-location DEVICE, --safetensors-load-strategy NAME, "
             "--code-revision NAME, --attention-backend NAME, --performance-mode NAME, "

@@ -33,7 +33,8 @@ WORKS: dict[str, dict[str, Any]] = {
         "allowed_headers": ["a", "b"],
     },
     "m --max_num_seqs 3 --max-model-len 32K": {"model": "m", "max_num_seqs": 3, "max_model_len": 32768},
-    "--max-model-len auto --seed None --tokenizer None": {},
+    "--max-model-len auto --seed None --tokenizer None --max-num-batched-tokens None": {},
+    "m --cudagraph-capture-sizes 1 2 4 --port 9": {"model": "m", "port": 9},
     "--dtype half": {"dtype": "float16"},
     "--tensor-parallel-size 1 -pp 1": {"tensor_parallel_size": 1, "pipeline_parallel_size": 1},
     "--quantization None --kv-cache-dtype auto --speculative-config null --cpu-offload-gb 0": {},
@@ -61,6 +62,7 @@ REFUSED = {
     "--qwerty": "there is no option --qwerty: `inflight serve --help` has all of them",
     "--scheduling-policy lifo": "--scheduling-policy lifo: fcfs and priority are known",
     "--quantization": "--quantization needs a value",
+    "--hf-token hf_abcdefghijklmnopqrstuvwxyz": "--hf-token: give it in the variable HF_TOKEN",  # not repeated
 }
 
 
