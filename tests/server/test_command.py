@@ -30,9 +30,7 @@ def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
         *("--port", "0", "--num-blocks", "1024"),
         *arguments,
     ]
-    own = ("INFLIGHT_", "VLLM_")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(own)}
-    environment["INFLIGHT_APIKEY"] = "a key that is misspelt"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("INFLIGHT_")}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         try:
             yield process
@@ -62,7 +60,10 @@ def serving(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], httpx.Clie
 
 
 @pytest.mark.parametrize("number_of_signal", [signal.SIGTERM, signal.SIGHUP])
-def test_a_stream_outlives_signals_and_the_exit_is_clean(number_of_signal: int, llm: LLM) -> None:
+def test_a_stream_outlives_signals_and_the_exit_is_clean(
+    number_of_signal: int, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_QWERTY", "1")
     arguments = ("--shutdown-timeout", "60", "--log-format", "json", "--trust-remote-code")
     with serving(*arguments) as (process, http, said):
         assert "inflight-builtin (bfloat16, context 4,096)" in said
@@ -71,7 +72,7 @@ def test_a_stream_outlives_signals_and_the_exit_is_clean(number_of_signal: int, 
         assert "its own process" in said
         lines = [json.loads(line) for line in said.splitlines()]
         told = [line["message"] for line in lines if line["level"] == "warning"]
-        assert [text.partition(":")[0] for text in told] == ["--trust-remote-code", "INFLIGHT_APIKEY is set"]
+        assert [text.partition(":")[0] for text in told] == ["--trust-remote-code", "VLLM_QWERTY is set"]
         assert lines[-1]["message"].startswith(f"inflight {__version__}")
         (line,) = [line for line in lines if line["logger"] == "inflight.loading"]
         assert (line["process"], line["level"]) == ("engine", "info")
