@@ -46,6 +46,10 @@ def measure(work: Workload, policy: str, options: argparse.Namespace) -> dict[st
     }
 
 
+# docs/continuous-batching.md has the same.
+COLUMNS = ("policy", "mean waste", "worst step", "running", "steps", "preemptions")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -74,11 +78,10 @@ def main() -> None:
         )
         for r in results
     ]
-    columns = ("policy", "mean waste", "worst step", "running", "steps", "preemptions")
     title = (
         f"KV waste, {options.requests} requests, blocks of {options.block_size}, {options.kv_tokens:,} places"
     )
-    show(title, columns, rows, options.json, {"benchmark": "kv_waste", "results": results})
+    show(title, COLUMNS, rows, options.json, {"benchmark": "kv_waste", "results": results})
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ def prefix(_: LoadedEngine) -> list[dict[str, Any]]:
         hits = stats.num_prefix_hits / stats.num_prefix_queries if stats.num_prefix_queries else 0.0
         rows.append(
             {
-                "prefix_cache": caching,
+                "prefix_cache": "on" if caching else "off",
                 "first_ms": waits[0],
                 "later_median_ms": statistics.median(waits[1:]),
                 "hits": hits,
@@ -150,6 +150,29 @@ def draw_curve(rows: list[dict[str, Any]]) -> str:
     )
 
 
+# What of each lesson is printed: title and shape, by name. docs/continuous-batching.md has the same titles.
+COLUMNS = {
+    "curve": {
+        "slots": ("slots", "{}"),
+        "tokens_per_second": ("output tokens/s", "{:,.0f}"),
+        "between_tokens_ms": ("ms between tokens", "{:.1f}"),
+        "mean_ttft": ("time to first token, mean", "{:.2f} s"),
+        "p50_latency": ("latency, p50", "{:.2f} s"),
+        "slot_use": ("slot use", "{:.0%}"),
+    },
+    "chunks": {
+        "chunk": ("tokens per step", "{:,}"),
+        "longest_gap_ms": ("longest gap", "{:.0f} ms"),
+        "median_gap_ms": ("usual gap", "{:.1f} ms"),
+        "long_prompt_first_token_ms": ("first token of the long prompt", "{:.0f} ms"),
+    },
+    "prefix": {
+        "prefix_cache": ("prefix cache", "{}"),
+        "first_ms": ("first question", "{:.0f} ms"),
+        "later_median_ms": ("the next fifteen, median", "{:.0f} ms"),
+        "hits": ("tokens found", "{:.0%}"),
+    },
+}
 LESSONS = {"curve": curve, "chunks": chunks, "prefix": prefix}
 
 
@@ -173,17 +196,9 @@ def main() -> None:
         show("", (), (), True, {"benchmark": "lessons", **data})
         return
     for name, rows in data.items():
-        wanted = [
-            "slots",
-            "tokens_per_second",
-            "between_tokens_ms",
-            "mean_ttft",
-            "p50_latency",
-            "slot_use",
-            "num_steps",
-        ]
-        columns = [column for column in rows[0] if name != "curve" or column in wanted]
-        show(name, columns, [[row[column] for column in columns] for row in rows], False, {})
+        columns = COLUMNS[name]
+        cells = [[shape.format(row[key]) for key, (_, shape) in columns.items()] for row in rows]
+        show(name, [title for title, _ in columns.values()], cells, False, {})
 
 
 if __name__ == "__main__":

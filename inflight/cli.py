@@ -13,7 +13,8 @@ import typer
 
 from inflight import __version__
 from inflight.bench.command import app as bench_app
-from inflight.compare.command import compare
+from inflight.command import InflightCommand
+from inflight.compare.command import CompareCommand, compare
 from inflight.config import ENGINE_OPTIONS
 from inflight.errors import EngineError, InflightError, PromptError
 from inflight.interrupts import interrupts_end_at_once
@@ -22,7 +23,7 @@ from inflight.outputs import RequestOutput
 from inflight.plan_command import plan
 from inflight.pooling_commands import embed, rerank
 from inflight.replica_commands import app as replicas_app
-from inflight.server.command import serve
+from inflight.server.command import ServeCommand, serve
 
 app = typer.Typer(
     help="An LLM serving engine whose unit of scheduling is one token, not one request.",
@@ -41,7 +42,8 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it.")
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit."),
     ] = False,
 ) -> None:
     pass
@@ -53,10 +55,19 @@ def _sampling(text: str, *names: str) -> Any:
 
 # The engine's options that `generate` has flags for.
 GENERATE_OPTIONS = (
-    *("device", "dtype", "load_format", "policy", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
+    *(
+        "device",
+        "chat_template",
+        "dtype",
+        "load_format",
+        "policy",
+        "max_model_len",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+    ),
     *("max_kv_tokens", "kv_cache_memory", "gpu_memory_utilization", "enable_prefix_caching", "enforce_eager"),
 )
-_PROMPTS_FILE = typer.Option(help="A file with one prompt a line; - is standard input.")
+_PROMPTS_FILE = typer.Option(help="A file with one prompt per line; - is standard input.")
 _MAX_TOKENS = _sampling("Longest answer. Without it: the checkpoint's own limit, or the end of the context.")
 _TEMPERATURE = _sampling("0 is greedy. Without it, as for those below: what the checkpoint recommends.")
 _TOP_P = _sampling("Keep the most likely tokens up to this share of probability.")
@@ -66,7 +77,7 @@ _STOP = _sampling("End the answer before this text; may be repeated.")
 _LOGPROBS = _sampling("Report this many of the most likely tokens at each place (with --json).")
 
 
-@app.command()
+@app.command(cls=InflightCommand)
 @with_flags((ENGINE_OPTIONS[name] for name in GENERATE_OPTIONS), panel="Engine")
 def generate(
     model: Annotated[str | None, argument(ENGINE_OPTIONS["model"])] = None,
@@ -75,7 +86,9 @@ def generate(
     ] = None,
     prompts_file: Annotated[Path | None, _PROMPTS_FILE] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Send each prompt as a user message.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a prompt, a line each.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object per prompt, one per line.")
+    ] = False,
     max_tokens: Annotated[int | None, _MAX_TOKENS] = None,
     temperature: Annotated[float | None, _TEMPERATURE] = None,
     top_p: Annotated[float | None, _TOP_P] = None,
@@ -83,7 +96,7 @@ def generate(
     min_p: Annotated[float | None, _MIN_P] = None,
     repetition_penalty: Annotated[float | None, _PENALTY] = None,
     seed: Annotated[int | None, _sampling("Same seed, same answer, whatever else runs.")] = None,
-    n: Annotated[int | None, _sampling("Answers a prompt.", "-n")] = None,
+    n: Annotated[int | None, _sampling("Answers per prompt.", "-n")] = None,
     stop: Annotated[list[str] | None, _STOP] = None,
     logprobs: Annotated[int | None, _LOGPROBS] = None,
     ignore_eos: Annotated[bool, _sampling("Go on after the end token.", "--ignore-eos")] = False,
@@ -126,11 +139,10 @@ def _answer(
     return llm.generate(prompts, params)
 
 
-app.command()(embed)
-app.command()(rerank)
-app.command()(compare)
-app.command()(plan)
-app.command()(serve)
+for command in (embed, rerank, plan):
+    app.command(cls=InflightCommand)(command)
+app.command(cls=CompareCommand)(compare)
+app.command(cls=ServeCommand)(serve)
 app.add_typer(bench_app, name="bench")
 app.add_typer(replicas_app, name="replicas")
 

@@ -23,7 +23,13 @@ class ModelConfig:
         None, MODEL, "A folder with a checkpoint, or a hub id.", unset="the built-in model"
     )
     tokenizer: str | None = option(None, MODEL, "A folder or hub id to take the tokenizer from.")
-    revision: str | None = option(None, MODEL, "Of the hub's repository.")
+    chat_template: str | None = option(
+        None, MODEL, "A file with a chat template, or its text.", unset="the checkpoint's"
+    )
+    revision: str | None = option(None, MODEL, "Branch, tag or commit of the hub's repository.")
+    download_dir: str | None = option(
+        None, MODEL, "Folder for what comes from the hub.", unset="the cache of Hugging Face"
+    )
     dtype: str = option(
         "auto",
         MODEL,
@@ -37,15 +43,15 @@ class ModelConfig:
         choices=("auto", "safetensors", "dummy"),
     )
     device: str = option("auto", MODEL, "auto, cpu, cuda or cuda:<index>. auto: a GPU where there is one.")
-    enforce_eager: bool = option(False, MODEL, "On a GPU: no captured graphs.")
+    enforce_eager: bool = option(False, MODEL, "On a GPU: run without captured CUDA graphs.")
     max_model_len: int | None = option(
         None,
         MODEL,
-        "Longest prompt and answer together.",
+        "Longest context: prompt and answer together.",
         at_least=2,
         unset="what the checkpoint and the memory allow",
     )
-    seed: int = option(0, MODEL, "Of requests that give none.", at_least=0)
+    seed: int = option(0, MODEL, "Seed of requests that give none.", at_least=0)
     tool_call_parser: str | None = option(
         None,
         MODEL,
@@ -77,7 +83,7 @@ class CacheConfig:
     """KV memory."""
 
     block_size: int = option(16, MEMORY, "Tokens in a KV block.", at_least=1, at_most=1024)
-    enable_prefix_caching: bool = option(True, MEMORY, "Compute shared beginnings once.")
+    enable_prefix_caching: bool = option(True, MEMORY, "Compute a beginning that prompts share only once.")
     kv_cache_memory: int | None = option(None, MEMORY, "Memory for keys and values, in bytes.", at_least=1)
     num_blocks: int | None = option(None, MEMORY, "KV blocks, in place of the memory figures.", at_least=1)
     gpu_memory_utilization: float = option(
@@ -100,11 +106,17 @@ class SchedulerConfig:
         "continuous", SCHEDULING, "continuous, static, sequential, priority, fair, or module:Class."
     )
     max_num_seqs: int | None = option(
-        None, SCHEDULING, "Requests in the running batch.", at_least=1, unset="1,024 on a GPU, 256 on a CPU"
+        None,
+        SCHEDULING,
+        "Most requests in the running batch.",
+        at_least=1,
+        unset="1,024 on a GPU, 256 on a CPU",
     )
-    max_num_batched_tokens: int | None = option(None, SCHEDULING, "Tokens computed in one step.", at_least=1)
+    max_num_batched_tokens: int | None = option(
+        None, SCHEDULING, "Most tokens that one step computes.", at_least=1
+    )
     max_kv_tokens: int | None = option(
-        None, SCHEDULING, "Tokens resident across all running requests.", at_least=1
+        None, SCHEDULING, "Most tokens in KV memory over all running requests.", at_least=1
     )
     max_queue: int | None = option(
         None,
@@ -116,7 +128,7 @@ class SchedulerConfig:
     target_step_ms: float | None = option(
         0.0,
         SCHEDULING,
-        "Cut prompts so that streams wait about so long for a token; 0: never for that.",
+        "Cut prompts so that a stream waits about so many milliseconds for its next token; 0: no such limit.",
         at_least=0,
         unit="milliseconds",
         unset="14 on a GPU, 100 on a CPU",
@@ -211,7 +223,9 @@ class ProcessConfig:
         above=0,
         at_most=math.inf,
     )
-    log_format: str = option("text", WATCHING, "text, or json: one object a line.", choices=("text", "json"))
+    log_format: str = option(
+        "text", WATCHING, "text, or json: one object per line.", choices=("text", "json")
+    )
     environment: Mapping[str, str] = field(
         default_factory=dict
     )  # variables that it has beside those of this one

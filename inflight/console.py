@@ -1,13 +1,27 @@
-"""What commands that measure have in common."""
+"""What commands have in common: packages that may be missing, files to write, a bar of progress."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from inflight.errors import ConfigError
+
+
+@contextmanager
+def needs_extra(name: str) -> Iterator[None]:
+    """In it, a package that is not installed is told with what installs it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("", "inflight"):
+            raise
+        raise ConfigError(f"{package} is missing: pip install 'inflight-llm[{name}]'") from None
 
 
 def check_writable(path: Path) -> None:

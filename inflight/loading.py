@@ -118,7 +118,7 @@ def load_engine(config: EngineConfig, progress: LoadProgress | None = None) -> L
     policy = _policy(config.scheduler)  # first of all: a wrong name should not take minutes to show
     check_parsers(model)
     place = platform(model.device)
-    checkpoint = open_checkpoint(_model(config), model.revision, model.load_format, model.hf_config)
+    checkpoint = _open(config, model.load_format)
     tokenizer = _load_tokenizer(config, checkpoint)
     load = _load_decoder if encoder_architecture(checkpoint.config) is None else _load_encoder
     return load(config, policy, place, checkpoint, tokenizer, progress)
@@ -219,7 +219,7 @@ def load_rank(config: EngineConfig, memory: RankMemory) -> LoadedRank:
     from inflight.execution.parallel.follower import LoadedRank
 
     model = config.model
-    checkpoint = open_checkpoint(_model(config), model.revision, model.load_format, model.hf_config)
+    checkpoint = _open(config, model.load_format)
     tokenizer = _load_tokenizer(config, checkpoint)
     plan = plan_decoder(_model(config), checkpoint, _plain_ids(tokenizer))
     context = resolve_context(plan.spec, model.max_model_len)
@@ -304,8 +304,12 @@ def load_core(config: EngineConfig, progress: LoadProgress) -> tuple[EngineCore,
 
 def open_model(config: EngineConfig) -> tuple[Checkpoint, str]:
     """The checkpoint without its weights, which need not be there, and what it is called."""
+    return _open(config, "dummy"), _model(config)
+
+
+def _open(config: EngineConfig, load_format: str) -> Checkpoint:
     model = config.model
-    return open_checkpoint(_model(config), model.revision, "dummy", model.hf_config), _model(config)
+    return open_checkpoint(_model(config), model.revision, load_format, model.hf_config, model.download_dir)
 
 
 def _model(config: EngineConfig) -> str:
@@ -317,13 +321,14 @@ def _load_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer |
     if model.skip_tokenizer_init:
         return None
     if model.tokenizer is not None:
-        folder: Path | None = open_checkpoint(model.tokenizer, load_format="dummy").folder
+        other = open_checkpoint(model.tokenizer, load_format="dummy", download_dir=model.download_dir)
+        folder: Path | None = other.folder
     else:
         folder = checkpoint.folder
     if folder is None:
         return None
     try:
-        return Tokenizer.load(folder)
+        return Tokenizer.load(folder, model.chat_template)
     except ModelError:
         if model.load_format == "dummy" and model.tokenizer is None:
             return None  # a config alone is enough for random weights

@@ -5,15 +5,20 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from inflight.errors import ConfigError
+from inflight.habits.arguments import SIMILAR, listed
+from inflight.habits.habit import Habits, as_text
+from inflight.habits.variables import SERVICE_LINK, habitual
 from inflight.option import Option
 
 PREFIX = "INFLIGHT_"
+OTHER_VARIABLES = ("CONFIG", "CACHE", "NATIVE", "BENCH_API_KEY")  # of ours that are no options
 
 _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off", ""}
 _NAMES = {int: "an integer", float: "a number", bool: "true or false", tuple: "a list of strings"}
@@ -24,12 +29,16 @@ def gather(
     flags: Mapping[str, Any],
     environment: Mapping[str, str],
     file: str | None = None,
+    habits: Habits | None = None,
 ) -> dict[str, Any]:
     """The values given for these options, by name. `flags` holds only what was given; the file may also be named by
-    a variable."""
+    a variable, and have lines of other engines."""
     file = file or environment.get(f"{PREFIX}CONFIG")
-    from_file = read_file(options, Path(file)) if file else {}
-    return {**from_file, **read_environment(options, environment), **flags}
+    from_file = read_file(options, Path(file), habits or Habits()) if file else {}
+    from_habit: dict[str, Any] = {}
+    for arguments, _ in habitual(environment) if habits is not None else ():
+        from_habit |= from_arguments(options, arguments)
+    return {**from_file, **from_habit, **read_environment(options, environment), **flags}
 
 
 # ---- flags ----
@@ -70,13 +79,26 @@ def with_flags(
 def _flag(option: Option, panel: str) -> inspect.Parameter:
     """It is None when not given, so that variables and the file can speak."""
     names = f"{option.flag}/--no-{option.flag[2:]}" if option.kind is bool else option.flag
-    text = option.help.replace("[", r"\[")  # brackets are markup to typer
     flags = (names, option.short) if option.short else (names,)
-    shown = typer.Option(*flags, help=text, rich_help_panel=panel, show_default=option.default_text or False)
+    shown = typer.Option(
+        *flags, help=option.help, rich_help_panel=panel, show_default=option.default_text or False
+    )
     kind: Any = list[str] if option.kind is tuple else option.kind
     return inspect.Parameter(
         option.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, shown]
     )
+
+
+def from_arguments(options: Mapping[str, Option], arguments: list[str]) -> dict[str, Any]:
+    """The option that a flag and its value set."""
+    if not arguments:
+        return {}
+    flag, *values = arguments
+    name = flag.removeprefix("--").replace("-", "_")
+    if not values:
+        return {name.removeprefix("no_"): not name.startswith("no_")}
+    kind = options[name].kind
+    return {name: tuple(values) if kind is tuple else _parse(flag, values[0], kind)}
 
 
 # ---- variables ----
@@ -93,6 +115,20 @@ def read_environment(options: Mapping[str, Option], environment: Mapping[str, st
     return values
 
 
+def unread(options: Mapping[str, Option], environment: Mapping[str, str]) -> list[str]:
+    """What to tell about variables that look as if they were meant, and do nothing."""
+    known = {f"{PREFIX}{name.upper()}": option for name, option in options.items()}
+    names = [*known, *(f"{PREFIX}{name}" for name in OTHER_VARIABLES)]
+    found = [told for _, told in habitual(environment) if told]
+    for name in sorted(name for name in environment if name.startswith(PREFIX)):
+        if name not in names and not SERVICE_LINK.fullmatch(name):
+            alike = get_close_matches(name, names, n=1, cutoff=SIMILAR)
+            found.append(f"{name} is set: nothing reads it{f'; {alike[0]} is meant?' if alike else ''}")
+        elif name in known and known[name].kind is tuple and not environment[name].strip(" ,"):
+            found.append(f"{name} is empty: that is as if it were not set")
+    return found
+
+
 def _parse(name: str, text: str, kind: type) -> Any:
     """The value that a variable spells."""
     if kind is bool:
@@ -100,7 +136,7 @@ def _parse(name: str, text: str, kind: type) -> Any:
             return text.lower() in _TRUE
         raise ConfigError(f"{name} is {text!r}: it must be true or false")
     if kind is tuple:
-        return tuple(item.strip() for item in text.split(",") if item.strip())
+        return tuple(listed(text) or (item.strip() for item in text.split(",") if item.strip()))
     if kind in (int, float):
         try:
             return kind(text)
@@ -112,16 +148,20 @@ def _parse(name: str, text: str, kind: type) -> Any:
 # ---- files ----
 
 
-def read_file(options: Mapping[str, Option], path: Path) -> dict[str, Any]:
+def read_file(options: Mapping[str, Option], path: Path, habits: Habits) -> dict[str, Any]:
     """Options from a YAML file (JSON is YAML too), by the names of the flags."""
     found = read_yaml(path, "the configuration file")
     if found is None:
         return {}
     if not isinstance(found, dict):
         raise ConfigError(f"{path} holds a {type(found).__name__}: it must map options to values")
-    values = {}
+    values: dict[str, Any] = {}
     for key, value in found.items():
         name = str(key).replace("-", "_")
+        habit = habits.find(flag := f"--{name.replace('_', '-')}")
+        if habit is not None and (name not in options or isinstance(value, str)):
+            values |= from_arguments(options, habit.arguments(flag, as_text(value)))
+            continue
         if name not in options:
             raise ConfigError(f"{path}: unknown option {key!r}: allowed are {', '.join(options)}")
         values[name] = _typed(f"{key} in {path}", value, options[name])

@@ -38,7 +38,7 @@ _TRUNCATE = typer.Option(help="Cut texts that are longer than the model reads, o
 _FILES = typer.Argument(
     help="Each file is a document; of one file, or of - (standard input), each line is one."
 )
-_TEXTS = typer.Argument(help="Texts; - is standard input, a text a line.")
+_TEXTS = typer.Argument(help="Texts; - is standard input, one text per line.")
 
 
 @with_flags((ENGINE_OPTIONS[name] for name in POOLING_OPTIONS), panel="Engine")
@@ -48,8 +48,10 @@ def rerank(
     model: Annotated[str | None, _MODEL] = None,
     top_n: Annotated[int | None, typer.Option(min=1, help="Show only the best.", show_default="all")] = None,
     truncate: Annotated[bool, _TRUNCATE] = True,
-    max_tokens_per_doc: Annotated[int | None, typer.Option(min=1, help="Cut documents to so many.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    max_tokens_per_doc: Annotated[
+        int | None, typer.Option(min=1, help="Cut documents to this many tokens.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     **engine: Any,
 ) -> None:
     """Order documents by how well they answer a query, the best first."""
@@ -76,11 +78,13 @@ def embed(
     prompt_name: Annotated[
         str | None, typer.Option(help="One of the model's own prompts, to put before each text.")
     ] = None,
-    dimensions: Annotated[int | None, typer.Option(help="Of models that were trained for fewer.")] = None,
+    dimensions: Annotated[
+        int | None, typer.Option(help="Fewer dimensions, of models that were trained for it.")
+    ] = None,
     truncate: Annotated[bool, _TRUNCATE] = False,
     **engine: Any,
 ) -> None:
-    """Print the embeddings of texts, as one JSON object a line."""
+    """Print the embeddings of texts, one JSON object per line."""
     given = [line.text for line in _lines(STDIN)] if texts == [STDIN] else texts
     llm = _load(model, "embedder", engine, show=True)
     outputs = llm.embed(given, prompt_name=prompt_name, dimensions=dimensions, truncate=truncate)

@@ -10,6 +10,7 @@ from urllib.parse import quote
 
 import typer
 
+from inflight.command import Command
 from inflight.errors import ConfigError, EngineError
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="See and change the replicas of a running server.", no_args_is_help=True)
 
-_URL = Annotated[str, typer.Option(help="Of the server.")]
+_URL = Annotated[str, typer.Option(help="Address of the server.")]
 _KEY = Annotated[
     str | None,
     typer.Option(help="The server's admin key; to list, an API key will do. Better in INFLIGHT_ADMIN_KEY."),
@@ -36,37 +37,37 @@ _COLUMNS = (
 )
 
 
-@app.command("list")
+@app.command("list", cls=Command)
 def list_replicas(url: _URL = _ADDRESS, key: _KEY = None) -> None:
     """How each replica does."""
     _show(_call("GET", url, "", key))
 
 
-@app.command()
+@app.command(cls=Command)
 def add(url: _URL = _ADDRESS, key: _KEY = None) -> None:
     """Start one more, and wait until it is ready."""
     _show(_call("POST", url, "", key))
 
 
-@app.command()
+@app.command(cls=Command)
 def drain(replica: _NAME, url: _URL = _ADDRESS, key: _KEY = None) -> None:
     """Give it no new requests."""
     _show(_call("POST", url, f"/{quote(replica, safe='')}/drain", key))
 
 
-@app.command()
+@app.command(cls=Command)
 def remove(replica: _NAME, url: _URL = _ADDRESS, key: _KEY = None) -> None:
     """Drain it and end it; what still runs on it after --shutdown-timeout goes on elsewhere."""
     _show(_call("DELETE", url, f"/{quote(replica, safe='')}", key))
 
 
-@app.command()
+@app.command(cls=Command)
 def restart(replica: _NAME, url: _URL = _ADDRESS, key: _KEY = None) -> None:
     """Drain it and start another engine in its place."""
     _show(_call("POST", url, f"/{quote(replica, safe='')}/restart", key))
 
 
-@app.command()
+@app.command(cls=Command)
 def roll(url: _URL = _ADDRESS, key: _KEY = None) -> None:
     """Restart all of them, one after the other; no request fails."""
     _show(_call("POST", url, "/roll", key))

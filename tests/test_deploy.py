@@ -207,7 +207,7 @@ def ray_commands() -> list[list[str]]:
 def options(monkeypatch: pytest.MonkeyPatch) -> list[ServerConfig]:
     """What servers were started with, none of which really was."""
     started: list[ServerConfig] = []
-    monkeypatch.setattr("inflight.server.run.run", started.append)
+    monkeypatch.setattr("inflight.server.run.run", lambda options, _: started.append(options))
     return started
 
 

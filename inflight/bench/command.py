@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
-from typer.core import TyperCommand
 
-from inflight.console import check_writable, progress_bar
+from inflight.command import InflightCommand
+from inflight.console import check_writable, needs_extra, progress_bar
 from inflight.errors import ConfigError, EngineError, ParameterError
+from inflight.habits.bench_flags import BENCH_HABITS
 
 if TYPE_CHECKING:
     from inflight.bench.report import Run
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from inflight.bench.server import ServerAddress
     from inflight.bench.workload import ServingWorkload
 
+DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8000
+DEFAULT_URL = f"http://{DEFAULT_HOST}:{DEFAULT_PORT}"
 DEFAULT_REQUESTS = 400
 MAX_ID = 10_000  # ids below it are in nearly every vocabulary
 
@@ -33,20 +36,8 @@ def root() -> None:
     """Measure."""
 
 
-class _ManyRates(TyperCommand):
-    """Takes `--rate 8 16 inf` for `--rate 8 --rate 16 --rate inf`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        found: list[str] = []
-        after_rate = False
-        for arg in args:
-            after_rate = after_rate and not arg.startswith("-")
-            if after_rate and found[-1] != "--rate":
-                found.append("--rate")
-            found.append(arg)
-            after_rate = after_rate or arg == "--rate"
-        rest: list[str] = super().parse_args(ctx, found)
-        return rest
+class BenchCommand(InflightCommand):
+    habits = BENCH_HABITS
 
 
 def _load(text: str, *names: str, **more: Any) -> Any:
@@ -61,16 +52,20 @@ def _output(text: str, *names: str) -> Any:
     return typer.Option(*names, rich_help_panel="Output", help=text)
 
 
-_RATE = _load("Requests a second, or inf for all at once; several are measured one after the other.")
-_PARAMETERS = _load("More of every body, as JSON: '{\"top_p\": 0.9}'.")
+_RATE = _load("Requests per second, or inf for all at once; several are measured one after the other.")
+_PARAMETERS = _load("More parameters for every request, as JSON: '{\"top_p\": 0.9}'.")
 _DATASET = _load("JSON lines with prompt or messages, and max_tokens if it is fixed.")
-_NUMBER = _load("How many.", min=1, show_default="400, or those of the dataset")
+_NUMBER = _load("Number of requests.", min=1, show_default="400, or those of the dataset")
 
 
-@app.command(cls=_ManyRates)
+@app.command(cls=BenchCommand)
 def serve(
-    url: Annotated[str, _target("Where the server is.")] = "http://127.0.0.1:8000",
-    model: Annotated[str | None, _target("Its name there.", show_default="the first that is served")] = None,
+    url: Annotated[str | None, _target("Where the server is.", show_default=DEFAULT_URL)] = None,
+    host: Annotated[str | None, _target("In place of --url: the server's name or address.")] = None,
+    port: Annotated[int | None, _target("In place of --url: its port.", min=1, max=65535)] = None,
+    model: Annotated[
+        str | None, _target("The model's name there.", show_default="the first that is served")
+    ] = None,
     endpoint: Annotated[
         Literal["completions", "chat"], _target("Prompts are ids, or conversations of random words.")
     ] = "completions",
@@ -83,16 +78,14 @@ def serve(
     prompt_len: Annotated[str, _load("Tokens of a prompt, LOW:HIGH.")] = "100:1024",
     output_len: Annotated[str, _load("Tokens of an answer, LOW:HIGH.")] = "32:256",
     dataset: Annotated[Path | None, _DATASET] = None,
-    seed: Annotated[int, _load("Of lengths, prompts and moments.")] = 0,
-    concurrency: Annotated[
-        int | None, _load("At most so many requests at once (closed loop).", min=1)
-    ] = None,
-    ramp: Annotated[float, _load("Seconds in which the rate grows from nothing.", min=0.0)] = 0.0,
-    warmup: Annotated[int, _load("Requests before, that are not counted.", min=0)] = 8,
+    seed: Annotated[int, _load("Seed of lengths, prompts and moments.")] = 0,
+    concurrency: Annotated[int | None, _load("Most requests at a time (closed loop).", min=1)] = None,
+    ramp: Annotated[float, _load("Seconds in which the rate grows from zero.", min=0.0)] = 0.0,
+    warmup: Annotated[int, _load("Requests beforehand that are not counted.", min=0)] = 8,
     temperature: Annotated[float, _load("0 is greedy.")] = 0.0,
     ignore_eos: Annotated[bool, _load("Answers have the length asked for.")] = True,
     parameters: Annotated[str | None, _PARAMETERS] = None,
-    processes: Annotated[int, _load("Of the client, a core each.", min=1, max=256)] = 1,
+    processes: Annotated[int, _load("Processes of the client, one core each.", min=1, max=256)] = 1,
     as_json: Annotated[
         str | None, _output("Write the figures to a file, or - to print them.", "--json")
     ] = None,
@@ -105,15 +98,15 @@ def serve(
     server that streams OpenAI's API.
     """
     _check_files(as_json, plot)
-    _check_packages()
-    from inflight.bench.server import ServerAddress
-    from inflight.bench.workload import Range, ServingWorkload, parse_rate, read_dataset
+    with needs_extra("server"):
+        from inflight.bench.server import ServerAddress
+        from inflight.bench.workload import Range, ServingWorkload, parse_rate, read_dataset
 
     rates = [parse_rate(text) for given in rate or ["inf"] for text in given.split(",")]
     prompts, outputs = Range.parse("prompt_len", prompt_len), Range.parse("output_len", output_len)
     lines = () if dataset is None else read_dataset(dataset, endpoint)
     more = {"temperature": temperature, **_parse_parameters(parameters)}
-    server = ServerAddress.parse(url, api_key)
+    server = ServerAddress.parse(_url(url, host, port), api_key)
     server.wait_until_loaded()
     name = model or server.model()
     drawn = endpoint == "completions" and not lines
@@ -135,12 +128,13 @@ def serve(
     _tell(runs, workload, server.url, as_json, plot, quiet)
 
 
-def _check_packages() -> None:
-    try:
-        import httptools  # noqa: F401
-        import msgspec  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(f"{error.name} is missing: pip install 'inflight-llm[server]'") from None
+def _url(url: str | None, host: str | None, port: int | None) -> str:
+    if url is None:
+        name = host or DEFAULT_HOST
+        return f"http://{f'[{name}]' if ':' in name else name}:{port or DEFAULT_PORT}"
+    if host is not None or port is not None:
+        raise ConfigError("url is given together with host or port: give the one or the others")
+    return url
 
 
 def _measure(

@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from inflight.command import InflightCommand
 from inflight.config import ENGINE_OPTIONS, EngineConfig
 from inflight.console import check_writable, progress_bar
 from inflight.errors import ConfigError, ParameterError
+from inflight.habits.habit import ANY, Habit, Habits
+from inflight.habits.serve_flags import SERVE_HABITS
 from inflight.interrupts import interrupts_end_at_once
 from inflight.option_sources import argument
 
@@ -22,6 +25,19 @@ if TYPE_CHECKING:
     from inflight.compare.report import Comparison
     from inflight.compare.rerank import RerankComparison
     from inflight.compare.shown import Shown
+
+
+class CompareCommand(InflightCommand):
+    """Its options were called otherwise once."""
+
+    habits = Habits(
+        (
+            *SERVE_HABITS.rows,
+            Habit("--requests N", {ANY: "--num-requests {}"}),
+            Habit("--batch-size N", {ANY: "--max-num-seqs {}"}),
+        )
+    )
+
 
 DEFAULT_STRATEGIES = "sequential,static,continuous"
 WORKLOAD = "Workload"
@@ -38,7 +54,9 @@ def compare(
             help="Answers that are generated, or pairs of a question and a passage that are scored.",
         ),
     ] = "chat",
-    requests: Annotated[int, typer.Option(min=1, rich_help_panel=WORKLOAD)] = 64,
+    num_requests: Annotated[
+        int, typer.Option("--num-requests", min=1, rich_help_panel=WORKLOAD, help="Number of requests.")
+    ] = 64,
     arrival: Annotated[
         str,
         typer.Option(
@@ -47,7 +65,9 @@ def compare(
             help="All at once, or at random moments, RATE a second on average.",
         ),
     ] = "burst",
-    batch_size: Annotated[int, typer.Option(min=1, rich_help_panel=WORKLOAD, help="Slots.")] = 16,
+    max_num_seqs: Annotated[
+        int, typer.Option(min=1, rich_help_panel=WORKLOAD, help="Slots: most requests in the running batch.")
+    ] = 16,
     lengths: Annotated[
         str,
         typer.Option(
@@ -58,21 +78,30 @@ def compare(
     ] = "real",
     max_tokens: Annotated[
         int | None,
-        typer.Option(rich_help_panel=WORKLOAD, help="An answer's longest.", show_default="768, ragged 256"),
+        typer.Option(rich_help_panel=WORKLOAD, help="Longest answer.", show_default="768, ragged 256"),
     ] = None,
     temperature: Annotated[
-        float | None, typer.Option(rich_help_panel=WORKLOAD, show_default="the checkpoint's")
+        float | None,
+        typer.Option(rich_help_panel=WORKLOAD, help="0 is greedy.", show_default="the checkpoint's"),
     ] = None,
     seed: Annotated[
-        int, typer.Option(rich_help_panel=WORKLOAD, help="Of prompts, arrivals and sampling.")
+        int, typer.Option(rich_help_panel=WORKLOAD, help="Seed of prompts, arrivals and sampling.")
     ] = 0,
     strategies: Annotated[
         str, typer.Option(rich_help_panel=WORKLOAD, help="Names of policies, with commas between.")
     ] = DEFAULT_STRATEGIES,
-    as_json: Annotated[bool, typer.Option("--json", rich_help_panel=OUTPUT, help="One JSON object.")] = False,
-    html: Annotated[Path | None, typer.Option(rich_help_panel=OUTPUT, help="Write a page.")] = None,
-    svg: Annotated[Path | None, typer.Option(rich_help_panel=OUTPUT, help="Write the picture.")] = None,
-    png: Annotated[Path | None, typer.Option(rich_help_panel=OUTPUT, help="Write the picture.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", rich_help_panel=OUTPUT, help="Print one JSON object.")
+    ] = False,
+    html: Annotated[
+        Path | None, typer.Option(rich_help_panel=OUTPUT, help="Write a page to this file.")
+    ] = None,
+    svg: Annotated[
+        Path | None, typer.Option(rich_help_panel=OUTPUT, help="Write the picture as SVG.")
+    ] = None,
+    png: Annotated[
+        Path | None, typer.Option(rich_help_panel=OUTPUT, help="Write the picture as PNG.")
+    ] = None,
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", rich_help_panel=OUTPUT, help="Print no table, no picture.")
     ] = False,
@@ -97,16 +126,16 @@ def compare(
     if reranks and model is None:
         model, shown = str(builtin_folder("reranker")), "the built-in reranker"
     coming = Arrival.parse(arrival)
-    asked = Workload(requests, coming, lengths, max_tokens, temperature, seed)
-    engine = load_engine(EngineConfig.create(model, max_num_seqs=batch_size, policy=names[0]))
+    asked = Workload(num_requests, coming, lengths, max_tokens, temperature, seed)
+    engine = load_engine(EngineConfig.create(model, max_num_seqs=max_num_seqs, policy=names[0]))
     comparison: Comparison | RerankComparison
     try:
-        with _progress(requests, show=not quiet and sys.stderr.isatty()) as progress:
+        with _progress(num_requests, show=not quiet and sys.stderr.isatty()) as progress:
             if reranks:
-                pairs = PairWorkload(requests, coming, seed)
-                comparison = compare_reranking(engine, pairs, names, batch_size, shown, progress)
+                pairs = PairWorkload(num_requests, coming, seed)
+                comparison = compare_reranking(engine, pairs, names, max_num_seqs, shown, progress)
             else:
-                comparison = compare_generating(engine, asked, names, batch_size, shown, progress)
+                comparison = compare_generating(engine, asked, names, max_num_seqs, shown, progress)
     finally:
         engine.close()
     _write(comparison, html, svg, png)

@@ -15,7 +15,7 @@ def _seconds(value: float) -> str:
     return f"{value:,.2f} s"
 
 
-_ROWS: tuple[tuple[str, Cell], ...] = (
+ROWS: tuple[tuple[str, Cell], ...] = (
     ("total time", lambda result: _seconds(result.figures.total_time)),
     ("output tokens/s", lambda result: f"{result.figures.tokens_per_second:,.0f}"),
     ("time to first token, mean", lambda result: _seconds(result.figures.mean_ttft)),
@@ -31,7 +31,7 @@ _ROWS: tuple[tuple[str, Cell], ...] = (
 def rows(comparison: Comparison) -> list[tuple[str, list[str]]]:
     """A name and a cell for every strategy, row by row."""
     results = list(comparison.results.values())
-    found = [(name, [cell(result) for result in results]) for name, cell in _ROWS]
+    found = [(name, [cell(result) for result in results]) for name, cell in ROWS]
     use = [result.figures.gpu_utilization for result in results]
     if any(share is not None for share in use):
         found.append(("GPU utilisation", ["" if share is None else f"{share:.0%}" for share in use]))

@@ -38,7 +38,7 @@ class Frontend:
         """Before an engine elsewhere, which told its facts."""
         check_parsers(config.model)
         folder = facts.tokenizer_folder
-        tokenizer = None if folder is None else Tokenizer.load(Path(folder))
+        tokenizer = None if folder is None else Tokenizer.load(Path(folder), config.model.chat_template)
         input_processor = InputProcessor.create(
             tokenizer, facts.vocab_size, facts.max_model_len, facts.eos_token_ids, config.model.seed
         )

@@ -33,13 +33,15 @@ def open_checkpoint(
     revision: str | None = None,
     load_format: str = "auto",
     hf_config: Mapping[str, Any] | None = None,
+    download_dir: str | None = None,
 ) -> Checkpoint:
     """Find `model`, a folder or a hub id. With load_format="dummy" no weights are looked for, and with
-    `hf_config`, which stands in for config.json, there need not even be a folder."""
+    `hf_config`, which stands in for config.json, there need not even be a folder. What comes from the hub is kept in
+    `download_dir`, or where the hub's client keeps it."""
     dummy = load_format == "dummy"
     if dummy and hf_config is not None and not Path(model).is_dir():
         return Checkpoint(None, dict(hf_config))
-    folder = _folder(model, revision, weights=not dummy)
+    folder = _folder(model, revision, download_dir, weights=not dummy)
     config = dict(hf_config) if hf_config is not None else read_object(folder, CONFIG)
     if config is None:
         raise ModelError(f"{folder} has no {CONFIG}: is it the folder of a checkpoint?")
@@ -47,7 +49,7 @@ def open_checkpoint(
     return Checkpoint(folder, config, generation_config, () if dummy else _weight_files(folder))
 
 
-def _folder(model: str, revision: str | None, weights: bool) -> Path:
+def _folder(model: str, revision: str | None, download_dir: str | None, weights: bool) -> Path:
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder
@@ -59,10 +61,10 @@ def _folder(model: str, revision: str | None, weights: bool) -> Path:
         raise ModelError(
             f"{model!r} does not exist: give a folder with a checkpoint, or a hub id (owner/name)"
         )
-    return _download(model, revision, weights)
+    return _download(model, revision, download_dir, weights)
 
 
-def _download(model: str, revision: str | None, weights: bool) -> Path:
+def _download(model: str, revision: str | None, download_dir: str | None, weights: bool) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
@@ -73,7 +75,11 @@ def _download(model: str, revision: str | None, weights: bool) -> Path:
     patterns = [*TEXT_FILES, "*.safetensors"] if weights else list(TEXT_FILES)
     try:
         path = snapshot_download(
-            model, revision=revision, allow_patterns=patterns, ignore_patterns=list(REPEATED_FILES)
+            model,
+            revision=revision,
+            cache_dir=download_dir,
+            allow_patterns=patterns,
+            ignore_patterns=list(REPEATED_FILES),
         )
     except Exception as error:  # the hub client raises its own, the HTTP client's and the system's errors
         at = f" at revision {revision!r}" if revision else ""

@@ -7,15 +7,26 @@ from typing import Annotated, Any
 
 import typer
 
+from inflight.command import NOTES, InflightCommand
+from inflight.console import needs_extra
+from inflight.habits.serve_flags import SERVE_HABITS
 from inflight.interrupts import interrupts_end_at_once
-from inflight.option_sources import argument, gather, with_flags
+from inflight.option_sources import argument, gather, unread, with_flags
 from inflight.server.config import SERVE_OPTIONS, ServerConfig
 
-_CONFIG = typer.Option(help="A YAML file with options, by the names of the flags.", rich_help_panel="Life")
+
+class ServeCommand(InflightCommand):
+    """Tells its notes in its own logs."""
+
+    tells_notes = False
+
+
+_CONFIG = typer.Option(help="A YAML file with options, by the names of the flags.")
 
 
 @with_flags(option for name, option in SERVE_OPTIONS.items() if name != "model")
 def serve(
+    ctx: typer.Context,
     model: Annotated[str | None, argument(SERVE_OPTIONS["model"])] = None,
     config: Annotated[str | None, _CONFIG] = None,
     **flags: Any,
@@ -23,12 +34,13 @@ def serve(
     """Serve a model over HTTP with OpenAI's API.
 
     Every option can also be given as INFLIGHT_NAME in the environment or as a line of the --config file;
-    flags win over variables, variables over the file.
+    flags win over variables, variables over the file. Flags of `vllm serve` are known: docs/from-vllm.md.
     """
     if model is not None:
         flags["model"] = model
-    options = ServerConfig.create(**gather(SERVE_OPTIONS, flags, os.environ, config))
-    with interrupts_end_at_once():
-        from inflight.server.run import run  # torch and the server's packages are loaded only now
+    with needs_extra("server"):
+        options = ServerConfig.create(**gather(SERVE_OPTIONS, flags, os.environ, config, SERVE_HABITS))
+        with interrupts_end_at_once():
+            from inflight.server.run import run  # torch and the server's packages are loaded only now
 
-    run(options)
+    run(options, [*ctx.meta[NOTES], *unread(SERVE_OPTIONS, os.environ)])

@@ -42,13 +42,14 @@ class ServerConfig:
     in_process: bool = option(False, SCHEDULING, "Run the engine in a thread of the server.")
 
     host: str = option("127.0.0.1", NETWORK, "Address to listen on.")
-    port: int = option(8000, NETWORK, "0 takes a free one.", at_least=0, at_most=65535)
+    port: int = option(8000, NETWORK, "Port to listen on; 0 takes a free one.", at_least=0, at_most=65535)
     allowed_hosts: tuple[str, ...] = option(
         (),
         NETWORK,
         "Names, without port, that clients may call it by (the Host header); may be repeated, * is all.",
         unset="all; on a loopback address without keys only that, localhost, 127.0.0.1 and [::1]",
     )
+    root_path: str | None = option(None, NETWORK, "Path under which a proxy in front has the server: /llm.")
     ssl_keyfile: str | None = option(None, NETWORK, "Private key for TLS.")
     ssl_certfile: str | None = option(None, NETWORK, "Certificate for TLS.")
     ssl_ca_certs: str | None = option(None, NETWORK, "Authorities that clients' certificates must come from.")
@@ -58,9 +59,11 @@ class ServerConfig:
     allowed_origins: tuple[str, ...] = option(
         (), NETWORK, "Origins of pages that may call (CORS); may be repeated."
     )
-    allowed_methods: tuple[str, ...] = option(("GET", "POST", "DELETE"), NETWORK, "Methods for such pages.")
-    allowed_headers: tuple[str, ...] = option(("*",), NETWORK, "Headers for such pages.")
-    allow_credentials: bool = option(False, NETWORK, "Cookies from such pages.")
+    allowed_methods: tuple[str, ...] = option(
+        ("GET", "POST", "DELETE"), NETWORK, "Methods that such pages may use."
+    )
+    allowed_headers: tuple[str, ...] = option(("*",), NETWORK, "Headers that such pages may send.")
+    allow_credentials: bool = option(False, NETWORK, "Let such pages send cookies.")
 
     api_key: tuple[str, ...] = option(
         (), ACCESS, "A key that clients must send; may be repeated. Better in INFLIGHT_API_KEY."
@@ -74,14 +77,19 @@ class ServerConfig:
         unset="no one may",
     )
 
-    max_body_size: int = option(8 << 20, LIMITS, "Bytes of a request's body.", at_least=1024)
-    max_header_size: int = option(32 << 10, LIMITS, "Bytes of a request's line and headers.", at_least=1024)
-    max_prompt_tokens: int | None = option(
-        None, LIMITS, "Tokens of a prompt.", at_least=1, unset="what --max-model-len allows"
+    max_body_size: int = option(8 << 20, LIMITS, "Most bytes of a request's body.", at_least=1024)
+    max_header_size: int = option(
+        32 << 10, LIMITS, "Most bytes of a request's line and headers.", at_least=1024
     )
-    max_answers: int = option(128, LIMITS, "Answers of one request: prompts times n.", at_least=1)
+    max_prompt_tokens: int | None = option(
+        None, LIMITS, "Most tokens of a prompt.", at_least=1, unset="what --max-model-len allows"
+    )
+    max_answers: int = option(128, LIMITS, "Most answers of one request: prompts times n.", at_least=1)
     max_documents: int = option(
-        2048, LIMITS, "Texts of one request to embed or classify, and documents to score.", at_least=1
+        2048,
+        LIMITS,
+        "Most texts of one request to embed or classify, and most documents to score.",
+        at_least=1,
     )
     max_output_tokens: int | None = option(
         None,
@@ -90,26 +98,33 @@ class ServerConfig:
         at_least=1,
         unset="what the context allows",
     )
-    max_logprobs: int = option(20, LIMITS, "Most likely tokens reported for a position.", at_least=0)
-    max_stop_strings: int = option(16, LIMITS, "Stop strings of a request.", at_least=0)
-    max_stop_length: int = option(256, LIMITS, "Characters of a stop string or bad word.", at_least=1)
+    strict: bool = option(
+        False,
+        LIMITS,
+        "Refuse a request that asks for a longer answer than the context has room for; else it gets that room.",
+    )
+    max_logprobs: int = option(
+        20, LIMITS, "Most likely tokens that a request may ask for at each position.", at_least=0
+    )
+    max_stop_strings: int = option(16, LIMITS, "Most stop strings of a request.", at_least=0)
+    max_stop_length: int = option(256, LIMITS, "Most characters of a stop string or bad word.", at_least=1)
     max_listed_tokens: int = option(
         16384,
         LIMITS,
-        "Tokens of bad words, stop ids, biases and allowed ids, together and times the answers.",
+        "Most tokens of bad words, stop ids, biases and allowed ids, together and times the answers.",
         at_least=0,
     )
     max_tokenize_size: int = option(
-        1 << 20, LIMITS, "Characters that /tokenize takes, and ids that /detokenize takes.", at_least=1
+        1 << 20, LIMITS, "Most characters that /tokenize takes, and ids that /detokenize takes.", at_least=1
     )
     max_stored_responses: int = option(
         1024, LIMITS, "Responses that /v1/responses keeps for those who go on from them.", at_least=0
     )
     max_stored_bytes: int = option(
-        64 << 20, LIMITS, "Bytes of these, with the conversations before them.", at_least=0
+        64 << 20, LIMITS, "Bytes that these may take, with the conversations before them.", at_least=0
     )
     max_connections: int = option(
-        4096, LIMITS, "Open connections; a few of them are kept for /health and /ready.", at_least=1
+        4096, LIMITS, "Most open connections; a few of them are kept for /health and /ready.", at_least=1
     )
     read_timeout: float = option(
         30.0, LIMITS, "Seconds for a client to send headers, and again its body.", above=0, unit="seconds"
@@ -127,13 +142,16 @@ class ServerConfig:
     metrics_compat: str = option(
         "none",
         WATCHING,
-        "vllm: also under the metric names that vLLM's dashboards read.",
+        "vllm: show the metrics also under the names that vLLM's dashboards read.",
         choices=("none", "vllm"),
     )
     log_level: str = option(
-        "info", WATCHING, "debug, info, warning or error.", choices=("debug", "info", "warning", "error")
+        "info",
+        WATCHING,
+        "What is logged: debug, info, warning or error.",
+        choices=("debug", "info", "warning", "error"),
     )
-    log_requests: bool = option(True, WATCHING, "A line for every request.")
+    log_requests: bool = option(True, WATCHING, "Log a line for every request.")
     otlp_traces_endpoint: str | None = option(
         None, WATCHING, "Send OpenTelemetry spans there; needs the extra inflight-llm[otel]."
     )
@@ -152,6 +170,8 @@ class ServerConfig:
         _check_tls(self)
         if "*" in self.allowed_origins and self.allow_credentials:
             raise ConfigError("allowed_origins has '*': with allow_credentials each origin must be named")
+        if self.root_path is not None and not self.root_path.startswith("/"):
+            raise ConfigError(f"root_path is {self.root_path!r}: it must begin with /")
         if not all(key.strip() for key in self.api_key):
             raise ConfigError("an api_key is empty")
         if self.in_process and self.router.is_wanted:

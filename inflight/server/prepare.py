@@ -37,6 +37,7 @@ class GenerationParams:
     echo: bool = False
     kind: str = "generate"  # of the requests
     constraint: ContentConstraint | None = None  # which the sampling has too
+    asked_tokens: int | None = None  # the longest answer, where the body says it
 
     def blamed(self) -> AbstractContextManager[None]:
         """In it, refusals name what the client has written."""
@@ -59,7 +60,7 @@ def completion_params(state: ServerState, body: CompletionBody) -> GenerationPar
     constraint = _read_constraint(body, asked)
     params = _params(state, body, asked)
     kind = "score" if scores_only else "generate"
-    return GenerationParams(params, body.logprobs, bool(body.echo), kind, constraint)
+    return GenerationParams(params, body.logprobs, bool(body.echo), kind, constraint, body.max_tokens)
 
 
 def chat_params(state: ServerState, body: ChatBody) -> GenerationParams:
@@ -76,7 +77,8 @@ def chat_params(state: ServerState, body: ChatBody) -> GenerationParams:
     if num_logprobs is not None:
         asked["logprobs"] = num_logprobs
     constraint = _read_constraint(body, asked)
-    return GenerationParams(_params(state, body, asked), num_logprobs, constraint=constraint)
+    params = _params(state, body, asked)
+    return GenerationParams(params, num_logprobs, constraint=constraint, asked_tokens=given)
 
 
 def _read_constraint(body: ConstrainedBody, asked: dict[str, Any]) -> ContentConstraint | None:
@@ -103,7 +105,7 @@ def conversation_params(
     if constraint is not None:
         asked["structured_outputs"] = constraint.structured_outputs()
     params = SamplingParams(**{**state.frontend.default_params, **body.sampling(), **asked})
-    return GenerationParams(params, constraint=constraint)
+    return GenerationParams(params, constraint=constraint, asked_tokens=max_tokens)
 
 
 def _max_tokens(state: ServerState, given: int | None, default: int | None) -> int | None:
@@ -290,6 +292,7 @@ def prepare_chat(
             cache_salt=caller.salt(cache_salt),
         )
     _check_prompt_tokens(state, len(found.prompt_token_ids))
+    _check_room(state, params, found)
     return [found]
 
 
@@ -315,7 +318,7 @@ def _prepared(
     if isinstance(prompt, list):
         _check_prompt_tokens(state, len(prompt))
     with params.blamed():
-        return state.frontend.prepare(
+        found = state.frontend.prepare(
             f"g{next(state.serials)}",
             prompt,
             params.sampling,
@@ -324,6 +327,21 @@ def _prepared(
             cache_salt=caller.salt(body.cache_salt or ""),
             text=text,
             kind=params.kind,
+        )
+    _check_room(state, params, found)
+    return found
+
+
+def _check_room(state: ServerState, params: GenerationParams, found: OutputProcessor) -> None:
+    """Where the server is strict: that the context has room for an answer as long as the body asks for."""
+    num_prompt, asked = len(found.prompt_token_ids), params.asked_tokens or 0
+    if state.options.strict and num_prompt + asked > state.frontend.max_model_len:
+        raise ApiError(
+            400,
+            f"the prompt has {num_prompt} tokens and max_tokens is {asked}: together they must be at most "
+            f"{state.frontend.max_model_len} (max_model_len)",
+            code="context_length_exceeded",
+            param="max_tokens",
         )
 
 

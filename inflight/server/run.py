@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Coroutine, Generator
+from collections.abc import Coroutine, Generator, Sequence
 from dataclasses import asdict
 from types import FrameType
 from typing import Any, TypeVar
@@ -31,6 +31,7 @@ from inflight.server.keys import Keys, load_keys
 from inflight.server.loading_app import LoadingApp
 from inflight.server.middleware import Hosts
 from inflight.server.protocol import ConnectionLimits, bounded_protocol
+from inflight.server.root_path import RootPath
 from inflight.server.state import ServerState
 from inflight.server.summary import summary
 from inflight.server.tracing import NoTracer, OtelTracer, Tracer
@@ -45,9 +46,11 @@ HEALTH_POLL = 0.5  # seconds between two looks at whether the engine was given u
 T = TypeVar("T")
 
 
-def run(options: ServerConfig) -> None:
-    """Serve until told to stop."""
+def run(options: ServerConfig, notes: Sequence[str] = ()) -> None:
+    """Serve until told to stop. `notes` are for whoever started it."""
     configure_logging(options.log_level, options.process.log_format)
+    for note in notes:
+        logger.warning("%s", note)
     keys = load_keys(options.api_key, options.keys)
     if len(set(keys.weights().values())) > 1 and options.policy != "fair":
         logger.warning("keys have weights, but the policy is %s: only fair looks at them", options.policy)
@@ -157,7 +160,9 @@ class Server(uvicorn.Server):
         )
         super().__init__(
             uvicorn.Config(
-                self.loading_app,
+                self.loading_app
+                if options.root_path is None
+                else RootPath(self.loading_app, options.root_path),
                 http=bounded_protocol(limits, self._loop),
                 ws="none",
                 lifespan="off",

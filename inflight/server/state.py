@@ -69,7 +69,7 @@ class ServerState:
 
     def check_model(self, name: str | None) -> str:
         """The name to answer with. Raises ApiError 404 for a model that is not served."""
-        if name is None or name in self.names:
+        if name is None or name in self.names or self._is_path(name):
             return name or self.names[0]
         raise ApiError(
             404,
@@ -77,6 +77,11 @@ class ServerState:
             code="model_not_found",
             param="model",
         )
+
+    def _is_path(self, name: str) -> bool:
+        """Whether it is the model as it was given at start, in place of a name that it has been given none of."""
+        model = None if self.options.served_model_name else self.options.model
+        return model is not None and name.rstrip("/") == model.rstrip("/")
 
     def check_task(self, task: Task) -> None:
         """Raises RequestError for what the model cannot do."""

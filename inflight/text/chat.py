@@ -164,7 +164,7 @@ class ChatTemplate:
         if not self._sources:
             raise TemplateError(
                 "this model has no chat template: none of tokenizer_config.json, chat_template.jinja and "
-                "chat_template.json has one; give a prompt instead of messages, or start with a template"
+                "chat_template.json has one; give a prompt instead of messages, or start with --chat-template FILE"
             )
         for name in ("tool_use", "default") if with_tools else ("default",):
             if name in self._sources:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from inflight.errors import ModelError
+from inflight.errors import ConfigError, ModelError
 from inflight.model_files import read_object, read_text
 
 # The names under which templates and configurations know special tokens.
@@ -42,6 +42,19 @@ def added_tokens(folder: Path, config: dict[str, Any]) -> dict[int, dict[str, An
             f"the added tokens of {folder} are not a mapping of ids and tokens: {error}"
         ) from error
     return dict(sorted(declared.items()))
+
+
+def given_template(given: str) -> str:
+    """A template that whoever started the engine gave: its text, or the file that it is in."""
+    if "{{" in given or "{%" in given:
+        return given
+    try:
+        return Path(given).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError(
+            f"chat_template is {given!r:.200}: it must be a template, or a file with one ({why})"
+        ) from error
 
 
 def chat_template(folder: Path, config: dict[str, Any]) -> ChatTemplateSource | None:

@@ -69,15 +69,17 @@ class Tokenizer:
         self._lock = threading.Lock()
 
     @classmethod
-    def load(cls, folder: Path) -> Tokenizer:
-        """The tokenizer of a checkpoint's folder."""
+    def load(cls, folder: Path, template: str | None = None) -> Tokenizer:
+        """The tokenizer of a checkpoint's folder. `template` is a chat template, or the file of one, in place of the
+        checkpoint's."""
         folder = Path(folder)
         content = read_file(folder, "tokenizer.json", MAX_TOKENIZER_BYTES)
         if content is None:
             raise ModelError(_missing(folder))
         config = read_object(folder, "tokenizer_config.json") or {}
         specials = files.special_tokens(folder, config)
-        declared, template = files.added_tokens(folder, config), files.chat_template(folder, config)
+        declared = files.added_tokens(folder, config)
+        chosen = files.chat_template(folder, config) if template is None else files.given_template(template)
         try:
             with no_panic():
                 backend = tokenizers.Tokenizer.from_buffer(content)
@@ -87,7 +89,7 @@ class Tokenizer:
                     specials=specials,
                     add_bos=config.get("add_bos_token") is True,
                     add_eos=config.get("add_eos_token") is True,
-                    chat_template=template,
+                    chat_template=chosen,
                 )
                 tokenizer.encode("One text, to see whether it can: é 1.")
         except (

@@ -145,14 +145,6 @@ def test_what_is_wrong_is_told_in_a_line(
     assert printed.err.count("\n") == 1
 
 
-def test_without_the_servers_packages(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "httptools", None)
-    assert bench(monkeypatch) == 1
-    assert "pip install 'inflight-llm[server]'" in capsys.readouterr().err
-
-
 def test_the_command_line_starts_without_what_measures() -> None:
     code = "import sys, inflight.cli; print({'msgspec', 'httptools', 'asyncio', 'ssl'} & set(sys.modules))"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -11,7 +11,7 @@ import pytest
 
 from inflight.cli import main
 
-SMALL = ("compare", "--requests", "4", "--batch-size", "2", "--max-tokens", "8")
+SMALL = ("compare", "--num-requests", "4", "--max-num-seqs", "2", "--max-tokens", "8")
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
@@ -103,7 +103,7 @@ def test_what_is_wrong_is_told_in_a_line(
     assert printed.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("option", ["--requests", "--batch-size"])
+@pytest.mark.parametrize("option", ["--num-requests", "--max-num-seqs"])
 def test_numbers_out_of_range_are_a_usage_error(monkeypatch: pytest.MonkeyPatch, option: str) -> None:
     assert run(monkeypatch, "compare", option, "0") == 2
 

@@ -17,6 +17,7 @@ import inflight
 from inflight import LLM, SamplingParams
 from inflight.cli import app, main
 from inflight.engine.core import EngineCore
+from inflight.errors import ConfigError
 from tests.e2e.conftest import Folder
 
 TEXT = "The quick brown fox"
@@ -74,6 +75,16 @@ def test_prompts_from_a_file_and_from_standard_input(folder: Folder, tmp_path: P
 def test_chat_goes_through_the_template(folder: Folder) -> None:
     result = run("generate", folder(), "--chat", "-p", "hello", *GREEDY)
     assert result.stdout == expected(folder(), ["<|user|>hello<|end|><|assistant|>"])[0] + "\n"
+
+
+def test_a_template_in_place_of_the_checkpoints(folder: Folder, tmp_path: Path) -> None:
+    file = tmp_path / "template.jinja"
+    file.write_text("{{ messages[0].content }}!")
+    for template in (file, file.read_text()):
+        result = run("generate", folder(), "--chat", "--chat-template", template, "-p", "hello", *GREEDY)
+        assert result.stdout == expected(folder(), ["hello!"])[0] + "\n"
+    with pytest.raises(ConfigError, match=r"chat_template is '.*nowhere': it must be .* \(No such file"):
+        run("generate", folder(), "--chat", "--chat-template", tmp_path / "nowhere", "-p", "hello")
 
 
 def test_answers_are_printed_as_they_are(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:

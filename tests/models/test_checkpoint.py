@@ -184,7 +184,7 @@ def test_hub_download_asks_for_safe_files_only(folder: Path, monkeypatch: pytest
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     (folder / "model.safetensors").touch()
-    assert open_checkpoint("owner/name", revision="v2").folder == folder
+    assert open_checkpoint("owner/name", revision="v2", download_dir="here").folder == folder
     open_checkpoint("owner/name", load_format="dummy")
     names = [
         "model.safetensors",
@@ -203,4 +203,4 @@ def test_hub_download_asks_for_safe_files_only(folder: Path, monkeypatch: pytest
     ignored = asked[0]["ignore_patterns"]
     kept = [name for name in folders if not any(fnmatch(name, pattern) for pattern in ignored)]
     assert kept == ["1_Pooling/config.json", "config.json"]
-    assert (asked[0]["model"], asked[0]["revision"]) == ("owner/name", "v2")
+    assert (asked[0]["model"], asked[0]["revision"], asked[0]["cache_dir"]) == ("owner/name", "v2", "here")

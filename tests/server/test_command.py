@@ -62,13 +62,19 @@ def serving(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], httpx.Clie
 
 
 @pytest.mark.parametrize("number_of_signal", [signal.SIGTERM, signal.SIGHUP])
-def test_a_stream_outlives_signals_and_the_exit_is_clean(number_of_signal: int, llm: LLM) -> None:
-    with serving("--shutdown-timeout", "60", "--log-format", "json") as (process, http, said):
+def test_a_stream_outlives_signals_and_the_exit_is_clean(
+    number_of_signal: int, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_QWERTY", "1")
+    arguments = ("--shutdown-timeout", "60", "--log-format", "json", "--trust-remote-code")
+    with serving(*arguments) as (process, http, said):
         assert "inflight-builtin (bfloat16, context 4,096)" in said
         assert "1,024 blocks of 16 = 16,384 tokens" in said
         assert "4 requests of full length" in said
         assert "its own process" in said
         lines = [json.loads(line) for line in said.splitlines()]
+        told = [line["message"] for line in lines if line["level"] == "warning"]
+        assert [text.partition(":")[0] for text in told] == ["--trust-remote-code", "VLLM_QWERTY is set"]
         assert lines[-1]["message"].startswith(f"inflight {__version__}")
         (line,) = [line for line in lines if line["logger"] == "inflight.loading"]
         assert (line["process"], line["level"]) == ("engine", "info")

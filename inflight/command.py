@@ -1,0 +1,99 @@
+"""What all commands have in common: people may type what they are used to, and the help fits into 80 columns."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+from typer.core import TyperCommand
+
+from inflight.habits.arguments import ArgumentReader, KnownFlag
+from inflight.habits.habit import Habits
+from inflight.habits.serve_flags import SERVE_HABITS
+
+logger = logging.getLogger(__name__)
+
+NOTES = "inflight.notes"  # among what a context knows: what to tell whoever typed this
+OPTIONS = "Options"
+NAME_WIDTH = 26  # of flags beside which their help begins; that of longer ones begins a line below
+
+
+class InflightCommand(TyperCommand):
+    """A command that knows the flags of other engines as well as its own."""
+
+    habits = SERVE_HABITS
+    tells_notes = True  # before it begins; else it does so itself
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        reader = ArgumentReader(self._known_flags(ctx), self.habits, ctx.command_path, self._has_model())
+        rest: list[str] = super().parse_args(ctx, reader.read(args))
+        ctx.meta[NOTES] = reader.notes
+        return rest
+
+    def invoke(self, ctx: Any) -> Any:
+        for note in ctx.meta[NOTES] if self.tells_notes else ():
+            logger.warning("%s", note)
+        return super().invoke(ctx)
+
+    def _known_flags(self, ctx: Any) -> dict[str, KnownFlag]:
+        # Words behind a list could also be arguments of the command, unless the only one is the model.
+        may_list = self._has_model() or not any(_is_argument(param) for param in self.params)
+        found = {}
+        for param in self._parameters(ctx):
+            if not _is_argument(param):
+                flag = KnownFlag(not param.is_flag, may_list and param.multiple)
+                found.update(dict.fromkeys([*param.opts, *param.secondary_opts], flag))
+        return found
+
+    def _parameters(self, ctx: Any) -> list[Any]:
+        """Those of typer, whose types are not public."""
+        return list(self.get_params(ctx))
+
+    def _has_model(self) -> bool:
+        return [param.name for param in self.params if _is_argument(param)] == ["model"]
+
+    # ---- help ----
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """As text, in which no flag is cut and no bracket is markup."""
+        self.format_usage(ctx, formatter)
+        self.format_help_text(ctx, formatter)
+        self.format_options(ctx, formatter)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """A section for each panel, those of arguments and of the command itself first."""
+        panels: dict[str, list[tuple[str, str]]] = {"Arguments": [], OPTIONS: []}
+        for param in self._parameters(ctx):
+            name, text = param.get_help_record(ctx)
+            panel = "Arguments" if _is_argument(param) else param.rich_help_panel or OPTIONS
+            panels.setdefault(panel, []).append((_names(param, name), _plain(text)))
+        for panel, rows in panels.items():
+            if rows:
+                with formatter.section(panel):
+                    formatter.write_dl(rows, col_max=NAME_WIDTH)
+
+
+class Command(InflightCommand):
+    """One that has nothing to do with engines."""
+
+    habits = Habits()
+
+
+def _is_argument(param: Any) -> bool:
+    return bool(param.param_type_name == "argument")
+
+
+def _names(param: Any, name: str) -> str:
+    """--[no-]quick, or --size <int>."""
+    if not _is_argument(param) and param.is_flag:
+        long = [
+            f"--[no-]{opt[2:]}" if param.secondary_opts else opt for opt in param.opts if opt.startswith("--")
+        ]
+        return ", ".join([*(opt for opt in param.opts if not opt.startswith("--")), *long])
+    return name.replace("<list[str]>", "<str>...").replace(" range>", ">")
+
+
+def _plain(text: str) -> str:
+    """Without the brackets around a default that is given in words."""
+    return re.sub(r"default: \((.*?)\)(?=[\];])", r"default: \1", text)

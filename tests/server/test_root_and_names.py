@@ -1,0 +1,72 @@
+"""A server under a path of a larger site, whose model is called by its path, and which is strict: one for all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.server.live import Backend, Live, live_server
+
+PROMPT = {"prompt": [5, 6], "temperature": 0}
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.fixture(scope="module")
+def strict(backend: Backend, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    folder = tmp_path_factory.mktemp("small")
+    with live_server(backend, model=f"{folder}/", root_path="/llm/", strict=True) as live:
+        yield live
+
+
+@pytest.mark.parametrize("prefix", ["", "/llm"])  # of a proxy that takes it off, and of one that does not
+def test_paths_below_the_root(strict: Live, prefix: str) -> None:
+    assert strict.http.get(f"{prefix}/health").status_code == 200
+    assert strict.post(f"{prefix}/v1/completions", {**PROMPT, "max_tokens": 2}).status_code == 200
+    assert strict.http.get(f"{prefix}/llm/health").status_code == (404 if prefix else 200)
+
+
+def test_only_whole_names_are_the_root(strict: Live) -> None:
+    assert strict.http.get("/llmhealth").status_code == 404
+    assert strict.http.get("/llm").headers["content-type"].startswith("text/html")  # the chat page
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "name"),
+    [
+        ("/v1/completions", PROMPT, "max_tokens"),
+        ("/v1/chat/completions", CHAT, "max_tokens"),
+        ("/v1/messages", {**CHAT, "model": "small0"}, "max_tokens"),
+        ("/v1/responses", {"input": "hi"}, "max_output_tokens"),
+    ],
+)
+def test_strict_refuses_what_the_context_has_no_room_for(
+    strict: Live, path: str, body: dict[str, object], name: str
+) -> None:
+    limit = strict.state.frontend.max_model_len
+    response = strict.post(path, {**body, name: limit})
+    assert response.status_code == 400
+    assert f"together they must be at most {limit}" in response.json()["error"]["message"]
+
+
+def test_strict_takes_what_fits(strict: Live) -> None:
+    room = strict.state.frontend.max_model_len - 2
+    assert strict.post("/v1/completions", {**PROMPT, "max_tokens": room + 1}).status_code == 400
+    short = {**PROMPT, "stop": [" "], "max_tokens": room}
+    assert strict.post("/v1/completions", short).status_code == 200
+
+
+def test_otherwise_an_answer_gets_the_rest_of_the_context(live: Live) -> None:
+    found = live.complete([5, 6], max_tokens=50_000, stop=[" "])
+    assert found["choices"][0]["finish_reason"] == "stop"
+
+
+def test_a_model_answers_to_its_path_too(strict: Live, live: Live) -> None:
+    path = strict.state.options.model
+    assert path is not None
+    for name in (path, path.rstrip("/"), "small0"):
+        answer = strict.post("/v1/completions", {**PROMPT, "model": name, "max_tokens": 1}).json()
+        assert answer["model"] == name
+    assert [item["id"] for item in strict.http.get("/v1/models").json()["data"]] == ["small0"]
+    unknown = live.post("/v1/completions", {**PROMPT, "model": path})
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
