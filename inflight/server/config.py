@@ -60,6 +60,11 @@ class ServerConfig:
     )
     allowed_methods: tuple[str, ...] = option(("GET", "POST", "DELETE"), NETWORK, "Methods for such pages.")
     allowed_headers: tuple[str, ...] = option(("*",), NETWORK, "Headers for such pages.")
+    ignore_unknown_fields: bool = option(
+        False,
+        NETWORK,
+        "Take requests with fields that no one knows, and ignore these; else they are refused.",
+    )
     allow_credentials: bool = option(False, NETWORK, "Cookies from such pages.")
 
     api_key: tuple[str, ...] = option(
