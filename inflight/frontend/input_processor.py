@@ -86,6 +86,7 @@ class InputProcessor:
         num_kept = 1 if kind == "generate" else 0  # places for outputs
         text, ids, salt = self._read_prompt(prompt, self.max_model_len - num_kept)
         self._check_params(params)
+        params = params.clone()  # what the caller does to them later is for later requests
         check_place(priority, tenant)
         salt = check_salt(cache_salt or salt)
         room = self.max_model_len - len(ids)
