@@ -271,9 +271,9 @@ def _understood(given: Mapping[str, Any]) -> dict[str, Any]:
     """Options by our names. Those of vLLM that change nothing are left out, and None is the default of what has one."""
     ours = {OTHER_OPTION_NAMES.get(name, name): value for name, value in given.items()}
     foreign = {name: value for name, value in ours.items() if name not in ENGINE_OPTIONS}
-    unknown, reason = without_needless(foreign, LLM_OPTIONS)
-    if reason is not None:
-        raise ConfigError(reason)
+    unknown, refusal = without_needless(foreign, LLM_OPTIONS)
+    if refusal is not None:
+        raise ConfigError(refusal.message, param=refusal.name)
     if unknown:
         from difflib import get_close_matches  # which those who make no mistake need not wait for
 

@@ -100,9 +100,9 @@ def _takes_foreign_fields(cls: type[T]) -> type[T]:
     @wraps(constructor)
     def construct(self: Any, *args: Any, **given: Any) -> None:
         if not given.keys() <= defaults.keys():
-            given, reason = without_needless(given, SAMPLING_FIELDS)
-            if reason is not None:
-                raise ParameterError(reason, param=reason.partition(" ")[0])
+            given, refusal = without_needless(given, SAMPLING_FIELDS)
+            if refusal is not None:
+                raise ParameterError(refusal.message, param=refusal.name)
         if args or not given.keys() <= defaults.keys():  # which it knows to read, or to refuse
             return constructor(self, *args, **given)
         for set_value, value in zip(setters, {**defaults, **given}.values(), strict=True):

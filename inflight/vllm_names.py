@@ -5,7 +5,7 @@ Tables, and the few lines that read them. docs/from-vllm.md tells the same in th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -228,24 +228,32 @@ LLM_METHODS = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class ForeignRefusal:
+    """A name whose value would change something, and what to say about it."""
+
+    name: str
+    message: str
+
+
 def without_needless(
     given: Mapping[str, Any], table: Mapping[str, ForeignName]
-) -> tuple[dict[str, Any], str | None]:
-    """What is given, less the names in the table whose values change nothing; and what to say about the first of them
-    whose value does."""
+) -> tuple[dict[str, Any], ForeignRefusal | None]:
+    """What is given, less names in the table whose values change nothing; and the first of them whose value does."""
     kept = {}
     for name, value in given.items():
         known = table.get(name)
         if known is None:
             kept[name] = value
         elif not known.takes(value):
-            return kept, f"{name} is {value!r:.100}, which is not supported here: {known.instead}"
+            message = f"{name} is {value!r:.100}, which is not supported here: {known.instead}"
+            return kept, ForeignRefusal(name, message)
     return kept, None
 
 
-def refusal_of(given: Mapping[str, Any], known: Iterable[str]) -> str | None:
+def refusal_of(given: Mapping[str, Any]) -> ForeignRefusal | None:
     """Why these arguments of a method cannot be taken, or None if they change nothing."""
-    kept, reason = without_needless(given, METHOD_ARGUMENTS)
-    if reason is None and kept:
-        return f"unknown argument {', '.join(kept)}: allowed are {', '.join(known)}"
-    return reason
+    kept, refusal = without_needless(given, METHOD_ARGUMENTS)
+    if refusal is None and kept:
+        return ForeignRefusal(min(kept), f"unknown argument {', '.join(kept)}")
+    return refusal

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from inflight.frontend.chat import MAX_TOOLS
+from inflight.frontend.chat import CLIENT_NOTES, MAX_TOOLS
 from inflight.request import MAX_LOGPROBS
 from inflight.server.schemas.common import Body, Items, Unset, Usage, missing, ranged
 from inflight.server.schemas.constraints import ConstrainedBody
@@ -41,7 +41,7 @@ class ChatMessage(Body):
 
     def given(self) -> dict[str, Any]:
         """What of it was given and is for the model."""
-        return self.model_dump(exclude_none=True, exclude={"parsed", "provider_specific_fields"})
+        return self.model_dump(exclude_none=True, exclude=set(CLIENT_NOTES))
 
 
 Messages = Annotated[Items[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
