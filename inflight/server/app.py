@@ -17,7 +17,16 @@ from inflight.server.error_shapes import error_at
 from inflight.server.errors import ApiError, of_exception
 from inflight.server.middleware import AccessMiddleware
 from inflight.server.openapi import document
-from inflight.server.routes import generation, health, messages, pooling, replicas, responses, service
+from inflight.server.routes import (
+    control,
+    generation,
+    health,
+    messages,
+    pooling,
+    replicas,
+    responses,
+    service,
+)
 from inflight.server.state import ServerState, state_of
 
 _FORGOTTEN = (
@@ -41,7 +50,7 @@ def create_app(state: ServerState) -> ASGIApp:
         redirect_slashes=False,
     )
     app.state.server = state
-    for routes in (generation, responses, messages, pooling, service, replicas, health):
+    for routes in (generation, responses, messages, pooling, service, replicas, control, health):
         app.include_router(routes.router)
     app.add_exception_handler(ApiError, _failed)
     app.add_exception_handler(InflightError, _failed)

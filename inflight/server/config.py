@@ -75,7 +75,8 @@ class ServerConfig:
     admin_key: str | None = option(
         None,
         ACCESS,
-        "The key of those who may add, drain, remove and restart replicas. Better in INFLIGHT_ADMIN_KEY.",
+        "The key of those who may change replicas, put the engine to sleep and reset its prefix cache. Better in "
+        "INFLIGHT_ADMIN_KEY.",
         unset="no one may",
     )
 

@@ -55,7 +55,9 @@ class ServerState:
         self.fingerprint = _fingerprint(facts)
         self.num_results = 0 if facts.pooling is None else facts.pooling.size  # numbers for a text
         self.names = self.options.served_model_name or (default_name(self.options.model),)
-        self.metrics = Metrics(self.names[0], self.options.metrics_compat == "vllm")
+        self.metrics = Metrics(
+            self.names[0], self.options.metrics_compat == "vllm", _cache_labels(facts, self.options)
+        )
         # Where there are replicas: who they are.
         self.replicas: Replicas | None = self.client.replicas if isinstance(self.client, Router) else None
         self.admin_key = AdminKey(self.options.admin_key, self.options.api_key)
@@ -100,6 +102,18 @@ class ServerState:
         for threads in (self.threads, self.service_threads):
             threads.shutdown(wait=False, cancel_futures=True)
         self.tracer.close()
+
+
+def _cache_labels(facts: ModelFacts, options: ServerConfig) -> dict[str, object]:
+    """With vLLM's names, for dashboards that join by them."""
+    cache = options.engine.cache
+    return {
+        "block_size": facts.block_size,
+        "num_gpu_blocks": facts.num_blocks,
+        "cache_dtype": facts.dtype,
+        "enable_prefix_caching": cache.enable_prefix_caching,
+        "gpu_memory_utilization": cache.gpu_memory_utilization,
+    }
 
 
 def _fingerprint(facts: ModelFacts) -> str:
