@@ -118,7 +118,8 @@ def _choose(search: _Search, grown: list[BeamSearchSequence], ends: frozenset[in
 def _best(search: _Search, ends: frozenset[int], params: BeamSearchParams) -> list[BeamSearchSequence]:
     def score(beam: BeamSearchSequence) -> float:
         num_tokens = len(beam.tokens) - (beam.tokens[-1] in ends)
-        return beam.cum_logprob / max(1, num_tokens) ** params.length_penalty
+        weight: float = max(1, num_tokens) ** params.length_penalty
+        return beam.cum_logprob / weight
 
     for beam in search.beams:
         beam.finish_reason = "length"

@@ -104,11 +104,11 @@ def _takes_foreign_fields(cls: type[T]) -> type[T]:
             if refusal is not None:
                 raise ParameterError(refusal.message, param=refusal.name)
         if args or not given.keys() <= defaults.keys():  # which it knows to read, or to refuse
-            return constructor(self, *args, **given)
+            constructor(self, *args, **given)
+            return
         for set_value, value in zip(setters, {**defaults, **given}.values(), strict=True):
             set_value(self, value)
         self.__post_init__()
-        return None
 
     cls.__init__ = construct  # type: ignore[method-assign]
     return cls

@@ -68,7 +68,6 @@ LLM_OPTIONS: dict[str, ForeignName] = {
     "hf_config_path": ForeignName("give the configuration as hf_config"),
     "rope_scaling": ForeignName("change it in the configuration, and give that as hf_config"),
     "rope_theta": ForeignName("change it in the configuration, and give that as hf_config"),
-    "download_dir": ForeignName("set HF_HOME"),
     "config_format": ForeignName("configurations are read from config.json", ("auto", "hf")),
     "ignore_patterns": _needless("only what is needed is downloaded"),
     "model_loader_extra_config": ForeignName("weights are read from safetensors files"),

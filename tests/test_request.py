@@ -121,7 +121,7 @@ def test_assignments_are_checked_and_wrong_ones_change_nothing() -> None:
         with pytest.raises(ParameterError):
             setattr(params, name, value)
     with pytest.raises(TypeError):
-        params.colour = "red"  # type: ignore[attr-defined]
+        params.colour = "red"
     assert params == before
 
 

@@ -14,7 +14,10 @@ from inflight.text import Tokenizer
 class TokenizedText(dict[str, Any]):
     """`input_ids` and `attention_mask`, as keys and as attributes."""
 
-    __getattr__ = dict.__getitem__
+    def __getattr__(self, name: str) -> Any:
+        if name not in self:
+            raise AttributeError(f"a tokenized text has no {name}", name=name, obj=self)
+        return self[name]
 
 
 class ChatTokenizer:
@@ -59,7 +62,7 @@ class ChatTokenizer:
         continue_final_message: bool = False,
         tokenize: bool = True,
         return_dict: bool = False,
-        chat_template: None = None,
+        chat_template: str | None = None,
         **template_kwargs: Any,
     ) -> Any:
         """The prompt of a conversation, as `LLM.chat` makes it: token ids or, unless `tokenize`, text. What messages

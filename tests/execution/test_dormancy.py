@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
 from inflight.execution.dormancy import relocate, tensors_of
-from tests.checkpoints import write_checkpoint
+from inflight.models.builtin import checkpoint_folder
 from tests.models.running import load, logprobs, prompt
 
 
-def test_every_tensor_is_found_once_and_can_be_moved(tmp_path: Path) -> None:
-    decoder = load(write_checkpoint(tmp_path, "qwen3"))
+def test_every_tensor_is_found_once_and_can_be_moved() -> None:
+    decoder = load(checkpoint_folder())
     found = list(tensors_of(decoder))
     assert len({id(tensor) for tensor in found}) == len(found)
     linears = [layer.attention.qkv for layer in decoder.layers]
