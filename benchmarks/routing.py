@@ -24,7 +24,7 @@ from pathlib import Path
 from benchmarks.report import show
 from inflight import AsyncEngine, SamplingParams
 from inflight.config import ProcessConfig
-from inflight.engine import EngineClient, EngineStats, Health, ModelFacts, RequestState, StepObserver
+from inflight.engine import Command, EngineClient, EngineStats, Health, ModelFacts, RequestState, StepObserver
 from inflight.engine.client import CacheObserver
 from inflight.engine.delta_queue import DeltaQueue, DeltaStream
 from inflight.engine.process import ProcessClient
@@ -63,6 +63,9 @@ class InstantClient:
 
     async def abort(self, request_id: str, reason: str = "abort") -> int:  # noqa: ARG002
         return 0
+
+    async def command(self, command: Command) -> None:
+        """It has none to give."""
 
     async def describe(self, request_id: str) -> RequestState | None:  # noqa: ARG002
         return None

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from inflight.async_engine import AsyncEngine
+    from inflight.async_llm import AsyncEngineArgs, AsyncLLM
+    from inflight.beam_search import BeamSearchParams
     from inflight.errors import InflightError
     from inflight.llm import LLM
     from inflight.outputs import CompletionOutput, RequestOutput
@@ -20,6 +22,9 @@ __version__ = "0.1.0"
 _EXPORTS = {
     "LLM": "inflight.llm",
     "AsyncEngine": "inflight.async_engine",
+    "AsyncEngineArgs": "inflight.async_llm",
+    "AsyncLLM": "inflight.async_llm",
+    "BeamSearchParams": "inflight.beam_search",
     "CompletionOutput": "inflight.outputs",
     "InflightError": "inflight.errors",
     "Policy": "inflight.scheduling.policy",
@@ -31,6 +36,9 @@ _EXPORTS = {
 __all__ = [
     "LLM",
     "AsyncEngine",
+    "AsyncEngineArgs",
+    "AsyncLLM",
+    "BeamSearchParams",
     "CompletionOutput",
     "InflightError",
     "Policy",
@@ -41,7 +49,17 @@ __all__ = [
 ]
 
 
+# Other names that vLLM has for them.
+_ALIASES = {
+    "AsyncLLMEngine": "AsyncLLM",
+    "EngineArgs": "AsyncEngineArgs",
+    "GuidedDecodingParams": "StructuredOutputs",
+    "StructuredOutputsParams": "StructuredOutputs",
+}
+
+
 def __getattr__(name: str) -> Any:
+    name = _ALIASES.get(name, name)
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_EXPORTS[name]), name)

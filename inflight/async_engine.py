@@ -4,48 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from inflight.async_pooling import AsyncPoolingCalls
 from inflight.config import EngineConfig, ProcessConfig, RouterConfig
 from inflight.engine import EngineClient, EngineStats, Health, InprocClient, ModelFacts, RequestState
-from inflight.errors import ConfigError, EngineError, ParameterError, RequestError
+from inflight.errors import ConfigError, EngineError, ParameterError
 from inflight.frontend import (
     ChatRequest,
     Frontend,
     Generation,
     OutputProcessor,
-    Pair,
-    PooledVectors,
-    PoolingJob,
-    PoolingProcessor,
-    PoolingRun,
     Prompt,
-    RequestContext,
     ToolChoice,
-    check_top_n,
-    checked_tools,
-    ranked,
-    tool_choice_of,
+    check_arguments,
 )
-from inflight.outputs import Classifications, CompletionOutput, Embeddings, Ranking, RequestOutput, Scores
-from inflight.pooling import Scale
+from inflight.outputs import CompletionOutput, RequestOutput
 from inflight.request import MAX_N, SamplingParams
 from inflight.text import Tokenizer
 
 if TYPE_CHECKING:
     from inflight.loading import LoadedEngine, LoadProgress
 
-POOLING_THREADS = 2  # that tokenize for embed, classify and score: no chat waits for them
 OutputKind = Literal["cumulative", "delta", "final"]
 
 
-class AsyncEngine:
+class AsyncEngine(AsyncPoolingCalls):
     """Text above, an `EngineClient` below.
 
     >>> engine = await AsyncEngine.start("path/or/hub-id")
@@ -54,13 +42,6 @@ class AsyncEngine:
 
     Leaving the loop, or cancelling the task, ends the request and frees its blocks.
     """
-
-    def __init__(self, frontend: Frontend, client: EngineClient) -> None:
-        self._frontend = frontend
-        self._client = client
-        self._ids = itertools.count()
-        self._calls: dict[str, Generation | PoolingRun] = {}  # by the user's request id
-        self._threads = ThreadPoolExecutor(POOLING_THREADS, "inflight-pooling")  # that start when first used
 
     @classmethod
     def of(cls, loaded: LoadedEngine) -> AsyncEngine:
@@ -99,17 +80,6 @@ class AsyncEngine:
 
     # ---- requests ----
 
-    def _name(self, request_id: str | None) -> str:
-        name = request_id if request_id is not None else f"request-{next(self._ids)}"
-        self._check_free(name)
-        return name
-
-    def _check_free(self, name: str) -> None:
-        if name in self._calls:
-            raise RequestError(
-                f"request id {name!r} is already in use", param="request_id", code="request_id_in_use"
-            )
-
     async def generate(
         self,
         prompt: Prompt,
@@ -120,11 +90,14 @@ class AsyncEngine:
         priority: int = 0,
         tenant: str = "",
         cache_salt: str = "",
+        **foreign: Any,
     ) -> AsyncGenerator[RequestOutput]:
         """Outputs as they grow: all so far ("cumulative"), what is new ("delta"), or once at the end ("final").
 
-        A reader slower than the engine gets several tokens at a time; the engine never waits for it.
+        A reader slower than the engine gets several tokens at a time; the engine never waits for it. Arguments of vLLM
+        that change nothing are taken (`vllm_names.py`).
         """
+        check_arguments(foreign)
         prepare = partial(
             self._frontend.prepare, prompt=prompt, priority=priority, tenant=tenant, cache_salt=cache_salt
         )
@@ -140,7 +113,7 @@ class AsyncEngine:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -155,16 +128,16 @@ class AsyncEngine:
     ) -> AsyncGenerator[RequestOutput]:
         """`generate` for a conversation, through the checkpoint's chat template. `message` of an answer has content,
         reasoning and tool calls apart: all so far, whatever the kind of output."""
-        chat = ChatRequest(
+        chat = ChatRequest.of(
             messages,
-            checked_tools(tools),
-            tool_choice_of(tool_choice),
-            parallel_tool_calls,
-            reasoning_effort,
-            max_reasoning_tokens,
-            chat_template_kwargs or {},
-            add_generation_prompt,
-            continue_final_message,
+            tools=tools,
+            tool_choice=tool_choice,
+            parallel_tool_calls=parallel_tool_calls,
+            reasoning_effort=reasoning_effort,
+            max_reasoning_tokens=max_reasoning_tokens,
+            chat_template_kwargs=chat_template_kwargs,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
         )
         prepare = partial(
             self._frontend.prepare_chat, chat=chat, priority=priority, tenant=tenant, cache_salt=cache_salt
@@ -211,115 +184,6 @@ class AsyncEngine:
         finally:
             del self._calls[name]
             await generation.close()
-
-    # ---- embedding, classifying, scoring ----
-    #
-    # Texts of one call are computed a window at a time, so that other calls are served between them; cancelling the
-    # task aborts those that are in the engine. All take `request_id`, `priority`, `tenant` and `cache_salt` as
-    # `generate` does, and `on_record`, which is called with the RequestRecord of every text that is done. What is
-    # refused (RequestError) names the text, by its index.
-
-    async def embed(
-        self,
-        texts: Prompt | Sequence[Prompt],
-        *,
-        prompt_name: str | None = None,
-        prompt: str | None = None,
-        dimensions: int | None = None,
-        normalize: bool | None = None,
-        truncate: bool = False,
-        truncate_prompt_tokens: int | None = None,
-        **options: Any,
-    ) -> Embeddings:
-        """The embeddings of texts (or token ids, which are taken as they are).
-
-        `prompt_name` is one of the model's own prompts to put before each text, `prompt` another text to put there;
-        without either it is the model's default one, if it has one. `dimensions` cuts embeddings of models that were
-        trained for it. `normalize` makes their length 1, or not, whatever the checkpoint says. A text that is too long
-        is refused, or with `truncate` cut at its end; `truncate_prompt_tokens` cuts each to at most so many tokens,
-        beside the special ones around it.
-        """
-        processor = self._frontend.pooling_processor("embed")
-        job = processor.embed(
-            texts, prompt_name, prompt, dimensions, normalize, truncate, truncate_prompt_tokens
-        )
-        found = await self._pool(processor, job, **options)
-        return Embeddings(job.finish(found.matrix), found.num_prompt_tokens, found.num_cached_tokens)
-
-    async def classify(
-        self,
-        texts: Prompt | Pair | Sequence[Prompt | Pair],
-        *,
-        scale: Scale | None = None,
-        truncate: bool = False,
-        truncate_prompt_tokens: int | None = None,
-        **options: Any,
-    ) -> Classifications:
-        """One number for each of the model's labels. A tuple of two texts is classified as a pair. What is too long is
-        cut as by `embed`."""
-        processor = self._frontend.pooling_processor("classify")
-        job = processor.classify(texts, scale, truncate, truncate_prompt_tokens)
-        found = await self._pool(processor, job, **options)
-        counts = found.num_prompt_tokens, found.num_cached_tokens
-        return Classifications(job.finish(found.matrix), processor.facts.labels, job.scale, *counts)
-
-    async def score(
-        self,
-        query: str | Sequence[str],
-        documents: str | Sequence[str],
-        *,
-        scale: Scale | None = None,
-        instruction: str | None = None,
-        truncate: bool = False,
-        max_tokens_per_doc: int | None = None,
-        **options: Any,
-    ) -> Scores:
-        """How well each document answers the query: one query for all, or as many queries as documents.
-
-        `scale` is "logit", "sigmoid", "softmax" or "cosine", as far as the model has it; its own unless given.
-        `instruction` is for models whose template has one. A document that is too long is refused, or cut at its end
-        with `truncate`; `max_tokens_per_doc` cuts it to at most so many tokens. Queries are never cut.
-        """
-        processor = self._frontend.pooling_processor("score")
-        job = processor.score(query, documents, scale, instruction, truncate, max_tokens_per_doc)
-        found = await self._pool(processor, job, **options)
-        return Scores(job.finish(found.matrix), job.scale, found.num_prompt_tokens, found.num_cached_tokens)
-
-    async def rerank(
-        self,
-        query: str,
-        documents: Sequence[str],
-        top_n: int | None = None,
-        *,
-        scale: Scale | None = None,
-        instruction: str | None = None,
-        truncate: bool = False,
-        max_tokens_per_doc: int | None = None,
-        **options: Any,
-    ) -> Ranking:
-        """`score` for all documents, and the best of them first; the best `top_n` only, if given."""
-        check_top_n(top_n)
-        scores = await self.score(
-            query,
-            documents,
-            scale=scale,
-            instruction=instruction,
-            truncate=truncate,
-            max_tokens_per_doc=max_tokens_per_doc,
-            **options,
-        )
-        results = ranked(scores.values, documents, scores.scale, top_n)
-        return Ranking(results, scores.scale, scores.num_prompt_tokens, scores.num_cached_tokens)
-
-    async def _pool(self, processor: PoolingProcessor, job: PoolingJob, **options: Any) -> PooledVectors:
-        context = RequestContext(**options)
-        name = self._name(context.request_id)
-        run = PoolingRun(self._client, processor, job, context, name, self._threads)
-        self._calls[name] = run
-        try:
-            return await run.run()
-        finally:
-            del self._calls[name]
 
     async def abort(self, request_id: str) -> int:
         """End a request; its stream ends with finish reason "abort", and what returns no stream raises EngineError.
@@ -368,6 +232,20 @@ class AsyncEngine:
 
     async def stats(self) -> EngineStats:
         return await self._client.stats()
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget all prefixes."""
+        await self._client.command("reset_prefix_cache")
+
+    async def sleep(self) -> None:
+        """Give up the KV memory, and put the weights into host memory. Raises EngineError while there are requests."""
+        await self._client.command("sleep")
+
+    async def wake_up(self) -> None:
+        await self._client.command("wake_up")
+
+    async def is_sleeping(self) -> bool:
+        return (await self._client.stats()).is_sleeping
 
     async def health(self) -> Health:
         return await self._client.health()

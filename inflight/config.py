@@ -13,6 +13,7 @@ from typing import Any
 
 from inflight.errors import ConfigError
 from inflight.option import LIMITS, MEMORY, MODEL, PYTHON, SCHEDULING, WATCHING, check, option, options_of
+from inflight.vllm_names import LLM_OPTIONS, OTHER_OPTION_NAMES, OTHER_VALUES, without_needless
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,8 +312,33 @@ _PARTS = {
 # The engine's options by name; each belongs to exactly one part.
 ENGINE_OPTIONS = {name: found for part in _PARTS.values() for name, found in options_of(part).items()}
 
-# Options of other engines that change nothing here: statistics cost nothing, code in a model folder is never run.
-_NEEDLESS = ("disable_log_stats", "trust_remote_code")
+
+def _understood(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Options by our names. Those of vLLM that change nothing are left out, and None is the default of what has one."""
+    ours = {OTHER_OPTION_NAMES.get(name, name): value for name, value in given.items()}
+    foreign = {name: value for name, value in ours.items() if name not in ENGINE_OPTIONS}
+    unknown, refusal = without_needless(foreign, LLM_OPTIONS)
+    if refusal is not None:
+        raise ConfigError(refusal.message, param=refusal.name)
+    if unknown:
+        from difflib import get_close_matches  # which those who make no mistake need not wait for
+
+        close = get_close_matches(min(unknown), (*ENGINE_OPTIONS, *OTHER_OPTION_NAMES), 1)
+        hint = f"is it {close[0]}? " if close else ""
+        raise ConfigError(
+            f"unknown option {', '.join(sorted(unknown))}: {hint}allowed are {', '.join(ENGINE_OPTIONS)}"
+        )
+    found = {name: _our_value(name, value) for name, value in ours.items() if name in ENGINE_OPTIONS}
+    return {
+        name: value for name, value in found.items() if value is not None or ENGINE_OPTIONS[name].optional
+    }
+
+
+def _our_value(name: str, value: Any) -> Any:
+    if name == "dtype" and value is not None:
+        value = str(value).removeprefix("torch.")
+    known = OTHER_VALUES.get(name, {})
+    return known.get(value, value) if isinstance(value, str | int) else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,12 +352,8 @@ class EngineConfig:
 
     @classmethod
     def create(cls, model: str | PathLike[str] | None = None, **options: Any) -> EngineConfig:
-        """From flat names, as users give them: ours, or those of other engines. Without a model, the built-in one."""
-        for name in _NEEDLESS:
-            options.pop(name, None)
-        unknown = sorted(options.keys() - ENGINE_OPTIONS)
-        if unknown:
-            raise ConfigError(f"unknown option {', '.join(unknown)}: allowed are {', '.join(ENGINE_OPTIONS)}")
+        """From flat names, as users give them: ours, or vLLM's. Without a model, the built-in one."""
+        options = _understood(options)
         options["model"] = None if model is None else fspath(model)
         parts: dict[str, Any] = {
             part: kind(**{name: options[name] for name in options_of(kind) if name in options})

@@ -14,6 +14,7 @@
     ├── TemplateWorkerError    the process that renders chat templates died or cannot be started; try again
     ├── GrammarWorkerError     the process that tries grammars died or cannot be started; try again
     └── EngineError            a step failed, or the engine has stopped
+        ├── EngineAsleepError  the engine sleeps, and takes requests when it was woken up
         ├── DeviceLostError    the device does nothing any more; only a new process can use it again
         └── EngineDeadError    the engine is not there: it died, is being restarted, hangs or was closed
 
@@ -105,6 +106,12 @@ class EngineError(InflightError, RuntimeError):
     """A step failed, or the engine has stopped."""
 
     code = "engine_error"
+
+
+class EngineAsleepError(EngineError):
+    """The engine sleeps, and takes requests when it was woken up."""
+
+    code = "engine_asleep"
 
 
 class DeviceLostError(EngineError):

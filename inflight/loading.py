@@ -17,7 +17,9 @@ from inflight.config import EngineConfig, SchedulerConfig
 from inflight.constraints import Grammar, GrammarCompiler
 from inflight.engine import EngineCore, ModelFacts
 from inflight.engine.runner import Runner
+from inflight.engine.sleep import asleep
 from inflight.errors import ConfigError, EngineError, ModelError
+from inflight.execution.dormancy import ModelDormancy
 from inflight.execution.parallel.starting import parallel_core, rank_shard, stage_links, start_ranks
 from inflight.execution.platforms import Platform, platform
 from inflight.frontend import Frontend, InputProcessor
@@ -93,6 +95,8 @@ class LoadedEngine(Frontend):
     def use(self, **scheduler_options: Any) -> EngineCore:
         """Put another engine over the same weights and KV memory in place of this one, which must be idle: another
         policy, other limits. The memory of the one before is given back first."""
+        if self.core.is_sleeping:
+            raise asleep()
         if self.core.has_work:
             raise EngineError("the engine has requests: another one can take its place only when it is idle")
         config = replace(self.config, scheduler=replace(self.config.scheduler, **scheduler_options))
@@ -386,7 +390,10 @@ def _decoder_core(
     make_runner = partial(place.runner, config, decoder, num_blocks, max_model_len, grammars, links)
     if ranks is None:
         prepare = partial(_compiled_grammar, grammars)
-        return EngineCore(scheduler, make_runner(), depth, options.max_queue, prepare=prepare)
+        dormancy = ModelDormancy(decoder, place.device, make_runner)
+        return EngineCore(
+            scheduler, make_runner(), depth, options.max_queue, prepare=prepare, dormancy=dormancy
+        )
     sizes = num_blocks, max_model_len
     return parallel_core(ranks, scheduler, decoder, make_runner, *sizes, depth, options.max_queue)
 
@@ -415,8 +422,10 @@ def _encoder_core(
     num_spare = -(-HEADROOM * limits.max_num_seqs // max_model_len) + 1
     blocks = BlockManager(limits.max_num_seqs + num_spare, max_model_len, NoPrefixCache())
     scheduler = Scheduler(limits, policy, blocks)
-    runner = place.encoder_runner(config, encoder, limits)
-    return EngineCore(scheduler, runner, options.pipeline_depth or place.pipeline_depth, options.max_queue)
+    make_runner = partial(place.encoder_runner, config, encoder, limits)
+    depth = options.pipeline_depth or place.pipeline_depth
+    dormancy = ModelDormancy(encoder, place.device, make_runner)
+    return EngineCore(scheduler, make_runner(), depth, options.max_queue, dormancy=dormancy)
 
 
 def _limits(options: SchedulerConfig, place: Platform, max_num_batched_tokens: int) -> Limits:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from inflight.events import RequestRecord
 from inflight.pooling import Scale
@@ -62,6 +62,16 @@ class AssistantMessage:
         return found
 
 
+class Answered(int):
+    """True or False, and a function that returns it."""
+
+    def __call__(self) -> bool:
+        return bool(self)
+
+    def __repr__(self) -> str:
+        return repr(bool(self))
+
+
 @dataclass(slots=True)
 class CompletionOutput:
     """One of the `n` answers to a prompt."""
@@ -76,9 +86,15 @@ class CompletionOutput:
     error: str | None = None
     message: AssistantMessage | None = None  # of chats
 
+    # What vLLM's have and no answer here has.
+    lora_request: ClassVar[None] = None
+    kv_transfer_params: ClassVar[None] = None
+    routed_experts: ClassVar[None] = None
+
     @property
-    def finished(self) -> bool:
-        return self.finish_reason is not None
+    def finished(self) -> Answered:
+        """Read or called, as vLLM's is: both say the same."""
+        return Answered(self.finish_reason is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +150,13 @@ class RequestOutput:
     finished: bool = False
     num_cached_tokens: int = 0
 
+    # What vLLM's have and no request here has.
+    lora_request: ClassVar[None] = None
+    encoder_prompt: ClassVar[None] = None
+    encoder_prompt_token_ids: ClassVar[None] = None
+    multi_modal_placeholders: ClassVar[dict[str, Any]] = {}
+    kv_transfer_params: ClassVar[None] = None
+
 
 # ---- of models that embed, classify or score ----
 
@@ -150,6 +173,10 @@ class EmbeddingOutput:
         found: list[float] = self.vector.tolist()
         return found
 
+    @property
+    def hidden_size(self) -> int:
+        return len(self.vector)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ClassificationOutput:
@@ -164,6 +191,10 @@ class ClassificationOutput:
         """Made anew each time it is asked for."""
         found: list[float] = self.vector.tolist()
         return found
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.vector)
 
     @property
     def label(self) -> str:

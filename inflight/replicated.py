@@ -10,7 +10,7 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from inflight.config import EngineConfig, RouterConfig
-from inflight.engine import EngineStats, StepObserver
+from inflight.engine import Command, EngineStats, StepObserver
 from inflight.errors import ConfigError
 from inflight.events import Delta
 from inflight.frontend import Frontend
@@ -93,6 +93,9 @@ class ReplicatedEngine:
     async def _until_idle(self) -> None:
         while self._router.is_busy:
             await asyncio.sleep(0.01)
+
+    def command(self, command: Command) -> None:
+        self._wait_for(self._router.command(command))
 
     def stats(self) -> EngineStats:
         return self._wait_for(self._router.stats())

@@ -8,13 +8,17 @@ import re
 import sys
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from functools import wraps
+from typing import Any, TypeVar
 
 from inflight.errors import ParameterError, RequestError, shown
 from inflight.events import PositionLogprobs, RequestRecord
 from inflight.structured_outputs import KINDS, StructuredOutputs
 from inflight.structured_outputs import PARAM as STRUCTURED_OUTPUTS
+from inflight.vllm_names import SAMPLING_FIELDS, without_needless
+
+T = TypeVar("T")
 
 MAX_N = 128
 MAX_LOGPROBS = 100
@@ -85,12 +89,39 @@ def _in_bias_range(token_id: int, value: float) -> bool:
     return token_id >= 0 and -100 <= value <= 100
 
 
-@dataclass(frozen=True, slots=True)
+def _takes_foreign_fields(cls: type[T]) -> type[T]:
+    """Of a dataclass with slots: the constructor takes fields of vLLM too, where they change nothing."""
+    defaults = {item.name: item.default for item in fields(cls)}  # type: ignore[arg-type]
+    setters = [
+        getattr(cls, name).__set__ for name in defaults
+    ]  # past __setattr__, which is for later assignments
+    constructor: Any = cls.__init__
+
+    @wraps(constructor)
+    def construct(self: Any, *args: Any, **given: Any) -> None:
+        if not given.keys() <= defaults.keys():
+            given, refusal = without_needless(given, SAMPLING_FIELDS)
+            if refusal is not None:
+                raise ParameterError(refusal.message, param=refusal.name)
+        if args or not given.keys() <= defaults.keys():  # which it knows to read, or to refuse
+            constructor(self, *args, **given)
+            return
+        for set_value, value in zip(setters, {**defaults, **given}.values(), strict=True):
+            set_value(self, value)
+        self.__post_init__()
+
+    cls.__init__ = construct  # type: ignore[method-assign]
+    return cls
+
+
+@_takes_foreign_fields
+@dataclass(slots=True)
 class SamplingParams:
     """How the tokens of one request are chosen and when they end.
 
-    Everything that can be checked without knowing the model is checked here; what depends on the
-    vocabulary or the context length is checked when the request is added.
+    Everything that can be checked without knowing the model is checked here, at every assignment too; what depends on
+    the vocabulary or the context length is checked when the request is added. A request keeps a clone of its own, so
+    later assignments are for later requests.
     """
 
     n: int = 1
@@ -206,6 +237,24 @@ class SamplingParams:
                 for token_id in ids:
                     _integer(name, token_id, 0, what=f"an id in {name}")
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Checked as the constructor does: what is not allowed changes nothing."""
+        if not hasattr(self, STRUCTURED_OUTPUTS):  # the last field: the constructor is still at work
+            object.__setattr__(self, name, value)
+            return
+        changed = replace(self, **{name: value})
+        for item in fields(self):
+            object.__setattr__(self, item.name, getattr(changed, item.name))
+
+    def clone(self) -> SamplingParams:
+        """One that assignments to this one do not change."""
+        if self.logit_bias is not None:  # a dict, which anyone may have written into
+            return replace(self)
+        made = object.__new__(SamplingParams)
+        for name in _FIELDS:
+            object.__setattr__(made, name, getattr(self, name))
+        return made
+
     @property
     def stop_strings(self) -> tuple[str, ...]:
         """`stop`, always as a tuple."""
@@ -214,6 +263,9 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+
+_FIELDS = tuple(item.name for item in fields(SamplingParams))
 
 
 class Status(enum.Enum):

@@ -15,6 +15,9 @@ from inflight import errors
 EXPORTS = {
     "LLM": "class",
     "AsyncEngine": "class",
+    "AsyncEngineArgs": "class",
+    "AsyncLLM": "class",
+    "BeamSearchParams": "class",
     "CompletionOutput": "class",
     "InflightError": "class",
     "Policy": "class",

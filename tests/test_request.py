@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -104,14 +104,43 @@ def test_forms_are_made_one() -> None:
     assert SamplingParams(stop_token_ids=range(2)).stop_token_ids == (0, 1)
 
 
-def test_params_can_be_changed_only_by_replacing() -> None:
+def test_params_can_be_replaced() -> None:
     params = SamplingParams(stop="x", logit_bias={3: 1.0})
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        params.n = 2  # type: ignore[misc]
     assert dataclasses.replace(params, n=2).stop_strings == ("x",)
     assert dataclasses.replace(params) == params
     with pytest.raises(ParameterError):
         dataclasses.replace(params, n=0)
+
+
+def test_assignments_are_checked_and_wrong_ones_change_nothing() -> None:
+    params = SamplingParams(stop="x", max_tokens=8)
+    params.stop, params.top_k, params.min_tokens = ["y", "z"], -1, 4
+    assert (params.stop_strings, params.top_k, params.min_tokens) == (("y", "z"), 0, 4)
+    before = params.clone()
+    for name, value in (("n", 0), ("max_tokens", 3), ("stop", ""), ("logit_bias", {1: 1000}), ("best_of", 3)):
+        with pytest.raises(ParameterError):
+            setattr(params, name, value)
+    with pytest.raises(TypeError):
+        params.colour = "red"
+    assert params == before
+
+
+@pytest.mark.parametrize("bias", [None, {3: 1.0}])
+def test_a_clone_goes_its_own_way(bias: dict[int, float] | None) -> None:
+    params = SamplingParams(temperature=0.5, logit_bias=bias)
+    clone = params.clone()
+    assert clone == params
+    params.temperature = 0.7
+    if params.logit_bias is not None:
+        cast("dict[int, float]", params.logit_bias)[4] = 2.0
+    assert (clone.temperature, clone.logit_bias) == (0.5, bias)
+
+
+def test_what_was_written_into_a_dict_is_checked_by_the_clone() -> None:
+    params = SamplingParams(logit_bias={3: 1.0})
+    cast("dict[int, float]", params.logit_bias)[4] = 1000.0
+    with pytest.raises(ParameterError, match="logit_bias"):
+        params.clone()
 
 
 @given(

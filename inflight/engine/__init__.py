@@ -5,9 +5,11 @@ from inflight.engine.core import EngineCore, EngineStats
 from inflight.engine.inproc import InprocClient
 from inflight.engine.request_feed import RequestFeed
 from inflight.engine.runner import Runner
+from inflight.engine.sleep import Command
 from inflight.engine.step_records import StepObserver
 
 __all__ = [
+    "Command",
     "EngineClient",
     "EngineCore",
     "EngineStats",

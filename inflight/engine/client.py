@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from inflight.engine.core import EngineStats
+from inflight.engine.sleep import Command
 from inflight.engine.step_records import StepObserver
 from inflight.events import CacheUpdate, Delta, RequestRecord
 from inflight.pooling import PoolingFacts
@@ -91,6 +92,9 @@ class EngineClient(Protocol):
 
     async def describe(self, request_id: str) -> RequestState | None:
         """What happened to a request that is there, or was until recently."""
+
+    async def command(self, command: Command) -> None:
+        """Do something that is no request, to its end. Raises EngineError where it cannot be done."""
 
     def watch(self, observer: StepObserver) -> Callable[[], None]:
         """Call `observer` in the event loop with the record of every step; one that raises is called no more.

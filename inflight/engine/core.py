@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from inflight.engine.runner import Runner
+from inflight.engine.sleep import Command, Dormancy, NoDormancy, SleepingRunner, asleep
 from inflight.engine.step_records import LaunchedStep, StepRecords
 from inflight.engine.step_time import StepTimes
 from inflight.errors import DeviceLostError, EngineError, QueueFullError
@@ -22,6 +24,7 @@ from inflight.scheduling import Sampled, ScheduledStep, Scheduler
 
 logger = logging.getLogger(__name__)
 
+STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 MARGIN = 0.001  # seconds by which a step is launched before the device needs it
 
 
@@ -39,6 +42,10 @@ class EngineStats:
     num_prefix_queries: int  # tokens
     num_prefix_hits: int  # tokens
     kv: KVUsage
+    is_sleeping: bool = False
+    # Steps by the tokens that they computed: how many were no larger than each of STEP_SIZES, then those beyond.
+    step_sizes: tuple[int, ...] = (0,) * (len(STEP_SIZES) + 1)
+    num_step_tokens: int = 0  # of these steps together
 
 
 class EngineCore:
@@ -54,9 +61,11 @@ class EngineCore:
         engine_id: str = "0",
         check: Callable[[], None] = lambda: None,
         prepare: Callable[[Request], Future[Any] | None] = lambda request: None,  # noqa: ARG005
+        dormancy: Dormancy | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
+        self._dormancy = dormancy or NoDormancy()
         self.pipeline_depth = pipeline_depth
         self.max_queue = max_queue
         self.clock = clock
@@ -73,10 +82,14 @@ class EngineCore:
         self._leads = deque((0.0,), maxlen=4)
         self._num_left_waiting = 0  # by the last step that was scheduled
         self._num_prompt_tokens = self._num_output_tokens = self._num_steps = self._num_failed_steps = 0
+        self._step_sizes = [0] * (len(STEP_SIZES) + 1)
+        self._num_step_tokens = 0
 
     # ---- requests ----
 
     def add(self, request: Request) -> None:
+        if self.is_sleeping:
+            raise asleep()
         if self.max_queue is not None:
             self._check_place(self.max_queue)
         request.record.arrived_at = now = self.clock()
@@ -174,6 +187,8 @@ class EngineCore:
         self._collected_at = now
         deltas = self.scheduler.update(launched.step, sampled, now)
         self._num_steps += 1
+        self._step_sizes[bisect_left(STEP_SIZES, batch.num_tokens)] += 1
+        self._num_step_tokens += batch.num_tokens
         self._num_output_tokens += sum(len(delta.token_ids) for delta in deltas)
         if self.observers:
             self._records.step(launched, deltas, self.scheduler.pool, began_at, now, self.clock())
@@ -225,7 +240,43 @@ class EngineCore:
             num_prefix_queries=cache.num_queries,
             num_prefix_hits=cache.num_hits,
             kv=self.scheduler.pool.usage(),
+            is_sleeping=self.is_sleeping,
+            step_sizes=tuple(self._step_sizes),
+            num_step_tokens=self._num_step_tokens,
         )
+
+    # ---- what it can be told beside requests ----
+
+    def obey(self, command: Command) -> None:
+        {"reset_prefix_cache": self.reset_prefix_cache, "sleep": self.sleep, "wake_up": self.wake_up}[
+            command
+        ]()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all prefixes. Those that run keep their blocks."""
+        self.scheduler.blocks.drop_cache()
+
+    @property
+    def is_sleeping(self) -> bool:
+        return isinstance(self.runner, SleepingRunner)
+
+    def sleep(self) -> None:
+        """Give up the KV memory and what is in it, and put the weights into host memory."""
+        if self.is_sleeping:
+            return
+        if self.has_work:
+            raise EngineError(
+                "the engine has requests: it can sleep when they have ended", code="engine_busy"
+            )
+        self._dormancy.check()
+        self.scheduler.blocks.drop_cache()
+        self.runner.close()
+        self.runner = SleepingRunner()
+        self._dormancy.rest()
+
+    def wake_up(self) -> None:
+        if self.is_sleeping:
+            self.runner = self._dormancy.wake()
 
     def close(self) -> None:
         """Wait for what is in flight and give back the runner's memory."""

@@ -14,6 +14,7 @@ from inflight.engine.client import CacheObserver, Health, ModelFacts, RequestSta
 from inflight.engine.core import EngineCore, EngineStats
 from inflight.engine.delta_queue import DeltaQueue, DeltaStream
 from inflight.engine.history import History, state_of
+from inflight.engine.sleep import Command
 from inflight.engine.step_records import StepObserver, notify
 from inflight.errors import EngineDeadError, RequestError
 from inflight.events import Delta, StepRecord
@@ -236,6 +237,13 @@ class InprocClient:
     async def describe(self, request_id: str) -> RequestState | None:
         state: RequestState | None = await self._ask(lambda: state_of(self._core, request_id))
         return self._history.get(request_id) if state is None else self._history.complete(state)
+
+    async def command(self, command: Command) -> None:
+        def obey() -> None:
+            self._core.obey(command)
+            self._tell_cache_changes()
+
+        await self._ask(obey)
 
     def watch(self, observer: StepObserver) -> Callable[[], None]:
         self._loop = asyncio.get_running_loop()

@@ -20,6 +20,7 @@ from inflight.engine.core import EngineStats
 from inflight.engine.delta_queue import DeltaQueue, DeltaStream
 from inflight.engine.history import History
 from inflight.engine.host import EngineHost
+from inflight.engine.sleep import Command
 from inflight.engine.step_records import StepObserver, notify
 from inflight.engine.supervisor import EngineEnded, EngineStalled, LoadProgress, Supervisor
 from inflight.engine.wire import (
@@ -30,6 +31,7 @@ from inflight.engine.wire import (
     Ready,
     Reply,
     StepOutputs,
+    Tell,
     Watch,
     WatchCache,
     encode_add,
@@ -282,6 +284,10 @@ class ProcessClient:
             if reply.state is not None:
                 return self._history.complete(reply.state)
         return self._history.get(request_id)
+
+    async def command(self, command: Command) -> None:
+        call = next(self._numbers)
+        await self._ask(call, lambda: self._send(Tell(call, command)))
 
     def watch(self, observer: StepObserver) -> Callable[[], None]:
         self._observers.append(observer)

@@ -3,7 +3,7 @@
 A frame is a secret of this pair of processes, then one message in msgpack. Nothing on the wire can be made to
 run. What does not begin with the secret, or is no message that the receiver knows, is dropped and counted.
 
-    front ── Start, Add, Abort, Describe, Ack, Watch, WatchCache, Stop ──►  engine
+    front ── Start, Add, Abort, Describe, Tell, Ack, Watch, WatchCache, Stop ─►  engine
     front ◄── Progress, Ready, Failed, StepOutputs, Heartbeat, Stopped ───  engine
 """
 
@@ -20,6 +20,7 @@ import msgspec
 from inflight import errors
 from inflight.engine.client import ModelFacts, RequestState
 from inflight.engine.core import EngineStats
+from inflight.engine.sleep import Command
 from inflight.errors import EngineError, InflightError, RequestError
 from inflight.events import CacheUpdate, Delta, StepRecord
 from inflight.request import Request, SamplingParams
@@ -109,6 +110,13 @@ class Abort(Message, frozen=True):
 class Describe(Message, frozen=True):
     call: int
     handle: int
+
+
+class Tell(Message, frozen=True):
+    """Something that is no request."""
+
+    call: int
+    command: Command
 
 
 class Ack(Message, frozen=True):
@@ -216,7 +224,7 @@ class Stopped(Message, frozen=True):
     text: str
 
 
-ToEngine = Start | Add | Abort | Describe | Ack | Watch | WatchCache | Stop
+ToEngine = Start | Add | Abort | Describe | Tell | Ack | Watch | WatchCache | Stop
 ToFront = Progress | Ready | Failed | StepOutputs | Heartbeat | Stopped
 
 

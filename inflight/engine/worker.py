@@ -27,6 +27,7 @@ from inflight.engine.history import state_of
 from inflight.engine.lifeline import die_with, ignore_signals
 from inflight.engine.outbox import Outbox
 from inflight.engine.remote_link import RemoteLink
+from inflight.engine.sleep import Command
 from inflight.engine.wire import (
     Abort,
     Ack,
@@ -44,10 +45,12 @@ from inflight.engine.wire import (
     Start,
     Stop,
     Stopped,
+    Tell,
     ToEngine,
     Watch,
     WatchCache,
 )
+from inflight.errors import EngineError
 from inflight.kv.cache_changes import CacheChanges
 from inflight.logs import configure_logging
 from inflight.registry import Registry
@@ -199,6 +202,8 @@ class EngineLoop:
                 request_id = self._outbox.id_of(handle)
                 state = None if request_id is None else state_of(self._core, request_id)
                 self._outbox.reply(Reply(call, state=state))
+            case Tell(call, command):
+                self._tell(call, command)
             case Ack(num_taken):
                 self._outbox.taken(num_taken)
             case Watch(wanted):
@@ -237,6 +242,14 @@ class EngineLoop:
             return
         self._outbox.open(request.request_id, handle)
         self._outbox.reply(Reply(handle))
+
+    def _tell(self, call: int, command: Command) -> None:
+        try:
+            self._core.obey(command)
+        except EngineError as error:  # it goes on as it was
+            self._outbox.reply(Reply(call, remote_error=RemoteError.of(error)))
+        else:
+            self._outbox.reply(Reply(call))
 
     def _abort(self, message: Abort) -> None:
         if message.handle in self._preparing:

@@ -1,9 +1,16 @@
 """Between users and token ids: prompts become requests, deltas become outputs."""
 
 from inflight.frontend.chat import ChatRequest, NamedTool, ToolChoice, checked_tools, tool_choice_of
+from inflight.frontend.chat_tokenizer import ChatTokenizer
 from inflight.frontend.frontend import Frontend
 from inflight.frontend.generation import Generation
-from inflight.frontend.input_processor import InputProcessor, Prompt, context_length_error, split_prompts
+from inflight.frontend.input_processor import (
+    InputProcessor,
+    Prompt,
+    check_arguments,
+    context_length_error,
+    split_prompts,
+)
 from inflight.frontend.message_reader import MessageReader
 from inflight.frontend.output_processor import OutputProcessor
 from inflight.frontend.pooling import PoolingJob, PoolingProcessor, RequestContext
@@ -13,6 +20,7 @@ from inflight.frontend.pooling_run import PoolingRun
 
 __all__ = [
     "ChatRequest",
+    "ChatTokenizer",
     "Frontend",
     "Generation",
     "InputProcessor",
@@ -28,6 +36,7 @@ __all__ = [
     "Prompt",
     "RequestContext",
     "ToolChoice",
+    "check_arguments",
     "check_top_n",
     "checked_tools",
     "context_length_error",

@@ -15,6 +15,8 @@ from inflight.errors import ParameterError, shown
 MAX_TOOLS = 512
 MAX_NAME_LENGTH = 256
 SHORT_ID_LENGTH = 9
+# What clients note on an answer and send back with it: openai's helpers, litellm. Not for the model.
+CLIENT_NOTES = frozenset({"parsed", "provider_specific_fields", "annotations", "refusal", "audio"})
 _TOOL_NAME = re.compile(rf"[\w.:/-]{{1,{MAX_NAME_LENGTH}}}", re.ASCII)
 
 
@@ -56,10 +58,46 @@ class ChatRequest:
                 param="reasoning_effort",
             )
 
+    @classmethod
+    def of(
+        cls,
+        messages: Sequence[Any],
+        *,
+        tools: Any = None,
+        tool_choice: Any = "auto",
+        parallel_tool_calls: bool = True,
+        reasoning_effort: str | None = None,
+        max_reasoning_tokens: int | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+    ) -> ChatRequest:
+        """From what callers of `chat` give. Raises ParameterError. A reply is begun unless the last message is to be
+        continued."""
+        begins = not continue_final_message if add_generation_prompt is None else add_generation_prompt
+        return cls(
+            _dumped(messages),
+            checked_tools(tools),
+            tool_choice_of(tool_choice),
+            parallel_tool_calls,
+            reasoning_effort,
+            max_reasoning_tokens,
+            chat_template_kwargs or {},
+            begins,
+            continue_final_message,
+        )
+
     @property
     def offered_tools(self) -> Sequence[Mapping[str, Any]]:
         """Those that the model gets to see."""
         return () if self.tool_choice == "none" else self.tools
+
+
+def _dumped(messages: Any) -> Any:
+    """Messages may be objects of clients, such as the answer of an OpenAI client, which go on the wire as dicts."""
+    if not isinstance(messages, list | tuple):
+        return messages
+    return [message.model_dump() if hasattr(message, "model_dump") else message for message in messages]
 
 
 def tool_choice_of(given: Any) -> ToolChoice:
@@ -155,7 +193,7 @@ def template_messages(messages: Sequence[Any], style: CallStyle) -> list[Any]:
 
 
 def _message(message: Mapping[str, Any], style: CallStyle) -> dict[str, Any]:
-    found = {name: value for name, value in message.items() if value is not None}
+    found = {name: value for name, value in message.items() if value is not None and name not in CLIENT_NOTES}
     reasoning = found.pop("reasoning", None)
     if isinstance(reasoning, str):
         found.setdefault("reasoning_content", reasoning)

@@ -17,6 +17,7 @@ from inflight.errors import ParameterError, PromptError, shown
 from inflight.frontend.vocabulary import vocabulary_of
 from inflight.request import MAX_SALT_LENGTH, Request, SamplingParams
 from inflight.text import Tokenizer, bad_word_ids
+from inflight.vllm_names import refusal_of
 
 # Text, token ids, or {"prompt": text} / {"prompt_token_ids": ids}, with an optional "cache_salt".
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -26,6 +27,13 @@ _PROMPT_KINDS = "text, a list of token ids, or a mapping with 'prompt' or 'promp
 
 MAX_TENANT_LENGTH = 256
 PRIORITY_RANGE = (-(2**31), 2**31 - 1)
+
+
+def check_arguments(foreign: Mapping[str, Any]) -> None:
+    """Arguments that only vLLM's methods have: raises ParameterError for those that would change something."""
+    refusal = refusal_of(foreign)
+    if refusal is not None:
+        raise ParameterError(refusal.message, param=refusal.name)
 
 
 def context_length_error(detail: str, param: str = "prompt") -> PromptError:
@@ -93,6 +101,7 @@ class InputProcessor:
         num_kept = 1 if kind == "generate" else 0  # places for outputs
         text, ids, salt = self._read_prompt(prompt, self.max_model_len - num_kept)
         self._check_params(params)
+        params = params.clone()  # what the caller does to them later is for later requests
         check_place(priority, tenant)
         salt = check_salt(cache_salt or salt)
         room = self.max_model_len - len(ids)

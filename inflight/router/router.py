@@ -17,7 +17,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import replace
 
-from inflight.engine import EngineStats, Health, ModelFacts, RequestState, StepObserver
+from inflight.engine import Command, EngineStats, Health, ModelFacts, RequestState, StepObserver
 from inflight.engine.history import History
 from inflight.errors import EngineDeadError, EngineError, QueueFullError, RequestError
 from inflight.events import Delta
@@ -284,6 +284,10 @@ class Router:
         return self._history.get(request_id)
 
     # ---- around it ----
+
+    async def command(self, command: Command) -> None:
+        """To all of them."""
+        await asyncio.gather(*(replica.client.command(command) for replica in self.replicas.available))
 
     def watch(self, observer: StepObserver) -> Callable[[], None]:
         return self.replicas.watch(observer)

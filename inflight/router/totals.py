@@ -8,20 +8,23 @@ from dataclasses import fields, replace
 from inflight.engine import EngineStats, ModelFacts
 from inflight.events import KVUsage
 
-_TOTALS = [item.name for item in fields(EngineStats) if item.name != "kv"]
+_TOTALS = [item.name for item in fields(EngineStats) if item.type == "int"]
 _BLOCKS = [item.name for item in fields(KVUsage) if item.name != "block_size"]
 
 
 def summed(found: Sequence[EngineStats]) -> EngineStats:
     """All of them together; there is at least one."""
     kv = replace(found[0].kv, **{name: sum(getattr(stats.kv, name) for stats in found) for name in _BLOCKS})
-    return EngineStats(**{name: sum(getattr(stats, name) for stats in found) for name in _TOTALS}, kv=kv)
+    totals = {name: sum(getattr(stats, name) for stats in found) for name in _TOTALS}
+    step_sizes = tuple(map(sum, zip(*(stats.step_sizes for stats in found), strict=True)))
+    is_sleeping = all(stats.is_sleeping for stats in found)
+    return EngineStats(**totals, kv=kv, step_sizes=step_sizes, is_sleeping=is_sleeping)
 
 
 def left_behind(stats: EngineStats) -> EngineStats:
     """What still counts of an engine that is gone: what it has done."""
     nothing = dict.fromkeys(_BLOCKS, 0)
-    return replace(stats, num_running=0, num_waiting=0, kv=replace(stats.kv, **nothing))
+    return replace(stats, num_running=0, num_waiting=0, is_sleeping=True, kv=replace(stats.kv, **nothing))
 
 
 def facts_of_all(found: Sequence[ModelFacts]) -> ModelFacts:

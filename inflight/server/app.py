@@ -16,18 +16,19 @@ from inflight.errors import InflightError
 from inflight.server.error_shapes import error_at
 from inflight.server.errors import ApiError, of_exception
 from inflight.server.middleware import AccessMiddleware
+from inflight.server.missing_routes import hint_for
 from inflight.server.openapi import document
-from inflight.server.routes import generation, health, messages, pooling, replicas, responses, service
+from inflight.server.routes import (
+    control,
+    generation,
+    health,
+    messages,
+    pooling,
+    replicas,
+    responses,
+    service,
+)
 from inflight.server.state import ServerState, state_of
-
-_FORGOTTEN = (
-    "/chat/completions",
-    "/completions",
-    "/messages",
-    "/responses",
-    "/embeddings",
-    "/models",
-)  # by clients whose base URL lacks /v1
 
 
 def create_app(state: ServerState) -> ASGIApp:
@@ -41,7 +42,7 @@ def create_app(state: ServerState) -> ASGIApp:
         redirect_slashes=False,
     )
     app.state.server = state
-    for routes in (generation, responses, messages, pooling, service, replicas, health):
+    for routes in (generation, responses, messages, pooling, service, replicas, control, health):
         app.include_router(routes.router)
     app.add_exception_handler(ApiError, _failed)
     app.add_exception_handler(InflightError, _failed)
@@ -88,8 +89,7 @@ async def _not_routed(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
         path = request.url.path
-        hint = f": it is at /v1{path}" if path in _FORGOTTEN else ""
-        message = f"there is nothing at {path!r:.200}{hint}"
+        message = f"there is nothing at {path!r:.200}{hint_for(path)}"
         return error_at(path, ApiError(404, message, code="unknown_path"))
     if error.status_code == 405:
         message = f"{request.method} is not allowed at {request.url.path!r:.200}"

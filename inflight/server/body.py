@@ -10,6 +10,7 @@ from typing import TypeVar
 from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
 
+from inflight.server.config import ServerConfig
 from inflight.server.errors import ApiError, of_validation
 from inflight.server.schemas.common import Body
 
@@ -82,18 +83,19 @@ def _check_kind(request: Request) -> None:
         raise ApiError(415, message, code="unsupported_media_type")
 
 
-async def read_json(request: Request, schema: type[T], max_bytes: int, seconds: float) -> T:
+async def read_json(request: Request, schema: type[T], options: ServerConfig) -> T:
     """The body as the schema wants it. Raises ApiError 400 that names what is wrong."""
-    body = await read_body(request, max_bytes, seconds)
+    body = await read_body(request, options.max_body_size, options.read_timeout)
+    ignore_unknown = options.ignore_unknown_fields
     if len(body) <= LARGE:
-        return parse_body(schema, body)
-    found = await asyncio.to_thread(parse_body, schema, body)
+        return parse_body(schema, body, ignore_unknown)
+    found = await asyncio.to_thread(parse_body, schema, body, ignore_unknown)
     found._is_large = True
     return found
 
 
-def parse_body(schema: type[T], body: bytes) -> T:
-    """Raises ApiError 400 that names what is wrong."""
+def parse_body(schema: type[T], body: bytes, ignore_unknown: bool = False) -> T:
+    """Raises ApiError 400 that names what is wrong: an unknown field too, unless those are ignored."""
     if _has_too_many_parts(body):
         message = f"the body has more than {MAX_PARTS} keys, objects and lists, which is the limit"
         raise ApiError(400, message, code="body_too_complex")
@@ -101,13 +103,13 @@ def parse_body(schema: type[T], body: bytes) -> T:
         message = f"the body has more than {MAX_VALUES} values, which is the limit"
         raise ApiError(400, message, code="body_too_complex")
     try:
-        return schema.model_validate_json(body)
+        return schema.model_validate_json(body, extra="ignore" if ignore_unknown else None)
     except ValidationError as error:
         if error.error_count() > MAX_MISTAKES:
             message = f"the body has {error.error_count()} unknown parameters or wrong values"
             raise ApiError(400, message, code="invalid_value") from None
         raise of_validation(
-            error.errors(include_url=False, include_context=False), schema.unsupported
+            error.errors(include_url=False, include_context=False), schema.unsupported()
         ) from None
 
 

@@ -38,7 +38,7 @@ def _document() -> tuple[str, str]:
     style, script = _joined(STYLES), _joined(SCRIPTS)
     text = _read("index.html").replace("/* styles */", style).replace("/* scripts */", script)
     policy = (
-        f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; connect-src 'self'; "
+        f"default-src 'none'; script-src {source_hash(script)}; style-src {source_hash(style)}; connect-src 'self'; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
     return text, policy
@@ -52,5 +52,6 @@ def _read(name: str) -> str:
     return (files("inflight.server") / "page" / name).read_text(encoding="utf-8")
 
 
-def _hash(content: str) -> str:
+def source_hash(content: str) -> str:
+    """By which a policy names a script or a style."""
     return f"'sha256-{b64encode(sha256(content.encode()).digest()).decode()}'"

@@ -63,6 +63,11 @@ class ServerConfig:
         ("GET", "POST", "DELETE"), NETWORK, "Methods that such pages may use."
     )
     allowed_headers: tuple[str, ...] = option(("*",), NETWORK, "Headers that such pages may send.")
+    ignore_unknown_fields: bool = option(
+        False,
+        NETWORK,
+        "Take requests with fields that no one knows, and ignore these; else they are refused.",
+    )
     allow_credentials: bool = option(False, NETWORK, "Let such pages send cookies.")
 
     api_key: tuple[str, ...] = option(
@@ -73,7 +78,8 @@ class ServerConfig:
     admin_key: str | None = option(
         None,
         ACCESS,
-        "The key of those who may add, drain, remove and restart replicas. Better in INFLIGHT_ADMIN_KEY.",
+        "The key of those who may change replicas, put the engine to sleep and reset its prefix cache. Better in "
+        "INFLIGHT_ADMIN_KEY.",
         unset="no one may",
     )
 

@@ -13,6 +13,7 @@ import msgspec
 from starlette.responses import Response
 
 from inflight.errors import (
+    EngineAsleepError,
     EngineDeadError,
     EngineError,
     GrammarWorkerError,
@@ -97,6 +98,8 @@ def of_exception(error: BaseException, retry_after: int = 1) -> ApiError:
         logger.error("%s", error)
         message = "constraints cannot be compiled at the moment: send the request again"
         return ApiError(503, message, code=error.code, retry_after=1)
+    if isinstance(error, EngineAsleepError):
+        return ApiError(503, str(error), code=error.code, retry_after=5)
     if isinstance(error, EngineError):
         return _of_engine(str(error), isinstance(error, EngineDeadError), error.code)
     logger.error("a request failed inside the server", exc_info=error)

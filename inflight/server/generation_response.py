@@ -133,6 +133,8 @@ class GenerationResponse(EngineResponse):
         if self._generation is not None:
             await self._generation.close()
             if self._logged.queued:
+                longest = max(choice.num_tokens for choice in self._choices.values())
+                self._state.metrics.longest_answer.add(longest)
                 self._count_waiting()
 
     def _count_waiting(self) -> None:

@@ -179,7 +179,7 @@ class AdminKey:
     def check(self, authorization: str | None) -> None:
         """Raises ApiError for everyone else."""
         if self._key is None:
-            message = "replicas cannot be changed here: the server was started without --admin-key"
+            message = "nothing can be changed here: the server was started without --admin-key"
             raise ApiError(403, message, code="admin_disabled")
         if not self.matches(authorization):
             raise _denied(

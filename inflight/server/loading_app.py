@@ -44,7 +44,7 @@ class LoadingApp:
             page = chat_page(error.status)
             page.headers.update(error.headers)
             return page
-        if scope["path"] not in ("/health", "/ready") or scope["method"] not in ("GET", "HEAD"):
+        if scope["path"] not in ("/health", "/ready", "/ping") or scope["method"] not in ("GET", "HEAD"):
             return error_at(scope["path"], error)
         found = HealthStatus(
             status="loading", seconds_since_step=0.0, num_running=0, num_waiting=0, progress=self._progress

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
@@ -20,6 +20,8 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from inflight import __version__
 from inflight.engine import EngineStats
+from inflight.engine.core import STEP_SIZES
+from inflight.engine.metrics import ENGINE_METRICS
 from inflight.events import RequestRecord
 from inflight.router import Replica
 from inflight.server.keys import Caller
@@ -111,13 +113,22 @@ class Histogram:
         self._counts[bisect_left(self._bounds, value)] += count
         self._sum += value * count
 
-    def family(self, prefix: str, model: str) -> Metric:
+    @classmethod
+    def of(
+        cls, name: str, text: str, bounds: tuple[float, ...], counts: Sequence[int], total: float
+    ) -> Histogram:
+        """What was counted elsewhere."""
+        found = cls(name, text, bounds)
+        found._counts, found._sum = list(counts), total
+        return found
+
+    def family(self, prefix: str, labels: Mapping[str, str]) -> Metric:
         total, buckets = 0, []
         for bound, count in zip((*map(float, self._bounds), "+Inf"), self._counts, strict=True):
             total += count
             buckets.append((str(bound), float(total)))
-        found = HistogramMetricFamily(f"{prefix}:{self.name}", self.text, labels=["model_name"])
-        found.add_metric([model], buckets, sum_value=self._sum)
+        found = HistogramMetricFamily(f"{prefix}:{self.name}", self.text, labels=list(labels))
+        found.add_metric(list(labels.values()), buckets, sum_value=self._sum)
         return found
 
 
@@ -132,9 +143,14 @@ _KEY_COUNTERS = (
 class Metrics:
     """Counts, and tells under one prefix or two."""
 
-    def __init__(self, model: str, compat: bool) -> None:
+    def __init__(self, model: str, compat: bool, cache: Mapping[str, object] | None = None) -> None:
+        """`cache` is how KV memory is set up, as labels."""
         self._model = model
-        self._prefixes = ("inflight", "vllm") if compat else ("inflight",)
+        self._cache = {name: str(value) for name, value in (cache or {}).items()}
+        # Those of vLLM have the number of an engine too. There is one, or a router over several.
+        self._prefixes = {"inflight": {"model_name": model}}
+        if compat:
+            self._prefixes["vllm"] = {"model_name": model, "engine": "0"}
         self.first_token = Histogram(
             "time_to_first_token_seconds", "From a request to its first token", _FIRST
         )
@@ -151,6 +167,9 @@ class Metrics:
         )
         self.prompt_tokens = Histogram("request_prompt_tokens", "Tokens of a prompt", _TOKENS)
         self.output_tokens = Histogram("request_generation_tokens", "Tokens of an answer", _TOKENS)
+        self.longest_answer = Histogram(
+            "request_max_num_generation_tokens", "Tokens of the longest answer of a request", _TOKENS
+        )
         self.max_tokens = Histogram("request_params_max_tokens", "Tokens that an answer may have", _TOKENS)
         self.num_answers = Histogram("request_params_n", "Answers that a request asks for", _COUNT)
         self._histograms = [item for item in vars(self).values() if isinstance(item, Histogram)]
@@ -209,14 +228,23 @@ class Metrics:
         return generate_latest(registry)
 
     def _families(self, stats: EngineStats | None, num_restarts: int) -> Iterator[Metric]:
-        for prefix in self._prefixes:
+        for prefix, labels in self._prefixes.items():
             for histogram in self._histograms:
-                yield histogram.family(prefix, self._model)
+                yield histogram.family(prefix, labels)
             yield self._counter(
-                f"{prefix}:request_success", "Answers by how they ended", "finished_reason", self.finished
+                f"{prefix}:request_success",
+                "Answers by how they ended",
+                "finished_reason",
+                self.finished,
+                labels,
             )
+            info = GaugeMetricFamily(
+                f"{prefix}:cache_config_info", "Always 1", labels=[*labels, *self._cache]
+            )
+            info.add_metric([*labels.values(), *self._cache.values()], 1)
+            yield info
             if stats is not None:
-                yield from self._engine(prefix, stats)
+                yield from self._engine(prefix, labels, stats)
         for name, text, counts in (
             ("requests", "Requests to the engine, by what they ask for", self.requests),
             ("pooled_texts", "Texts embedded, classified or scored", self.num_texts),
@@ -237,25 +265,21 @@ class Metrics:
         info.add_metric([__version__], 1)
         yield info
 
-    def _engine(self, prefix: str, stats: EngineStats) -> Iterator[Metric]:
-        kv = stats.kv
-        yield self._gauge(f"{prefix}:num_requests_running", "Requests in the batch", stats.num_running)
-        yield self._gauge(f"{prefix}:num_requests_waiting", "Requests in the queue", stats.num_waiting)
-        usage = kv.num_used / kv.num_blocks if kv.num_blocks else 0.0
-        yield self._gauge(f"{prefix}:kv_cache_usage_perc", "Used share of the KV blocks, 1 is all", usage)
-        for name, text, value in (
-            ("prompt_tokens", "Prompt tokens", stats.num_prompt_tokens),
-            ("generation_tokens", "Output tokens", stats.num_output_tokens),
-            ("num_preemptions", "Requests put back into the queue", stats.num_preemptions),
-            ("prefix_cache_queries", "Tokens looked up in the prefix cache", stats.num_prefix_queries),
-            ("prefix_cache_hits", "Tokens found there", stats.num_prefix_hits),
-        ):
-            yield self._total(f"{prefix}:{name}", text, value)
+    def _engine(self, prefix: str, labels: Mapping[str, str], stats: EngineStats) -> Iterator[Metric]:
+        for item in ENGINE_METRICS:
+            family = GaugeMetricFamily if item.kind == "gauge" else CounterMetricFamily
+            found = family(f"{prefix}:{item.name}", item.text, labels=list(labels))
+            found.add_metric(list(labels.values()), item.read(stats))
+            yield found
+        steps = Histogram.of(
+            "iteration_tokens_total", "Tokens of a step", STEP_SIZES, stats.step_sizes, stats.num_step_tokens
+        )
+        yield steps.family(prefix, labels)
         if prefix == "inflight":
             yield self._total("inflight:steps", "Steps of the engine", stats.num_steps)
             states = GaugeMetricFamily("inflight:kv_blocks", "KV blocks", labels=["model_name", "state"])
             for state in ("free", "cached", "used"):
-                states.add_metric([self._model, state], getattr(kv, f"num_{state}"))
+                states.add_metric([self._model, state], getattr(stats.kv, f"num_{state}"))
             yield states
 
     def _of_keys(self, callers: list[Caller]) -> Iterator[Metric]:
@@ -267,20 +291,18 @@ class Metrics:
                 found.add_metric([self._model, caller.name], getattr(caller.usage, attribute))
             yield found
 
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        found = GaugeMetricFamily(name, text, labels=["model_name"])
-        found.add_metric([self._model], value)
-        return found
-
     def _total(self, name: str, text: str, value: float) -> Metric:
         found = CounterMetricFamily(name, text, labels=["model_name"])
         found.add_metric([self._model], value)
         return found
 
-    def _counter(self, name: str, text: str, label: str, counts: Counter[str]) -> Metric:
-        found = CounterMetricFamily(name, text, labels=["model_name", label])
+    def _counter(
+        self, name: str, text: str, label: str, counts: Counter[str], labels: Mapping[str, str] | None = None
+    ) -> Metric:
+        labels = {"model_name": self._model} if labels is None else labels
+        found = CounterMetricFamily(name, text, labels=[*labels, label])
         for value, count in sorted(counts.items()):
-            found.add_metric([self._model, value], count)
+            found.add_metric([*labels.values(), value], count)
         return found
 
 

@@ -26,9 +26,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("inflight.access")
 
 # Open to all: what a load balancer asks, and a page that holds nothing of the server's.
-OPEN = frozenset({"/health", "/ready", "/"})
+OPEN = frozenset({"/health", "/ready", "/ping", "/"})
 
 ADMIN = "/v1/replicas"  # and below: to look needs a key, to change needs the admin key
+ADMIN_ALONE = frozenset({"/reset_prefix_cache", "/sleep", "/wake_up", "/is_sleeping", "/server_info"})
 
 ALL = "*"
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -82,6 +83,9 @@ class AccessMiddleware:
         if scope["path"] in OPEN and scope["method"] in ("GET", "HEAD"):
             return Caller()
         headers = Headers(scope=scope)
+        if scope["path"] in ADMIN_ALONE and scope["method"] != "OPTIONS":
+            self._state.admin_key.check(headers.get("authorization"))
+            return Caller()
         if scope["path"].startswith(ADMIN):
             if scope["method"] not in ("GET", "HEAD", "OPTIONS"):
                 self._state.admin_key.check(headers.get("authorization"))
@@ -107,7 +111,12 @@ class AccessMiddleware:
         path = getattr(route, "path", "unknown")
         status = str(seen["status"] or 499)  # the client went away before there was an answer
         self._state.metrics.responses[path, status] += 1
-        if self._state.options.log_requests and scope["path"] not in ("/health", "/ready", "/metrics"):
+        if self._state.options.log_requests and scope["path"] not in (
+            "/health",
+            "/ready",
+            "/ping",
+            "/metrics",
+        ):
             caller: Caller | None = scope["inflight.caller"]
             logger.info(
                 "%s %.200r %s in %.3f s",

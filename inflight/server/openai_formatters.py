@@ -35,18 +35,27 @@ class OpenAIFormatter(ResponseFormatter):
         model: str,
         tokenizer: Tokenizer | None,
         *,
+        fingerprint: str,
         num_logprobs: int | None = None,
         with_ids: bool = False,
         with_usage: bool = False,
+        with_usage_so_far: bool = False,
         with_prompt_logprobs: bool = False,
     ) -> None:
-        self._head = {"id": request_id, "object": "", "created": created, "model": model}
+        self._head = {
+            "id": request_id,
+            "object": "",
+            "created": created,
+            "model": model,
+            "system_fingerprint": fingerprint,
+        }
         self._tokenizer = tokenizer
         self._num_logprobs = num_logprobs
         self._with_ids = with_ids
         self._with_prompt_logprobs = with_prompt_logprobs
-        self._plain = num_logprobs is None and not with_ids
+        self._plain = num_logprobs is None and not with_ids and not with_usage_so_far
         self._usage = {"usage": None} if with_usage else {}
+        self._with_usage_so_far = with_usage_so_far
         self._suffix = b""
 
     def opening(self, choices: list[Choice]) -> bytes:
@@ -68,13 +77,17 @@ class OpenAIFormatter(ResponseFormatter):
             return choice.prefix + encode(text) + self._suffix if text else b""
         if not text and choice.num_sent == choice.num_tokens:
             return b""
-        return self._event([self._fields(choice, text)])
+        return self._choice_event(choice, self._fields(choice, text))
 
     def closing(self, choices: list[Choice]) -> bytes:
         return (self._event([], usage=usage_of(choices)) if self._usage else b"") + DONE
 
     def _fields(self, choice: Choice, text: str) -> dict[str, Any]:
         raise NotImplementedError
+
+    def _choice_event(self, choice: Choice, fields: dict[str, Any]) -> bytes:
+        more = {"usage": usage_of([choice])} if self._with_usage_so_far else {}
+        return self._event([fields], **more)
 
     def _event(self, items: list[dict[str, Any]], **more: Any) -> bytes:
         head = {**self._head, "object": self.object_event, "choices": items, **self._usage, **more}
@@ -90,9 +103,8 @@ class CompletionFormatter(OpenAIFormatter):
     def end(self, choice: Choice) -> bytes:
         output = choice.answer.output
         fields = self._fields(choice, choice.answer.take_text())
-        return self._event(
-            [{**fields, "finish_reason": output.finish_reason, "stop_reason": output.stop_reason}]
-        )
+        fields |= {"finish_reason": output.finish_reason, "stop_reason": output.stop_reason}
+        return self._choice_event(choice, fields)
 
     def _fields(self, choice: Choice, text: str) -> dict[str, Any]:
         ids, positions = self._tokens(choice)
@@ -154,7 +166,7 @@ class ChatFormatter(OpenAIFormatter):
 
     def _begin(self, choice: Choice) -> bytes:
         super()._begin(choice)
-        return self._event([self._delta(choice, {"role": "assistant", "content": ""}, None)])
+        return self._choice_event(choice, self._delta(choice, {"role": "assistant", "content": ""}, None))
 
     def more(self, choice: Choice) -> bytes:
         if choice.reader is None:
@@ -174,7 +186,7 @@ class ChatFormatter(OpenAIFormatter):
         fields = self._delta(choice, delta, self._logprobs(choice))
         fields |= self._new_ids(choice)
         choice.num_sent = choice.num_tokens
-        return self._event([fields])
+        return self._choice_event(choice, fields)
 
     def _message_delta(self, event: ParserEvent) -> dict[str, Any] | None:
         match event:
@@ -191,7 +203,7 @@ class ChatFormatter(OpenAIFormatter):
         more = self.more(choice)
         last = self._delta(choice, {}, None)
         last |= {"finish_reason": choice.finish_reason, "stop_reason": choice.answer.output.stop_reason}
-        return more + self._event([last])
+        return more + self._choice_event(choice, last)
 
     def _delta(
         self, choice: Choice, delta: dict[str, Any], logprobs: dict[str, Any] | None

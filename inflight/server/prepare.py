@@ -26,6 +26,7 @@ from inflight.server.schemas.tokens import TokenizeBody
 from inflight.server.state import ServerState
 
 DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's API has it
+NO_BUDGET = -1  # in vLLM's words
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +65,10 @@ def completion_params(state: ServerState, body: CompletionBody) -> GenerationPar
 
 
 def chat_params(state: ServerState, body: ChatBody) -> GenerationParams:
-    if body.max_tokens is not None and body.max_completion_tokens is not None:
-        raise ApiError(
-            400, "max_tokens and max_completion_tokens are both given: they mean the same", param="max_tokens"
-        )
-    given = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
+    given = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     default = state.frontend.default_params.get("max_tokens")
     asked: dict[str, Any] = {"max_tokens": _max_tokens(state, given, default)}
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs is given: it needs logprobs to be true", param="top_logprobs")
     num_logprobs = _num_logprobs(state, "top_logprobs", body.top_logprobs or 0) if body.logprobs else None
     if num_logprobs is not None:
@@ -128,7 +125,7 @@ def _num_logprobs(state: ServerState, name: str, given: int) -> int:
 
 
 def _params(state: ServerState, body: GenerationBody, asked: dict[str, Any]) -> SamplingParams:
-    if body.stream_options is not None and not body.stream:
+    if body.stream_options is not None and body.stream_options.include_usage and not body.stream:
         raise ApiError(400, "stream_options is given: it needs stream to be true", param="stream_options")
     if body.prompt_logprobs is not None and body.stream:
         raise ApiError(400, "prompt_logprobs is given: it needs stream to be false", param="prompt_logprobs")
@@ -213,7 +210,7 @@ def prepare_completion(
         text = prompt if isinstance(prompt, str) else None
         if text is not None and tokenizer is not None:
             _check_characters(state, len(text))
-            prompt = tokenizer.encode(text)
+            prompt = tokenizer.encode(text, body.add_special_tokens is not False)
         elif bool in set(map(type, prompt)):  # Python takes them for 0 and 1
             raise _bad_prompt("prompt has true or false among its token ids")
         found.append(_prepared(state, caller, body, params, prompt, text))
@@ -240,7 +237,7 @@ def _check_characters(state: ServerState, num_characters: int) -> None:
 def chat_request(body: ChatBody) -> ChatRequest:
     """The conversation of a chat. Raises RequestError."""
     budget = body.max_reasoning_tokens
-    if body.thinking_token_budget is not None:
+    if body.thinking_token_budget not in (None, NO_BUDGET):
         if budget is not None:
             message = "max_reasoning_tokens and thinking_token_budget are both given: they mean the same"
             raise ApiError(400, message, param="thinking_token_budget")

@@ -7,14 +7,16 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from hashlib import sha256
 from itertools import count
 from pathlib import Path
 from typing import TypeVar
 
 from starlette.requests import Request
 
+from inflight import __version__
 from inflight.async_engine import AsyncEngine
-from inflight.engine import EngineClient
+from inflight.engine import EngineClient, ModelFacts
 from inflight.frontend import Frontend
 from inflight.frontend.pooling import cannot
 from inflight.pooling import Task, tasks_of
@@ -50,9 +52,12 @@ class ServerState:
         self.frontend: Frontend = self.engine.frontend
         facts = self.client.facts
         self.tasks = tasks_of(facts.generates, facts.pooling)
+        self.fingerprint = _fingerprint(facts)
         self.num_results = 0 if facts.pooling is None else facts.pooling.size  # numbers for a text
         self.names = self.options.served_model_name or (default_name(self.options.model),)
-        self.metrics = Metrics(self.names[0], self.options.metrics_compat == "vllm")
+        self.metrics = Metrics(
+            self.names[0], self.options.metrics_compat == "vllm", _cache_labels(facts, self.options)
+        )
         # Where there are replicas: who they are.
         self.replicas: Replicas | None = self.client.replicas if isinstance(self.client, Router) else None
         self.admin_key = AdminKey(self.options.admin_key, self.options.api_key)
@@ -102,6 +107,24 @@ class ServerState:
         for threads in (self.threads, self.service_threads):
             threads.shutdown(wait=False, cancel_futures=True)
         self.tracer.close()
+
+
+def _cache_labels(facts: ModelFacts, options: ServerConfig) -> dict[str, object]:
+    """With vLLM's names, for dashboards that join by them."""
+    cache = options.engine.cache
+    return {
+        "block_size": facts.block_size,
+        "num_gpu_blocks": facts.num_blocks,
+        "cache_dtype": facts.dtype,
+        "enable_prefix_caching": cache.enable_prefix_caching,
+        "gpu_memory_utilization": cache.gpu_memory_utilization,
+    }
+
+
+def _fingerprint(facts: ModelFacts) -> str:
+    """The same where the same seed gives the same tokens."""
+    known = f"{__version__}/{facts.model}/{facts.dtype}/{facts.device}"
+    return f"fp_{sha256(known.encode()).hexdigest()[:10]}"
 
 
 def default_name(model: str | None) -> str:

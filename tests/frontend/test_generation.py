@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from inflight import AsyncEngine, SamplingParams
-from inflight.engine import EngineClient, EngineStats, Health, ModelFacts, RequestState, StepObserver
+from inflight.engine import Command, EngineClient, EngineStats, Health, ModelFacts, RequestState, StepObserver
 from inflight.errors import EngineDeadError, QueueFullError, RequestError
 from inflight.events import Delta
 from inflight.frontend import Generation
@@ -70,6 +70,9 @@ class Cutting:
 
     async def abort(self, request_id: str, reason: str = "abort") -> int:
         return await self._inner.abort(request_id, reason)
+
+    async def command(self, command: Command) -> None:
+        """It has none to give."""
 
     async def describe(self, request_id: str) -> RequestState | None:
         return await self._inner.describe(request_id)

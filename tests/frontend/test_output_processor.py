@@ -172,7 +172,7 @@ def test_several_answers_end_on_their_own(tokenizer: Tokenizer) -> None:
     output_processor.push(last("length", "r/1"))
     output = output_processor.output()
     assert not output.finished
-    assert [answer.finished for answer in output.outputs] == [False, True]
+    assert [answer.finished() for answer in output.outputs] == [False, True]
     output_processor.push(last("length", "r/0"))
     output = output_processor.output()
     assert output.finished

@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-from inflight.engine import EngineStats, Health, ModelFacts, RequestState, StepObserver
+from inflight.engine import Command, EngineStats, Health, ModelFacts, RequestState, StepObserver
 from inflight.engine.client import CacheObserver
 from inflight.engine.delta_queue import DeltaQueue, DeltaStream
 from inflight.engine.fake import FakeRunner
@@ -63,6 +63,9 @@ class SteppedClient:
 
     async def abort(self, request_id: str, reason: str = "abort") -> int:
         raise NotImplementedError
+
+    async def command(self, command: Command) -> None:
+        """It has none to give."""
 
     async def describe(self, request_id: str) -> RequestState | None:
         raise NotImplementedError

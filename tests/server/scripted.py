@@ -15,7 +15,7 @@ import tokenizers
 
 from inflight import AsyncEngine
 from inflight.config import EngineConfig
-from inflight.engine import EngineStats, Health, ModelFacts, RequestState
+from inflight.engine import Command, EngineStats, Health, ModelFacts, RequestState
 from inflight.engine.step_records import StepObserver
 from inflight.events import Delta, KVUsage, PositionLogprobs, RequestRecord, TokenLogprob
 from inflight.frontend import Frontend
@@ -92,6 +92,9 @@ class ScriptedClient:
 
     async def abort(self, request_id: str, reason: str = "abort") -> int:  # noqa: ARG002
         return 0
+
+    async def command(self, command: Command) -> None:
+        """It has none to give."""
 
     async def describe(self, request_id: str) -> RequestState | None:  # noqa: ARG002
         return None

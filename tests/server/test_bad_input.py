@@ -30,8 +30,7 @@ ROWS: list[tuple[str, dict[str, Any], str | None, str]] = [
         "functions",
         "functions is not supported here: send them as tools",
     ),
-    (CHAT, {"store": True}, "store", "answers are not kept"),
-    (CHAT, {"service_tier": "flex"}, "service_tier", "use priority"),
+    (CHAT, {"echo": True}, "echo", "continue_final_message"),
     (CHAT, {"chat_template": "{{ 1 }}"}, "chat_template", "never with a request"),
     (COMPLETIONS, {"best_of": 3}, "best_of", "not supported"),
     (COMPLETIONS, {"suffix": "x"}, "suffix", "not supported"),
@@ -59,7 +58,6 @@ ROWS: list[tuple[str, dict[str, Any], str | None, str]] = [
     (CHAT, {"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
     (COMPLETIONS, {"max_tokens": 0}, "max_tokens", "echo"),
     (CHAT, {"max_tokens": 0}, "max_tokens", "at least 1"),
-    (CHAT, {"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens", "both"),
     (COMPLETIONS, {"min_tokens": 9, "max_tokens": 3}, "min_tokens", "must not exceed"),
     (COMPLETIONS, {"seed": 2**70}, "seed", "integer"),
     (COMPLETIONS, {"priority": 2**40}, "priority", "integer"),
@@ -125,6 +123,15 @@ ROWS: list[tuple[str, dict[str, Any], str | None, str]] = [
     (COMPLETIONS, {"user": "x" * 300}, "user", "256"),
     (COMPLETIONS, {"stream_options": {"include_usage": True}}, "stream_options", "stream"),
     (COMPLETIONS, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "stream"),
+]
+
+# What else may be in a body: with --ignore-unknown-fields it is not looked at, and what is missing is refused as ever.
+UNKNOWN: list[tuple[dict[str, Any], int]] = [
+    ({"foo": {"bar": 1}}, 200),
+    ({"messages": [{**USER, "colour": "red"}]}, 200),
+    ({"stream_options": {"every": 5}}, 200),
+    ({"use_beam_search": True}, 400),
+    ({"top_p": "x"}, 400),
 ]
 
 NEIGHBOUR = {"prompt": "The little fox", "temperature": 0, "max_tokens": 8, "ignore_eos": True}
@@ -221,11 +228,17 @@ def test_errors_inside_tell_nothing(
     assert "/secret/path" in caplog.text
 
 
-def test_limits_of_prompt_and_output(backend: Backend) -> None:
-    with live_server(backend, max_prompt_tokens=4, max_output_tokens=8) as live:
-        assert (
-            refused(live, COMPLETIONS, b'{"prompt": [5, 5, 5, 5, 5]}')[1]["code"] == "context_length_exceeded"
-        )
-        assert refused(live, COMPLETIONS, b'{"prompt": [5], "max_tokens": 9}')[1]["param"] == "max_tokens"
-        answer = live.complete([5], max_tokens=8, ignore_eos=True)
-        assert answer["usage"]["completion_tokens"] == 8
+def test_unknown_fields_may_be_ignored_and_limits_hold(backend: Backend) -> None:
+    with live_server(backend, ignore_unknown_fields=True, max_prompt_tokens=100, max_output_tokens=8) as live:
+        for more, status in UNKNOWN:
+            response = live.post(CHAT, {"messages": [USER], "max_tokens": 1, **more})
+            assert response.status_code == status, (more, response.text)
+        _check_limits(live)
+
+
+def _check_limits(live: Live) -> None:
+    long = json.dumps({"prompt": [5] * 101}).encode()
+    assert refused(live, COMPLETIONS, long)[1]["code"] == "context_length_exceeded"
+    assert refused(live, COMPLETIONS, b'{"prompt": [5], "max_tokens": 9}')[1]["param"] == "max_tokens"
+    answer = live.complete([5], max_tokens=8, ignore_eos=True)
+    assert answer["usage"]["completion_tokens"] == 8

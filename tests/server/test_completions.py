@@ -60,6 +60,25 @@ def test_usage_comes_last_when_asked_for(live: Live) -> None:
     assert found[-1]["usage"]["completion_tokens"] == 24
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_usage_so_far_comes_with_every_event(path: str, live: Live) -> None:
+    asked = {"prompt": PROMPT} if path == PATH else {"messages": [{"role": "user", "content": PROMPT}]}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *events, last = stream(live, path, {**asked, **GREEDY, "stream_options": options})
+    counts = [event["usage"]["completion_tokens"] for event in events]
+    assert counts == sorted(counts)
+    assert counts[-1] == last["usage"]["completion_tokens"] == 24
+    assert len(set(counts)) > 2, "they grow"
+    assert {event["usage"]["prompt_tokens"] for event in events} == {last["usage"]["prompt_tokens"]}
+
+
+def test_special_tokens_may_be_left_out(live: Live, llm: LLM) -> None:
+    tokenizer = llm.get_tokenizer()
+    for wanted in (None, True, False):
+        answer = live.complete(PROMPT, **GREEDY, add_special_tokens=wanted)
+        assert answer["usage"]["prompt_tokens"] == len(tokenizer.encode(PROMPT, wanted is not False))
+
+
 def test_a_prompt_seen_before_is_cached(live: Live) -> None:
     prompt = [7] * 100
     live.complete(prompt, **GREEDY)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import inflight
-from inflight.errors import GrammarWorkerError, QueueFullError, TemplateWorkerError
+from inflight.errors import EngineAsleepError, GrammarWorkerError, QueueFullError, TemplateWorkerError
 from inflight.server.errors import ApiError
 from tests.server.test_limits_table import PAGE, rows
 
@@ -28,7 +28,7 @@ ELSEWHERE = {
     },
     401: {"missing_api_key", "invalid_api_key", "invalid_admin_key"},
     429: {QueueFullError.code},
-    503: {TemplateWorkerError.code, GrammarWorkerError.code},
+    503: {TemplateWorkerError.code, GrammarWorkerError.code, EngineAsleepError.code},
 }
 
 

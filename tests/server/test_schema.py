@@ -29,7 +29,10 @@ SCORING = ("/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score", "/v1/em
 CLASSIFYING = ("/classify", "/v1/classify")
 FEW = ("/rerank", "/v1/rerank", "/v1/score", "/v1/classify")  # the same as another
 RESPONSE = "/v1/responses/{response_id}"
+ASKING = ("/server_info", "/is_sleeping")
+TELLING = ("/reset_prefix_cache", "/sleep", "/wake_up")
 CHANGING = (  # which no one may here
+    *TELLING,
     *("/v1/replicas", "/v1/replicas/roll", "/v1/replicas/{replica}/drain", "/v1/replicas/{replica}/restart"),
 )
 OPERATIONS = [
@@ -40,6 +43,7 @@ OPERATIONS = [
     *(("DELETE", path, 8) for path in ("/v1/requests/{request_id}", RESPONSE)),
     ("POST", f"{RESPONSE}/cancel", 8),
     *(("GET", path, 2) for path in ("/v1/models", "/health", "/ready", "/version", "/metrics", "/")),
+    *(("GET", path, 2) for path in ("/docs", "/load", "/ping", *ASKING)),
     ("GET", "/v1/replicas", 2),
     *(("POST", path, 2) for path in CHANGING),
     ("DELETE", "/v1/replicas/{replica}", 2),
@@ -122,7 +126,7 @@ def test_what_the_document_tells(
     if mode.is_positive and "{" not in path:
         case = operation.Case(body=ANSWERED[path]) if operation.body else operation.Case()
         response = case.call(base_url=server.url, timeout=60)
-        refused = method == "POST" and path in CHANGING
+        refused = (method == "POST" and path in CHANGING) or path in ASKING
         assert response.status_code == (403 if refused else 200), response.text
         case.validate_response(response, checks=CHECKS)
 

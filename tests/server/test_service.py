@@ -199,6 +199,11 @@ def test_metrics_count(backend: Backend) -> None:
         # Of tokens that come together with an answer's first one no time between them is known.
         assert 0 < grown("inflight:inter_token_latency_seconds_count") <= 27
         assert grown("inflight:e2e_request_latency_seconds_count") == 2
+        assert grown("inflight:request_max_num_generation_tokens_count") == 2
+        assert grown("inflight:request_max_num_generation_tokens_sum") == 20
+        assert grown("inflight:iteration_tokens_total_count") == grown("inflight:steps_total") > 0
+        assert grown("inflight:iteration_tokens_total_sum") > 30
+        assert value(after, "inflight:cache_config_info", block_size="16", num_gpu_blocks="2048") == 1
         assert value(after, "inflight:request_success_total", finished_reason="length") == 3
         assert value(after, "inflight:requests_refused_total", code="missing_parameter") == 1
         assert value(after, "inflight:http_responses_total", route="/v1/completions", status="200") == 2
@@ -223,7 +228,7 @@ def test_names_of_other_dashboards(backend: Backend) -> None:
                 found[f"vllm:{name}"].samples, found[f"inflight:{name}"].samples, strict=True
             ):
                 assert theirs.name.removeprefix("vllm:") == ours.name.removeprefix("inflight:")
-                assert (theirs.value, theirs.labels) == (ours.value, ours.labels)
+                assert (theirs.value, theirs.labels) == (ours.value, {**ours.labels, "engine": "0"})
                 assert theirs.labels["model_name"] == "m"
 
 
@@ -234,6 +239,16 @@ def test_the_document_tells_of_every_route(live: Live) -> None:
     document = live.http.get("/openapi.json").json()
     assert set(document["paths"]) == {
         *("/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{model}", "/tokenize"),
+        *(
+            "/docs",
+            "/load",
+            "/server_info",
+            "/reset_prefix_cache",
+            "/sleep",
+            "/wake_up",
+            "/is_sleeping",
+            "/ping",
+        ),
         *("/detokenize", "/version", "/health", "/ready", "/metrics", "/", "/v1/requests/{request_id}"),
         *("/v1/embeddings", "/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score"),
         *("/classify", "/v1/classify", "/v1/messages", "/v1/messages/count_tokens"),

@@ -26,7 +26,7 @@ from inflight.server.prepare import (
 from inflight.server.schemas.chat import ChatBody, ChatChunk, ChatCompletion
 from inflight.server.schemas.common import GenerationBody
 from inflight.server.schemas.completions import Completion, CompletionBody
-from inflight.server.state import caller_of, state_of
+from inflight.server.state import ServerState, caller_of, state_of
 
 router = APIRouter()
 
@@ -37,7 +37,7 @@ LONG_TEXT = 2000  # characters, or ids, from which on preparing is worth a threa
 async def completions(request: Request) -> Response:
     """Continue prompts, given as text or token ids."""
     state, options = state_of(request), state_of(request).options
-    body = await read_json(request, CompletionBody, options.max_body_size, options.read_timeout)
+    body = await read_json(request, CompletionBody, options)
     model = state.check_model(body.model)
     state.check_task("generate")
     params = await state.in_thread_if(body.is_large, lambda: completion_params(state, body))
@@ -49,7 +49,7 @@ async def completions(request: Request) -> Response:
         return CompletionFormatter(
             *(request_id, created, model, state.frontend.tokenizer),
             num_logprobs=params.num_logprobs,
-            **_common(body),
+            **_common(state, body),
         )
 
     spec = GenerationSpec(
@@ -70,7 +70,7 @@ async def completions(request: Request) -> Response:
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation, through the checkpoint's chat template."""
     state, options = state_of(request), state_of(request).options
-    body = await read_json(request, ChatBody, options.max_body_size, options.read_timeout)
+    body = await read_json(request, ChatBody, options)
     model = state.check_model(body.model)
     state.check_task("generate")
     params = await state.in_thread_if(body.is_large, lambda: chat_params(state, body))
@@ -82,7 +82,7 @@ async def chat_completions(request: Request) -> Response:
         return ChatFormatter(
             *(request_id, created, model, state.frontend.tokenizer),
             num_logprobs=params.num_logprobs,
-            **_common(body),
+            **_common(state, body),
             with_reasoning=body.include_reasoning is not False,
         )
 
@@ -110,9 +110,12 @@ def _place(body: GenerationBody) -> tuple[bool, int, str | None]:
     return bool(body.stream), body.priority or 0, body.user
 
 
-def _common(body: GenerationBody) -> dict[str, Any]:
+def _common(state: ServerState, body: GenerationBody) -> dict[str, Any]:
+    asked = body.stream_options
     return {
+        "fingerprint": state.fingerprint,
         "with_ids": bool(body.return_token_ids),
-        "with_usage": bool(body.stream_options and body.stream_options.include_usage),
+        "with_usage": bool(asked and asked.include_usage),
+        "with_usage_so_far": bool(asked and asked.include_usage and asked.continuous_usage_stats),
         "with_prompt_logprobs": body.prompt_logprobs is not None,
     }

@@ -31,6 +31,8 @@ async def _health(state: ServerState, full_queue_counts: bool) -> Response:
     status: str = "ok" if health.healthy else health.state
     if state.draining:
         status = "draining"
+    elif full_queue_counts and status == "ok" and stats is not None and stats.is_sleeping:
+        status = "sleeping"
     elif full_queue_counts and status == "ok" and waiting >= state.max_waiting:
         status = "queue full"
     found = HealthStatus(
@@ -53,6 +55,14 @@ def _degraded(state: ServerState) -> list[str]:
 @router.get("/health", **documented(None, HealthStatus, 503))
 async def health(request: Request) -> Response:
     """200 while the engine is idle or makes steps; 503 when it hangs, is gone, or the server shuts down."""
+    return await _health(state_of(request), full_queue_counts=False)
+
+
+@router.head("/ping", include_in_schema=False)
+@router.post("/ping", include_in_schema=False)
+@router.get("/ping", **documented(None, HealthStatus, 503))
+async def ping(request: Request) -> Response:
+    """The same, for those who ask here."""
     return await _health(state_of(request), full_queue_counts=False)
 
 

@@ -37,7 +37,7 @@ ROUTE = "/v1/messages"
 async def create_message(request: Request) -> Response:
     """Answer a conversation, given as messages of content blocks."""
     state, options = state_of(request), state_of(request).options
-    body = await read_json(request, MessagesBody, options.max_body_size, options.read_timeout)
+    body = await read_json(request, MessagesBody, options)
     model = state.check_model(body.model)
     state.check_task("generate")
     check(body)
@@ -76,7 +76,7 @@ async def create_message(request: Request) -> Response:
 async def count_tokens(request: Request) -> Response:
     """How many tokens the prompt of a conversation has."""
     state, options = state_of(request), state_of(request).options
-    body = await read_json(request, CountTokensBody, options.max_body_size, options.read_timeout)
+    body = await read_json(request, CountTokensBody, options)
     state.check_model(body.model)
     state.check_task("generate")
     check_tokenizer(state)

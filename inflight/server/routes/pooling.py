@@ -90,7 +90,7 @@ async def rerank(request: Request) -> Response:
 async def _read(request: Request, schema: type[T], task: Task) -> T:
     """A body for a task that the model can do."""
     state, options = state_of(request), state_of(request).options
-    body = await read_json(request, schema, options.max_body_size, options.read_timeout)
+    body = await read_json(request, schema, options)
     state.check_model(body.model)
     state.check_task(task)
     return body

@@ -32,7 +32,7 @@ ROUTE = "/v1/responses"
 async def create_response(request: Request) -> Response:
     """Answer a conversation, given as items, perhaps as what follows on an earlier response."""
     state, options = state_of(request), state_of(request).options
-    body = await read_json(request, ResponsesBody, options.max_body_size, options.read_timeout)
+    body = await read_json(request, ResponsesBody, options)
     model = state.check_model(body.model)
     state.check_task("generate")
     caller = caller_of(request)

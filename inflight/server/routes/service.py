@@ -67,7 +67,7 @@ async def version() -> Response:
 async def tokenize(request: Request) -> Response:
     """The token ids of a prompt or of messages."""
     state, options = state_of(request), state_of(request).options
-    body = await read_json(request, TokenizeBody, options.max_body_size, options.read_timeout)
+    body = await read_json(request, TokenizeBody, options)
     state.check_model(body.model)
     tokenizer = _tokenizer(state)
     check_size(state, *_characters(body))
@@ -92,7 +92,7 @@ async def tokenize(request: Request) -> Response:
 async def detokenize(request: Request) -> Response:
     """The text of token ids."""
     state, options = state_of(request), state_of(request).options
-    body = await read_json(request, DetokenizeBody, options.max_body_size, options.read_timeout)
+    body = await read_json(request, DetokenizeBody, options)
     state.check_model(body.model)
     tokenizer, size = _tokenizer(state), state.frontend.input_processor.vocab_size
     check_size(state, "tokens", len(body.tokens), "ids")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
-from inflight.frontend.chat import MAX_TOOLS
+from inflight.frontend.chat import CLIENT_NOTES, MAX_TOOLS
 from inflight.request import MAX_LOGPROBS
-from inflight.server.schemas.common import Body, Items, Usage, ranged
+from inflight.server.schemas.common import Body, Items, Unset, Usage, missing, ranged
 from inflight.server.schemas.constraints import ConstrainedBody
 from inflight.text.chat import MAX_MESSAGES
 
@@ -41,7 +41,7 @@ class ChatMessage(Body):
 
     def given(self) -> dict[str, Any]:
         """What of it was given and is for the model."""
-        return self.model_dump(exclude_none=True, exclude={"parsed", "provider_specific_fields"})
+        return self.model_dump(exclude_none=True, exclude=set(CLIENT_NOTES))
 
 
 Messages = Annotated[Items[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
@@ -54,7 +54,7 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 class ChatBody(ConstrainedBody):
     messages: Messages
     max_completion_tokens: int | None = ranged(minimum=1)
-    max_tokens: int | None = ranged(minimum=1, description="The older name of max_completion_tokens.")
+    max_tokens: int | None = ranged(minimum=1, description="max_completion_tokens, where that is not given.")
     logprobs: bool | None = None
     top_logprobs: int | None = ranged(minimum=0, maximum=MAX_LOGPROBS)
     add_generation_prompt: bool | None = None
@@ -70,43 +70,25 @@ class ChatBody(ConstrainedBody):
         None, description="For templates that know it; none: no reasoning."
     )
     max_reasoning_tokens: int | None = Field(None, ge=0, description="Then the reasoning is ended.")
-    thinking_token_budget: int | None = Field(None, ge=0, description="vLLM's name of max_reasoning_tokens.")
+    thinking_token_budget: int | None = Field(
+        None, ge=-1, description="vLLM's name of max_reasoning_tokens; -1: no limit."
+    )
     include_reasoning: bool | None = Field(
         None, description="Whether answers show it; true unless told otherwise."
     )
 
     # Accepted as far as they change nothing.
-    modalities: Items[Literal["text"]] | None = None
-    functions: Nothing | None = None
-    function_call: Literal["none", "auto"] | None = None
-    store: Literal[False] | None = None
-    service_tier: Literal["auto", "default"] | None = None
-    verbosity: None = None
-    metadata: None = None
-    audio: None = None
-    prediction: None = None
-    web_search_options: None = None
-    safety_identifier: None = None
-    prompt_cache_key: None = None
-    chat_template: None = None
-    documents: None = None
-
-    unsupported: ClassVar[dict[str, str]] = {
-        "modalities": "only text is written",
-        "functions": "send them as tools",
-        "function_call": "use tool_choice",
-        "store": "answers are not kept",
-        "service_tier": "use priority, or a key with another weight",
-        "verbosity": "ask for it in a message",
-        "metadata": "requests are not kept; use request_id to find one again",
-        "audio": "only text is read and written",
-        "prediction": "leave it out; the answer is the same",
-        "web_search_options": "put what was found into a message",
-        "safety_identifier": "use user",
-        "prompt_cache_key": "prefixes are cached anyway; cache_salt separates them",
-        "chat_template": "templates come with the checkpoint, never with a request",
-        "documents": "put them into a message",
-    }
+    modalities: Items[Literal["text"]] | None = missing("only text is written")
+    functions: Nothing | None = missing("send them as tools")
+    function_call: Literal["none", "auto"] | None = missing("use tool_choice")
+    verbosity: Literal["medium"] | None = missing("ask for it in a message")
+    audio: None = missing("only text is read and written")
+    web_search_options: None = missing("put what was found into a message")
+    moderation: None = missing("no one looks at what is written here")
+    chat_template: Unset = missing("templates come with the checkpoint, never with a request")
+    documents: Unset = missing("put them into a message")
+    echo: Unset = missing("put the message before the answer, or set continue_final_message")
+    add_special_tokens: Unset = missing("the chat template has them")
 
 
 class TopLogprob(BaseModel):
@@ -163,6 +145,7 @@ class ChatCompletion(BaseModel):
     object: Literal["chat.completion"] = "chat.completion"
     created: int
     model: str
+    system_fingerprint: str
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | None = None
@@ -207,5 +190,6 @@ class ChatChunk(BaseModel):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     created: int
     model: str
+    system_fingerprint: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None

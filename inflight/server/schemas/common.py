@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from functools import cache
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, WithJsonSchema
 
 from inflight.request import MAX_LOGPROBS, MAX_N, MAX_SALT_LENGTH
 
@@ -22,13 +23,31 @@ def ranged(default: Any = None, **schema: Any) -> Any:
     return Field(default, json_schema_extra=schema)
 
 
+def missing(instead: str) -> Any:
+    """A field of OpenAI's or vLLM's requests that is refused unless its value changes nothing, which are those that its
+    type allows; and what to do instead."""
+    return Field(None, description=f"Not supported: {instead}.", json_schema_extra={INSTEAD: instead})
+
+
+INSTEAD = "x-instead"
+
+
+def _check_unset(value: Any) -> Any:
+    if value:
+        raise ValueError("it is not supported")
+    return value
+
+
+# null, false, 0, "", [] and {}: what clients send for what they do not want.
+Unset = Annotated[Any, AfterValidator(_check_unset), WithJsonSchema({"enum": [None, False, 0, "", [], {}]})]
+# Whatever is sent is taken, and changes nothing.
+Ignored = Annotated[Any, WithJsonSchema({"description": "Taken, and without effect."})]
+
+
 class Body(BaseModel):
     """A body that a client sends: no unknown parameters, no types that only look alike."""
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
-
-    # Parameters of OpenAI's API that are refused unless they have no effect, and what to do instead.
-    unsupported: ClassVar[dict[str, str]] = {}
 
     _is_large: bool = PrivateAttr(default=False)
 
@@ -36,6 +55,15 @@ class Body(BaseModel):
     def is_large(self) -> bool:
         """Whether work on all of it takes so long that other streams would notice."""
         return self._is_large
+
+    @classmethod
+    @cache
+    def unsupported(cls) -> dict[str, str]:
+        """Fields that are refused unless they change nothing, and what to do instead."""
+        extras = ((name, field.json_schema_extra) for name, field in cls.model_fields.items())
+        return {
+            name: str(extra[INSTEAD]) for name, extra in extras if type(extra) is dict and INSTEAD in extra
+        }
 
 
 class SampledBody(Body):
@@ -69,6 +97,10 @@ class SampledBody(Body):
 
 class StreamOptions(Body):
     include_usage: bool | None = Field(None, description="A last event with the usage of the whole request.")
+    continuous_usage_stats: bool | None = Field(
+        None, description="With include_usage: every event has the usage of its answer so far."
+    )
+    include_obfuscation: Ignored = None
 
 
 class GenerationBody(SampledBody):
@@ -86,6 +118,34 @@ class GenerationBody(SampledBody):
     prompt_logprobs: int | None = ranged(minimum=0, maximum=MAX_LOGPROBS)
 
     return_token_ids: bool | None = Field(None, description="Token ids beside the text.")
+
+    # They inform whoever keeps answers, or choose where there is no choice.
+    store: Ignored = None
+    metadata: Ignored = None
+    service_tier: Ignored = None
+    safety_identifier: Ignored = None
+    prompt_cache_key: Ignored = None
+    prompt_cache_retention: Ignored = None
+    session_id: Ignored = None
+    guided_decoding_backend: Ignored = None
+    length_penalty: Ignored = None  # of beam search alone
+    spaces_between_special_tokens: Ignored = None  # text is what the tokenizer makes of tokens
+    prediction: Ignored = None  # would be faster, and is the same answer
+
+    use_beam_search: Unset = missing("ask for n answers and choose by their logprobs, or use LLM.beam_search")
+    truncate_prompt_tokens: Unset = missing("leave out what does not fit")
+    truncation_side: Unset = missing("leave out what does not fit")
+    logprob_token_ids: Unset = missing("ask for more logprobs, or set allowed_token_ids")
+    guided_whitespace_pattern: Unset = missing("use a regex or a grammar")
+    return_tokens_as_token_ids: Unset = missing("set return_token_ids")
+    return_prompt_text: Unset = missing("ask /tokenize for the tokens, and /detokenize for their text")
+    repetition_detection: Unset = missing("use repetition_penalty or frequency_penalty")
+    logits_processors: Unset = missing("code is never taken from a request; use logit_bias or bad_words")
+    vllm_xargs: Unset = missing("there are no plug-ins that read it")
+    kv_transfer_params: Unset = missing("KV stays in the engine that computed it")
+    mm_processor_kwargs: Unset = missing("only text is read")
+    media_io_kwargs: Unset = missing("only text is read")
+    watermarking: Unset = missing("answers have no watermark")
 
 
 SAMPLING = (

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, WithJsonSchema
 
 from inflight.request import MAX_LOGPROBS
-from inflight.server.schemas.common import FinishReason, Usage, ranged
+from inflight.server.schemas.common import FinishReason, Unset, Usage, missing, ranged
 from inflight.server.schemas.constraints import ConstrainedBody
 
 _TEXT = {"type": "string", "minLength": 1}
@@ -35,13 +35,11 @@ class CompletionBody(ConstrainedBody):
     logprobs: int | None = ranged(minimum=0, maximum=MAX_LOGPROBS)
     echo: bool | None = None
 
-    suffix: None = Field(None, description="Not supported.")
-    best_of: Literal[1] | None = Field(None, description="Only 1 is supported.")
+    add_special_tokens: bool | None = Field(None, description="To a text; true unless told otherwise.")
 
-    unsupported: ClassVar[dict[str, str]] = {
-        "suffix": "put what follows into the prompt, in the form that the model was trained on",
-        "best_of": "ask for n answers and choose by their logprobs",
-    }
+    suffix: Unset = missing("put what follows into the prompt, in the form that the model was trained on")
+    best_of: Literal[1] | None = missing("ask for n answers and choose by their logprobs")
+    prompt_embeds: Unset = missing("send a text or token ids")
 
 
 class CompletionLogprobs(BaseModel):
@@ -69,5 +67,6 @@ class Completion(BaseModel):
     object: Literal["text_completion"] = "text_completion"
     created: int
     model: str
+    system_fingerprint: str
     choices: list[CompletionChoice]
     usage: Usage | None = None

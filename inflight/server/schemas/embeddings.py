@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
-from inflight.server.schemas.common import ranged
+from inflight.server.schemas.common import Unset, missing, ranged
 from inflight.server.schemas.pooling import Inputs, PooledAnswer, PoolingBody
 
 
@@ -20,6 +20,10 @@ class EmbeddingsBody(PoolingBody):
     truncate_prompt_tokens: int | None = ranged(
         minimum=-1, description="Cut each text to so many tokens; -1: to as many as the model takes."
     )
+
+    messages: Unset = missing("send their text as input")
+    embed_dtype: Literal["float32"] | None = missing("numbers are float32")
+    endianness: Literal["native", "little"] | None = missing("the smaller byte comes first")
 
 
 class Embedding(BaseModel):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, Tag
 
-from inflight.server.schemas.common import Body, Items, SampledBody, ranged
+from inflight.server.schemas.common import Body, Ignored, Items, SampledBody, Unset, missing, ranged
 from inflight.server.schemas.tagged import ReturnedPart, by_type
 from inflight.text.chat import MAX_MESSAGES
 
@@ -144,20 +144,13 @@ class MessagesBody(ConversationBody, SampledBody):
     diagnostics: dict[str, Any] | None = None
     inference_geo: str | None = None
 
-    # Accepted as far as they change nothing.
-    service_tier: Literal["auto", "standard_only"] | None = None
-    speed: Literal["standard"] | None = None
-    container: None = None
-    mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = None
-    thread: None = None
+    service_tier: Ignored = None
 
-    unsupported: ClassVar[dict[str, str]] = {
-        "service_tier": "use priority, or a key with another weight",
-        "speed": "there is one speed",
-        "container": "the server runs no code",
-        "mcp_servers": "offer their tools as tools, and call them yourself",
-        "thread": "no conversation is held, send all of its messages",
-    }
+    # Accepted as far as they change nothing.
+    speed: Literal["standard"] | None = missing("there is one speed")
+    container: Unset = missing("the server runs no code")
+    mcp_servers: Unset = missing("offer their tools as tools, and call them yourself")
+    thread: Unset = missing("no conversation is held, send all of its messages")
 
 
 # ---- what comes back ----

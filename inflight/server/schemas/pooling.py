@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field, WithJsonSchema
 
 from inflight.pooling import Scale
 from inflight.request import MAX_SALT_LENGTH
-from inflight.server.schemas.common import REQUEST_ID, Body, Usage
+from inflight.server.schemas.common import REQUEST_ID, Body, Ignored, Unset, Usage, missing
 
 _TEXT = {"type": "string"}
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
@@ -45,6 +45,13 @@ class PoolingBody(Body):
         None, description="The answer's id, and its name under /v1/requests."
     )
     truncate: bool | None = Field(None, description="Cut what is too long at its end, else it is refused.")
+
+    # They inform, or choose where there is no choice.
+    metadata: Ignored = None
+    safety_identifier: Ignored = None
+    additional_data: Ignored = None
+    add_special_tokens: Literal[True] | None = missing("send token ids, which are taken as they are")
+    mm_processor_kwargs: Unset = missing("only text is read")
 
 
 class PooledAnswer(BaseModel):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from pydantic import BaseModel, Field
 
 from inflight.pooling import Scale
-from inflight.server.schemas.common import Usage, ranged
+from inflight.server.schemas.common import Unset, Usage, missing, ranged
 from inflight.server.schemas.pooling import Documents
 from inflight.server.schemas.score import ScoringBody
 
@@ -18,13 +18,8 @@ class RerankBody(ScoringBody):
     top_n: int | None = ranged(minimum=1, description="How many of the best are returned; all unless given.")
     return_documents: bool | None = Field(None, description="With the documents; false unless given.")
 
-    rank_fields: None = Field(None, description="Not supported.")
-    max_chunks_per_doc: None = Field(None, description="Not supported.")
-
-    unsupported: ClassVar[dict[str, str]] = {
-        "rank_fields": "put what is to be read into each document's text",
-        "max_chunks_per_doc": "documents are read as one: max_tokens_per_doc cuts them",
-    }
+    rank_fields: Unset = missing("put what is to be read into each document's text")
+    max_chunks_per_doc: Unset = missing("documents are read as one: max_tokens_per_doc cuts them")
 
 
 class RerankItem(BaseModel):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, Tag
 
-from inflight.server.schemas.common import Body, Items, SampledBody, ranged
+from inflight.server.schemas.common import Body, Ignored, Items, SampledBody, Unset, missing, ranged
 from inflight.server.schemas.response_items import InputItem, ItemStatus
 from inflight.server.schemas.tagged import ReturnedPart, by_type
 from inflight.text.chat import MAX_MESSAGES
@@ -136,26 +136,19 @@ class ResponsesBody(SampledBody):
     prompt_cache_retention: Literal["in_memory", "24h"] | None = None
     max_tool_calls: int | None = Field(None, description="Of tools that the server runs: it has none.")
 
-    # Accepted as far as they change nothing.
-    background: Literal[False] | None = None
-    truncation: Literal["disabled"] | None = None
-    service_tier: Literal["auto", "default"] | None = None
-    top_logprobs: Literal[0] | None = None
-    conversation: None = None
-    prompt: None = None
-    context_management: None = None
-    moderation: None = None
+    service_tier: Ignored = None
 
-    unsupported: ClassVar[dict[str, str]] = {
-        "background": "leave it out, and read the answer as a stream",
-        "truncation": "leave out what is no longer needed; what does not fit is refused",
-        "service_tier": "use priority, or a key with another weight",
-        "top_logprobs": "use /v1/chat/completions, which tells them",
-        "conversation": "use previous_response_id",
-        "prompt": "put it into instructions and input",
-        "context_management": "leave out what is no longer needed",
-        "moderation": "no one looks at what is written here",
-    }
+    # Accepted as far as they change nothing.
+    background: Unset = missing("leave it out, and read the answer as a stream")
+    truncation: Literal["disabled"] | None = missing(
+        "leave out what is no longer needed; what does not fit is refused"
+    )
+    top_logprobs: Unset = missing("use /v1/chat/completions, which tells them")
+    conversation: Unset = missing("use previous_response_id")
+    prompt: Unset = missing("put it into instructions and input")
+    context_management: Unset = missing("leave out what is no longer needed")
+    moderation: None = missing("no one looks at what is written here")
+    mm_processor_kwargs: Unset = missing("only text is read")
 
 
 # ---- what comes back ----

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel
 
@@ -48,6 +48,26 @@ class HealthStatus(BaseModel):
 
 class Version(BaseModel):
     version: str
+
+
+class ServerLoad(BaseModel):
+    server_load: int
+
+
+class ServerInfo(BaseModel):
+    version: str
+    models: list[str]
+    config: dict[str, Any]  # the engine's options
+
+
+class Sleeping(BaseModel):
+    is_sleeping: bool
+
+
+class Done(BaseModel):
+    """It was done."""
+
+    success: bool = True
 
 
 class Breakdown(BaseModel):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from inflight.server.schemas.chat import Messages, Tools
-from inflight.server.schemas.common import Body, Items
+from inflight.server.schemas.common import Body, Items, Unset, missing
 
 
 class TokenizeBody(Body):
@@ -27,7 +25,8 @@ class TokenizeBody(Body):
     chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
     return_token_strs: bool | None = None
 
-    unsupported: ClassVar[dict[str, str]] = {}
+    chat_template: Unset = missing("templates come with the checkpoint, never with a request")
+    mm_processor_kwargs: Unset = missing("only text is read")
 
     @model_validator(mode="after")
     def _one_of_two(self) -> TokenizeBody:

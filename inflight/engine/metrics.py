@@ -1,0 +1,56 @@
+"""What an engine counts, by the names under which it is told: to Prometheus, and to callers of `get_metrics`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from inflight.engine.core import EngineStats
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMetric:
+    """A gauge, or a total since the start."""
+
+    name: str
+    kind: Literal["gauge", "counter"]
+    text: str
+    read: Callable[[EngineStats], float]
+
+
+@dataclass(frozen=True, slots=True)
+class MetricValue:
+    """One of them at one moment."""
+
+    name: str
+    kind: Literal["gauge", "counter"]
+    value: float
+
+
+ENGINE_METRICS = (
+    EngineMetric("num_requests_running", "gauge", "Requests in the batch", lambda stats: stats.num_running),
+    EngineMetric("num_requests_waiting", "gauge", "Requests in the queue", lambda stats: stats.num_waiting),
+    EngineMetric(
+        "kv_cache_usage_perc",
+        "gauge",
+        "Used share of the KV blocks, 1 is all",
+        lambda stats: stats.kv.num_used / stats.kv.num_blocks if stats.kv.num_blocks else 0.0,
+    ),
+    EngineMetric("prompt_tokens", "counter", "Prompt tokens", lambda stats: stats.num_prompt_tokens),
+    EngineMetric("generation_tokens", "counter", "Output tokens", lambda stats: stats.num_output_tokens),
+    EngineMetric(
+        "num_preemptions", "counter", "Requests put back into the queue", lambda stats: stats.num_preemptions
+    ),
+    EngineMetric(
+        "prefix_cache_queries",
+        "counter",
+        "Tokens looked up in the prefix cache",
+        lambda stats: stats.num_prefix_queries,
+    ),
+    EngineMetric("prefix_cache_hits", "counter", "Tokens found there", lambda stats: stats.num_prefix_hits),
+)
+
+
+def metrics_of(stats: EngineStats) -> list[MetricValue]:
+    return [MetricValue(f"inflight:{item.name}", item.kind, item.read(stats)) for item in ENGINE_METRICS]

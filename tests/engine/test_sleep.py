@@ -1,0 +1,100 @@
+"""Engines that are told something beside requests: to forget prefixes, to sleep, to wake up."""
+
+from __future__ import annotations
+
+import pytest
+
+from inflight.engine.core import STEP_SIZES
+from inflight.engine.fake import FakeRunner
+from inflight.errors import EngineAsleepError, EngineError
+from tests.helpers import FakeEngine, make_request
+
+PROMPT = list(range(1, 13))
+
+
+class FakeDormancy:
+    """Remembers what was asked of it."""
+
+    def __init__(self, engine: FakeEngine) -> None:
+        self._engine = engine
+        self.told: list[str] = []
+
+    def check(self) -> None:
+        self.told.append("check")
+
+    def rest(self) -> None:
+        self.told.append("rest")
+
+    def wake(self) -> FakeRunner:
+        self.told.append("wake")
+        return FakeRunner(self._engine.num_blocks, self._engine.block_size)
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    engine = FakeEngine()
+    engine.core._dormancy = FakeDormancy(engine)
+    return engine
+
+
+def run(engine: FakeEngine) -> list[int]:
+    request = engine.add(make_request(PROMPT))
+    engine.run()
+    return engine.outputs[request.request_id]
+
+
+def num_cached(engine: FakeEngine) -> int:
+    request = engine.add(make_request(PROMPT))
+    engine.run()
+    return engine.finished[request.request_id].record.num_cached_tokens  # type: ignore[union-attr]
+
+
+def test_an_engine_that_slept_gives_the_same_answers_and_knows_no_prefix(engine: FakeEngine) -> None:
+    before = run(engine)
+    assert num_cached(engine) > 0
+    runner = engine.core.runner
+    engine.core.obey("sleep")
+    assert engine.core.stats().is_sleeping
+    assert engine.core.stats().kv.num_cached == 0
+    engine.core.obey("sleep")  # again: nothing is left to do
+    engine.core.obey("wake_up")
+    engine.core.obey("wake_up")
+    assert engine.core.runner is not runner
+    assert not engine.core.stats().is_sleeping
+    assert engine.core._dormancy.told == ["check", "rest", "wake"]  # type: ignore[attr-defined]
+    assert run(engine) == before
+
+
+def test_who_sleeps_takes_no_requests_and_who_has_requests_does_not_sleep(engine: FakeEngine) -> None:
+    engine.core.obey("sleep")
+    with pytest.raises(EngineAsleepError):
+        engine.core.add(make_request(PROMPT))
+    assert not engine.core.has_work
+    engine.core.obey("wake_up")
+    engine.add(make_request(PROMPT))
+    with pytest.raises(EngineError, match="has requests"):
+        engine.core.obey("sleep")
+    engine.run()
+
+
+def test_one_without_weights_to_put_away_says_so_and_goes_on() -> None:
+    engine = FakeEngine()
+    with pytest.raises(EngineError, match="cannot sleep"):
+        engine.core.obey("sleep")
+    assert run(engine)
+
+
+def test_prefixes_can_be_forgotten(engine: FakeEngine) -> None:
+    run(engine)
+    assert num_cached(engine) > 0
+    engine.core.obey("reset_prefix_cache")
+    assert num_cached(engine) == 0
+
+
+def test_steps_are_counted_by_their_tokens(engine: FakeEngine) -> None:
+    run(engine)  # 12 tokens, then three steps of one
+    stats = engine.core.stats()
+    assert dict(zip(STEP_SIZES, stats.step_sizes, strict=False)) | {16: 1, 1: 3} == {
+        size: {16: 1, 1: 3}.get(size, 0) for size in STEP_SIZES
+    }
+    assert stats.num_step_tokens == 15

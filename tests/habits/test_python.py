@@ -1,0 +1,284 @@
+"""What Python code for vLLM calls: every line of docs/from-vllm.md is tried, and no line of the code is missing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import pytest
+
+import inflight
+from inflight import LLM, AsyncEngineArgs, AsyncLLM, BeamSearchParams, SamplingParams
+from inflight.config import EngineConfig
+from inflight.errors import ConfigError, ParameterError
+from inflight.outputs import ClassificationOutput, EmbeddingOutput, Logprob, RequestOutput, ScoreOutput
+from inflight.vllm_names import LLM_METHODS, LLM_OPTIONS, METHOD_ARGUMENTS, SAMPLING_FIELDS, ForeignName
+from tests.habits.page import ABSENT, ACCEPTED, OTHER_NAME, SAME, Line, section
+
+GREEDY = SamplingParams(temperature=0, max_tokens=4)
+TEXT = "Once upon a time"
+USER = {"role": "user", "content": "Hello"}
+# A value of each option that is not its default, where "something" will not do.
+OPTION_VALUES: dict[str, Any] = {
+    "dtype": "half",
+    "load_format": "dummy",
+    "enforce_eager": True,
+    "skip_tokenizer_init": True,
+    "enable_prefix_caching": False,
+    "gpu_memory_utilization": 0.5,
+    "kv_cache_memory_bytes": 1 << 30,
+    "scheduling_policy": "priority",
+    **dict.fromkeys(("seed", "max_model_len", "tensor_parallel_size", "pipeline_parallel_size"), 7),
+    **dict.fromkeys(("block_size", "max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks_override"), 7),
+}
+FIELD_VALUES: dict[str, Any] = {
+    **dict.fromkeys(("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs"), 2),
+    **dict.fromkeys(("temperature", "top_p", "min_p"), 0.5),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "repetition_penalty"), 0.5),
+    **dict.fromkeys(("include_stop_str_in_output", "ignore_eos"), True),
+    **dict.fromkeys(("detokenize", "skip_special_tokens"), False),
+    "stop_token_ids": [5],
+    "allowed_token_ids": [5],
+    "logit_bias": {5: 1.0},
+    "bad_words": ["x"],
+    "structured_outputs": {"regex": "x"},
+}
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(num_blocks=128, show_progress=False, quantization=None, kv_cache_dtype="auto") as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def output(llm: LLM) -> RequestOutput:
+    params = SamplingParams(temperature=0, max_tokens=4, logprobs=1)
+    return llm.generate(TEXT, params, use_tqdm=False, lora_request=None)[0]
+
+
+def check_table(title: str, table: Mapping[str, ForeignName]) -> None:
+    """The page has the words of the code, and all of its names."""
+    lines = [line for line in section(title) if line.outcome in (ACCEPTED, ABSENT)]
+    assert {name for line in lines for name in line.names} == table.keys()
+    for line in lines:
+        for name in line.names:
+            reason, _, harmless = line.here.partition(" (accepted: ")
+            assert reason == table[name].instead
+            assert table[name].is_needless == (line.outcome == ACCEPTED)
+            assert harmless.rstrip(")") == ", ".join(f"`{value}`" for value in table[name].harmless)
+
+
+def harmless_values(known: ForeignName) -> list[Any]:
+    if known.is_needless:
+        return ["something", 7, True, None]
+    return [None, *known.harmless, *(() if known.off_matters else (False, 0, "", [], {}))]
+
+
+def refused(words: str, kind: type[Exception], call: Any) -> None:
+    with pytest.raises(kind) as caught:
+        call()
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+# ---- options ----
+
+
+def create(**options: Any) -> EngineConfig:
+    return EngineConfig.create("m", **options)
+
+
+def try_option(line: Line, name: str) -> None:
+    if line.outcome == SAME and name != "model":
+        changed = create(**{name: OPTION_VALUES.get(name, "something")}).options()
+        assert [key for key, value in changed.items() if value != create().options()[key]] == [name]
+        assert create(**{name: None}) == create()
+    elif line.outcome == OTHER_NAME and name != "use_tqdm_on_load":
+        value = OPTION_VALUES[name]
+        assert create(**{name: value}) == create(**{line.code[0]: value}) != create()
+    elif line.outcome in (ACCEPTED, ABSENT):
+        for value in harmless_values(LLM_OPTIONS[name]):
+            assert create(**{name: value}) == create(), (name, value)
+    if line.outcome == ABSENT:
+        words = f"{name} is 'something', which is not supported here: {LLM_OPTIONS[name].instead}"
+        refused(words, ConfigError, lambda: create(**{name: "something"}))
+
+
+def test_options() -> None:
+    check_table("LLM options", LLM_OPTIONS)
+    for line in section("LLM options"):
+        for name in line.names:
+            try_option(line, name)
+    assert create(dtype="float").model.dtype == "float32"
+    assert create(scheduling_policy="fcfs", max_model_len=-1) == create()
+    refused("is it max_num_seqs?", ConfigError, lambda: create(max_num_seq=5))
+    refused("chunks", ConfigError, lambda: create(enable_chunked_prefill=False))
+
+
+def test_a_model_loads_without_a_bar_as_it_does_in_vllm(capsys: pytest.CaptureFixture[str]) -> None:
+    LLM(num_blocks=16, use_tqdm_on_load=False, swap_space=4, trust_remote_code=True).close()
+    assert capsys.readouterr().err == ""
+
+
+# ---- sampling ----
+
+
+def test_sampling_fields() -> None:
+    check_table("SamplingParams", SAMPLING_FIELDS)
+    for line in section("SamplingParams"):
+        for name in line.names:
+            if line.outcome == SAME:
+                value = FIELD_VALUES.get(name, "something")
+                assert getattr(SamplingParams(**{name: value}), name) != getattr(SamplingParams(), name)
+                continue
+            for value in harmless_values(SAMPLING_FIELDS[name]):
+                assert SamplingParams(**{name: value}) == SamplingParams(), (name, value)
+            if line.outcome == ABSENT:
+                words = f"not supported here: {SAMPLING_FIELDS[name].instead}"
+                wrong: dict[str, Any] = {name: "something"}
+                refused(words, ParameterError, lambda wrong=wrong: SamplingParams(**wrong))
+    same = {name for line in section("SamplingParams") if line.outcome == SAME for name in line.names}
+    assert same == {item.name for item in fields(SamplingParams)}
+
+
+def test_a_request_keeps_its_own_params(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=2)
+    prepared = llm._frontend.prepare("r", TEXT, params)
+    params.max_tokens = 9
+    assert prepared.answers[0].request.params.max_tokens == 2
+
+
+# ---- methods ----
+
+
+def test_methods(llm: LLM) -> None:
+    lines = section("LLM methods")
+    for line in lines:
+        for name in line.names:
+            kind, _, method = name.rpartition(".")
+            if line.outcome == SAME:
+                assert callable(getattr(AsyncLLM if kind else llm, method))
+            else:
+                with pytest.raises(AttributeError) as caught:
+                    getattr(llm, name)
+                assert (
+                    str(caught.value)
+                    == f"LLM has no {name}: {line.here}"
+                    == f"LLM has no {name}: {LLM_METHODS[name]}"
+                )
+    absent = {name for line in lines if line.outcome == ABSENT for name in line.names}
+    assert absent == LLM_METHODS.keys()
+    with pytest.raises(AttributeError, match="LLM has no colour"):
+        _ = llm.colour
+
+
+def test_arguments_of_methods(llm: LLM) -> None:
+    check_table("Arguments of methods", METHOD_ARGUMENTS)
+    for name, known in METHOD_ARGUMENTS.items():
+        if not known.is_needless:
+            given = {name: "something"}
+            refused(known.instead, ParameterError, lambda given=given: llm.generate(TEXT, GREEDY, **given))
+            refused(known.instead, ParameterError, lambda given=given: llm.chat([USER], GREEDY, **given))
+    nothing = {name: harmless_values(known)[0] for name, known in METHOD_ARGUMENTS.items()}
+    assert llm.generate(TEXT, GREEDY, use_tqdm=False, **nothing)
+    refused("unknown argument colour", ParameterError, lambda: llm.generate(TEXT, GREEDY, colour=1))
+
+
+def test_what_the_methods_do(llm: LLM, output: RequestOutput) -> None:
+    names = {metric.name: metric.value for metric in llm.get_metrics()}
+    assert names["inflight:generation_tokens"] >= 4
+    assert llm.reset_prefix_cache() is True
+    assert llm.generate(TEXT, GREEDY, use_tqdm=False)[0].num_cached_tokens == 0
+    llm.sleep(level=1)
+    assert llm.is_sleeping()
+    llm.wake_up()
+    assert llm.generate(TEXT, GREEDY, use_tqdm=False)[0].outputs[0].text == output.outputs[0].text
+    refused("it must be 1", ParameterError, lambda: llm.sleep(2))
+    refused("all wakes up", ParameterError, lambda: llm.wake_up(["weights"]))
+    (beams,) = llm.beam_search([TEXT], BeamSearchParams(beam_width=2, max_tokens=3))
+    assert len(beams.sequences) == 2
+    assert all(sequence.text and sequence.text.startswith(TEXT) for sequence in beams.sequences)
+    assert beams.sequences[0].cum_logprob >= beams.sequences[1].cum_logprob
+
+
+def test_the_tokenizer_has_the_methods_of_transformers(llm: LLM) -> None:
+    tokenizer = llm.get_tokenizer()
+    ids = tokenizer.encode(TEXT)
+    assert tokenizer(TEXT).input_ids == tokenizer(TEXT)["input_ids"] == ids
+    assert tokenizer([TEXT, "A"])["attention_mask"][0] == [1] * len(ids)
+    assert tokenizer.decode(ids) == tokenizer.batch_decode([ids])[0] == TEXT
+    assert tokenizer.decode(ids[0]) == tokenizer.decode(ids[:1])
+    tokens = tokenizer.convert_ids_to_tokens(ids)
+    assert tokenizer.convert_tokens_to_ids(tokens) == ids
+    assert tokenizer.convert_tokens_to_ids(tokenizer.convert_ids_to_tokens(ids[0])) == ids[0]
+    assert tokenizer.convert_tokens_to_string(tokens) == TEXT
+    assert tokenizer.get_vocab()[tokens[0]] == ids[0]
+    assert tokenizer.eos_token_id in tokenizer.all_special_ids
+    assert tokenizer.eos_token in tokenizer.all_special_tokens
+    (answer,) = llm.chat([USER], GREEDY, use_tqdm=False)
+    assert tokenizer.apply_chat_template([USER], add_generation_prompt=True) == answer.prompt_token_ids
+    assert tokenizer.apply_chat_template([USER], tokenize=False, add_generation_prompt=True) == answer.prompt
+    two = tokenizer.apply_chat_template([[USER], [USER]], add_generation_prompt=True)
+    assert two == [answer.prompt_token_ids] * 2
+    refused(
+        "with the checkpoint",
+        ParameterError,
+        lambda: tokenizer.apply_chat_template([USER], chat_template="x"),
+    )
+
+
+# ---- outputs ----
+
+
+def test_outputs(output: RequestOutput) -> None:
+    answer = output.outputs[0]
+    vector = np.ones(3, np.float32)
+    logprobs = answer.logprobs
+    assert logprobs is not None
+    found: dict[str, Any] = {
+        "RequestOutput": output,
+        "CompletionOutput": answer,
+        "RequestMetrics": output.metrics,
+        "Logprob": next(iter(logprobs[0].values())),
+        "EmbeddingOutput": EmbeddingOutput(vector),
+        "ClassificationOutput": ClassificationOutput(vector, ("a", "b", "c"), "softmax"),
+        "ScoringOutput": ScoreOutput(0.5, "sigmoid"),
+    }
+    assert isinstance(found["Logprob"], Logprob)
+    for line in section("Outputs"):
+        for name in line.names:
+            kind, _, attribute = name.partition(".")
+            value = getattr(found[kind], line.code[0] if line.outcome == OTHER_NAME else attribute)
+            assert (not value) if line.outcome == ACCEPTED else (value is not None or attribute in NONE)
+    assert answer.finished
+    assert answer.finished() is True
+
+
+NONE = {"prompt_logprobs", "stop_reason"}  # of this answer
+
+
+# ---- asyncio ----
+
+
+async def test_async_llm_has_the_shape_of_vllms() -> None:
+    assert inflight.AsyncLLMEngine is AsyncLLM
+    args = inflight.EngineArgs(num_blocks=64, disable_log_stats=True, speculative_config=None)
+    assert isinstance(args, AsyncEngineArgs)
+    engine = AsyncLLM.from_engine_args(args)
+    outputs = [output async for output in engine.generate(TEXT, GREEDY, "r1", lora_request=None)]
+    assert outputs[-1].finished
+    assert await engine.abort("r1") == 0
+    tokenizer = await engine.get_tokenizer()
+    assert tokenizer.decode(outputs[-1].prompt_token_ids) == TEXT
+    await engine.check_health()
+    await engine.reset_prefix_cache()
+    await engine.sleep()
+    assert await engine.is_sleeping()
+    await engine.wake_up()
+    engine.shutdown()
+    while not (await engine.health()).error:
+        await asyncio.sleep(0.01)
