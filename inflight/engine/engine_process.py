@@ -1,4 +1,4 @@
-"""One engine process, from its start to its end, and the sockets to it. Used in one event loop."""
+"""One process of ours, from its start to its end, and the sockets to it. Used in one event loop."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any, Generic
 
 import msgspec
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from inflight.engine.wire import SECRET_LENGTH, Codec, ConnectionInfo, Message, Stop, ToFront
+from inflight.engine.wire import SECRET_LENGTH, Codec, ConnectionInfo, Message, MessageT, Stop, ToFront
 from inflight.errors import EngineDeadError
 
 logger = logging.getLogger(__name__)
@@ -44,22 +45,34 @@ class ProcessNotStartedError(EngineDeadError):
     """The system gave no process: no descriptor, no folder for its sockets, no memory. That may pass."""
 
 
-class EngineProcess:
+class ChildProcess(Generic[MessageT]):
     """A process with its sockets: `send` it messages, and `receive` what it says."""
 
-    def __init__(self, log_format: str, environment: Mapping[str, str] | None = None) -> None:
-        """Raises ProcessNotStartedError, and leaves nothing behind, where the system has not what it needs."""
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        incoming: Any,
+        log_format: str,
+        environment: Mapping[str, str] | None = None,
+        descriptors: Collection[int] = (),
+    ) -> None:
+        """`incoming` are the types of what it says, `descriptors` those that it inherits. Raises
+        ProcessNotStartedError, and leaves nothing behind, where the system has not what it needs."""
+        self._name = name  # for people
+        self._command = command
+        self._descriptors = descriptors
         self.exited = asyncio.Event()  # set once the process is gone and all it said is here
         self.returncode: int | None = None
         self.reason: str | None = None  # why it ended, where that is known
-        self._inbox: deque[ToFront] = deque()  # bounded by what the engine sends before it waits for an Ack
+        self._inbox: deque[MessageT] = deque()  # bounded by what the engine sends before it waits for an Ack
         self._arrived = asyncio.Event()  # something is in the inbox, or nothing will ever be again
         self._loop = asyncio.get_running_loop()
         self._process: subprocess.Popen[bytes] | None = None
         self._environment = environment or {}
         self._killed = False
         secret = secrets.token_bytes(SECRET_LENGTH)
-        self.codec: Codec[ToFront] = Codec(secret, ToFront)
+        self.codec: Codec[MessageT] = Codec(secret, incoming)
         self._connected = self._disconnected = False
         self._spoke = False
         self._folder: str | None = None
@@ -77,12 +90,12 @@ class EngineProcess:
             )
             # The thread that starts a process must live as long as it does: for the system, it is the parent.
             threading.Thread(
-                target=self._live, args=(connection,), name="inflight-engine-process", daemon=True
+                target=self._live, args=(connection,), name="inflight-child-process", daemon=True
             ).start()
         except (OSError, zmq.ZMQError, RuntimeError) as error:  # the last: no more threads
             self._context.destroy(linger=0)
             self._remove_folder()
-            raise ProcessNotStartedError(f"the engine process could not be started: {error}") from error
+            raise ProcessNotStartedError(f"the {name} could not be started: {error}") from error
         self._loop.add_reader(self._up.fileno(), self.take_frames)
 
     def _open_sockets(self) -> None:
@@ -108,7 +121,7 @@ class EngineProcess:
     def _live(self, connection: ConnectionInfo) -> None:
         try:
             process = subprocess.Popen(
-                COMMAND,
+                self._command,
                 stdin=subprocess.PIPE,
                 stdout=2,  # whatever it prints is no output of this process
                 env={
@@ -117,9 +130,10 @@ class EngineProcess:
                     **self._environment,
                 },
                 start_new_session=True,  # Ctrl-C is for the parent
+                pass_fds=tuple(self._descriptors),
             )
         except OSError as error:
-            reason = f"the engine process could not be started: {error}"
+            reason = f"the {self._name} could not be started: {error}"
             self._post(lambda: self._end(None, reason))
             return
         self._process = process
@@ -153,7 +167,7 @@ class EngineProcess:
         while self.take_frames():
             pass
         self.returncode = code
-        self.reason = self.reason or reason or f"the engine process ended {_how(code)}"
+        self.reason = self.reason or reason or f"the {self._name} ended {_how(code)}"
         self._close_sockets()
         self.exited.set()
         self._arrived.set()
@@ -188,11 +202,11 @@ class EngineProcess:
             self._folder = None
 
     @property
-    def unread(self) -> Collection[ToFront]:
+    def unread(self) -> Collection[MessageT]:
         """What has come and no one has received yet."""
         return self._inbox
 
-    async def receive(self, seconds: float) -> ToFront | None:
+    async def receive(self, seconds: float) -> MessageT | None:
         """The next message; None if none comes in time, or ever."""
         if not self._inbox and not self.exited.is_set():
             self._arrived.clear()
@@ -260,6 +274,13 @@ class EngineProcess:
     @property
     def process_id(self) -> int | None:
         return None if self._process is None else self._process.pid
+
+
+class EngineProcess(ChildProcess[ToFront]):
+    """One that has an engine."""
+
+    def __init__(self, log_format: str, environment: Mapping[str, str] | None = None) -> None:
+        super().__init__("engine process", COMMAND, ToFront, log_format, environment)
 
 
 def _remove_leftovers() -> None:

@@ -9,6 +9,7 @@ from starlette.responses import HTMLResponse, Response
 from inflight.engine import EngineStats
 from inflight.errors import EngineError
 from inflight.server.chat_page import chat_page
+from inflight.server.metric_counts import with_counts
 from inflight.server.metrics import CONTENT_TYPE
 from inflight.server.openapi import documented, respond
 from inflight.server.schemas.service import HealthStatus
@@ -69,7 +70,10 @@ async def metrics(request: Request) -> Response:
     state = state_of(request)
     num_restarts = (await state.client.health()).num_restarts
     replicas = [] if state.replicas is None else state.replicas.members
-    content = state.metrics.render(await _stats(state), num_restarts, state.keys.callers, replicas)
+    counted, callers = state.metrics, state.keys.callers
+    if state.counts_of_others is not None:
+        counted, callers = with_counts(counted, callers, await state.counts_of_others())
+    content = counted.render(await _stats(state), num_restarts, callers, replicas)
     return Response(content, media_type=CONTENT_TYPE)
 
 
