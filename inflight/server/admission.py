@@ -10,7 +10,7 @@ from inflight.server.errors import ApiError
 from inflight.server.keys import Caller
 
 
-class Admission(Protocol):
+class AdmissionControl(Protocol):
     """`request_id` is None for what is over at once and so cannot be asked for."""
 
     async def enter(self, caller: Caller, request_id: str | None) -> None:
@@ -43,7 +43,7 @@ class LocalAdmission:
 
 
 @asynccontextmanager
-async def counted(admission: Admission, caller: Caller) -> AsyncGenerator[None]:
+async def counted(admission: AdmissionControl, caller: Caller) -> AsyncGenerator[None]:
     """For the time of one request. Raises ApiError when that is one too many."""
     await admission.enter(caller, None)
     try:

@@ -19,7 +19,7 @@ from inflight.frontend import Frontend
 from inflight.frontend.pooling import cannot
 from inflight.pooling import Task, tasks_of
 from inflight.router import Replicas, Router
-from inflight.server.admission import Admission, LocalAdmission
+from inflight.server.admission import AdmissionControl, LocalAdmission
 from inflight.server.config import ServerConfig
 from inflight.server.errors import ApiError
 from inflight.server.keys import AdminKey, Caller, Keys
@@ -47,7 +47,7 @@ class ServerState:
     started: int = field(default_factory=lambda: int(time.time()))
     # What ids in the engine are made of. Those of several processes before one engine must differ.
     serials: Iterator[object] = field(default_factory=count)
-    admission: Admission = field(default_factory=LocalAdmission)
+    admission: AdmissionControl = field(default_factory=LocalAdmission)
     stored: Responses | None = None  # None: they are kept here
     counts_of_others: Callable[[], Awaitable[list[MetricCounts]]] | None = None  # of other processes
 

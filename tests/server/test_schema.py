@@ -40,7 +40,7 @@ OPERATIONS = [
     *(("DELETE", path, 8) for path in ("/v1/requests/{request_id}", RESPONSE)),
     ("POST", f"{RESPONSE}/cancel", 8),
     *(("GET", path, 2) for path in ("/v1/models", "/health", "/ready", "/version", "/metrics", "/")),
-    ("GET", "/v1/replicas", 2),
+    *(("GET", path, 2) for path in ("/v1/replicas", "/replicas")),
     *(("POST", path, 2) for path in CHANGING),
     ("DELETE", "/v1/replicas/{replica}", 2),
 ]

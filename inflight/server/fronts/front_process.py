@@ -10,7 +10,7 @@ from inflight.engine import EngineClient, EngineStats
 from inflight.engine.client_service import ClientService
 from inflight.engine.engine_process import ChildProcess
 from inflight.engine.wire import Abort, Ack, Add, Describe, Message, Ready, Watch
-from inflight.server.admission import Admission
+from inflight.server.admission import AdmissionControl
 from inflight.server.fronts.asking import Asking
 from inflight.server.fronts.wire import (
     Ask,
@@ -34,7 +34,7 @@ class FrontProcess:
     """What it is asked for goes to `answer`; what it has begun ends with it."""
 
     def __init__(
-        self, start: StartFront, log_format: str, keys: Keys, admission: Admission, answer: Answerer
+        self, start: StartFront, log_format: str, keys: Keys, admission: AdmissionControl, answer: Answerer
     ) -> None:
         self.number = start.number
         self.launch = start.launch

@@ -1,4 +1,4 @@
-"""Whether it lives, what it counts, and the page to talk to it."""
+"""Whether it lives, what it counts, and the pages to talk to it and to look at it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from starlette.responses import HTMLResponse, Response
 
 from inflight.engine import EngineStats
 from inflight.errors import EngineError
-from inflight.server.chat_page import chat_page
 from inflight.server.metric_counts import with_counts
 from inflight.server.metrics import CONTENT_TYPE
 from inflight.server.openapi import documented, respond
+from inflight.server.pages import page_at
 from inflight.server.schemas.service import HealthStatus
 from inflight.server.state import ServerState, state_of
 
@@ -81,4 +81,11 @@ async def metrics(request: Request) -> Response:
 @router.get("/", response_class=HTMLResponse)
 async def page() -> Response:
     """A page to chat with the model."""
-    return chat_page()
+    return page_at("/")
+
+
+@router.head("/replicas", include_in_schema=False)
+@router.get("/replicas", response_class=HTMLResponse)
+async def replicas_page() -> Response:
+    """A page that shows how the engines do."""
+    return page_at("/replicas")
