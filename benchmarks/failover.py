@@ -4,9 +4,9 @@
     python -m benchmarks.failover streams --faults kill      of one kind: kill, hang, cut, roll
     python -m benchmarks.failover soak --requests 10000      short requests while engines are killed at random
 
-Both run the built-in model on three replicas, and compare every answer, token by token and logprob by logprob, with that
-of an undisturbed engine. Afterwards no request, KV block, process, socket or shared memory may be there that was not
-there before.
+Both run the built-in model on three replicas, and compare every answer, token by token and logprob by logprob, with
+that of an undisturbed engine. Afterwards no request, KV block, process, socket or shared memory may be there that was
+not there before.
 """
 
 from __future__ import annotations

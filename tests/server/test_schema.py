@@ -37,6 +37,7 @@ OPERATIONS = [
     *(("POST", path, 6 if path in FEW else 15) for path in (*SCORING, *CLASSIFYING)),
     *(("POST", path, 12) for path in ("/tokenize", "/detokenize", "/v1/messages/count_tokens")),
     *(("GET", path, 8) for path in ("/v1/models/{model}", "/v1/requests/{request_id}", RESPONSE)),
+    ("GET", f"{RESPONSE}/input_items", 8),
     *(("DELETE", path, 8) for path in ("/v1/requests/{request_id}", RESPONSE)),
     ("POST", f"{RESPONSE}/cancel", 8),
     *(("GET", path, 2) for path in ("/v1/models", "/health", "/ready", "/version", "/metrics", "/")),

@@ -12,6 +12,7 @@ from inflight.server.formatters import encode
 from inflight.server.keys import Caller
 from inflight.server.prepare import GenerationParams, prepare_chat
 from inflight.server.responses.conversation import chat_of, input_items, user_of
+from inflight.server.responses.input_listing import with_id
 from inflight.server.responses.store import Responses, StoredResponse
 from inflight.server.schemas.response_items import InputItem, ItemReference
 from inflight.server.schemas.responses import ResponsesBody
@@ -44,7 +45,7 @@ class ResponseTurn:
         body = self._body
         items = [*_ITEMS.validate_json(self._earlier), *self._resolved()]
         if body.store is not False:
-            self._conversation = _ITEMS.dump_json(items, exclude_none=True)
+            self._conversation = _ITEMS.dump_json([with_id(item) for item in items], exclude_none=True)
         return prepare_chat(
             *(self._state, self._caller, chat_of(body, items), params),
             priority=body.priority or 0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 
 from fastapi import APIRouter
@@ -18,9 +19,16 @@ from inflight.server.prepare import conversation_params
 from inflight.server.request_log import LoggedRequest
 from inflight.server.responses.conversation import text_constraint, user_of
 from inflight.server.responses.formatter import ResponsesFormatter, head_of
+from inflight.server.responses.input_listing import listed
 from inflight.server.responses.store import not_stored
 from inflight.server.responses.turn import ResponseTurn
-from inflight.server.schemas.responses import DeletedResponse, ResponseEvent, ResponseObject, ResponsesBody
+from inflight.server.schemas.responses import (
+    DeletedResponse,
+    InputItemList,
+    ResponseEvent,
+    ResponseObject,
+    ResponsesBody,
+)
 from inflight.server.state import caller_of, state_of
 
 router = APIRouter()
@@ -73,6 +81,20 @@ async def response(request: Request) -> Response:
     if found is None:
         found = encode(_running(request)[1].so_far())
     return Response(found, media_type="application/json")
+
+
+@router.get(f"{ROUTE}/{{response_id}}/input_items", **documented(None, InputItemList, 400, 404))
+async def list_input_items(request: Request) -> Response:
+    """What a stored response of yours was made from: `limit`, `order` and `after` choose the page."""
+    state, response_id = state_of(request), request.path_params["response_id"]
+    found = await state.responses.find(caller_of(request), response_id)
+    if found is None:
+        raise not_stored(response_id)
+
+    def answer() -> Response:
+        return respond(listed(found, json.loads(found.items), request.query_params))
+
+    return await state.in_service_thread(answer)
 
 
 @router.delete(f"{ROUTE}/{{response_id}}", **documented(None, DeletedResponse, 404))
