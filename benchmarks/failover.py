@@ -114,7 +114,7 @@ def _signal(replica: Replica, number: int) -> None:
             os.kill(process_id, number)
 
 
-def _cut(replica: Replica) -> None:
+def cut(replica: Replica) -> None:
     """End the connections to an engine that runs on: neither side hears of the other any more."""
     assert isinstance(replica.client, ProcessClient)
     link = replica.client._link
@@ -146,7 +146,7 @@ async def _roll(router: Router) -> bool:
 FAULTS: dict[str, tuple[Callable[[Router], Awaitable[bool]], float]] = {
     "kill": (lambda router: _hurt_one(router, lambda replica: _signal(replica, signal.SIGKILL)), 4.0),
     "hang": (lambda router: _hurt_one(router, lambda replica: _signal(replica, signal.SIGSTOP)), 8.0),
-    "cut": (lambda router: _hurt_one(router, _cut), 8.0),
+    "cut": (lambda router: _hurt_one(router, cut), 8.0),
     "roll": (_roll, 0.0),
 }
 
