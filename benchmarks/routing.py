@@ -1,10 +1,9 @@
-"""What a router costs, what replicas bring, and whether answers outlive engines that are killed.
+"""What a router costs, and what replicas bring. (Whether answers outlive engines: benchmarks/failover.py.)
 
     python -m benchmarks.routing overhead              time per request and per token that the router adds
     python -m benchmarks.routing throughput            tokens/s of replicas with one thread each: one, then two
-    python -m benchmarks.routing kills --seconds 60    streams while an engine is killed every few seconds
 
-The last two run the built-in model. `kills` compares every answer with that of an undisturbed run.
+The last one runs the built-in model.
 """
 
 from __future__ import annotations
@@ -13,26 +12,19 @@ import argparse
 import asyncio
 import os
 import random
-import signal
 import statistics
-import tempfile
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
-from pathlib import Path
 
 from benchmarks.report import show
 from inflight import AsyncEngine, SamplingParams
-from inflight.config import ProcessConfig
 from inflight.engine import Command, EngineClient, EngineStats, Health, ModelFacts, RequestState, StepObserver
 from inflight.engine.client import CacheObserver
 from inflight.engine.delta_queue import DeltaQueue, DeltaStream
-from inflight.engine.process import ProcessClient
 from inflight.events import Delta, KVUsage, RequestRecord
-from inflight.outputs import CompletionOutput
 from inflight.request import Request
 from inflight.router import Router
-from inflight.structured_outputs import StructuredOutputs
 
 FACTS = ModelFacts("none", 1000, 1 << 20, (), {}, None, "none", "none", 1 << 16, 16, 256, 8192)
 
@@ -158,100 +150,21 @@ def throughput(num_streams: int, num_tokens: int, as_json: bool) -> None:
     show("throughput", columns, rows, as_json, data)
 
 
-SAMPLED = SamplingParams(temperature=0.9, ignore_eos=True)
-SCHEMA = {
-    "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 200}, "list": {"type": "array", "minItems": 40}},
-    "required": ["name", "list"],
-    "additionalProperties": False,
-}
-KINDS = (
-    replace(SAMPLED, temperature=0),
-    SAMPLED,
-    replace(SAMPLED, n=4),
-    replace(SAMPLED, logprobs=2),
-    replace(SAMPLED, structured_outputs=StructuredOutputs(json=SCHEMA), ignore_eos=False),
-)
-
-
-async def _answer(engine: AsyncEngine, index: int, num_tokens: int) -> list[CompletionOutput]:
-    params = replace(KINDS[index % len(KINDS)], seed=index, max_tokens=num_tokens)
-    async for output in engine.generate(f"Once upon a time, {index} foxes", params, output_kind="final"):
-        found = output.outputs
-    return found
-
-
-async def kills(num_streams: int, num_tokens: int, seconds: float, every: float, as_json: bool) -> None:
-    """Streams for so long, each followed by the next, while engines are killed."""
-    async with await AsyncEngine.start(num_blocks=4096) as engine:
-        expected = await asyncio.gather(*(_answer(engine, index, num_tokens) for index in range(num_streams)))
-    process = ProcessConfig(max_restarts=10_000)
-    counts = {"answers": 0, "failed": 0, "changed": 0, "kills": 0}
-    ends_at = time.monotonic() + seconds
-    async with await AsyncEngine.start(replicas=3, process=process, num_blocks=4096) as engine:
-        router = engine.client
-        assert isinstance(router, Router)
-
-        async def stream(index: int) -> None:
-            while time.monotonic() < ends_at:
-                try:
-                    found = await _answer(engine, index, num_tokens)
-                except Exception as error:
-                    counts["failed"] += 1
-                    print(f"stream {index}: {type(error).__name__}: {error}")
-                    continue
-                counts["answers"] += len(found)
-                counts["changed"] += found != expected[index]
-
-        async def kill() -> None:
-            while time.monotonic() < ends_at - every:
-                await asyncio.sleep(every)
-                victims = [replica.client for replica in router.replicas.available if replica.requests]
-                if len(victims) > 1:  # else no one would be left
-                    victim = random.choice(victims)
-                    assert isinstance(victim, ProcessClient)
-                    if victim.process_id is not None:
-                        os.kill(victim.process_id, signal.SIGKILL)
-                        counts["kills"] += 1
-
-        await asyncio.gather(kill(), *(stream(index) for index in range(num_streams)))
-        records = [router._history.get(name) for name in list(router._history._records)]
-        moved = sum(state.record.num_failovers for state in records if state is not None)
-    counts["left behind"] = _num_left_behind()
-    rows = [(num_streams, *counts.values(), moved)]
-    columns = ("streams", *counts, "failovers of the latest 4,096")
-    show("engines killed under streams", columns, rows, as_json, {"benchmark": "routing kills", **counts})
-
-
-def _num_left_behind() -> int:
-    """Child processes, and folders of sockets; these lie in a folder of this run's own."""
-    tasks = Path("/proc/self/task").iterdir()
-    children = [child for task in tasks for child in (task / "children").read_text().split()]
-    return len(children) + len(list(Path(tempfile.gettempdir()).iterdir()))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("overhead", "throughput", "kills"))
+    parser.add_argument("what", choices=("overhead", "throughput"))
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--replicas", type=int, default=4, help="of overhead")
     parser.add_argument("--repeats", type=int, default=200, help="of overhead")
     parser.add_argument("--streams", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=200, help="of each answer")
-    parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--every", type=float, default=4.0, help="seconds between two kills")
     given = parser.parse_args()
-    match given.what:
-        case "overhead":
-            asyncio.run(overhead(given.replicas, given.repeats, given.json))
-        case "throughput":
-            throughput(given.streams, given.tokens, given.json)
-        case _:
-            with tempfile.TemporaryDirectory() as folder:
-                tempfile.tempdir = folder
-                asyncio.run(kills(given.streams, given.tokens, given.seconds, given.every, given.json))
+    if given.what == "overhead":
+        asyncio.run(overhead(given.replicas, given.repeats, given.json))
+    else:
+        throughput(given.streams, given.tokens, given.json)
 
 
 if __name__ == "__main__":

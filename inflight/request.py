@@ -345,6 +345,9 @@ class Request:
     block_ids: list[int] = field(default_factory=list)
     num_places: int = 0  # token places in block_ids
     block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks hashed so far
+    block_hasher: Any = field(
+        default=None, repr=False, compare=False
+    )  # which has taken in all of these, or None
     num_published: int = 0  # blocks the prefix cache knows
 
     record: RequestRecord = field(init=False)

@@ -1,4 +1,4 @@
-"""Engine processes as children of this one."""
+"""Processes of ours as children of this one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -20,24 +20,27 @@ COMMAND: tuple[str, ...] = (sys.executable, "-P", "-m", "inflight.engine.worker"
 
 @dataclass(frozen=True, slots=True)
 class ChildHost:
-    """Implements `EngineHost`."""
+    """Implements `ProcessHost`."""
 
     environment: Mapping[str, str] = field(default_factory=dict)  # beside that of this process
+    name: str = "engine process"
+    command: Sequence[str] = field(default_factory=lambda: COMMAND)
+    descriptors: Collection[int] = ()  # that it inherits
 
     @property
     def address(self) -> None:
         return None
 
     def hosted(self, connection: ConnectionInfo) -> ChildProcess:
-        return ChildProcess(connection, self.environment)
+        return ChildProcess(self, connection)
 
 
 class ChildProcess:
     """Implements `HostedProcess`. It ends with this process, however this one ends."""
 
-    def __init__(self, connection: ConnectionInfo, environment: Mapping[str, str]) -> None:
+    def __init__(self, host: ChildHost, connection: ConnectionInfo) -> None:
+        self._host = host
         self._connection = connection
-        self._environment = environment
         self._process: subprocess.Popen[bytes] | None = None
         self._killed = False
 
@@ -48,18 +51,19 @@ class ChildProcess:
     def live(self) -> str:
         try:
             process = subprocess.Popen(
-                COMMAND,
+                self._host.command,
                 stdin=subprocess.PIPE,
                 stdout=2,  # whatever it prints is no output of this process
                 env={
                     **os.environ,
                     "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
-                    **self._environment,
+                    **self._host.environment,
                 },
                 start_new_session=True,  # Ctrl-C is for the parent
+                pass_fds=tuple(self._host.descriptors),
             )
         except OSError as error:
-            raise ProcessNotStartedError(f"the engine process could not be started: {error}") from error
+            raise ProcessNotStartedError(f"the {self._host.name} could not be started: {error}") from error
         self._process = process
         if self._killed:  # before it was there
             process.kill()
@@ -70,7 +74,7 @@ class ChildProcess:
         code = process.wait()
         with contextlib.suppress(OSError):
             process.stdin.close()
-        return f"the engine process ended {_how(code)}"
+        return f"the {self._host.name} ended {_how(code)}"
 
     def kill(self) -> None:
         self._killed = True

@@ -1,4 +1,4 @@
-"""One engine process, from its start to its end, and the sockets to it. Used in one event loop.
+"""One process of ours, from its start to its end, and the sockets to it. Used in one event loop.
 
 Where it runs, and how it is started and ended there, is its host's business (`host.py`)."""
 
@@ -17,19 +17,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any, Generic
 
-import msgspec
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from inflight.engine.host import EngineHost, ProcessNotStartedError
+from inflight.engine.host import ProcessHost, ProcessNotStartedError
 from inflight.engine.wire import (
     SECRET_LENGTH,
     Codec,
     ConnectionInfo,
     Heartbeat,
     Message,
-    Start,
+    MessageT,
     Stop,
     ToFront,
 )
@@ -48,21 +48,22 @@ MAX_FOLDER_AGE = 3600.0  # seconds; a process connects, and its folder goes, lon
 NUM_DESCRIPTORS = 40  # that a process and its sockets need here, generously
 
 
-class EngineProcess:
+class ConnectedProcess(Generic[MessageT]):
     """A process with its sockets: `send` it messages, and `receive` what it says."""
 
-    def __init__(self, host: EngineHost, log_format: str) -> None:
-        """Raises ProcessNotStartedError, and leaves nothing behind, where the system has not what it needs."""
+    def __init__(self, host: ProcessHost, incoming: Any, log_format: str) -> None:
+        """`incoming` are the types of what it says. Raises ProcessNotStartedError, and leaves nothing behind, where
+        the system has not what it needs."""
         self.exited = asyncio.Event()  # set once the process is gone and all it said is here
         self.was_started = True  # as far as is known
         self.reason: str | None = None  # why it ended, where that is known
-        self._inbox: deque[ToFront] = deque()  # bounded by what the engine sends before it waits for an Ack
+        self._inbox: deque[MessageT] = deque()  # bounded by what the engine sends before it waits for an Ack
         self._arrived = asyncio.Event()  # something is in the inbox, or nothing will ever be again
         self._loop = asyncio.get_running_loop()
         self._address = host.address
         self._killed = False
         secret = secrets.token_bytes(SECRET_LENGTH)
-        self.codec: Codec[ToFront] = Codec(secret, ToFront)
+        self.codec: Codec[MessageT] = Codec(secret, incoming)
         self._connected = self._disconnected = False
         self._spoke = self._beats = False  # whether it has said something, and that it lives
         self._num_heard = 0
@@ -82,11 +83,11 @@ class EngineProcess:
             )
             self._hosted = host.hosted(connection)
             # The thread that starts a process must live as long as it does: for the system, it is the parent.
-            threading.Thread(target=self._live, name="inflight-engine-process", daemon=True).start()
+            threading.Thread(target=self._live, name="inflight-process", daemon=True).start()
         except (OSError, zmq.ZMQError, RuntimeError) as error:  # the last: no more threads
             self._context.destroy(linger=0)
             self._remove_folder()
-            raise ProcessNotStartedError(f"the engine process could not be started: {error}") from error
+            raise ProcessNotStartedError(f"the {host.name} could not be started: {error}") from error
         self._loop.add_reader(self._up.fileno(), self.take_frames)
         if self._address is not None:
             self._loop.add_reader(self._monitor.fileno(), self._watch_connection)
@@ -208,11 +209,11 @@ class EngineProcess:
             self._folder = None
 
     @property
-    def unread(self) -> Collection[ToFront]:
+    def unread(self) -> Collection[MessageT]:
         """What has come and no one has received yet."""
         return self._inbox
 
-    async def receive(self, seconds: float) -> ToFront | None:
+    async def receive(self, seconds: float) -> MessageT | None:
         """The next message; None if none comes in time, or ever."""
         if not self._inbox and not self.exited.is_set():
             self._arrived.clear()
@@ -243,12 +244,11 @@ class EngineProcess:
         self._loop.call_soon(self.take_frames)
         return True
 
-    async def greet(self, start: Start) -> None:
-        """Send the first message, once the process is there to take it."""
+    async def greet(self, first: Callable[[], Message]) -> None:
+        """Send the first message, as it is by then, once the process is there to take it."""
         while not self._down.closed:
-            message = msgspec.structs.replace(start, now=time.monotonic())
             try:
-                return self._down.send(self.codec.encode(message), zmq.NOBLOCK)
+                return self._down.send(self.codec.encode(first()), zmq.NOBLOCK)
             except zmq.Again:
                 await asyncio.sleep(POLL)
         return None
@@ -282,6 +282,13 @@ class EngineProcess:
     def process_id(self) -> int | None:
         """On this machine."""
         return self._hosted.process_id
+
+
+class EngineProcess(ConnectedProcess[ToFront]):
+    """One that has an engine."""
+
+    def __init__(self, host: ProcessHost, log_format: str) -> None:
+        super().__init__(host, ToFront, log_format)
 
 
 def _remove_leftovers() -> None:

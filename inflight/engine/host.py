@@ -17,7 +17,7 @@ class ProcessNotStartedError(EngineDeadError):
 
 
 class HostedProcess(Protocol):
-    """An engine process, or one that is to be."""
+    """A process of ours, or one that is to be."""
 
     @property
     def process_id(self) -> int | None:
@@ -30,10 +30,14 @@ class HostedProcess(Protocol):
         """End it now, or never start it. Does not wait."""
 
 
-class EngineHost(Protocol):
+class ProcessHost(Protocol):
+    @property
+    def name(self) -> str:
+        """Of what it hosts, for people."""
+
     @property
     def address(self) -> str | None:
-        """Of this machine, as the engines reach it; None where they are on it."""
+        """Of this machine, as its processes reach it; None where they are on it."""
 
     def hosted(self, connection: ConnectionInfo) -> HostedProcess:
         """A process that is not started yet."""

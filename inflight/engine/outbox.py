@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from inflight.engine.core import EngineStats
 from inflight.engine.delta_queue import merge
-from inflight.engine.wire import Reply, StepOutputs
+from inflight.engine.wire import RemoteError, Reply, StepOutputs
 from inflight.events import Delta, StepRecord
 from inflight.kv.cache_changes import CacheChanges
 
@@ -33,6 +33,7 @@ class Outbox:
         self._ids: dict[int, str] = {}  # the other way round
         self._deltas: dict[int, Delta] = {}  # by handle
         self._replies: list[Reply] = []
+        self._lost: list[tuple[int, RemoteError]] = []
         self._steps: deque[StepRecord] = deque(maxlen=MAX_STEPS)
         self.cache_changes: CacheChanges | None = None  # where someone wants to know of them
         self._stats_at = -STATS_EVERY
@@ -64,13 +65,18 @@ class Outbox:
             earlier = self._deltas.get(handle)
             self._deltas[handle] = delta if earlier is None else merge(earlier, delta)
 
+    def lose(self, handle: int, problem: RemoteError) -> None:
+        """A request ends with this, after what is put here."""
+        del self._handles[self._ids.pop(handle)]
+        self._lost.append((handle, problem))
+
     def taken(self, num_taken: int) -> None:
         """The front has taken in so many StepOutputs."""
         self._num_taken = max(self._num_taken, min(num_taken, self._num_sent))
 
     def flush(self, idle: bool) -> None:
         """Send what is there, if the front keeps up."""
-        wanted = self._deltas or self._replies or self._steps or self.cache_changes
+        wanted = self._deltas or self._replies or self._lost or self._steps or self.cache_changes
         if not wanted or self._num_sent - self._num_taken >= WINDOW:
             return
         handles, token_ids, others = [], [], []
@@ -85,7 +91,10 @@ class Outbox:
         if idle or self._replies or now - self._stats_at >= STATS_EVERY:
             stats, self._stats_at = self._stats(), now
         cache = None if self.cache_changes is None else self.cache_changes.take()
-        self._send(StepOutputs(handles, token_ids, others, self._replies, list(self._steps), stats, cache))
+        outputs = StepOutputs(
+            handles, token_ids, others, self._replies, list(self._steps), stats, cache, self._lost
+        )
+        self._send(outputs)
         self._num_sent += 1
-        self._deltas, self._replies = {}, []
+        self._deltas, self._replies, self._lost = {}, [], []
         self._steps.clear()

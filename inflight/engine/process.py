@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -19,13 +19,14 @@ from inflight.engine.client import CacheObserver, Health, ModelFacts, RequestSta
 from inflight.engine.core import EngineStats
 from inflight.engine.delta_queue import DeltaQueue, DeltaStream
 from inflight.engine.history import History
-from inflight.engine.host import EngineHost
+from inflight.engine.host import ProcessHost
 from inflight.engine.sleep import Command
 from inflight.engine.step_records import StepObserver, notify
 from inflight.engine.supervisor import EngineEnded, EngineStalled, LoadProgress, Supervisor
 from inflight.engine.wire import (
     Abort,
     Ack,
+    Codec,
     Describe,
     Message,
     Ready,
@@ -47,6 +48,46 @@ MAX_CALLS = 1 << 16  # unanswered at a time
 DRAIN_POLL = 0.02
 
 
+class EngineLink(Protocol):
+    """The way to an engine in another process. `Supervisor` is one that starts it, too."""
+
+    closing: bool
+    working: bool
+
+    @property
+    def engine_process(self) -> EngineChannel: ...
+
+    @property
+    def state(self) -> str: ...
+
+    @property
+    def num_dropped(self) -> int: ...
+
+    def messages(self) -> AsyncGenerator[Ready | StepOutputs | EngineStalled | EngineEnded]: ...
+
+    def trouble(self) -> str | None: ...
+
+    def health(self) -> Health: ...
+
+    def give_up(self, reason: str) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class EngineChannel(Protocol):
+    """Where messages go."""
+
+    @property
+    def codec(self) -> Codec[Any]: ...
+
+    @property
+    def process_id(self) -> int | None: ...
+
+    def send(self, message: Message) -> None: ...
+
+    def send_frame(self, frame: bytearray) -> None: ...
+
+
 @dataclass(eq=False, slots=True)
 class _OpenRequest:
     """A request of this client."""
@@ -63,17 +104,10 @@ class ProcessClient:
     and until it is ready requests are refused with the same error.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        process: ProcessConfig,
-        progress: LoadProgress | None,
-        build: str,
-        host: EngineHost,
-    ) -> None:
+    def __init__(self, link: EngineLink) -> None:
         self.facts: ModelFacts  # of the model, once started
         self._stats: EngineStats
-        self._supervisor = Supervisor(build, _travelling(config), process, progress, host)
+        self._link = link
         self._reading: asyncio.Task[None]
         self._clock = time.monotonic
         self._numbers = itertools.count(1)
@@ -92,32 +126,39 @@ class ProcessClient:
         process: ProcessConfig | None = None,
         progress: LoadProgress | None = None,
         build: str = "model",
-        host: EngineHost | None = None,
+        host: ProcessHost | None = None,
     ) -> ProcessClient:
         """Start the process and wait until its engine is ready. What the engine cannot do with its configuration
         is raised as if it had been built here. `build` is "model", or `module:function` for another engine. Without
         a `host`, the process is a child of this one."""
         process = process or ProcessConfig()
-        client = cls(config, process, progress, build, host or ChildHost(process.environment))
-        ready = await client._supervisor.launch()
+        host = host or ChildHost(process.environment)
+        supervisor = Supervisor(build, _travelling(config), process, progress, host)
+        ready = await supervisor.launch()
+        return cls.over(supervisor, ready)
+
+    @classmethod
+    def over(cls, link: EngineLink, ready: Ready) -> ProcessClient:
+        """Of an engine that is there already."""
+        client = cls(link)
         client._begin(ready.facts, ready.stats)
         client._reading = asyncio.get_running_loop().create_task(client._read())
         return client
 
     @property
     def process_id(self) -> int | None:
-        return self._supervisor.engine_process.process_id
+        return self._link.engine_process.process_id
 
     @property
     def num_dropped_frames(self) -> int:
         """Frames that one side could not read."""
-        return self._supervisor.engine_process.codec.num_dropped + self._supervisor.num_dropped
+        return self._link.engine_process.codec.num_dropped + self._link.num_dropped
 
     # ---- what comes from the engine ----
 
     async def _read(self) -> None:
         try:
-            async for message in self._supervisor.messages():
+            async for message in self._link.messages():
                 match message:
                     case StepOutputs():
                         self._deliver(message)
@@ -129,7 +170,7 @@ class ProcessClient:
                         self._begin(facts, stats)
         except Exception as error:  # a mistake of ours: whoever waits for the engine must not wait for ever
             logger.exception("no one reads what the engine says any more")
-            self._supervisor.give_up(f"its messages could not be read: {type(error).__name__}: {error}")
+            self._link.give_up(f"its messages could not be read: {type(error).__name__}: {error}")
             self._end_all("the engine's messages could not be read")
 
     def _begin(self, facts: ModelFacts, stats: EngineStats) -> None:
@@ -172,6 +213,10 @@ class ProcessClient:
                 del self._open[handle]
                 self._history.add(delta.record or opened.record)
             opened.queue.put(delta)
+        for handle, problem in outputs.lost:
+            opened = self._open.pop(handle, None)
+            if opened is not None:
+                opened.queue.fail(problem.error())
         for reply in outputs.replies:
             call = self._calls.pop(reply.call, None)
             if call is not None and not call.done():
@@ -180,7 +225,7 @@ class ProcessClient:
             self._stats = outputs.stats
         for record in outputs.steps:
             self._observe(record)
-        self._supervisor.working = bool(self._open)
+        self._link.working = bool(self._open)
         self._num_received += 1
         if self._num_received % ACK_EVERY == 0:
             self._send(Ack(self._num_received))
@@ -194,10 +239,10 @@ class ProcessClient:
     # ---- what it is asked ----
 
     def _send(self, message: Message) -> None:
-        self._supervisor.engine_process.send(message)
+        self._link.engine_process.send(message)
 
     async def _ask(self, call: int, send: Callable[[], None]) -> Reply:
-        trouble = self._supervisor.trouble()
+        trouble = self._link.trouble()
         if trouble is not None:
             raise EngineDeadError(trouble)
         if len(self._calls) >= MAX_CALLS:
@@ -214,8 +259,8 @@ class ProcessClient:
         return found
 
     async def add(self, request: Request) -> None:
-        if self._supervisor.closing:
-            raise EngineDeadError(self._supervisor.trouble() or "the engine is closing")
+        if self._link.closing:
+            raise EngineDeadError(self._link.trouble() or "the engine is closing")
         if request.request_id in self._requests:
             raise RequestError(
                 f"request id {request.request_id!r} is already in use",
@@ -227,7 +272,7 @@ class ProcessClient:
         opened = _OpenRequest(handle, request.record)
 
         def send() -> None:
-            engine_process = self._supervisor.engine_process
+            engine_process = self._link.engine_process
             engine_process.send_frame(encode_add(engine_process.codec, handle, request))
             self._open[handle] = self._requests[request.request_id] = opened
 
@@ -307,15 +352,15 @@ class ProcessClient:
 
     async def stats(self) -> EngineStats:
         """As of the last step, or a few hundredths of a second before it."""
-        if self._supervisor.state != "running":
-            raise EngineDeadError(self._supervisor.trouble())
+        if self._link.state != "running":
+            raise EngineDeadError(self._link.trouble())
         return self._stats
 
     async def health(self) -> Health:
-        return self._supervisor.health()
+        return self._link.health()
 
     async def close(self, drain: float = 0.0) -> None:
-        self._supervisor.closing = True
+        self._link.closing = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(drain):
                 while self._open:
@@ -323,7 +368,7 @@ class ProcessClient:
         self._reading.cancel()
         await asyncio.gather(self._reading, return_exceptions=True)
         self._end_all("the engine was closed")
-        await self._supervisor.close()
+        await self._link.close()
 
 
 def _travelling(config: EngineConfig) -> dict[str, Any]:

@@ -10,10 +10,12 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import msgspec
+
 from inflight.config import ProcessConfig
 from inflight.engine.client import Health
 from inflight.engine.engine_process import EngineProcess
-from inflight.engine.host import EngineHost, ProcessNotStartedError
+from inflight.engine.host import ProcessHost, ProcessNotStartedError
 from inflight.engine.wire import Failed, Heartbeat, Progress, Ready, Start, StepOutputs, Stopped, ToFront
 from inflight.errors import EngineDeadError, InflightError
 
@@ -49,7 +51,7 @@ class Supervisor:
         options: dict[str, Any],
         process: ProcessConfig,
         progress: LoadProgress | None,
-        host: EngineHost,
+        host: ProcessHost,
     ) -> None:
         self.engine_process: EngineProcess
         self.state: Literal["starting", "running", "restarting", "dead", "closed"] = "starting"
@@ -71,7 +73,9 @@ class Supervisor:
         """Start a process and wait until its engine is ready. Raises what the engine could not do."""
         process = self.engine_process = EngineProcess(self._host, self._process.log_format)
         start = Start(self._build, self._options, self._process.heartbeat)
-        greeting = asyncio.ensure_future(process.greet(start))
+        greeting = asyncio.ensure_future(
+            process.greet(lambda: msgspec.structs.replace(start, now=self._clock()))
+        )
         try:
             ready = await self._wait_until_ready(process)
         except BaseException:

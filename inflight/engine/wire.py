@@ -208,6 +208,8 @@ class StepOutputs(Message, frozen=True):
     steps: list[StepRecord] = []
     stats: EngineStats | None = None
     cache: CacheUpdate | None = None
+    # Requests whose streams end with an error that no engine told of, which an engine itself never has.
+    lost: list[tuple[int, RemoteError]] = []
 
 
 class Heartbeat(Message, frozen=True):

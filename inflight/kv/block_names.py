@@ -1,18 +1,23 @@
 """Names for full blocks by what they hold.
 
-A full block is named by a chain hash: SHA-256 over the name of the block before it and its own token ids, so equal
-names mean equal prefixes. The chain starts from the request's salt: requests with different salts never meet.
+A full block is named by SHA-256 over the request's salt and all token ids up to the block's end, so equal names mean
+equal prefixes, and requests with different salts never meet. Whoever needs few of a prompt's names hashes what is
+between them in one go.
 """
 
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_right
+from collections.abc import Sequence
 from hashlib import sha256
+from typing import Any
 
 from inflight.request import Request
 
 NUM_RECENT = 8
 ID_BYTES = array("q").itemsize
+NUM_EACH = 64  # marks at every block; beyond, half as many between one power of two and the next
 
 
 class BlockNamer:
@@ -27,22 +32,36 @@ class BlockNamer:
         names = request.block_hashes
         if not names and num_blocks:
             self._name_like_another(request)
-        first, size = len(names), self.block_size
+        first, width = len(names), self.block_size * ID_BYTES
         if first >= num_blocks:
             return names
-        parent = names[-1] if names else sha256(request.cache_salt.encode()).digest()
-        if num_blocks * size <= len(request.first_ids):
-            ids, start = memoryview(request.first_ids).cast("B"), first * size * ID_BYTES
-        else:
-            ids, start = (
-                memoryview(array("q", request.token_ids[first * size : num_blocks * size])).cast("B"),
-                0,
-            )
-        width = size * ID_BYTES
-        for at in range(start, start + (num_blocks - first) * width, width):
-            parent = sha256(parent + ids[at : at + width]).digest()
-            names.append(parent)
+        hasher = request.block_hasher
+        if hasher is None:  # none was needed so far
+            hasher = request.block_hasher = _hasher(request.cache_salt)
+            hasher.update(self._ids(request, 0, first))
+        ids = self._ids(request, first, num_blocks)
+        for at in range(0, len(ids), width):
+            hasher.update(ids[at : at + width])
+            names.append(hasher.copy().digest())
         return names
+
+    def names_at(self, request: Request, marks: Sequence[int]) -> list[bytes]:
+        """The names of the blocks that end at these numbers of blocks, which ascend. The request keeps none of them."""
+        hasher, width = _hasher(request.cache_salt), self.block_size * ID_BYTES
+        ids = self._ids(request, 0, marks[-1] if marks else 0)
+        names, at = [], 0
+        for mark in marks:
+            hasher.update(ids[at : mark * width])
+            names.append(hasher.copy().digest())
+            at = mark * width
+        return names
+
+    def _ids(self, request: Request, first: int, end: int) -> memoryview:
+        """Token ids of the blocks from `first` to before `end`, as bytes."""
+        start, stop = first * self.block_size, end * self.block_size
+        if stop <= len(request.first_ids):
+            return memoryview(request.first_ids).cast("B")[start * ID_BYTES : stop * ID_BYTES]
+        return memoryview(array("q", request.token_ids[start:stop])).cast("B")
 
     def _name_like_another(self, request: Request) -> None:
         """Take names from a recent request that begins alike: comparing is much faster than hashing."""
@@ -57,6 +76,10 @@ class BlockNamer:
         del recent[:-NUM_RECENT]
 
 
+def _hasher(salt: str) -> Any:
+    return sha256(sha256(salt.encode()).digest())
+
+
 def _num_equal_blocks(ids: array[int], others: array[int], size: int) -> int:
     """How many blocks are the same from the start. Halving: arrays are compared at the speed of memory."""
     low, high = 0, min(len(ids), len(others)) // size
@@ -67,3 +90,18 @@ def _num_equal_blocks(ids: array[int], others: array[int], size: int) -> int:
         else:
             high = middle - 1
     return low
+
+
+class BlockMarks:
+    """Some numbers of blocks, the same for all prompts: every one at the beginning, then ever fewer. So how much of a
+    prompt is found somewhere is known to a thirty-second of it, by a few hundred names however long it is."""
+
+    def __init__(self) -> None:
+        self._marks = list(range(1, NUM_EACH + 1))
+
+    def up_to(self, num_blocks: int) -> list[int]:
+        marks = self._marks
+        while marks[-1] < num_blocks:
+            step = marks[-1] // NUM_EACH * 2
+            marks += range(marks[-1] + step, 2 * marks[-1] + step, step)
+        return marks[: bisect_right(marks, num_blocks)]

@@ -47,18 +47,17 @@ class Resources:
 
 @dataclass(slots=True)
 class RayHost:
-    """Implements `EngineHost`, for one replica."""
+    """Implements `ProcessHost`, for one replica."""
 
+    name = "engine process"
     address: str
     resources: Resources
     environment: Mapping[str, str]
     patience: float  # seconds that the first process waits for room
 
     def hosted(self, connection: ConnectionInfo) -> RayProcess:
-        patience, self.patience = (
-            self.patience,
-            math.inf,
-        )  # those who come later have lost theirs, and get it back
+        patience = self.patience
+        self.patience = math.inf  # those who come later have lost theirs, and get it back
         return RayProcess(self, connection, patience)
 
 

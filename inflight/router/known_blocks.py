@@ -55,10 +55,5 @@ class KnownBlocks:
         return low
 
 
-def short_names(names: Sequence[bytes], count: int) -> list[bytes]:
-    """The first ones, as they travel."""
-    return [name[:CACHE_NAME_LENGTH] for name in names[:count]]
-
-
 def _split(packed: bytes) -> list[bytes]:
     return [packed[at : at + CACHE_NAME_LENGTH] for at in range(0, len(packed), CACHE_NAME_LENGTH)]

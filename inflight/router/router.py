@@ -20,10 +20,9 @@ from dataclasses import replace
 from inflight.engine import Command, EngineStats, Health, ModelFacts, RequestState, StepObserver
 from inflight.engine.history import History
 from inflight.errors import EngineDeadError, EngineError, QueueFullError, RequestError
-from inflight.events import Delta
-from inflight.kv.block_names import BlockNamer
+from inflight.events import CACHE_NAME_LENGTH, Delta
+from inflight.kv.block_names import BlockMarks, BlockNamer
 from inflight.request import Request
-from inflight.router.known_blocks import short_names
 from inflight.router.replica import Replica
 from inflight.router.replicas import Replicas, StartReplica
 from inflight.router.routed import RoutedRequest
@@ -58,6 +57,7 @@ class Router:
         self._requests: dict[str, RoutedRequest] = {}  # by request id, until their stream has ended
         self._history = History()
         self._namer: BlockNamer
+        self._marks = BlockMarks()
         self._news = asyncio.Event()
         self._num_placed = 0
         self._num_waiting = 0  # for news
@@ -166,9 +166,10 @@ class Router:
         size = self._namer.block_size
         num_tokens = len(request.token_ids)
         if not request.splittable or request.params.prompt_logprobs is not None:  # all of it is computed
-            return KnownTokens(num_tokens, size, ())
-        num_blocks = (num_tokens - 1) // size
-        return KnownTokens(num_tokens, size, short_names(self._namer.names(request, num_blocks), num_blocks))
+            return KnownTokens(num_tokens, size, (), ())
+        marks = self._marks.up_to((num_tokens - 1) // size)
+        names = [name[:CACHE_NAME_LENGTH] for name in self._namer.names_at(request, marks)]
+        return KnownTokens(num_tokens, size, names, marks)
 
     # ---- losing an engine, and going on ----
 

@@ -20,11 +20,13 @@ class KnownTokens(NamedTuple):
 
     num_tokens: int
     block_size: int
-    names: Sequence[bytes]  # of its full blocks that may be found, as they travel
+    names: Sequence[bytes]  # of some of its full blocks that may be found, as they travel
+    marks: Sequence[int]  # how many blocks there are up to the end of each of these
 
     def num_missing(self, replica: Replica) -> int:
         """Tokens that the replica would have to compute."""
-        return self.num_tokens - self.block_size * replica.blocks.num_leading(self.names)
+        num_found = replica.blocks.num_leading(self.names)
+        return self.num_tokens - (self.block_size * self.marks[num_found - 1] if num_found else 0)
 
 
 class Routing(Protocol):

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from inflight.config import EngineConfig, ProcessConfig, RouterConfig
 from inflight.engine.child_process import ChildHost
-from inflight.engine.host import EngineHost
+from inflight.engine.host import ProcessHost
 from inflight.engine.process import ProcessClient
 from inflight.native.library import num_threads
 from inflight.router.router import Router
@@ -57,7 +57,7 @@ class Shares(Protocol):
 
     count: int
 
-    def of(self, index: int) -> tuple[EngineConfig, EngineHost]:
+    def of(self, index: int) -> tuple[EngineConfig, ProcessHost]:
         """The configuration of one replica, and where it runs."""
 
     async def close(self) -> None:

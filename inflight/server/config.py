@@ -6,7 +6,7 @@ Light on purpose: the command line reads it before anything heavy is loaded.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from inflight.config import ENGINE_OPTIONS, EngineConfig, ProcessConfig, RouterConfig
@@ -50,6 +50,13 @@ class ServerConfig:
         unset="all; on a loopback address without keys only that, localhost, 127.0.0.1 and [::1]",
     )
     root_path: str | None = option(None, NETWORK, "Path under which a proxy in front has the server: /llm.")
+    api_workers: int = option(
+        1,
+        NETWORK,
+        "Processes that speak HTTP, before the same engine or replicas: for where one is the limit.",
+        at_least=1,
+        at_most=64,
+    )
     ssl_keyfile: str | None = option(None, NETWORK, "Private key for TLS.")
     ssl_certfile: str | None = option(None, NETWORK, "Certificate for TLS.")
     ssl_ca_certs: str | None = option(None, NETWORK, "Authorities that clients' certificates must come from.")
@@ -195,6 +202,12 @@ class ServerConfig:
         return cls(
             engine=EngineConfig.create(**engine), process=ProcessConfig(**process), router=router, **values
         )
+
+    def flat(self) -> dict[str, Any]:
+        """What `create` makes it from."""
+        own = {name: getattr(self, name) for name in options_of(ServerConfig)}
+        process = {name: getattr(self.process, name) for name in options_of(ProcessConfig)}
+        return own | self.engine.options() | process | asdict(self.router)
 
     @property
     def model(self) -> str | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.responses import HTMLResponse, Response
 
-from inflight.server.chat_page import source_hash
+from inflight.server.pages import source_hash
 
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }

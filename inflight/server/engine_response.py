@@ -60,7 +60,7 @@ class EngineResponse(Response):
             cancel_scope,
         )
         error: ApiError | None = None
-        self._admit(logged)  # raises before anything is to be cleaned up
+        await self._admit(logged)  # raises before anything is to be cleaned up
         try:
             async with cancel_scope:
                 cancel_scope.watch(self._leave)
@@ -75,15 +75,11 @@ class EngineResponse(Response):
             await self._send_error(error)
         state.tracer.ended(logged, head.model, Headers(scope=scope), None if error is None else error.message)
 
-    def _admit(self, logged: LoggedRequest) -> None:
+    async def _admit(self, logged: LoggedRequest) -> None:
         if self._state.draining:
             raise ApiError(503, "the server is shutting down", code="shutting_down", retry_after=5)
-        self._caller.enter()
-        try:
-            self._state.request_log.open(logged)
-        except ApiError:
-            self._caller.leave()
-            raise
+        await self._state.admission.enter(self._caller, logged.request_id)
+        self._state.request_log.open(logged)
 
     # ---- what each kind does ----
 
@@ -139,7 +135,7 @@ class EngineResponse(Response):
     async def _close(self, error: ApiError | None) -> None:
         state, logged = self._state, self._logged
         await self._close_work()
-        self._caller.leave()
+        state.admission.leave(self._caller, logged.request_id)
         state.request_log.close(logged, "finished" if error is None else "failed")
         if error is None:
             state.metrics.latency.add(time.perf_counter() - logged.started_at)

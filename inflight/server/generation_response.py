@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from starlette.responses import Response
@@ -34,6 +34,7 @@ class GenerationSpec:
     is_long: bool
     has_long_answer: bool  # to write down: logprobs are many times the text
     formatter: Callable[[int], ResponseFormatter]  # by the time of creation
+    before_end: Callable[[], Awaitable[None]] | None = None  # the last byte waits for it
 
 
 class GenerationResponse(EngineResponse):
@@ -86,6 +87,7 @@ class GenerationResponse(EngineResponse):
                     await send({"type": "http.response.body", "body": data, "more_body": True})
                     self._logged.client_seconds += time.perf_counter() - started_at
         end = data + formatter.closing(choices)
+        await self._before_end()
         await send({"type": "http.response.body", "body": end, "more_body": False})
 
     async def _event(self, choice: Choice, is_last: bool) -> bytes:
@@ -103,7 +105,12 @@ class GenerationResponse(EngineResponse):
         content = await self._state.in_thread_if(
             self._spec.has_long_answer, lambda: self._formatter.whole(choices)
         )
+        await self._before_end()
         await self._respond(Response(content, media_type="application/json"))
+
+    async def _before_end(self) -> None:
+        if self._spec.before_end is not None:
+            await self._spec.before_end()
 
     def _count(self, delta: Delta) -> Choice:
         """Count what a delta brought. The choice that it belongs to."""

@@ -8,8 +8,7 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,15 +85,6 @@ class Caller:
     def leave(self) -> None:
         self.num_running -= 1
 
-    @contextmanager
-    def counted(self) -> Iterator[None]:
-        """For the time of one request. Raises ApiError when that is one too many."""
-        self.enter()
-        try:
-            yield
-        finally:
-            self.leave()
-
     def _take_from_allowance(self, per_minute: float) -> None:
         """A bucket that holds a minute's requests and fills evenly."""
         now = self.clock()
@@ -110,6 +100,14 @@ class Caller:
                 retry_after=wait,
             )
         self._allowance -= 1
+
+
+@dataclass(frozen=True, slots=True)
+class ToldKeys:
+    """Keys as another process gets them, which learns none of them by that."""
+
+    secret: bytes
+    callers: Sequence[tuple[bytes, str, bool]]  # digest, name, own_cache
 
 
 class Keys:
@@ -131,6 +129,24 @@ class Keys:
     @property
     def callers(self) -> list[Caller]:
         return list(self._callers.values()) or [self._everyone]
+
+    def named(self, name: str) -> Caller:
+        """The caller of that name; keys without a name are all one caller's."""
+        return next(caller for caller in self.callers if caller.name == name)
+
+    def told(self) -> ToldKeys:
+        """What another process must know to find callers by their keys."""
+        callers = [(digest, caller.name, caller.own_cache) for digest, caller in self._callers.items()]
+        return ToldKeys(self._secret, callers)
+
+    @classmethod
+    def of_told(cls, told: ToldKeys) -> Keys:
+        """The same callers, without their limits and what counts against them."""
+        keys = cls()
+        keys._secret = told.secret
+        by_name = {name: Caller(name, own_cache=own_cache) for _, name, own_cache in told.callers}
+        keys._callers = {digest: by_name[name] for digest, name, _ in told.callers}
+        return keys
 
     def weights(self) -> dict[str, float]:
         """The shares of named callers, for fair scheduling."""

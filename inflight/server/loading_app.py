@@ -6,10 +6,10 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from inflight.server.chat_page import chat_page
 from inflight.server.error_shapes import error_at
 from inflight.server.errors import ApiError
 from inflight.server.openapi import respond
+from inflight.server.pages import PAGES, page_at
 from inflight.server.schemas.service import HealthStatus
 
 RETRY_AFTER = 5  # seconds; how long a model still takes is not known
@@ -40,8 +40,8 @@ class LoadingApp:
             code="loading",
             retry_after=RETRY_AFTER,
         )
-        if scope["path"] == "/" and scope["method"] == "GET" and _is_browser(scope):
-            page = chat_page(error.status)
+        if scope["path"] in PAGES and scope["method"] == "GET" and _is_browser(scope):
+            page = page_at(scope["path"], error.status)
             page.headers.update(error.headers)
             return page
         if scope["path"] not in ("/health", "/ready", "/ping") or scope["method"] not in ("GET", "HEAD"):
@@ -55,5 +55,5 @@ class LoadingApp:
 
 
 def _is_browser(scope: Scope) -> bool:
-    """Whether it is someone who reads pages: the chat page waits with them until the model is there."""
+    """Whether it is someone who reads pages: the page waits with them until the model is there."""
     return "text/html" in Headers(scope=scope).get("accept", "")

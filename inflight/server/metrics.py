@@ -122,6 +122,15 @@ class Histogram:
         found._counts, found._sum = list(counts), total
         return found
 
+    @property
+    def counts(self) -> tuple[list[int], float]:
+        """How many values are in each bucket, and their sum."""
+        return self._counts, self._sum
+
+    def add_counts(self, counts: list[int], total: float) -> None:
+        self._counts = [mine + more for mine, more in zip(self._counts, counts, strict=True)]
+        self._sum += total
+
     def family(self, prefix: str, labels: Mapping[str, str]) -> Metric:
         total, buckets = 0, []
         for bound, count in zip((*map(float, self._bounds), "+Inf"), self._counts, strict=True):
@@ -172,7 +181,7 @@ class Metrics:
         )
         self.max_tokens = Histogram("request_params_max_tokens", "Tokens that an answer may have", _TOKENS)
         self.num_answers = Histogram("request_params_n", "Answers that a request asks for", _COUNT)
-        self._histograms = [item for item in vars(self).values() if isinstance(item, Histogram)]
+        self.histograms = [item for item in vars(self).values() if isinstance(item, Histogram)]
         self.requests: Counter[str] = Counter()  # that reached the engine, by task
         self.num_texts: Counter[str] = Counter()  # embedded, classified or scored, by task
         self.num_pooled_tokens: Counter[str] = Counter()  # of these
@@ -181,6 +190,9 @@ class Metrics:
         self.responses: Counter[tuple[str, str]] = Counter()  # by route and status
         self.num_disconnects = 0
         self.num_freed_blocks = 0
+
+    def empty_copy(self) -> Metrics:
+        return Metrics(self._model, len(self._prefixes) > 1)
 
     def ended(self, record: RequestRecord) -> None:
         """An answer is complete, whatever way."""
@@ -229,7 +241,7 @@ class Metrics:
 
     def _families(self, stats: EngineStats | None, num_restarts: int) -> Iterator[Metric]:
         for prefix, labels in self._prefixes.items():
-            for histogram in self._histograms:
+            for histogram in self.histograms:
                 yield histogram.family(prefix, labels)
             yield self._counter(
                 f"{prefix}:request_success",

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("inflight.access")
 
-# Open to all: what a load balancer asks, and a page that holds nothing of the server's.
-OPEN = frozenset({"/health", "/ready", "/ping", "/"})
+# Open to all: what a load balancer asks, and pages that hold nothing of the server's.
+OPEN = frozenset({"/health", "/ready", "/ping", "/", "/replicas"})
 
 ADMIN = "/v1/replicas"  # and below: to look needs a key, to change needs the admin key
 ADMIN_ALONE = frozenset({"/reset_prefix_cache", "/sleep", "/wake_up", "/is_sleeping", "/server_info"})

@@ -71,10 +71,8 @@ class RequestLog:
         return iter(list(self._running.values()))
 
     def open(self, logged: LoggedRequest) -> None:
-        """Enter a request. Raises ApiError when its caller has one of that id running."""
-        if logged.key in self._running:
-            message = f"request_id is {logged.request_id!r}: a request of that id is running"
-            raise ApiError(400, message, code="request_id_in_use", param="request_id")
+        """Enter a request that was admitted."""
+        assert logged.key not in self._running
         if not self._running:
             self.pace.began()
         self._running[logged.key] = logged

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import uvicorn
 import uvloop
+from starlette.types import ASGIApp
 
 from inflight.async_engine import AsyncEngine
 from inflight.engine.supervisor import LoadProgress
@@ -34,7 +35,7 @@ from inflight.server.protocol import ConnectionLimits, bounded_protocol
 from inflight.server.root_path import RootPath
 from inflight.server.state import ServerState
 from inflight.server.summary import summary
-from inflight.server.tracing import NoTracer, OtelTracer, Tracer
+from inflight.server.tracing import Tracer, tracer_of
 
 logger = logging.getLogger(__name__)
 
@@ -54,16 +55,21 @@ def run(options: ServerConfig, notes: Sequence[str] = ()) -> None:
     keys = load_keys(options.api_key, options.keys)
     if len(set(keys.weights().values())) > 1 and options.policy != "fair":
         logger.warning("keys have weights, but the policy is %s: only fair looks at them", options.policy)
-    listener = listen(options)  # a port that is taken should not take minutes to show
+    serve, listeners = _serve, [listen(options)]  # a port that is taken should not take minutes to show
+    if options.api_workers > 1:
+        from inflight.server.fronts.serving import listen_for_each, serve_fronts  # made of what is here
+
+        serve, listeners = serve_fronts, listen_for_each(options, listeners[0])
     try:
-        hosts = hosts_of(options, keys, listener)
+        hosts = hosts_of(options, keys, listeners[0])
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            if not runner.run(_serve(options, keys, hosts, listener)):
+            if not runner.run(serve(options, keys, hosts, listeners)):
                 # A thread may still be loading. It cannot be interrupted, and to return would be to wait for it.
                 logging.shutdown()
                 os._exit(0)
     finally:
-        listener.close()
+        for listener in listeners:
+            listener.close()
 
 
 def listen(options: ServerConfig) -> socket.socket:
@@ -105,11 +111,11 @@ async def start_state(
     return engine, state
 
 
-async def _serve(options: ServerConfig, keys: Keys, hosts: Hosts, listener: socket.socket) -> bool:
+async def _serve(options: ServerConfig, keys: Keys, hosts: Hosts, listeners: list[socket.socket]) -> bool:
     """Serve from the first moment on. False if it was told to stop before the model was there. Raises
     EngineDeadError once the engine is given up: whoever started the server can start another one, no one else can."""
-    endpoint = options.otlp_traces_endpoint
-    tracer: Tracer = NoTracer() if endpoint is None else OtelTracer(endpoint)
+    (listener,) = listeners
+    tracer = tracer_of(options.otlp_traces_endpoint)
     server = Server(options)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     serving.add_done_callback(lambda _: server.give_up())
@@ -124,7 +130,7 @@ async def _serve(options: ServerConfig, keys: Keys, hosts: Hosts, listener: sock
             gc.collect()
             gc.freeze()  # what start-up made lives as long as the process: later collections need not look at it
             server.open(state)
-            _announce(summary(state, listener.getsockname()), options.process.log_format)
+            announce(state, listener.getsockname())
             await serving
             if watching.done():
                 raise EngineDeadError(f"the engine was given up, and so the server ends: {watching.result()}")
@@ -138,9 +144,10 @@ async def _serve(options: ServerConfig, keys: Keys, hosts: Hosts, listener: sock
     return True
 
 
-def _announce(text: str, log_format: str) -> None:
-    """To whoever reads standard error, which may be a machine that expects one object a line."""
-    if log_format == "json":
+def announce(state: ServerState, sockname: Any) -> None:
+    """What runs, to whoever reads standard error, which may be a machine that expects one object a line."""
+    text = summary(state, sockname)
+    if state.options.process.log_format == "json":
         logger.info("%s", text)
     else:
         print(text, file=sys.stderr, flush=True)
@@ -198,10 +205,10 @@ class Server(uvicorn.Server):
         if self._loading is not None:
             self._loading.cancel()
 
-    def open(self, state: ServerState) -> None:
-        """The model is there: let requests in."""
+    def open(self, state: ServerState, app: ASGIApp | None = None) -> None:
+        """The model is there: let requests in, to this application or to one made for the state."""
         self._state = state
-        self.loading_app.open(create_app(state))
+        self.loading_app.open(app or create_app(state))
 
     async def watch(self, state: ServerState) -> str:
         """End the server once the engine is dead for good, and say why it is. While it drains it ends anyway."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -21,13 +21,15 @@ from inflight.frontend import Frontend
 from inflight.frontend.pooling import cannot
 from inflight.pooling import Task, tasks_of
 from inflight.router import Replicas, Router
+from inflight.server.admission import AdmissionControl, LocalAdmission
 from inflight.server.config import ServerConfig
 from inflight.server.errors import ApiError
 from inflight.server.keys import AdminKey, Caller, Keys
+from inflight.server.metric_counts import MetricCounts
 from inflight.server.metrics import Metrics
 from inflight.server.middleware import Hosts
 from inflight.server.request_log import RequestLog
-from inflight.server.responses.store import ResponseStore
+from inflight.server.responses.store import LocalResponses, Responses, ResponseStore
 from inflight.server.tracing import NoTracer, Tracer
 
 T = TypeVar("T")
@@ -45,7 +47,11 @@ class ServerState:
     tracer: Tracer = field(default_factory=NoTracer)
     draining: bool = False
     started: int = field(default_factory=lambda: int(time.time()))
-    serials: count[int] = field(default_factory=count)
+    # What ids in the engine are made of. Those of several processes before one engine must differ.
+    serials: Iterator[object] = field(default_factory=count)
+    admission: AdmissionControl = field(default_factory=LocalAdmission)
+    stored: Responses | None = None  # None: they are kept here
+    counts_of_others: Callable[[], Awaitable[list[MetricCounts]]] | None = None  # of other processes
 
     def __post_init__(self) -> None:
         self.client: EngineClient = self.engine.client
@@ -62,7 +68,8 @@ class ServerState:
         self.replicas: Replicas | None = self.client.replicas if isinstance(self.client, Router) else None
         self.admin_key = AdminKey(self.options.admin_key, self.options.api_key)
         self.request_log = RequestLog(self.options.request_history)
-        self.responses = ResponseStore(self.options.max_stored_responses, self.options.max_stored_bytes)
+        limits = self.options.max_stored_responses, self.options.max_stored_bytes
+        self.responses: Responses = self.stored or LocalResponses(ResponseStore(*limits))
         self.threads = ThreadPoolExecutor(TEXT_THREADS, "inflight-text")
         self.service_threads = ThreadPoolExecutor(SERVICE_THREADS, "inflight-service")
 

@@ -28,6 +28,7 @@ def summary(state: ServerState, sockname: Any) -> str:
             f"{facts.device}, {_engines(state)}",
         ),
         *_room(facts),
+        *([("front", f"{options.api_workers} processes")] if options.api_workers > 1 else []),
         ("policy", f"{options.policy}, queue of {options.max_queue:,}"),
         ("keys", "needed" if state.keys.required else "not needed"),
         ("can", ", ".join(state.tasks)),

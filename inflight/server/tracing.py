@@ -76,6 +76,11 @@ class OtelTracer:
         self._provider.shutdown()
 
 
+def tracer_of(endpoint: str | None) -> Tracer:
+    """One that sends spans there; to no one where that is None."""
+    return NoTracer() if endpoint is None else OtelTracer(endpoint)
+
+
 def _operation(logged: LoggedRequest) -> str:
     if logged.task == "generate":
         return "chat" if "chat" in logged.route else "text_completion"

@@ -27,6 +27,7 @@ from inflight.engine import engine_process as child_module
 from inflight.engine import supervisor as supervisor_module
 from inflight.engine.fake import expected_tokens
 from inflight.engine.process import ProcessClient
+from inflight.engine.supervisor import Supervisor
 from inflight.errors import (
     ConfigError,
     EngineDeadError,
@@ -67,6 +68,11 @@ async def running(process: ProcessConfig = QUICK, **options: Any) -> AsyncIterat
     assert not alive(process_id(client))
     assert list(Path(tempfile.gettempdir()).iterdir()) == []
     assert complaints == []
+
+
+def supervisor_of(client: ProcessClient) -> Supervisor:
+    assert isinstance(client._link, Supervisor)
+    return client._link
 
 
 async def start(process: ProcessConfig = QUICK, **options: Any) -> ProcessClient:
@@ -413,7 +419,7 @@ async def test_a_mistake_while_restarting_is_logged_and_tried_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with running() as client:
-        real = client._supervisor.launch
+        real = supervisor_of(client).launch
         mistakes = [KeyError("a mistake"), OSError("another")]
 
         async def launch() -> Any:
@@ -421,7 +427,7 @@ async def test_a_mistake_while_restarting_is_logged_and_tried_again(
                 raise mistakes.pop()
             return await real()
 
-        monkeypatch.setattr(client._supervisor, "launch", launch)
+        monkeypatch.setattr(supervisor_of(client), "launch", launch)
         os.kill(process_id(client), signal.SIGKILL)
         await until(lambda: asyncio.sleep(0, not mistakes))
         await until_healthy(client)
@@ -465,7 +471,8 @@ async def test_a_step_that_hangs_is_unhealthy() -> None:
 
         async def told() -> bool:
             """That it hangs, by the engine itself: heartbeats that come late on a busy machine say so too."""
-            supervisor = client._supervisor
+            supervisor = client._link
+            assert isinstance(supervisor, Supervisor)
             return supervisor.working and supervisor._heard_at - supervisor._progress_at >= 1.5
 
         await until(told)
@@ -477,7 +484,7 @@ async def test_a_step_that_hangs_is_unhealthy() -> None:
         for call in (asking, client.add(make_request([1], 3, "new")), client.abort("stuck")):
             with pytest.raises(EngineDeadError, match="no step for"):
                 await call
-        client._supervisor.engine_process.kill()
+        supervisor_of(client).engine_process.kill()
 
 
 async def test_a_process_that_hangs_can_be_replaced() -> None:
@@ -493,7 +500,7 @@ async def test_a_process_that_is_stopped_is_replaced_though_it_had_nothing_to_do
     limits = ProcessConfig(heartbeat=0.05, silent_after=1.0, kill_silent_after=1.5)
     async with running(limits) as client:
         os.kill(process_id(client), signal.SIGSTOP)
-        await until(lambda: asyncio.sleep(0, client._supervisor.health().num_restarts == 1))
+        await until(lambda: asyncio.sleep(0, supervisor_of(client).health().num_restarts == 1))
         await until_healthy(client)
         assert await answer(client, [1], 3, "after") == expected_tokens([1], 3)
 
@@ -503,7 +510,7 @@ async def test_an_idle_engine_is_not_killed_for_making_no_step() -> None:
     async with running(limits) as client:
         first = process_id(client)
         os.kill(first, signal.SIGSTOP)
-        await until(lambda: asyncio.sleep(0, client._supervisor.trouble() is not None))
+        await until(lambda: asyncio.sleep(0, supervisor_of(client).trouble() is not None))
         await asyncio.sleep(0.2)
         os.kill(first, signal.SIGCONT)
         await until_healthy(client)
@@ -524,8 +531,8 @@ async def test_a_process_that_falls_silent_is_unhealthy() -> None:
 
 async def test_frames_that_are_no_messages_hurt_no_one(client: ProcessClient) -> None:
     (stream,) = await open_streams(client, 1)
-    for frame in (b"", b"noise", bytes(client._supervisor.engine_process.codec._secret) + b"\xc1"):
-        client._supervisor.engine_process._down.send(frame)
+    for frame in (b"", b"noise", bytes(supervisor_of(client).engine_process.codec._secret) + b"\xc1"):
+        supervisor_of(client).engine_process._down.send(frame)
     await until(lambda: asyncio.sleep(0, client.num_dropped_frames == 3))
     tokens = (await anext(stream)).token_ids
     assert tokens
@@ -536,7 +543,7 @@ async def test_frames_that_are_no_messages_hurt_no_one(client: ProcessClient) ->
 async def test_over_loopback_strangers_are_not_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child_module, "MAX_IPC_PATH", 0)
     async with running() as client:
-        endpoint = client._supervisor.engine_process._up.get_string(zmq.LAST_ENDPOINT)
+        endpoint = supervisor_of(client).engine_process._up.get_string(zmq.LAST_ENDPOINT)
         assert endpoint.startswith("tcp://127.0.0.1:")
         with zmq.Context() as context, context.socket(zmq.PUSH) as stranger:
             stranger.connect(endpoint)
@@ -653,7 +660,7 @@ PARENT = """
 import asyncio, sys
 from inflight.config import EngineConfig
 from inflight.engine.process import ProcessClient
-from tests.engine.faulty import BUILD, HANG
+from inflight.engine.supervisor import Supervisor
 from tests.helpers import make_request
 
 async def main():

@@ -21,6 +21,7 @@ from inflight.engine.fake import expected_tokens
 from inflight.engine.host import ProcessNotStartedError
 from inflight.engine.process import ProcessClient
 from inflight.engine.remote_link import RemoteLink
+from inflight.engine.supervisor import Supervisor
 from inflight.engine.wire import ConnectionInfo
 from inflight.errors import EngineDeadError
 from tests.engine.faulty import BUILD, SLOW
@@ -75,6 +76,7 @@ class Wire:
 class DistantHost:
     """Children of this process that think that they are not."""
 
+    name = "engine process"
     address = ADDRESS
 
     def __init__(self) -> None:
@@ -86,6 +88,11 @@ class DistantHost:
         laid = msgspec.structs.replace(connection, up=up, down=down)
         self.processes.append(ChildHost().hosted(laid))
         return self.processes[-1]
+
+
+def supervisor_of(client: ProcessClient) -> Supervisor:
+    assert isinstance(client._link, Supervisor)
+    return client._link
 
 
 @contextlib.asynccontextmanager
@@ -125,7 +132,7 @@ async def test_answers_come_and_times_are_of_this_machines_clock(monkeypatch: py
 async def test_strangers_hear_and_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_process, "CUT_TIMEOUT", 0.3)
     async with distant(DistantHost()) as client:
-        process = client._supervisor.engine_process
+        process = supervisor_of(client).engine_process
         up, down = (found.get_string(zmq.LAST_ENDPOINT) for found in (process._up, process._down))
         asking = asyncio.create_task(ask(client, [SLOW], 100))
         with socket.create_connection((ADDRESS, int(up.rpartition(":")[2]))) as stranger:
@@ -141,7 +148,7 @@ async def test_strangers_hear_and_say_nothing(monkeypatch: pytest.MonkeyPatch) -
             listener.connect(down)
             assert (await asking)[0] == expected_tokens([SLOW], 100)
             assert not await asyncio.to_thread(listener.poll, 500)
-        assert (client.num_dropped_frames, client._supervisor._num_restarts) == (0, 0)
+        assert (client.num_dropped_frames, supervisor_of(client)._num_restarts) == (0, 0)
         assert (await client.health()).healthy
 
 
@@ -150,7 +157,7 @@ async def test_an_engine_whose_connection_is_cut_is_replaced(monkeypatch: pytest
     host = DistantHost()
     async with distant(host) as client:
         asking = asyncio.create_task(ask(client, [SLOW], 3000))
-        await until(lambda: bool(client._open) and client._supervisor.engine_process._num_heard > 20)
+        await until(lambda: bool(client._open) and supervisor_of(client).engine_process._num_heard > 20)
         first = process_id(client)
         await host.wire.cut()
         with pytest.raises(EngineDeadError, match=r"connection to the engine was cut|ended with code 1"):

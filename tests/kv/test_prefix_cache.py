@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from hashlib import sha256
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inflight.kv.block_names import NUM_RECENT
+from inflight.kv.block_names import NUM_RECENT, BlockMarks, BlockNamer
 from inflight.kv.prefix_cache import ChainHashCache
 from inflight.request import Request, SamplingParams
 
@@ -21,10 +22,9 @@ def ask(token_ids: list[int], salt: str = "") -> Request:
 
 def names(token_ids: list[int], salt: str) -> list[bytes]:
     """As the module says they are made, of all full blocks."""
-    made = [sha256(salt.encode()).digest()]
-    for start in range(0, len(token_ids) // SIZE * SIZE, SIZE):
-        made.append(sha256(made[-1] + array("q", token_ids[start : start + SIZE]).tobytes()).digest())
-    return made[1:]
+    root = sha256(salt.encode()).digest()
+    ends = range(SIZE, len(token_ids) + 1, SIZE)
+    return [sha256(root + array("q", token_ids[:end]).tobytes()).digest() for end in ends]
 
 
 IDS = st.lists(st.integers(0, 2), min_size=1, max_size=5 * SIZE)
@@ -40,6 +40,23 @@ def test_names_depend_on_nobody_else(prompts: list[tuple[list[int], list[int], s
             found = request.block_hashes
             assert len(found) >= (len(token_ids) - 1) // SIZE
             assert found == names(token_ids, salt)[: len(found)]
+
+
+@given(IDS, st.sampled_from(["", "a"]), st.sets(st.integers(1, 5)))
+def test_some_names_are_those_that_all_would_have(token_ids: list[int], salt: str, chosen: set[int]) -> None:
+    marks = sorted(mark for mark in chosen if mark * SIZE <= len(token_ids))
+    every = names(token_ids, salt)
+    assert BlockNamer(SIZE).names_at(ask(token_ids, salt), marks) == [every[mark - 1] for mark in marks]
+
+
+def test_marks_are_the_same_for_all_and_ever_further_apart() -> None:
+    whole = BlockMarks().up_to(70_000)
+    assert whole[:66] == [*range(1, 65), 66, 68]
+    assert len(whole) < 64 + 32 * 11
+    assert all(0 < later - mark <= max(1, mark / 32) for mark, later in itertools.pairwise(whole))
+    marks = BlockMarks()
+    for num_blocks in (0, 1, 64, 65, 66, 500, 3000, 499):
+        assert marks.up_to(num_blocks) == [mark for mark in whole if mark <= num_blocks]
 
 
 def test_outputs_are_named_too() -> None:

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
+from benchmarks.failover import cut
 from inflight.config import ProcessConfig
 from inflight.engine.fake import expected_scores, expected_tokens, expected_vector
 from inflight.errors import EngineDeadError, EngineError
@@ -50,6 +51,15 @@ async def test_an_engine_that_hangs_is_given_up_and_its_streams_go_on() -> None:
     async with processes(2, quick) as router:
         tasks = await open_streams(router, 6)
         strike(router, "0", signal.SIGSTOP)
+        answers = await asyncio.gather(*tasks)
+        assert answers == [expected_tokens([SLOW, index], 100) for index in range(6)]
+
+
+async def test_an_engine_that_can_no_longer_be_reached_is_given_up_too() -> None:
+    quick = ProcessConfig(heartbeat=0.05, silent_after=0.5)
+    async with processes(2, quick) as router:
+        tasks = await open_streams(router, 6)
+        cut(router.replicas.find("0"))
         answers = await asyncio.gather(*tasks)
         assert answers == [expected_tokens([SLOW, index], 100) for index in range(6)]
 

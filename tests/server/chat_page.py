@@ -40,7 +40,7 @@ def look(page: Page, name: str) -> None:
     """On a desk and on a phone, light and dark: nothing is cut, and text stands out from what is behind it."""
     for scheme, width in LOOKS:
         page.show_as(scheme, width, 780)
-        page.run("scrollDown()")
+        page.run("globalThis.scrollDown?.()")
         assert page.run("document.documentElement.scrollWidth") <= width
         assert not page.cut()
         back, ink = (

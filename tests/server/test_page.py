@@ -47,6 +47,16 @@ def test_a_question_is_answered(page: Page, live: Live, llm: LLM) -> None:
     look(page, "answers")
 
 
+def test_the_page_beside_it_says_that_there_is_one_engine(page: Page, live: Live) -> None:
+    open_chat(page, live)
+    page.click("header a")
+    page.wait_for("document.querySelectorAll('#replicas li').length === 1")
+    assert page.text("#summary") == "This server has one engine and no router; it runs."
+    assert page.text("h2").split() == ["Engine", "running"]
+    page.click("header a")
+    page.wait_for("document.querySelector('#model')?.innerText.includes('context')")
+
+
 def test_an_example_and_a_new_chat(page: Page, live: Live, backend: Backend) -> None:
     open_chat(page, live)
     page.click("#empty button")

@@ -19,7 +19,9 @@ from inflight.errors import ConfigError
 from inflight.frontend import Frontend
 from inflight.router import Router, start_router
 from inflight.server.keys import AdminKey
+from tests.browser import Page
 from tests.engine.faulty import BUILD, SLOW
+from tests.server.chat_page import look
 from tests.server.live import Backend, Live, live_server
 
 ADMIN = {"authorization": "Bearer the-admin-key"}
@@ -193,3 +195,32 @@ def test_an_admin_key_must_be_one_that_can_be_sent(key: str) -> None:
         AdminKey(key)
     with pytest.raises(ConfigError, match="API key too"):
         AdminKey("same", ["same"])
+
+
+def test_a_page_shows_each_replica(page: Page, live: Live, backend: ReplicaBackend) -> None:
+    until_running(live, 2)
+    page.open(f"{live.url}/replicas")
+    page.wait_for("document.querySelector('#notice').innerText.includes('API key')")
+    assert not page.text("#summary")
+    page.run("document.querySelector('#key').focus()")
+    page.write("an-api-key")
+    page.press("Tab")
+    page.wait_for("document.querySelectorAll('#replicas li').length === 2")
+    page.excuse("401")
+    assert page.text("#summary") == "2 replicas behind a router (prefix aware): all run."
+    assert not page.text("#notice")
+    with live.http.stream("POST", "/v1/completions", json={**LONG, "max_tokens": 2000, "stream": True}):
+        page.wait_for("[...document.querySelectorAll('dd')].some((one) => one.innerText === '1')")
+        look(page, "replicas")
+        kill_busy(backend)
+        restarts = "[...document.querySelectorAll('dd:last-child')].map((one) => Number(one.innerText))"
+        page.wait_for(f"{restarts}.some((count) => count > 0)")
+    until_running(live, 2)
+    drained = backend.router.replicas.members[0]
+    drained.draining = True
+    words = f"replica {drained.replica_id} takes no new requests"
+    page.wait_for(f"document.querySelector('#summary').innerText.includes('{words}')")
+    drained.draining = False
+    page.wait_for("document.querySelector('#summary').innerText.includes('all run')")
+    live.wait_until_idle()
+    page.leave()

@@ -40,11 +40,12 @@ OPERATIONS = [
     *(("POST", path, 6 if path in FEW else 15) for path in (*SCORING, *CLASSIFYING)),
     *(("POST", path, 12) for path in ("/tokenize", "/detokenize", "/v1/messages/count_tokens")),
     *(("GET", path, 8) for path in ("/v1/models/{model}", "/v1/requests/{request_id}", RESPONSE)),
+    ("GET", f"{RESPONSE}/input_items", 8),
     *(("DELETE", path, 8) for path in ("/v1/requests/{request_id}", RESPONSE)),
     ("POST", f"{RESPONSE}/cancel", 8),
     *(("GET", path, 2) for path in ("/v1/models", "/health", "/ready", "/version", "/metrics", "/")),
     *(("GET", path, 2) for path in ("/docs", "/load", "/ping", *ASKING)),
-    ("GET", "/v1/replicas", 2),
+    *(("GET", path, 2) for path in ("/v1/replicas", "/replicas")),
     *(("POST", path, 2) for path in CHANGING),
     ("DELETE", "/v1/replicas/{replica}", 2),
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from inflight.server.errors import ApiError
 from inflight.server.keys import Caller
@@ -102,6 +103,37 @@ class ResponseStore:
         self._num_responses -= 1
         if not shelf.responses:
             del self._shelves[name]
+
+
+class Responses(Protocol):
+    """A store that may be in another process."""
+
+    async def find(self, caller: Caller, response_id: str) -> StoredResponse | None: ...
+
+    async def find_item(self, caller: Caller, item_id: str) -> StoredResponse | None: ...
+
+    async def add(self, caller: Caller, stored: StoredResponse) -> None: ...
+
+    async def remove(self, caller: Caller, response_id: str) -> None: ...
+
+
+class LocalResponses:
+    """One that is in this process."""
+
+    def __init__(self, store: ResponseStore) -> None:
+        self._store = store
+
+    async def find(self, caller: Caller, response_id: str) -> StoredResponse | None:
+        return self._store.find(caller, response_id)
+
+    async def find_item(self, caller: Caller, item_id: str) -> StoredResponse | None:
+        return self._store.find_item(caller, item_id)
+
+    async def add(self, caller: Caller, stored: StoredResponse) -> None:
+        self._store.add(caller, stored)
+
+    async def remove(self, caller: Caller, response_id: str) -> None:
+        self._store.remove(caller, response_id)
 
 
 def not_stored(response_id: str) -> ApiError:

@@ -1,4 +1,4 @@
-"""Whether it lives, what it counts, and the page to talk to it."""
+"""Whether it lives, what it counts, and the pages to talk to it and to look at it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from starlette.responses import HTMLResponse, Response
 
 from inflight.engine import EngineStats
 from inflight.errors import EngineError
-from inflight.server.chat_page import chat_page
+from inflight.server.metric_counts import with_counts
 from inflight.server.metrics import CONTENT_TYPE
 from inflight.server.openapi import documented, respond
+from inflight.server.pages import page_at
 from inflight.server.schemas.service import HealthStatus
 from inflight.server.state import ServerState, state_of
 
@@ -79,7 +80,10 @@ async def metrics(request: Request) -> Response:
     state = state_of(request)
     num_restarts = (await state.client.health()).num_restarts
     replicas = [] if state.replicas is None else state.replicas.members
-    content = state.metrics.render(await _stats(state), num_restarts, state.keys.callers, replicas)
+    counted, callers = state.metrics, state.keys.callers
+    if state.counts_of_others is not None:
+        counted, callers = with_counts(counted, callers, await state.counts_of_others())
+    content = counted.render(await _stats(state), num_restarts, callers, replicas)
     return Response(content, media_type=CONTENT_TYPE)
 
 
@@ -87,4 +91,11 @@ async def metrics(request: Request) -> Response:
 @router.get("/", response_class=HTMLResponse)
 async def page() -> Response:
     """A page to chat with the model."""
-    return chat_page()
+    return page_at("/")
+
+
+@router.head("/replicas", include_in_schema=False)
+@router.get("/replicas", response_class=HTMLResponse)
+async def replicas_page() -> Response:
+    """A page that shows how the engines do."""
+    return page_at("/replicas")

@@ -8,6 +8,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from inflight.server.admission import counted
 from inflight.server.body import read_json
 from inflight.server.engine_response import RequestHead
 from inflight.server.generation_response import GenerationResponse, GenerationSpec
@@ -87,5 +88,5 @@ async def count_tokens(request: Request) -> Response:
         _, token_ids = state.frontend.encode_chat(chat)
         return respond(TokenCount(input_tokens=len(token_ids)))
 
-    with caller_of(request).counted():
+    async with counted(state.admission, caller_of(request)):
         return await state.in_service_thread(answer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 
 from fastapi import APIRouter
@@ -18,9 +19,16 @@ from inflight.server.prepare import conversation_params
 from inflight.server.request_log import LoggedRequest
 from inflight.server.responses.conversation import text_constraint, user_of
 from inflight.server.responses.formatter import ResponsesFormatter, head_of
+from inflight.server.responses.input_listing import listed
 from inflight.server.responses.store import not_stored
 from inflight.server.responses.turn import ResponseTurn
-from inflight.server.schemas.responses import DeletedResponse, ResponseEvent, ResponseObject, ResponsesBody
+from inflight.server.schemas.responses import (
+    DeletedResponse,
+    InputItemList,
+    ResponseEvent,
+    ResponseObject,
+    ResponsesBody,
+)
 from inflight.server.state import caller_of, state_of
 
 router = APIRouter()
@@ -43,11 +51,12 @@ async def create_response(request: Request) -> Response:
         ),
     )
     turn = ResponseTurn(state, caller, body)
+    await turn.look_up()
     response_id = body.request_id or f"resp_{secrets.token_hex(24)}"
 
     def formatter(created: int) -> ResponsesFormatter:
         head = head_of(response_id, created, model, body, params.sampling)
-        return ResponsesFormatter(head, turn.keep if body.store is not False else None)
+        return ResponsesFormatter(head, turn.ended if body.store is not False else None)
 
     spec = GenerationSpec(
         RequestHead(ROUTE, response_id, model, bool(body.stream), body.priority or 0, user_of(body)),
@@ -57,6 +66,7 @@ async def create_response(request: Request) -> Response:
         is_long=True,
         has_long_answer=False,
         formatter=formatter,
+        before_end=turn.keep,
     )
     return GenerationResponse(state, caller, spec)
 
@@ -67,24 +77,38 @@ async def response(request: Request) -> Response:
     if request.query_params.get("stream", "false") != "false":
         message = "stream is not supported here: a stream is told once, to whoever asked the question"
         raise ApiError(400, message, code="unsupported_parameter", param="stream")
-    found = _stored(request)
+    found = await _stored(request)
     if found is None:
         found = encode(_running(request)[1].so_far())
     return Response(found, media_type="application/json")
+
+
+@router.get(f"{ROUTE}/{{response_id}}/input_items", **documented(None, InputItemList, 400, 404))
+async def list_input_items(request: Request) -> Response:
+    """What a stored response of yours was made from: `limit`, `order` and `after` choose the page."""
+    state, response_id = state_of(request), request.path_params["response_id"]
+    found = await state.responses.find(caller_of(request), response_id)
+    if found is None:
+        raise not_stored(response_id)
+
+    def answer() -> Response:
+        return respond(listed(found, json.loads(found.items), request.query_params))
+
+    return await state.in_service_thread(answer)
 
 
 @router.delete(f"{ROUTE}/{{response_id}}", **documented(None, DeletedResponse, 404))
 async def delete_response(request: Request) -> Response:
     """Forget a response of yours. Those that went on from it have what they need."""
     response_id = request.path_params["response_id"]
-    state_of(request).responses.remove(caller_of(request), response_id)
+    await state_of(request).responses.remove(caller_of(request), response_id)
     return respond(DeletedResponse(id=response_id))
 
 
 @router.post(f"{ROUTE}/{{response_id}}/cancel", **documented(None, ResponseObject, 404, 503))
 async def cancel_response(request: Request) -> Response:
     """End a response of yours; one that has ended stays as it is."""
-    found = _stored(request)
+    found = await _stored(request)
     if found is None:
         logged, formatter = _running(request)
         await state_of(request).request_log.cancel(logged)
@@ -92,8 +116,8 @@ async def cancel_response(request: Request) -> Response:
     return Response(found, media_type="application/json")
 
 
-def _stored(request: Request) -> bytes | None:
-    found = state_of(request).responses.find(caller_of(request), request.path_params["response_id"])
+async def _stored(request: Request) -> bytes | None:
+    found = await state_of(request).responses.find(caller_of(request), request.path_params["response_id"])
     return None if found is None else found.content
 
 

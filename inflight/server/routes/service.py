@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from inflight import __version__
 from inflight.errors import PromptError
+from inflight.server.admission import counted
 from inflight.server.body import read_json
 from inflight.server.errors import ApiError
 from inflight.server.openapi import documented, respond
@@ -84,7 +85,7 @@ async def tokenize(request: Request) -> Response:
             Tokens(count=len(token_ids), max_model_len=length, tokens=token_ids, token_strs=spelled)
         )
 
-    with caller_of(request).counted():
+    async with counted(state.admission, caller_of(request)):
         return await state.in_service_thread(answer)
 
 
@@ -103,7 +104,7 @@ async def detokenize(request: Request) -> Response:
             raise PromptError(f"tokens has the token id {wrong!r:.100}: ids must be from 0 to {size - 1}")
         return respond(DetokenizedText(prompt=tokenizer.decode(body.tokens, skip_special_tokens=False)))
 
-    with caller_of(request).counted():
+    async with counted(state.admission, caller_of(request)):
         return await state.in_service_thread(answer)
 
 

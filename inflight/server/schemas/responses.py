@@ -234,6 +234,16 @@ class ResponseEvent(BaseModel):
     sequence_number: int
 
 
+class InputItemList(BaseModel):
+    """Items that a response was made from: those of earlier responses that it went on from, and its own input."""
+
+    object: Literal["list"] = "list"
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
 class DeletedResponse(BaseModel):
     id: str
     object: Literal["response.deleted"] = "response.deleted"

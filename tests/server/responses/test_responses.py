@@ -161,6 +161,35 @@ def test_stored_responses_are_their_callers_own(client: openai.OpenAI, scripted:
         client.responses.retrieve(kept.id)
 
 
+def test_the_items_that_a_response_was_made_from(client: openai.OpenAI, scripted: CallingBackend) -> None:
+    scripted.say("One.")
+    first = client.responses.create(model="m", input="first question")
+    call = {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "c", "output": "3"}
+    more: Any = [{"role": "user", "content": [{"type": "input_text", "text": "second"}]}, call, result]
+    scripted.say("Two.")
+    second = client.responses.create(model="m", input=more, previous_response_id=first.id)
+
+    (only,) = client.responses.input_items.list(first.id).data
+    assert only.model_dump(exclude_none=True)["content"] == [{"type": "input_text", "text": "first question"}]
+    page = client.responses.input_items.list(second.id, order="asc", limit=2)
+    assert page.has_more
+    items = list(page)  # the package asks for the pages that follow
+    assert [item.type for item in items] == [*3 * ["message"], "function_call", "function_call_output"]
+    assert [item.id for item in items[:2]] == [only.id, first.output[0].id]
+    assert len({item.id for item in items}) == 5
+    latest = list(client.responses.input_items.list(second.id))
+    assert [item.id for item in latest] == [item.id for item in reversed(items)]
+    for item in items:
+        type(item).model_validate(item.model_dump(by_alias=True))
+    for query, param in (({"limit": 0}, "limit"), ({"order": "up"}, "order"), ({"after": "none"}, "after")):
+        with pytest.raises(openai.BadRequestError) as wrong:
+            client.responses.input_items.list(second.id, extra_query=query)
+        assert wrong.value.param == param
+    with pytest.raises(openai.NotFoundError):
+        client.responses.input_items.list("resp_unknown")
+
+
 def test_references_to_items(client: openai.OpenAI, scripted: CallingBackend) -> None:
     scripted.say("A fox.")
     found = client.responses.create(model="m", input="Who?")

@@ -1,4 +1,4 @@
-"""The chat page: one document made of the files in `page`, so that it needs nothing else."""
+"""The pages: one document each, made of the files in `page`, so that it needs nothing else."""
 
 from __future__ import annotations
 
@@ -9,21 +9,28 @@ from importlib.resources import files
 
 from starlette.responses import HTMLResponse, Response
 
-STYLES = ("style.css",)
-SCRIPTS = (
-    "toy_tools.js",
-    "api.js",
-    "transcript.js",
-    "answer.js",
-    "tools_panel.js",
-    "connection.js",
-    "chat.js",
-)
+# Where each is, and the files that it is made of: the document, styles, scripts.
+PAGES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
+    "/": (
+        "index.html",
+        ("style.css", "chat.css"),
+        (
+            "toy_tools.js",
+            "api.js",
+            "transcript.js",
+            "answer.js",
+            "tools_panel.js",
+            "connection.js",
+            "chat.js",
+        ),
+    ),
+    "/replicas": ("replicas.html", ("style.css", "replicas.css"), ("api.js", "replicas.js")),
+}
 
 
-def chat_page(status: int = 200) -> Response:
+def page_at(path: str, status: int = 200) -> Response:
     """The page itself asks how the server is, so it is the same while a model loads."""
-    text, policy = _document()
+    text, policy = _document(path)
     headers = {
         "content-security-policy": policy,
         "x-content-type-options": "nosniff",
@@ -33,10 +40,11 @@ def chat_page(status: int = 200) -> Response:
 
 
 @cache
-def _document() -> tuple[str, str]:
+def _document(path: str) -> tuple[str, str]:
     """The text, and a policy by which no other script or style than its own runs in it."""
-    style, script = _joined(STYLES), _joined(SCRIPTS)
-    text = _read("index.html").replace("/* styles */", style).replace("/* scripts */", script)
+    name, styles, scripts = PAGES[path]
+    style, script = _joined(styles), _joined(scripts)
+    text = _read(name).replace("/* styles */", style).replace("/* scripts */", script)
     policy = (
         f"default-src 'none'; script-src {source_hash(script)}; style-src {source_hash(style)}; connect-src 'self'; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"

@@ -1,0 +1,145 @@
+"""A front process's end of the wire: an engine, limits and stored responses, as if they were here."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+import zmq
+
+from inflight.engine import Health
+from inflight.engine.supervisor import EngineEnded, EngineStalled
+from inflight.engine.wire import Codec, ConnectionInfo, Message, Ready, StepOutputs
+from inflight.server.fronts.asking import Asking
+from inflight.server.fronts.wire import (
+    Enter,
+    FindResponse,
+    FindResponseItem,
+    FromMain,
+    KeepResponse,
+    Leave,
+    RemoveResponse,
+)
+from inflight.server.keys import Caller
+from inflight.server.responses.store import StoredResponse
+
+MAX_FRAMES = 64  # taken at a time, so that others get their turn
+
+
+class MainSockets:
+    """Two sockets to the main process, read by the event loop."""
+
+    def __init__(self, connection: ConnectionInfo, take: Callable[[Any], None]) -> None:
+        secret = bytes.fromhex(connection.secret)
+        self.codec: Codec[Any] = Codec(secret, FromMain)
+        self.process_id: int | None = os.getpid()
+        self._take = take
+        self._loop = asyncio.get_running_loop()
+        self._context = zmq.Context()
+        self._up = self._context.socket(zmq.PUSH)
+        self._down = self._context.socket(zmq.PULL)
+        for socket in (self._up, self._down):
+            socket.set_hwm(0)  # what is on its way is bounded by the requests that run
+            socket.linger = 1000
+        self._up.connect(connection.up)
+        self._down.connect(connection.down)
+        self._loop.add_reader(self._down.fileno(), self._take_frames)
+        self._loop.call_soon(self._take_frames)
+
+    def _take_frames(self) -> None:
+        for _ in range(MAX_FRAMES):
+            try:
+                frame = self._down.recv(zmq.NOBLOCK)
+            except zmq.ZMQError:
+                return
+            message = self.codec.decode(frame)
+            if message is not None:
+                self._take(message)
+        self._loop.call_soon(self._take_frames)
+
+    def send(self, message: Message) -> None:
+        self.send_frame(self.codec.encode(message))
+
+    def send_frame(self, frame: bytearray) -> None:
+        if not self._up.closed:
+            self._up.send(frame)
+
+    def close(self) -> None:
+        self._loop.remove_reader(self._down.fileno())
+        self._up.close()
+        self._down.close()
+        self._context.term()
+
+
+class MainLink:
+    """Implements `EngineLink`. This process ends when the main process does, so there is always someone to ask."""
+
+    def __init__(self, sockets: MainSockets) -> None:
+        self.engine_process = sockets
+        self.closing = self.working = False
+        self.num_dropped = 0
+        self.state = "running"
+        self._outputs: asyncio.Queue[StepOutputs] = asyncio.Queue()
+        self._health = Health(True, 0.0)
+
+    def take(self, outputs: StepOutputs) -> None:
+        self._outputs.put_nowait(outputs)
+
+    def take_health(self, health: Health) -> None:
+        self._health = health
+
+    async def messages(self) -> AsyncGenerator[Ready | StepOutputs | EngineStalled | EngineEnded]:
+        while True:
+            yield await self._outputs.get()
+
+    def trouble(self) -> str | None:
+        return None  # whoever is asked says so
+
+    def health(self) -> Health:
+        return self._health
+
+    def give_up(self, reason: str) -> None:
+        self.state = "dead"
+        self._health = Health(False, 0.0, reason, "dead")
+
+    async def close(self) -> None:
+        self.state = "closed"
+
+
+class RemoteAdmission:
+    """Limits that hold over all front processes: the main process counts."""
+
+    def __init__(self, asking: Asking, send: Callable[[Message], None]) -> None:
+        self._asking = asking
+        self._send = send
+
+    async def enter(self, caller: Caller, request_id: str | None) -> None:
+        try:
+            await self._asking.ask(Enter(caller.name, request_id), None)
+        except asyncio.CancelledError:  # it may have been let in
+            self.leave(caller, request_id)
+            raise
+
+    def leave(self, caller: Caller, request_id: str | None) -> None:
+        self._send(Leave(caller.name, request_id))
+
+
+class RemoteResponses:
+    """Stored responses, in the main process."""
+
+    def __init__(self, asking: Asking) -> None:
+        self._ask = asking.ask
+
+    async def find(self, caller: Caller, response_id: str) -> StoredResponse | None:
+        return await self._ask(FindResponse(caller.name, response_id), StoredResponse | None)
+
+    async def find_item(self, caller: Caller, item_id: str) -> StoredResponse | None:
+        return await self._ask(FindResponseItem(caller.name, item_id), StoredResponse | None)
+
+    async def add(self, caller: Caller, stored: StoredResponse) -> None:
+        await self._ask(KeepResponse(caller.name, stored), None)
+
+    async def remove(self, caller: Caller, response_id: str) -> None:
+        await self._ask(RemoveResponse(caller.name, response_id), None)

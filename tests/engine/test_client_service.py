@@ -1,0 +1,158 @@
+"""A client of a client, with the wire of an engine process between them; here both are in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator
+
+import pytest
+
+from inflight.engine import Health, InprocClient
+from inflight.engine.client_service import ClientService
+from inflight.engine.fake import expected_tokens
+from inflight.engine.process import ProcessClient
+from inflight.engine.wire import Codec, Message, Ready, StepOutputs, ToEngine, ToFront
+from inflight.errors import EngineDeadError, RequestError
+from inflight.events import StepRecord
+from tests.helpers import FakeEngine, make_request
+
+LONG = 30_000  # tokens: a request that a test must end
+SECRET = bytes(16)
+
+
+class Loopback:
+    """A link to a service in this process. Everything is encoded on its way."""
+
+    def __init__(self, client: InprocClient) -> None:
+        self.closing = self.working = False
+        self.num_dropped = 0
+        self.state = "running"
+        self.process_id: int | None = None
+        self.codec: Codec[ToEngine] = Codec(SECRET, ToEngine)
+        self.service = ClientService(client, self._receive, client._core.stats)
+        self._back: Codec[ToFront] = Codec(SECRET, ToFront)
+        self._outputs: asyncio.Queue[StepOutputs] = asyncio.Queue()
+
+    @property
+    def engine_process(self) -> Loopback:
+        return self
+
+    def send(self, message: Message) -> None:
+        self.send_frame(self.codec.encode(message))
+
+    def send_frame(self, frame: bytearray) -> None:
+        self.service.handle(self.codec.decode(bytes(frame)))  # type: ignore[arg-type]
+
+    def _receive(self, outputs: StepOutputs) -> None:
+        self._outputs.put_nowait(self._back.decode(bytes(self._back.encode(outputs))))  # type: ignore[arg-type]
+
+    async def messages(self) -> AsyncGenerator[StepOutputs]:
+        while True:
+            yield await self._outputs.get()
+
+    def trouble(self) -> str | None:
+        return None
+
+    def health(self) -> Health:
+        return Health(True, 0.0)
+
+    def give_up(self, reason: str) -> None:
+        raise AssertionError(reason)
+
+    async def close(self) -> None:
+        await self.service.close()
+
+
+@contextlib.asynccontextmanager
+async def linked() -> AsyncIterator[tuple[ProcessClient, InprocClient, Loopback]]:
+    engine = FakeEngine(num_blocks=8192)
+    below = InprocClient(engine.core, engine.facts)
+    link = Loopback(below)
+    client = ProcessClient.over(link, Ready(below.facts, await below.stats()))
+    try:
+        yield client, below, link
+    finally:
+        await client.close()
+        await below.close()
+    assert (client._open, client._calls, link.service.num_requests) == ({}, {}, 0)
+
+
+async def read(client: ProcessClient, request_id: str) -> list[int]:
+    return [token async for delta in client.stream(request_id) for token in delta.token_ids]
+
+
+async def until_idle(client: InprocClient) -> None:
+    async with asyncio.timeout(20):
+        while (stats := await client.stats()).num_running or stats.kv.num_used:
+            await asyncio.sleep(0.002)
+
+
+async def test_answers_are_those_of_the_client_below() -> None:
+    async with linked() as (client, below, _):
+        steps: list[StepRecord] = []
+        stop = client.watch(steps.append)
+        prompts = [[number, 7, 8] for number in range(8)]
+        for number, prompt in enumerate(prompts):
+            await client.add(make_request(prompt, 40, f"r{number}"))
+        found = await asyncio.gather(*(read(client, f"r{number}") for number in range(8)))
+        assert found == [expected_tokens(prompt, 40) for prompt in prompts]
+        state = await client.describe("r3")
+        assert state is not None
+        assert (state.status, state.record.num_output_tokens) == ("finished", 40)
+        assert steps
+        stop()
+        await below.add(make_request([1], LONG, "taken"))
+        with pytest.raises(RequestError, match="already in use") as refused:
+            await client.add(make_request([1], 1, "taken"))
+        assert refused.value.code == "request_id_in_use"
+        await below.stream("taken").aclose()
+
+
+async def test_a_request_is_aborted_described_and_left() -> None:
+    async with linked() as (client, below, _):
+        await client.add(make_request([5, 6], LONG, "r"))
+        stream = client.stream("r")
+        await anext(stream)
+        state = await client.describe("r")
+        assert state is not None
+        assert state.status == "running"
+        assert await client.abort("r", "stop") > 0
+        assert [delta.finish_reason async for delta in stream][-1] == "stop"
+        await client.add(make_request([5, 6], LONG, "left"))
+        await client.stream("left").aclose()
+        await until_idle(below)
+        assert await client.abort("nobody") == 0
+
+
+async def test_whoever_goes_while_it_is_added_leaves_nothing() -> None:
+    async with linked() as (client, below, link):
+        adding = asyncio.create_task(client.add(make_request([5, 6], LONG, "r")))
+        await asyncio.sleep(0)
+        adding.cancel()
+        await asyncio.gather(adding, return_exceptions=True)
+        await until_idle(below)
+        while link.service.num_requests:
+            await asyncio.sleep(0.002)
+
+
+async def test_what_a_process_that_is_gone_had_ends_below() -> None:
+    async with linked() as (client, below, link):
+        for number in range(3):
+            await client.add(make_request([number], LONG, f"r{number}"))
+        await anext(client.stream("r0"))
+        await link.service.close()
+        await until_idle(below)
+
+
+async def test_a_stream_that_fails_below_fails_above_with_the_same_error() -> None:
+    async with linked() as (client, below, _):
+        await client.add(make_request([5, 6], LONG, "r"))
+        stream = client.stream("r")
+        await anext(stream)
+        await below.close()
+        with pytest.raises(EngineDeadError, match="closed"):
+            async for _ in stream:
+                pass
+        with pytest.raises(EngineDeadError):
+            await client.add(make_request([5, 6], 1, "late"))
