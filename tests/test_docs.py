@@ -35,6 +35,14 @@ def test_every_test_that_the_promises_name_exists() -> None:
     assert all("`tests/" in tests for _, tests in promises)
 
 
+def test_every_test_of_a_client_exists() -> None:
+    named = set(
+        re.findall(r"`(tests/[\w/]+\.py)`", (ROOT / "docs" / "clients.md").read_text(encoding="utf-8"))
+    )
+    assert len(named) > 5
+    assert sorted(name for name in named if not (ROOT / name).is_file()) == []
+
+
 def test_the_walk_is_complete() -> None:
     """A request runs through no file that the page does not name. (How the list is found: tools/request_files.py.)"""
     from tools.request_files import files_of

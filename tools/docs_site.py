@@ -17,7 +17,15 @@ MOVED = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGEL
 # The order of pages. Those that are not named here come at the end of `MORE`.
 NAV: dict[str, tuple[str, ...]] = {
     "Start": ("index.md", "continuous-batching.md", "compare.md", "builtin-model.md", "from-vllm.md"),
-    "Serve": ("server.md", "agents.md", "structured-outputs.md", "scoring.md", "replicas.md", "scaling.md"),
+    "Serve": (
+        "server.md",
+        "clients.md",
+        "agents.md",
+        "structured-outputs.md",
+        "scoring.md",
+        "replicas.md",
+        "scaling.md",
+    ),
     "Operate": ("deploy.md", "security.md", "performance.md"),
     "Reference": ("options.md", "reference/cli.md", "reference/api.md"),
     "Inside": ("architecture.md", "request-walk.md"),
