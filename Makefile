@@ -1,4 +1,4 @@
-# The only gate is `make test`: lint, types, layering, all tests. `make demo` shows what it is about, `make serve` serves.
+# The only gate is `make test`: lint, types, layering, all tests. `make demo` shows what it is about, `make serve` serves, `make docs` makes a site of the docs.
 PYTHON ?= python3
 VENV := .venv
 # Processes that share the tests: `auto` is one more than there are cores, 0 is none.
@@ -10,7 +10,7 @@ PIP := $(BIN)/pip --quiet --disable-pip-version-check install --constraint const
 # Tests start many processes: what one has compiled the next need not.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo serve test setup lint types layering tests clean
+.PHONY: demo serve test docs setup lint types layering tests clean
 
 demo: $(VENV)/.demo
 	$(BIN)/inflight compare --html compare.html --png compare.png
@@ -21,6 +21,11 @@ serve: $(VENV)/.server
 # Layering and types are checked beside the tests: they keep one core busy for half a minute where nothing is cached.
 test: lint
 	$(MAKE) --no-print-directory --jobs=2 tests layering types
+
+# The docs as a site in build/site, with the references made from the code. A link that leads nowhere is an error.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs --quiet build --strict
+	@echo 'look at it: python -m http.server --directory build/site'
 
 setup: $(VENV)/.dev
 
@@ -39,6 +44,10 @@ $(VENV)/.demo: $(VENV)/.base
 
 $(VENV)/.server: $(VENV)/.base
 	$(PIP) --editable '.[server]'
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.torch
+	$(PIP) --editable '.[server,docs]'
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.torch
@@ -64,4 +73,4 @@ tests: setup $(AI_SDK)/node_modules/.package-lock.json
 	$(BIN)/pytest --numprocesses=$(WORKERS) --dist=worksteal
 
 clean:
-	rm -rf $(VENV) $(AI_SDK)/node_modules .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) build $(AI_SDK)/node_modules .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

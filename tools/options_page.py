@@ -48,7 +48,7 @@ def _table(title: str, options: Iterable[Option]) -> str:
         where = ("E" if item.name in ENGINE_OPTIONS else "") + ("G" if item.name in _OF_GENERATE else "")
         rows.append(
             f"| `{item.name}` | {_default(item)} | {item.allowed or _KINDS[item.kind]} "
-            f"| {_cell(item.help)} | {where} |"
+            f"| {table_cell(item.help)} | {where} |"
         )
     return "\n".join([*rows, ""])
 
@@ -59,13 +59,13 @@ _KINDS = {str: "text", bool: "true, false", tuple: "a list of text", dict: "a ma
 
 def _default(item: Option) -> str:
     engine = ENGINE_OPTIONS.get(item.name)
-    text = _cell(item.default_text)
+    text = table_cell(item.default_text)
     if engine is None or engine.default == item.default:
         return text
     return f"{text}; without a server {engine.default_text or 'none'}"
 
 
-def _cell(text: str) -> str:
+def table_cell(text: str) -> str:
     """Text that a table of Markdown shows as it is."""
     for sign in "\\|*<_":
         text = text.replace(sign, f"\\{sign}")
