@@ -62,7 +62,7 @@ def test_several_ranks_on_one_device(expected: list[list[int]], case: str) -> No
 
 def test_ranks_that_share_a_device_must_be_told_their_blocks() -> None:
     with pytest.raises(ConfigError, match="must be told num_blocks"):
-        LLM(show_progress=False, tensor_parallel_size=64)
+        LLM(show_progress=False, tensor_parallel_size=8, pipeline_parallel_size=8)
 
 
 def test_a_rank_that_dies_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
