@@ -26,7 +26,7 @@ NAV: dict[str, tuple[str, ...]] = {
         "replicas.md",
         "scaling.md",
     ),
-    "Operate": ("deploy.md", "security.md", "performance.md"),
+    "Operate": ("deploy.md", "security.md", "performance.md", "performance-notes.md"),
     "Reference": ("options.md", "reference/cli.md", "reference/api.md"),
     "Inside": ("architecture.md", "request-walk.md"),
     "Project": ("contributing.md", "changelog.md"),
