@@ -38,7 +38,7 @@ _NO_CODE = "code in a model folder is never run"
 _TEXT_ONLY = "only text is read"
 _NO_LORA = "there are no adapters yet: merge it into a checkpoint"
 _NO_SPECULATION = "there is no speculation yet"
-_ONE_MACHINE = "ranks are processes of one machine"
+_ONE_MACHINE = "the ranks of an engine are processes of one machine; replicas with ray_address are on many"
 _NO_EXPERTS = "there are no models with experts yet"
 _NO_PLUGINS = "there are no plug-ins that read it"
 

@@ -19,7 +19,7 @@ _TEXT_ONLY = "models read and write text only, no images, audio or video yet"
 _NO_LORA = "LoRA adapters are not supported yet: serve a checkpoint that they are merged into"
 _NO_DRAFTS = "speculative decoding is not supported yet: leave it out"
 _NO_EXPERTS = "models with experts are not supported yet"
-_ONE_MACHINE = "ranks and replicas are processes of one machine: --tensor-parallel-size, --replicas"
+_ONE_MACHINE = "the ranks of an engine are processes of one machine; --replicas with --ray-address are on many"
 _IN_CHECKPOINT = "the checkpoint's own files say that: change it there, or in Python with hf_config"
 _NO_TRANSFER = "KV memory stays with its engine: it is neither sent to others nor kept elsewhere"
 _NO_CODE = "code that comes from elsewhere is not loaded into the server"
@@ -30,6 +30,7 @@ SERVE_HABITS = Habits(
         Habit("--kv-cache-memory-bytes BYTES", {ANY: "--kv-cache-memory {size}"}),
         Habit("--num-gpu-blocks-override N", {ANY: "--num-blocks {}"}),
         Habit("--data-parallel-size N, -dp N", {"1": "", ANY: "--replicas {}"}),
+        Habit("--api-server-count N, -asc N", {ANY: "--api-workers {}"}),
         Habit("--disable-frontend-multiprocessing", {"true": "--in-process", "false": "--no-in-process"}),
         Habit(
             "--uvicorn-log-level LEVEL",
@@ -158,7 +159,7 @@ SERVE_HABITS = Habits(
         Habit("--distributed-executor-backend NAME", {"mp": "", "uni": "", "none": ""}, _ONE_MACHINE),
         Habit(
             "--decode-context-parallel-size N, -dcp N, --prefill-context-parallel-size N, -pcp N, "
-            "--nnodes N, --api-server-count N, -asc N",
+            "--nnodes N",
             _ONE,
             _ONE_MACHINE,
         ),
@@ -306,7 +307,7 @@ SERVE_HABITS = Habits(
         Habit(
             "--disable-fastapi-docs, --enable-offline-docs",
             _OFF,
-            "/openapi.json cannot be switched off; where keys are asked for, it needs one",
+            "/docs needs no network, and cannot be switched off; where keys are asked for, it needs one",
         ),
         Habit(
             "--h11-max-incomplete-event-size BYTES, --h11-max-header-count N",

@@ -164,7 +164,7 @@ MISSING = {
     "Speculative decoding": "--speculative-model x",
     "Images, audio and video": "--allowed-local-media-path x",
     "Mixture of experts": "--enable-expert-parallel",
-    "Several machines": "--nnodes 2",
+    "One engine on several machines": "--nnodes 2",
     "KV memory elsewhere": "--kv-offloading-size 4",
     "Code of checkpoints": "--logits-processors x",
 }
