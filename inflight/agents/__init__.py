@@ -6,6 +6,7 @@ from inflight.agents.detect import (
     detect_calls,
     detect_reasoning_format,
     detect_tool_format,
+    opens_reasoning,
     shows_tools,
 )
 from inflight.agents.events import (
@@ -19,11 +20,12 @@ from inflight.agents.events import (
     ToolCallEnded,
 )
 from inflight.agents.parser import MessageParser
-from inflight.agents.thinking import REASONING_FORMATS
+from inflight.agents.thinking import REASONING_FORMATS, THINKING
 from inflight.agents.tool_format import TOOL_FORMATS
 
 __all__ = [
     "REASONING_FORMATS",
+    "THINKING",
     "TOOL_FORMATS",
     "ArgumentsDelta",
     "CallStyle",
@@ -39,5 +41,6 @@ __all__ = [
     "detect_calls",
     "detect_reasoning_format",
     "detect_tool_format",
+    "opens_reasoning",
     "shows_tools",
 ]

@@ -114,6 +114,18 @@ def detect_reasoning_format(template: ChatTemplate, tokenizer: Tokenizer | None 
     return None
 
 
+def opens_reasoning(template: ChatTemplate, reasoning_format: str | None) -> bool:
+    """Whether prompts begin the reasoning where it is asked for, so that one that does not asks for none. Never
+    raises."""
+    markers, switched_on = THINKING.get(reasoning_format or ""), template.effort_kwargs("high")
+    if markers is None or not switched_on:
+        return False
+    try:
+        return bool(markers.opened(template.render([_QUESTION], kwargs=switched_on)))
+    except TemplateError:
+        return False
+
+
 def _rendered_calls(template: ChatTemplate) -> Iterator[tuple[CallStyle, str]]:
     """What the model would have written, by the styles that the template takes."""
     tools = [_TOOL]

@@ -38,7 +38,7 @@ NUM_WORKERS = 2  # at once
 _INHERITED = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONHOME", "LANG", "LC_ALL")
 
 
-class _Worker:
+class _TrialProcess:
     """One child process, which starts on its own. It has no use after an error: then it must be killed."""
 
     def __init__(self, vocabulary: bytes) -> None:
@@ -113,7 +113,7 @@ class _Worker:
         self._process.wait()
 
 
-def _kill_all(workers: list[_Worker]) -> None:
+def _kill_all(workers: list[_TrialProcess]) -> None:
     while workers:
         workers.pop().kill()
 
@@ -124,7 +124,7 @@ class GrammarTrials:
     def __init__(self, make_vocabulary: Callable[[], Vocabulary]) -> None:
         self._make_vocabulary = make_vocabulary
         self._packed: bytes | None = None
-        self._idle: list[_Worker] = []
+        self._idle: list[_TrialProcess] = []
         self._places = threading.BoundedSemaphore(NUM_WORKERS)
         weakref.finalize(self, _kill_all, self._idle)  # also at the end of the program
 
@@ -164,7 +164,7 @@ class GrammarTrials:
                 self._idle.append(self._new_worker())  # it starts while no one waits for it
         return reply
 
-    def _new_worker(self) -> _Worker:
+    def _new_worker(self) -> _TrialProcess:
         if self._packed is None:
             self._packed = self._make_vocabulary().packed()
-        return _Worker(self._packed)
+        return _TrialProcess(self._packed)

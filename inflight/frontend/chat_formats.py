@@ -5,7 +5,15 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from inflight.agents import CallStyle, MessageParser, detect_calls, detect_reasoning_format, shows_tools
+from inflight.agents import (
+    THINKING,
+    CallStyle,
+    MessageParser,
+    detect_calls,
+    detect_reasoning_format,
+    opens_reasoning,
+    shows_tools,
+)
 from inflight.config import ModelConfig
 from inflight.text import ChatTemplate, Tokenizer
 
@@ -22,6 +30,7 @@ class ChatFormats:
     reasoning: str | None
     style: CallStyle
     shows_tools: bool  # to the model
+    opens_reasoning: bool  # by the prompt, where it is asked for
 
     @classmethod
     def of(cls, config: ModelConfig, template: ChatTemplate, tokenizer: Tokenizer | None) -> ChatFormats:
@@ -35,7 +44,13 @@ class ChatFormats:
             tools = found.tool_format
         style = CallStyle() if found is None else found.style
         logger.info("tool calls are read as %s, reasoning as %s", tools or NONE, reasoning or NONE)
-        return cls(tools, reasoning, style, found is not None or shows_tools(template))
+        shows = found is not None or shows_tools(template)
+        return cls(tools, reasoning, style, shows, opens_reasoning(template, reasoning))
+
+    def reasoning_after(self, prompt: str) -> str | None:
+        """The format of the reasoning that an answer may begin with."""
+        is_asked_for = not self.opens_reasoning or THINKING[self.reasoning or ""].opened(prompt)
+        return self.reasoning if is_asked_for else None
 
 
 def check_parsers(config: ModelConfig) -> None:

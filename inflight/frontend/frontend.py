@@ -133,13 +133,15 @@ class Frontend:
         tools, reasoning = chat.offered_tools, self.chat_formats.reasoning
         formats = self.chat_formats.tools if tools else None, reasoning
         given: dict[str, Any] = {"tools": tools, "tokenizer": self.tokenizer, "prompt": text}
+        thinks_as = self.chat_formats.reasoning_after(text)
         constraint = answer_grammar(
-            *formats,
+            formats[0],
+            thinks_as,
             **given,
             tool_choice=chat.tool_choice,
             parallel=chat.parallel_tool_calls,
             content=params.structured_outputs,
-            max_reasoning_tokens=None if reasoning is None else self._reasoning_budget(chat),
+            max_reasoning_tokens=None if thinks_as is None else self._reasoning_budget(chat),
         )
         given["shaped_content"] = params.structured_outputs is not None
         if constraint is not params.structured_outputs:

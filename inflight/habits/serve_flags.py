@@ -19,7 +19,9 @@ _TEXT_ONLY = "models read and write text only, no images, audio or video yet"
 _NO_LORA = "LoRA adapters are not supported yet: serve a checkpoint that they are merged into"
 _NO_DRAFTS = "speculative decoding is not supported yet: leave it out"
 _NO_EXPERTS = "models with experts are not supported yet"
-_ONE_MACHINE = "the ranks of an engine are processes of one machine; --replicas with --ray-address are on many"
+_ONE_MACHINE = (
+    "the ranks of an engine are processes of one machine; --replicas with --ray-address are on many"
+)
 _IN_CHECKPOINT = "the checkpoint's own files say that: change it there, or in Python with hf_config"
 _NO_TRANSFER = "KV memory stays with its engine: it is neither sent to others nor kept elsewhere"
 _NO_CODE = "code that comes from elsewhere is not loaded into the server"
@@ -158,8 +160,7 @@ SERVE_HABITS = Habits(
         Habit("--enable-prompt-embeds", _OFF, "prompts are texts or token ids, not embeddings"),
         Habit("--distributed-executor-backend NAME", {"mp": "", "uni": "", "none": ""}, _ONE_MACHINE),
         Habit(
-            "--decode-context-parallel-size N, -dcp N, --prefill-context-parallel-size N, -pcp N, "
-            "--nnodes N",
+            "--decode-context-parallel-size N, -dcp N, --prefill-context-parallel-size N, -pcp N, --nnodes N",
             _ONE,
             _ONE_MACHINE,
         ),

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from inflight.agents import detect_reasoning_format, detect_tool_format
+from inflight.agents import detect_reasoning_format, detect_tool_format, opens_reasoning
 from inflight.text import ChatTemplate, Tokenizer
 from inflight.text.render import Renderer
 
@@ -55,3 +55,22 @@ def test_the_vocabulary_tells_of_reasoning_where_the_template_does_not(
     assert detect_reasoning_format(template(CHATML), Tokenizer(backend)) is None
     backend.add_tokens(["</think>"])
     assert detect_reasoning_format(template(CHATML), Tokenizer(backend)) == "think"
+
+
+OPENING = CHATML + "{% if enable_thinking %}<think>\n{% endif %}{# </think> #}"
+
+
+@pytest.mark.parametrize(
+    ("source", "opens"),
+    [
+        (OPENING, True),
+        (KNOWN["qwen3"][0], False),
+        (CHATML, False),
+        (OPENING + "{{ raise_exception('no') }}", False),
+    ],
+)
+def test_whether_prompts_begin_the_reasoning_that_they_ask_for(
+    source: str, opens: bool, template: partial[ChatTemplate]
+) -> None:
+    assert opens_reasoning(template(source), "think") == opens
+    assert not opens_reasoning(template(source), None)

@@ -141,7 +141,7 @@ def test_where_nothing_is_left_the_request_fails_alone(llm: LLM) -> None:
     assert failed.outputs[0].error == "no token is allowed by the parameters"
     assert fine.outputs[0].error is None
     with pytest.raises(EngineError, match="no token is allowed"):
-        run(llm, PROMPTS[0], replace(YES_OR_NO, bad_words=["yes", "y", "no", "n"]))
+        run(llm, PROMPTS[0], replace(YES_OR_NO, bad_words=["yes", "ye", "y", "no", "n"]))
 
 
 def test_a_grammar_at_its_limits_fails_its_request_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

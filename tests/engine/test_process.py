@@ -660,7 +660,7 @@ PARENT = """
 import asyncio, sys
 from inflight.config import EngineConfig
 from inflight.engine.process import ProcessClient
-from inflight.engine.supervisor import Supervisor
+from tests.engine.faulty import BUILD, HANG
 from tests.helpers import make_request
 
 async def main():

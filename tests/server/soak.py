@@ -23,7 +23,7 @@ OTHERS: tuple[tuple[str, str, Any, int], ...] = (  # method, path, body, status
     ("POST", "/tokenize", {"prompt": "Once upon a time"}, 200),
     ("POST", "/detokenize", {"tokens": [5, 6, 7]}, 200),
     ("POST", COMPLETIONS, {"prompt": "x", "top_p": 7}, 400),
-    ("POST", CHAT, {"messages": [{"role": "user", "content": "word " * 3000}]}, 400),
+    ("POST", CHAT, {"messages": [{"role": "user", "content": "word " * 5000}]}, 400),
     ("GET", "/v1/requests/unknown", None, 404),
 )
 

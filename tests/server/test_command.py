@@ -98,13 +98,15 @@ def test_a_stream_outlives_signals_and_the_exit_is_clean(
 
 
 def worker_of(process: subprocess.Popen[str]) -> int:
-    """The engine's process, once it is there: the child that is no renderer of templates."""
+    """The engine's process, once it is there."""
     found: list[int] = []
     while not found:
         files = Path(f"/proc/{process.pid}/task").glob("*/children")  # of each thread
         children = [int(child) for file in files for child in file.read_text().split()]
         found = [
-            child for child in children if b"render_worker" not in Path(f"/proc/{child}/cmdline").read_bytes()
+            child
+            for child in children
+            if b"inflight.engine.worker" in Path(f"/proc/{child}/cmdline").read_bytes()
         ]
     (number,) = found
     return number

@@ -269,7 +269,7 @@ def test_several_requests_on_one_connection(small: Live) -> None:
     "body",
     [
         {"bad_words": ["nothing of the kind"], "n": 10},
-        {"bad_words": ["nothing of the kind"], "prompt": [[5], [6], [7], [8]], "n": 2},
+        {"bad_words": ["nothing of the kind"], "prompt": [[5], [6], [7], [8]], "n": 4},
         {"stop_token_ids": [5] * 10, "n": 7},
         {"logit_bias": {str(number): 1 for number in range(65)}},
         {"allowed_token_ids": [*range(30)], "prompt": ["a", "b", "c"]},

@@ -175,7 +175,7 @@ def test_errors(client: openai.OpenAI, server: Live) -> None:
         client.chat.completions.create(model=MODEL, messages=MESSAGES, functions=[{"name": "f"}])
     assert bad.value.param == "functions"
     with pytest.raises(openai.BadRequestError) as too_long:
-        client.completions.create(model=MODEL, prompt=[5] * 3000)
+        client.completions.create(model=MODEL, prompt=[5] * 5000)
     assert too_long.value.code == "context_length_exceeded"
     server.state.draining = True
     try:

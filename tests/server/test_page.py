@@ -161,7 +161,7 @@ def test_a_key_is_asked_for(page: Page, backend: Backend) -> None:
 def test_an_error_is_seen_however_long_the_message_is(page: Page, live: Live) -> None:
     open_chat(page, live)
     page.show_as("light", NARROW, 780)
-    ask(page, "word " * 3000)
+    ask(page, "word " * 5000)
     assert "longer than the model's context length" in wait_for_figures(page)
     assert is_seen(page, ".figures.error")
     assert page.run("document.querySelector('#text').value").startswith("word word")

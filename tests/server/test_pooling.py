@@ -96,7 +96,7 @@ def test_dimensions_and_prompts(embedder: Live) -> None:
 
 
 def test_what_is_too_long_is_cut_where_that_is_asked_for(embedder: Live) -> None:
-    text = "word " * MAX_LEN
+    text = "word " * (2 * MAX_LEN)
     refused = embedder.post("/v1/embeddings", {"input": text})
     assert refused.status_code == 400
     assert refused.json()["error"]["code"] == "context_length_exceeded"

@@ -36,7 +36,7 @@ def test_spans(backend: Backend) -> None:
         headers = {"traceparent": f"00-{trace}-b7ad6b7169203331-01"}
         body = {"prompt": [5, 6], "max_tokens": 3, "ignore_eos": True, "request_id": "traced"}
         live.post("/v1/completions", body, headers=headers)
-        live.post("/v1/completions", {"prompt": [5] * 4000})
+        live.post("/v1/completions", {"prompt": [5] * 5000})
     good, bad = exporter.get_finished_spans()
     assert good.attributes is not None
     assert good.attributes["gen_ai.request.id"] == "traced"

@@ -6,6 +6,7 @@ import gc
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -14,8 +15,14 @@ from inflight import LLM
 from inflight.config import EngineConfig
 from inflight.execution.platforms import cuda
 
-# They own their process: the engine's, a rank's, the server's, and the one that sends the load of a benchmark.
-OWNERS = {"execution/parallel/worker.py", "engine/worker.py", "server/run.py", "bench/serve.py"}
+# They own their process: the engine's, a rank's, the server's, a front's, and the one that sends a benchmark's load.
+OWNERS = {
+    "execution/parallel/worker.py",
+    "engine/worker.py",
+    "server/run.py",
+    "server/fronts/worker.py",
+    "bench/serve.py",
+}
 
 
 def test_a_gpus_runner_freezes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,7 +30,8 @@ def test_a_gpus_runner_freezes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     platform = object.__new__(cuda.CudaPlatform)  # made without looking for a GPU
     before = gc.get_freeze_count()
     config = EngineConfig.create(model="none")
-    platform.runner(config, None, 8, 64)  # type: ignore[arg-type]  # the decoder is only passed on
+    decoder: Any = SimpleNamespace(shard=SimpleNamespace(collective=None))
+    platform.runner(config, decoder, 8, 64)
     assert gc.get_freeze_count() <= before  # some of what tests have frozen may end meanwhile
 
 
