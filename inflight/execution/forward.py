@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,7 +22,7 @@ class HiddenStates:
     samples: Tensor  # [S, hidden_size], of the entries that sample
     pooled: Tensor  # [P, hidden_size], of those that end with a vector
     pooled_entries: list[int]
-    scored: list[tuple[PromptPiece, Tensor]]  # [size, hidden_size] of each piece
+    scored: list[tuple[PromptPiece, Tensor]]  # [size, hidden_size] of each piece whose logprobs are asked for
 
 
 class StageLinks(Protocol):
@@ -92,11 +91,6 @@ class ForwardPass:
         assert self._links is not None
         hidden = self._links.receive(len(inputs.token_ids))
         return decoder.run_layers(hidden, self.caches, inputs.attention, wanted)
-
-    def scores(self, states: HiddenStates) -> Iterator[tuple[PromptPiece, Tensor]]:
-        """The logits that predict each piece of the prompts whose logprobs are asked for, one piece at a time."""
-        for piece, hidden in states.scored:
-            yield piece, self.decoder.logits(hidden)
 
     def close(self) -> None:
         self.caches.clear()

@@ -9,10 +9,12 @@ from inflight.constraints import GrammarCompiler
 from inflight.execution.constrained_rows import ConstrainedRows
 from inflight.execution.forward import ForwardPass, StageLinks
 from inflight.execution.inputs import StepInputs
+from inflight.execution.parallel.collective import SharedCollective
 from inflight.execution.results import StepVectors, Ticket
-from inflight.execution.sampling import SampledTensors, Sampler, cpu_sampler, prompt_logprobs
+from inflight.execution.sampling import SampledTensors, Sampler, VocabularyPart, cpu_sampler
 from inflight.execution.threads import torch_threads
 from inflight.models.decoder import Decoder
+from inflight.models.shard import Shard
 from inflight.scheduling import Batch, Sampled
 
 # Elements from which torch's threads pay for themselves on a CPU.
@@ -35,7 +37,9 @@ class ModelRunner:
         self.decoder = decoder
         self.forward = ForwardPass(decoder, num_blocks, block_size, max_rows, max_len, links)
         self.rows = self.forward.rows
-        self.sampler = cpu_sampler(max_rows, decoder.spec.vocab_size)
+        part = _part_of(decoder.shard)
+        self.sampler = cpu_sampler(max_rows, decoder.spec.vocab_size, part)
+        self._logits = decoder.logits if part is None else decoder.own_logits
         self.constrained = ConstrainedRows(self.sampler.state, grammars)
         # The compiled sampler has threads of its own.
         self._sampling_threads = torch.get_num_threads() if isinstance(self.sampler, Sampler) else 1
@@ -51,12 +55,12 @@ class ModelRunner:
         masks = self.constrained.start(rows)
         ticket = Ticket(len(batch), inputs.sampling_entries, None, {})
         states = self.forward.run(batch, inputs)
-        for piece, logits in self.forward.scores(states):
+        for piece, hidden in states.scored:
             targets = self.rows.tokens[piece.row, piece.targets].long()
-            found = prompt_logprobs(logits, targets, piece.wanted)
+            found = self.sampler.score_prompt(self._logits(hidden), targets, piece.wanted)
             ticket.prompt_logprobs.setdefault(piece.entry, []).append(found)
         if rows and self.decoder.generates:
-            logits = self.decoder.logits(states.samples)
+            logits = self._logits(states.samples)
             if masks is not None:
                 self.constrained.finish(masks)
             ticket.sampled = self._sample(rows, inputs, logits).fetch()
@@ -70,7 +74,7 @@ class ModelRunner:
     def _sample(self, rows: list[int], inputs: StepInputs, logits: Tensor) -> SampledTensors:
         """One token for every entry that has caught up, written into its row for the next step to read.
 
-        logits [S, vocab_size].
+        logits [S, vocab_size], or of this rank's tokens.
         """
         with torch_threads(self._sampling_threads if logits.numel() >= WORTH_SHARING else 1):
             sampled = self.sampler.sample(logits, rows, inputs.sampling_lengths, self.rows.tokens)
@@ -83,3 +87,11 @@ class ModelRunner:
     def close(self) -> None:
         self.constrained.close()
         self.forward.close()
+
+
+def _part_of(shard: Shard) -> VocabularyPart | None:
+    """The tokens that this rank offers some of; None where it gets all logits."""
+    ranks = shard.collective
+    if not isinstance(ranks, SharedCollective):
+        return None
+    return VocabularyPart(shard.vocab, max(shard.vocab_sizes), ranks.call)

@@ -54,13 +54,19 @@ class Library:
         scores = (_P, _P, _P, _L, _I)
         self.sample = self._bind("sample", _P, _L, _L, *(_P,) * 4, _L, _P, _P, *scores)
         self.score = self._bind("score", _P, _L, _L, _P, *scores)
-        # What ranks do together; these return 0, -1 or 1 + a rank: see ranks.cpp.
+        # What ranks do together; these return 0, -1 or 1 + a rank: see ranks.cpp and offers.cpp.
         seat = (_P, _I, _I, _L, _I, _L)
         self.group_bytes = int(self._bind("group_bytes", result=_L)())
         self.stream_bytes = int(self._bind("stream_bytes", result=_L)())
         self.group_lose = self._bind("group_lose", _P)
         self.group_sum = self._bind("group_sum", *seat, _P, _L, result=_I)
         self.group_gather = self._bind("group_gather", *seat, _P, _L, _P, _P, result=_I)
+        self.offer_bytes = self._bind("offer_bytes", _L, result=_L)
+        part = (*seat, _L, _L, _L)
+        self.group_sample = self._bind(
+            "group_sample", *part, _P, _L, *(_P,) * 4, _L, _P, _P, *scores, result=_I
+        )
+        self.group_score = self._bind("group_score", *part, _P, _L, _P, *scores, result=_I)
         self.stream_write = self._bind("stream_write", _P, _P, _I, _L, _I, _P, _L, result=_I)
         self.stream_read = self._bind("stream_read", _P, _P, _I, _L, _I, _L, _P, _L, result=_I)
         self.beat = self._bind("beat", _P, _L)

@@ -71,8 +71,20 @@ class Race {
         return winner_;
     }
 
+    // That of the last winner.
+    float score() const { return best_; }
+
+    // Of a token with this logit.
+    static float score(float logit, int32_t token, float temperature, const RaceKey& key) {
+        return score_of(logit, static_cast<int32_t>(key.bits(static_cast<uint32_t>(token)) >> 1), temperature);
+    }
+
   private:
     static constexpr float kLeastChance = 0x1p-33f;  // the smallest uniform number is twice that
+
+    static float score_of(float logit, int32_t half, float temperature) {
+        return logit / temperature - log_exponential(half);
+    }
 
     Vec weigh(Vec logits) const { return exp((logits - ranking_.top()) * scale_); }
 
@@ -81,7 +93,7 @@ class Race {
         const float* x = ranking_.block(b);
         const int32_t limit =
             chance < 1 ? static_cast<int32_t>(chance * 0x1p31f) : std::numeric_limits<int32_t>::max();
-        const int32_t first = static_cast<int32_t>(b * kBlock);
+        const int32_t first = ranking_.id_of(b);
         int32_t halves[kBlock];
         IntVec may_win{};
         for (int64_t i = 0; i < kBlock; i += kWidth) {
@@ -100,7 +112,7 @@ class Race {
     }
 
     void run(float logit, int32_t token, int32_t half) {
-        const float score = logit / temperature_ - log_exponential(half);
+        const float score = score_of(logit, half, temperature_);
         if (!(score > best_ || (score == best_ && token < winner_))) return;
         best_ = score;
         winner_ = token;
@@ -117,5 +129,16 @@ class Race {
     int64_t winner_ = 0;
     float reach_ = 0;  // the weight that the first of the ranking has beside that score
 };
+
+// The least logit that min_p keeps: its score, rounded as scores are, reaches the floor.
+inline float least_kept(float top, float temperature, float log_min_p) {
+    const float floor = top / temperature + log_min_p;
+    int64_t low = order_key(-kInfinity), high = order_key(top);  // `high` is kept, `low` is not
+    while (high - low > 1) {
+        const int64_t middle = low + (high - low) / 2;
+        (of_order_key(middle) / temperature >= floor ? high : low) = middle;
+    }
+    return of_order_key(high);
+}
 
 }  // namespace inflight

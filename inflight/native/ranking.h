@@ -1,5 +1,6 @@
 // A row of logits ranked by (logit, greatest first; id, lowest first), without a sort.
 //
+// They are those of the tokens from some id on: of all, or of the part of the vocabulary that one of several ranks has.
 // Logits are taken in blocks whose greatest one is known, so a search looks only where something can be found.
 // Sums run over the blocks in order: a row's numbers do not depend on the threads or on the other rows.
 #pragma once
@@ -57,9 +58,10 @@ inline bool any(IntVec mask) {
 class Ranking {
   public:
     // Reads all logits once. They must stay where they are, unchanged, for as long as the ranking is asked.
-    void read(const float* logits, int64_t size) {
+    void read(const float* logits, int64_t size, int64_t first = 0) {
         logits_ = logits;
         size_ = size;
+        first_ = first;
         num_blocks_ = (size + kBlock - 1) / kBlock;
         std::fill(tail_, tail_ + kBlock, -kInfinity);
         const int64_t whole = size / kBlock * kBlock;
@@ -78,20 +80,24 @@ class Ranking {
             tops_[b] = inflight::max(top);
         }
         top_block_ = std::max_element(tops_.begin(), tops_.begin() + num_blocks_) - tops_.begin();
-        bad_ = any(nan) || !std::isfinite(tops_[top_block_]);
+        poisoned_ = any(nan) || tops_[top_block_] == kInfinity;
     }
 
-    int64_t size() const { return size_; }
     int64_t num_blocks() const { return num_blocks_; }
-    float logit(int64_t token) const { return logits_[token]; }
+    bool has(int64_t token) const { return token >= first_ && token < first_ + size_; }
+    float logit(int64_t token) const { return logits_[token - first_]; }
     float top() const { return tops_[top_block_]; }
-    int64_t top_block() const { return top_block_; }
 
-    // NaN or inf among the logits, or -inf everywhere. Nothing else may be asked then.
-    bool bad() const { return bad_; }
+    // NaN or inf are among the logits.
+    bool poisoned() const { return poisoned_; }
+    // That, or -inf everywhere. Nothing else may be asked then.
+    bool bad() const { return poisoned_ || top() == -kInfinity; }
 
     // The greatest logit of each block; there are as many as fill vectors, the last ones -inf.
     const float* tops() const { return tops_.data(); }
+
+    // The id of a block's first token.
+    int32_t id_of(int64_t b) const { return static_cast<int32_t>(first_ + b * kBlock); }
 
     // kBlock logits. Behind the last token they are -inf.
     const float* block(int64_t b) const {
@@ -101,7 +107,7 @@ class Ranking {
     // The most likely token, of equals the lower id.
     int64_t first() const {
         const float* x = block(top_block_);
-        return top_block_ * kBlock + (std::find(x, x + kBlock, top()) - x);
+        return id_of(top_block_) + (std::find(x, x + kBlock, top()) - x);
     }
 
     // How many tokens have this logit or a greater one, which is not -inf.
@@ -128,7 +134,7 @@ class Ranking {
         const bool all = cut.logit == kEveryToken.logit && cut.id == kEveryToken.id;
         for (int64_t b = 0; b < num_blocks_; ++b) {
             if (tops_[b] < cut.logit) continue;
-            total += all ? block_mass(block(b), scale) : block_mass(block(b), scale, cut, b * kBlock);
+            total += all ? block_mass(block(b), scale) : block_mass(block(b), scale, cut, id_of(b));
         }
         return total;
     }
@@ -149,7 +155,7 @@ class Ranking {
             const float* x = block(b);
             const int64_t exist = std::min(kBlock, size_ - b * kBlock);
             for (int64_t i = 0; i < exist; ++i)
-                if (x[i] >= least) found.push_back({x[i], static_cast<int32_t>(b * kBlock + i)});
+                if (x[i] >= least) found.push_back({x[i], id_of(b) + static_cast<int32_t>(i)});
         }
         if (static_cast<int64_t>(found.size()) < count) return;
         std::nth_element(found.begin(), found.begin() + count - 1, found.end(), ranks_before);
@@ -179,11 +185,11 @@ class Ranking {
         return sum(total);
     }
 
-    double block_mass(const float* x, float scale, const Cut& cut, int64_t first) const {
+    double block_mass(const float* x, float scale, const Cut& cut, int32_t first) const {
         Vec total{};
         for (int64_t i = 0; i < kBlock; i += kWidth) {
             const Vec v = load<Vec>(x + i);
-            const IntVec ids = lane_numbers() + static_cast<int32_t>(first + i);
+            const IntVec ids = lane_numbers() + (first + static_cast<int32_t>(i));
             const IntVec kept = (v > cut.logit) | ((v == cut.logit) & (ids <= cut.id));
             total += kept ? mass_of(v, scale) : Vec{};
         }
@@ -191,8 +197,8 @@ class Ranking {
     }
 
     const float* logits_ = nullptr;
-    int64_t size_ = 0, num_blocks_ = 0, top_block_ = 0;
-    bool bad_ = true;
+    int64_t size_ = 0, first_ = 0, num_blocks_ = 0, top_block_ = 0;
+    bool poisoned_ = true;
     float tail_[kBlock];  // a copy of the last block, if it is not whole
     std::vector<float> tops_, order_;
 };

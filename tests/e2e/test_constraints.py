@@ -115,7 +115,9 @@ def test_the_torch_sampler_draws_the_same(expected: list[Any], monkeypatch: pyte
     from inflight.execution import runner
     from inflight.execution.sampling import Sampler, SamplingRows
 
-    monkeypatch.setattr(runner, "cpu_sampler", lambda rows, size: Sampler(SamplingRows(rows, size, "cpu")))
+    monkeypatch.setattr(
+        runner, "cpu_sampler", lambda rows, size, _part: Sampler(SamplingRows(rows, size, "cpu"))
+    )
     with LLM(show_progress=False) as other:
         assert answers(other, MIXED) == expected
 

@@ -20,6 +20,7 @@ from inflight.execution.sampling import (
 from inflight.native.library import native_library
 from inflight.request import Request, SamplingParams
 from inflight.scheduling import RowRequest
+from tests.execution.rank_samplers import RankSamplers
 
 Floats = NDArray[np.float64]
 Words = NDArray[np.uint64]
@@ -139,11 +140,15 @@ def acceptable(job: Job) -> set[int]:
     return answers
 
 
-def make_sampler(kind: str, max_rows: int, vocab_size: int, device: str = "cpu") -> Sampler | NativeSampler:
+def make_sampler(
+    kind: str, max_rows: int, vocab_size: int, device: str = "cpu"
+) -> Sampler | NativeSampler | RankSamplers:
     if kind == "torch":
         return Sampler(SamplingRows(max_rows, vocab_size, device))
     library = native_library()
     assert library is not None
+    if kind == "ranks":
+        return RankSamplers(library, NativeSamplingRows(max_rows, vocab_size), min(3, vocab_size))
     return NativeSampler(library, NativeSamplingRows(max_rows, vocab_size))
 
 
@@ -157,7 +162,7 @@ class Bench:
     max_rows: int = 16
     max_len: int = 64
     device: str = "cpu"
-    kind: str = field(default_factory=lambda: Bench.default_kind)  # of sampler: "torch" or "native"
+    kind: str = field(default_factory=lambda: Bench.default_kind)  # of sampler: "torch", "native" or "ranks"
 
     def __post_init__(self) -> None:
         self.sampler = make_sampler(self.kind, self.max_rows, len(self.jobs[0].logits), self.device)

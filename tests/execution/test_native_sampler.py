@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from inflight.errors import EngineError
-from inflight.execution.sampling import HAS_NO_TOKEN, IS_NOT_FINITE, HostSample, cpu_sampler, prompt_logprobs
+from inflight.execution.sampling import HAS_NO_TOKEN, IS_NOT_FINITE, HostSample, cpu_sampler
 from inflight.execution.sampling.native import ROW, NativeSampler
 from inflight.execution.sampling.token_bits import token_bits
 from inflight.native.library import native_library
@@ -65,7 +65,8 @@ def make_job(vocab: int, options: dict[str, Any], rng: np.random.Generator, logi
 
 @pytest.mark.parametrize("vocab", [1, 2, 17, 50, 127, 128, 129, 1000, 3001])
 @pytest.mark.parametrize("shape", ["spread", "ties", "flat"])
-def test_every_parameter_at_odd_sizes_is_what_the_oracle_says(vocab: int, shape: str) -> None:
+@pytest.mark.parametrize("kind", ["native", "ranks"])
+def test_every_parameter_at_odd_sizes_is_what_the_oracle_says(vocab: int, shape: str, kind: str) -> None:
     rng = np.random.default_rng(vocab)
     logits = {
         "spread": rng.normal(scale=3, size=vocab),
@@ -73,7 +74,7 @@ def test_every_parameter_at_odd_sizes_is_what_the_oracle_says(vocab: int, shape:
         "flat": np.zeros(vocab),
     }[shape]
     jobs = [make_job(vocab, options, rng, logits) for options in OPTIONS for _ in range(3)]
-    sampled = sample_with("native", jobs)
+    sampled = sample_with(kind, jobs)
     for one, token_id, bad in zip(jobs, sampled.token_ids, sampled.bad, strict=True):
         nothing_left = bool(np.all(adjusted(one) == -np.inf))
         assert bad == (HAS_NO_TOKEN if nothing_left else 0)
@@ -177,7 +178,8 @@ def test_logprobs_of_spoiled_logits_are_of_some_tokens(poison: float) -> None:
     assert (sampled.token_ids, sampled.bad) == ([0, 2], [IS_NOT_FINITE, 0])
     assert [c.token_id for c in sampled.logprobs[0]] == [0, 1]
     assert all(math.isnan(c.logprob) for c in sampled.logprobs[0])
-    found = prompt_logprobs(torch.tensor([[poison, 1.0, 2.0]]), torch.tensor([2]), 1).to_host()
+    sampler = cpu_sampler(1, 3)
+    found = sampler.score_prompt(torch.tensor([[poison, 1.0, 2.0]]), torch.tensor([2]), 1).to_host()
     assert [c.token_id for c in found[0]] == [2, 0]
 
 

@@ -12,18 +12,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inflight.events import PositionLogprobs
-from inflight.execution.sampling import LogprobTensors, prompt_logprobs
-from inflight.execution.sampling.logprobs import score
-from tests.execution.sampler_oracle import Bench, job
+from inflight.execution.sampling import LogprobTensors
+from tests.execution.sampler_oracle import Bench, job, make_sampler
 
 pytestmark = pytest.mark.usefixtures("each_sampler")
 
 
 def prompt_scores(logits: Tensor, targets: Tensor, num: int) -> LogprobTensors:
     """By the sampler that is tested."""
-    if Bench.default_kind == "native":
-        return prompt_logprobs(logits, targets, num)
-    return score(logits, targets, (min(num, logits.shape[1]),) * len(logits))
+    return make_sampler(Bench.default_kind, 1, logits.shape[1]).score_prompt(logits, targets, num)
 
 
 def wanted(logits: NDArray[Any], target: int, num: int) -> list[tuple[int, float, int]]:

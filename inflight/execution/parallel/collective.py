@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -44,7 +44,7 @@ class SharedCollective:
 
     def sum(self, x: Tensor) -> Tensor:
         x = x.to(torch.float32).contiguous()
-        self._done(self.library.group_sum(*self._seat(), x.data_ptr(), x.numel()))
+        self.call(self.library.group_sum, x.data_ptr(), x.numel())
         return x
 
     def gather(
@@ -57,16 +57,16 @@ class SharedCollective:
         out = torch.empty(len(x), sum(widths)) if self.rank == 0 else None
         sizes = np.array(widths, dtype=np.int64)
         to = None if out is None else out.data_ptr()
-        self._done(self.library.group_gather(*self._seat(), x.data_ptr(), len(x), sizes.ctypes.data, to))
+        self.call(self.library.group_gather, x.data_ptr(), len(x), sizes.ctypes.data, to)
         return x if out is None else out
 
-    def _seat(self) -> tuple[int, int, int, int, int, int]:
+    def call(self, function: Callable[..., int], *arguments: int | None) -> None:
+        """One of the library that all ranks call together."""
         limit = 0
         if self.watches:
             limit = int(1e6 * (PATIENCE + SLOWNESS * (time.monotonic() - self._since)))
-        return self.address, self.rank, self.size, self.slot, self.spins, limit
-
-    def _done(self, code: int) -> None:
+        seat = self.address, self.rank, self.size, self.slot, self.spins, limit
+        code = function(*seat, *arguments)
         if code:
             self.on_loss(code)
         self._since = time.monotonic()

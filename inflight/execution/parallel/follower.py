@@ -47,8 +47,9 @@ class LoadedRank(NamedTuple):
     decoder: Decoder
     grammars: GrammarCompiler
     num_blocks: int | None = None  # that it has room for, where ranks have memory of their own
-    # On GPUs every rank of a stage does the same, sampling included, with the runner that the first one has.
-    make_runner: Callable[[Begin], Any] | None = None
+    make_runner: Callable[[Begin], Any] | None = (
+        None  # on GPUs, where every rank has the one that the first has
+    )
 
 
 def follow(loaded: LoadedRank, memory: RankMemory, report: Callable[[Report], None]) -> None:
@@ -61,11 +62,11 @@ def follow(loaded: LoadedRank, memory: RankMemory, report: Callable[[Report], No
         match decode(steps.receive(memory.rank - 1)):
             case Begin() as begin:
                 if make_runner is not None:
-                    runner = device_rank(make_runner(begin), memory)
-                elif memory.rank == memory.ranks.sampler:
+                    runner = rank_runner(make_runner(begin), memory)
+                elif memory.ranks.is_last_stage(memory.rank):
                     links = SharedLinks(memory, decoder.spec.hidden_size)
                     sizes = begin.num_blocks, begin.block_size, begin.max_rows, begin.max_len
-                    runner = SamplingRank(ModelRunner(decoder, *sizes, grammars, links), memory.results())
+                    runner = rank_runner(ModelRunner(decoder, *sizes, grammars, links), memory)
                 else:
                     runner = Follower(decoder, begin, memory)
                 report(Begun())
@@ -78,8 +79,8 @@ def follow(loaded: LoadedRank, memory: RankMemory, report: Callable[[Report], No
                 runner = None
 
 
-def device_rank(runner: Any, memory: RankMemory) -> RankRunner:
-    """What a rank on a GPU does with its runner."""
+def rank_runner(runner: Any, memory: RankMemory) -> RankRunner:
+    """What a rank does with its runner: one on a GPU, or any of the last stage."""
     layout = memory.ranks
     if not layout.is_last_stage(memory.rank):
         return StageRank(runner)
@@ -107,8 +108,9 @@ class StageRank:
 
 
 class MirroredRank:
-    """A rank that does all that the first one does. Nobody asks what its steps brought: one is waited for when the next
-    is launched, so that the device has always work and never more than two steps of it."""
+    """A rank of the last stage that does all that the first one there does, sampling included: they offer each other
+    what each knows of its tokens, and all draw the same. Nobody asks what its steps brought: one is waited for when the
+    next is launched, so that a device has always work and never more than two steps of it."""
 
     def __init__(self, runner: Runner[Any]) -> None:
         self._runner = runner
@@ -126,11 +128,9 @@ class MirroredRank:
 
 
 class Follower:
-    """A rank that does not sample: its layers over its part of them and, on the last stage, the logits of its part of
-    the vocabulary."""
+    """A rank on a CPU whose stage is not the last: what its steps draw others tell it later."""
 
     def __init__(self, decoder: Decoder, begin: Begin, memory: RankMemory) -> None:
-        self._decoder = decoder
         links = SharedLinks(memory, decoder.spec.hidden_size)
         self._forward = ForwardPass(
             decoder, begin.num_blocks, begin.block_size, begin.max_rows, begin.max_len, links
@@ -142,14 +142,7 @@ class Follower:
         self._drawn.write(drawn)
         inputs = self._forward.take_in(batch)
         self._drawn.expect(batch, inputs.sampling_rows, inputs.sampling_lengths)
-        if not self._decoder.shard.is_last:
-            self._forward.pass_on(inputs)
-            return
-        states = self._forward.run(batch, inputs)
-        for _ in self._forward.scores(states):
-            pass
-        if inputs.sampling_entries and self._decoder.generates:
-            self._decoder.logits(states.samples)
+        self._forward.pass_on(inputs)
 
     def close(self) -> None:
         self._forward.close()

@@ -13,8 +13,6 @@ from inflight.execution.parallel.follower import RankRunner
 from inflight.execution.parallel.messages import DrawnIds, End, RankStep, decode_results, encode
 from inflight.execution.parallel.rank_processes import RankProcesses
 from inflight.execution.parallel.stream import SharedStream
-from inflight.execution.results import Ticket
-from inflight.execution.runner import ModelRunner
 from inflight.execution.threads import torch_threads
 from inflight.models.shard import Collective
 from inflight.native.library import Library
@@ -71,32 +69,9 @@ class FirstRank:
             self._ranks.send(End())
 
 
-class TensorParallelRunner:
-    """Implements `Runner`: the first rank of the only stage. It samples, and tells what it drew with the next step."""
-
-    def __init__(self, runner: ModelRunner, first: FirstRank) -> None:
-        self._runner = runner
-        self._first = first
-
-    def launch(self, batch: Batch) -> Ticket:
-        self._first.tell(batch)
-        with self._first.in_step():
-            ticket = self._runner.launch(batch)
-        if ticket.sampled is not None:
-            self._first.drawn.append(DrawnIds(batch.step, ticket.sampled.token_ids.tolist()))
-        return ticket
-
-    def collect(self, ticket: Ticket) -> Sampled:
-        return self._runner.collect(ticket)
-
-    def close(self) -> None:
-        self._runner.close()
-        self._first.end()
-
-
 class MirroredRunner:
-    """Implements `Runner`: the first of ranks that all do the same, sampling included. With the same logits they draw
-    the same tokens, so nobody need be told of them."""
+    """Implements `Runner`: the first of ranks that all do the same, sampling included. They draw the same tokens, so
+    nobody need be told of them."""
 
     def __init__(self, runner: Runner[Any], first: FirstRank) -> None:
         self._runner = runner

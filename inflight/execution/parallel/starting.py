@@ -15,7 +15,6 @@ from inflight.engine.runner import Runner
 from inflight.errors import ConfigError
 from inflight.execution.forward import StageLinks
 from inflight.execution.platforms import Platform
-from inflight.execution.runner import ModelRunner
 from inflight.models.decoder import Decoder
 from inflight.models.footprint import RankShare, cpu_storage, gpu_storage, rank_shares
 from inflight.models.shard import Collective, Shard, check_tensor_parallel, shard_of
@@ -32,6 +31,7 @@ logger = logging.getLogger(__name__)
 # `load_rank` of that module loads the part of one rank in its process.
 LOADER = "inflight.loading:load_rank"
 GIB = 1 << 30
+LINE = 64  # bytes that a processor moves together
 SLOT = 1 << 20  # bytes that a rank gives to an exchange at once: they stay in its cache
 
 
@@ -65,7 +65,7 @@ def start_ranks(
         tensor=tensor,
         pipeline=pipeline,
         threads=_threads(library, parallel.num_ranks),
-        slot=max(SLOT, 4 * -(-spec.vocab_size // tensor)),
+        slot=slot_bytes(library, spec.vocab_size, tensor),
         # All steps in flight: no stage waits for another to take what it hands over.
         hand_over=pipeline * max_tokens * spec.hidden_size * 4,
         layers=tuple((share.layers.start, share.layers.stop) for share in shares[::tensor]),
@@ -120,14 +120,9 @@ def parallel_core(
     max_queue: int | None,
 ) -> EngineCore:
     """An engine over all ranks. `make_runner` makes that of this one."""
-    from inflight.execution.parallel.follower import Follower, device_rank
+    from inflight.execution.parallel.follower import Follower, rank_runner
     from inflight.execution.parallel.messages import Begin
-    from inflight.execution.parallel.runner import (
-        FirstRank,
-        MirroredRunner,
-        PipelineRunner,
-        TensorParallelRunner,
-    )
+    from inflight.execution.parallel.runner import FirstRank, MirroredRunner, PipelineRunner
 
     library = native_library()
     assert library is not None
@@ -139,20 +134,22 @@ def parallel_core(
     begin = Begin(num_blocks, scheduler.blocks.block_size, *sizes)
     first = FirstRank(ranks, library, decoder.shard.collective)
     ranks.begin(begin)  # they try steps as this one does, which only all of them together can
-    together: TensorParallelRunner | MirroredRunner | PipelineRunner
+    together: MirroredRunner | PipelineRunner
     if ranks.layout.pipeline == 1:
-        runner = make_runner()
-        if isinstance(runner, ModelRunner):
-            together = TensorParallelRunner(runner, first)
-        else:
-            together = MirroredRunner(runner, first)
+        together = MirroredRunner(make_runner(), first)
     else:
         on_cpu = decoder.device.type == "cpu"
-        stage = Follower(decoder, begin, ranks.memory) if on_cpu else device_rank(make_runner(), ranks.memory)
+        stage = Follower(decoder, begin, ranks.memory) if on_cpu else rank_runner(make_runner(), ranks.memory)
         together = PipelineRunner(stage, ranks.memory.results(), first)
         pipeline_depth = ranks.layout.pipeline
     first.wait_until_begun()
     return EngineCore(scheduler, together, pipeline_depth, max_queue, check=ranks.check)
+
+
+def slot_bytes(library: Library, vocab_size: int, size: int) -> int:
+    """Room for whatever one of `size` ranks offers of one row."""
+    needed: int = library.offer_bytes(-(-vocab_size // size))
+    return max(SLOT, -(-needed // LINE) * LINE)
 
 
 def _named(share: RankShare, count: int) -> str:

@@ -4,7 +4,7 @@
 """
 
 from inflight.execution.sampling.logprobs import LogprobTensors
-from inflight.execution.sampling.native import NativeSampler, NativeSamplingRows
+from inflight.execution.sampling.native import NativeSampler, NativeSamplingRows, VocabularyPart
 from inflight.execution.sampling.rows import SamplingRows
 from inflight.execution.sampling.sampler import (
     HAS_NO_TOKEN,
@@ -13,7 +13,7 @@ from inflight.execution.sampling.sampler import (
     SampledTensors,
     Sampler,
 )
-from inflight.execution.sampling.select import cpu_sampler, prompt_logprobs
+from inflight.execution.sampling.select import cpu_sampler
 
 __all__ = [
     "HAS_NO_TOKEN",
@@ -25,6 +25,6 @@ __all__ = [
     "SampledTensors",
     "Sampler",
     "SamplingRows",
+    "VocabularyPart",
     "cpu_sampler",
-    "prompt_logprobs",
 ]

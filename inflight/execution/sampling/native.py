@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from inflight.native.library import Library
 from inflight.request import SamplingParams
 from inflight.scheduling import RowRequest
 
-# `Row` in native/sampling.cpp, where each field is explained.
+# `Row` in native/adjust.h, where each field is explained.
 _FLOATS = ("temperature", "log_min_p", "top_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
 _INTS = (
     *("seed_low", "seed_high", "top_k", "num_prompt_tokens", "min_length", "argmax"),
@@ -108,12 +109,30 @@ class NativeSamplingRows:
         return [i for i in ids if 0 <= i < self.vocab_size]
 
 
-class NativeSampler:
-    """`Sampler` in one call of the library: threads take whole rows, so a row's bits are the same in any company."""
+@dataclass(frozen=True, slots=True)
+class VocabularyPart:
+    """The tokens whose logits one of several ranks has."""
 
-    def __init__(self, library: Library, state: NativeSamplingRows) -> None:
+    tokens: range
+    most: int  # that any of them has
+    call: Callable[
+        ..., None
+    ]  # a function of the library that all ranks call together, with its other arguments
+
+
+class NativeSampler:
+    """`Sampler` in one call of the library: threads take whole rows, so a row's bits are the same in any company.
+
+    With a `part`, all ranks call the same, each with logits of its own tokens, and all get the same tokens.
+    """
+
+    def __init__(
+        self, library: Library, state: NativeSamplingRows, part: VocabularyPart | None = None
+    ) -> None:
         self.state = state
         self._library = library
+        self._part = part
+        self._size = state.vocab_size if part is None else len(part.tokens)
 
     def sample(self, logits: Tensor, rows: Sequence[int], lengths: Tensor, tokens: Tensor) -> SampledTensors:
         """Choose token number lengths[i] of row rows[i] from logits[i].
@@ -122,7 +141,7 @@ class NativeSampler:
         each row before the new one. tokens [max_rows, max_len] int32 hold them.
         """
         table = self.state.address(rows)
-        _check(logits, self.state.vocab_size)
+        _check(logits, self._size)
         if tokens.dtype != torch.int32 or tokens.stride(1) != 1:
             raise EngineError(
                 f"tokens are {tokens.dtype} with strides {tokens.stride()}: allowed is dense int32"
@@ -135,10 +154,7 @@ class NativeSampler:
         lengths = lengths.to(torch.int64).contiguous()
         token_ids = torch.empty(len(rows), dtype=torch.int64)
         bad = torch.empty(len(rows), dtype=torch.uint8)
-        self._library.sample(
-            logits.data_ptr(),
-            len(rows),
-            self.state.vocab_size,
+        arguments = (
             table,
             row_ids.data_ptr(),
             lengths.data_ptr(),
@@ -149,23 +165,31 @@ class NativeSampler:
             *_places(logprobs),
             self._library.threads,
         )
+        self._call(self._library.sample, self._library.group_sample, logits, arguments)
         return SampledTensors(token_ids, bad, logprobs, entries)
 
+    def score_prompt(self, logits: Tensor, target_ids: Tensor, num: int) -> LogprobTensors:
+        """The tokens target_ids [P] int64 of a prompt and the top `num` under logits [P, V] that predict them."""
+        _check(logits, self._size)
+        target_ids = target_ids.contiguous()
+        found = _empty_logprobs((min(num, self.state.vocab_size),) * len(logits))
+        arguments = target_ids.data_ptr(), *_places(found), self._library.threads
+        self._call(self._library.score, self._library.group_score, logits, arguments)
+        return found
 
-def native_score(library: Library, logits: Tensor, target_ids: Tensor, num: int) -> LogprobTensors:
-    """Targets [P] int64 and the top `num` of raw logits [P, V]; `num` may not exceed V."""
-    _check(logits, logits.shape[1])
-    target_ids = target_ids.contiguous()
-    found = _empty_logprobs((num,) * len(logits))
-    library.score(
-        logits.data_ptr(),
-        len(logits),
-        logits.shape[1],
-        target_ids.data_ptr(),
-        *_places(found),
-        library.threads,
-    )
-    return found
+    def _call(
+        self,
+        alone: Callable[..., None],
+        together: Callable[..., int],
+        logits: Tensor,
+        arguments: tuple[int | None, ...],
+    ) -> None:
+        if self._part is None:
+            alone(logits.data_ptr(), len(logits), self._size, *arguments)
+        else:
+            tokens = self._part.tokens
+            place = tokens.start, len(tokens), self._part.most
+            self._part.call(together, *place, logits.data_ptr(), len(logits), *arguments)
 
 
 def _empty_logprobs(counts: tuple[int, ...]) -> LogprobTensors:

@@ -84,6 +84,10 @@ class Sampler:
             logprobs = score(raw, token_ids[plan.logprobs], plan.logprob_counts)
         return SampledTensors(token_ids, bad, logprobs, plan.logprob_entries)
 
+    def score_prompt(self, logits: Tensor, target_ids: Tensor, num: int) -> LogprobTensors:
+        """The tokens target_ids [P] int64 of a prompt and the top `num` under logits [P, V] that predict them."""
+        return score(logits, target_ids, (min(num, logits.shape[1]),) * len(logits))
+
     def _plan_for(self, rows: Sequence[int]) -> SamplingPlan:
         wanted = (self.state.version, tuple(rows))
         if self._plan is None or self._planned != wanted:

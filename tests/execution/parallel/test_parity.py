@@ -12,13 +12,11 @@ import pytest
 
 from inflight import LLM, SamplingParams, StructuredOutputs, loading
 from inflight.config import EngineConfig
-from inflight.execution.parallel import starting
 from inflight.execution.parallel.collective import SharedCollective
 from inflight.execution.parallel.follower import LoadedRank
 from inflight.execution.parallel.host_collective import HostCollective
 from inflight.execution.parallel.layout import RankMemory
 from inflight.execution.parallel.messages import Begin
-from inflight.execution.parallel.runner import MirroredRunner
 from inflight.execution.parallel.starting import rank_shard
 from inflight.execution.platforms import Platform
 from inflight.execution.runner import ModelRunner
@@ -216,7 +214,6 @@ def test_ranks_that_all_sample(folder: Folder, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(loading, "rank_shard", shard_of_rank)
     monkeypatch.setattr(thread_ranks, "load_rank", load)
-    monkeypatch.setattr(starting, "ModelRunner", MirroredRunner)  # none here is one of those
     llm = LLM(folder("qwen3"), show_progress=False, tensor_parallel_size=2, num_blocks=60)
     assert llm._engine.facts.num_blocks == 50  # what all ranks have room for
     check(run(llm), expected)

@@ -1,0 +1,122 @@
+// What a row asks for, and how that changes its logits before a token is chosen.
+//
+// Logits are those of the tokens from `first` on: all of the vocabulary, or the part that one of several ranks has.
+#pragma once
+
+#include "ranking.h"
+
+namespace inflight {
+
+// What a row asks for, as execution/sampling/native.py packs it.
+struct Row {
+    float temperature, log_min_p, top_p;  // log_min_p: -inf without min_p
+    float repetition_penalty, frequency_penalty, presence_penalty;
+    uint32_t seed_low, seed_high;
+    int32_t top_k;  // 0: all
+    int32_t num_prompt_tokens;
+    int32_t min_length;    // tokens of the row before which no stop id may come
+    int32_t argmax;        // not 0: the most likely token, no draw
+    int32_t num_logprobs;  // most likely tokens to tell beside the chosen one; -1: tell nothing
+    int32_t penalises, num_stops, num_biases, num_bad_words;
+    const uint32_t* mask;  // one bit per token, the lowest of a word first; null: all are allowed
+    const int32_t* stops;
+    const int32_t* bias_ids;
+    const float* biases;
+    const int32_t* bad_words;  // of each word the number of its ids, then the ids
+
+    bool adjusts() const { return penalises || mask || num_stops || num_biases || num_bad_words; }
+};
+static_assert(sizeof(Row) == 112, "native.py knows this layout");
+
+// The tokens of a row before the new one.
+struct History {
+    const int32_t* tokens;
+    int64_t length;
+};
+
+// How a row can be bad, as execution/sampling/sampler.py has it.
+constexpr uint8_t kIsNotFinite = 1, kHasNoToken = 2;
+
+struct Chosen {
+    int64_t token;
+    uint8_t bad;  // 0, or how
+};
+
+// The row's mask, from the token `first` on.
+inline void copy_allowed(const float* from, float* to, int64_t first, int64_t size, const uint32_t* mask) {
+    const WordVec lane_bits = bits<WordVec>((lane_numbers() - lane_numbers() + 1) << lane_numbers());
+    int64_t i = 0;
+    for (; i + kWidth <= size; i += kWidth) {
+        const int64_t word = (first + i) / 32, shift = (first + i) % 32;
+        uint32_t found = mask[word] >> shift;
+        if (shift + kWidth > 32) found |= mask[word + 1] << (32 - shift);
+        const WordVec allowed = found & lane_bits;
+        store(to + i, allowed != 0 ? load<Vec>(from + i) : splat(-kInfinity));
+    }
+    for (; i < size; ++i) to[i] = mask[(first + i) / 32] >> ((first + i) % 32) & 1 ? from[i] : -kInfinity;
+}
+
+// Whether the last outputs are the `count` ids that a bad word begins with. What the prompt ends with is no output.
+inline bool follows(const int32_t* ids, int64_t count, const Row& row, const History& history) {
+    const int64_t first = history.length - count;
+    return first >= row.num_prompt_tokens && std::equal(ids, ids + count, history.tokens + first);
+}
+
+// Some of a row's logits, by the ids of their tokens.
+struct Part {
+    float* logits;
+    int64_t first, size;
+
+    bool has(int64_t id) const { return id >= first && id < first + size; }
+    float& operator[](int64_t id) const { return logits[id - first]; }
+};
+
+inline void forbid(const Part& part, const Row& row, const History& history) {
+    const int32_t* word = row.bad_words;
+    for (int32_t i = 0; i < row.num_bad_words; ++i) {
+        const int32_t last = word[0];
+        if (part.has(word[last]) && (last == 1 || follows(word + 1, last - 1, row, history)))
+            part[word[last]] = -kInfinity;
+        word += 1 + last;
+    }
+    if (history.length < row.min_length)
+        for (int32_t i = 0; i < row.num_stops; ++i)
+            if (part.has(row.stops[i])) part[row.stops[i]] = -kInfinity;
+}
+
+// Repetition over the whole row, frequency and presence over its outputs; each token once, however often it was seen.
+inline void penalise(const Part& part, const Row& row, const History& history, std::vector<int32_t>& seen) {
+    constexpr int32_t kSeen = 1 << 30;  // above any count
+    seen.resize(part.size);
+    for (int64_t i = 0; i < history.length; ++i)
+        if (part.has(history.tokens[i])) {
+            int32_t& state = seen[history.tokens[i] - part.first];
+            state = (state | kSeen) + (i >= row.num_prompt_tokens);
+        }
+    for (int64_t i = 0; i < history.length; ++i) {
+        if (!part.has(history.tokens[i])) continue;
+        int32_t& state = seen[history.tokens[i] - part.first];
+        if (!state) continue;
+        const int32_t count = state - kSeen;
+        state = 0;
+        float& logit = part[history.tokens[i]];
+        logit = logit > 0 ? logit / row.repetition_penalty : logit * row.repetition_penalty;
+        logit -= row.frequency_penalty * static_cast<float>(count);
+        if (count) logit -= row.presence_penalty;
+    }
+}
+
+// In the order of execution/sampling/adjust.py. `to` may be `from`; `seen` is all 0 before and after.
+inline void adjust(const float* from, const Part& to, const Row& row, const History& history,
+                   std::vector<int32_t>& seen) {
+    if (row.mask)
+        copy_allowed(from, to.logits, to.first, to.size, row.mask);
+    else if (to.logits != from)
+        std::copy(from, from + to.size, to.logits);
+    forbid(to, row, history);
+    for (int32_t i = 0; i < row.num_biases; ++i)
+        if (to.has(row.bias_ids[i])) to[row.bias_ids[i]] += row.biases[i];
+    if (row.penalises) penalise(to, row, history, seen);
+}
+
+}  // namespace inflight
