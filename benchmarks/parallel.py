@@ -36,17 +36,18 @@ def _lost(code: int) -> NoReturn:
     raise SystemExit(f"a rank was lost: {code}")
 
 
-def decode_step(step: int) -> RankStep:
-    """256 decodes, of which one in sixteen gets a new block."""
+def decode_step(step: int, num_stages: int) -> RankStep:
+    """256 decodes, of which one in sixteen gets a new block. Stages must be told what an earlier step drew."""
     rows = list(range(NUM_REQUESTS))
     batch = Batch(
         step, rows, [1000 + row for row in rows], [1] * NUM_REQUESTS, [True] * NUM_REQUESTS, NUM_REQUESTS
     )
     batch.tables = [TableUpdate(row, 63, [row * 7]) for row in rows[::16]]
-    return RankStep(batch, [DrawnIds(step - 1, [(row * 7919) % 150_000 for row in rows])])
+    drawn = [DrawnIds(step - 1, [(row * 7919) % 150_000 for row in rows])]
+    return RankStep(batch, drawn if num_stages > 1 else [])
 
 
-def message_cost() -> dict[str, Any]:
+def message_cost(num_stages: int) -> dict[str, Any]:
     """Microseconds that rank 0 takes to tell a step, and that a rank takes to read it."""
     library = native_library()
     assert library is not None
@@ -67,13 +68,13 @@ def message_cost() -> dict[str, Any]:
     reader.start()
     sent = []
     for step in range(MESSAGES):
-        message = decode_step(step)
+        message = decode_step(step, num_stages)
         start = time.perf_counter()
         to.send(encode(message))
         sent.append(time.perf_counter() - start)
         time.sleep(0.0005)  # a step: the reader is asleep again, and must be woken
     reader.join()
-    size = len(encode(decode_step(1)))
+    size = len(encode(decode_step(1, num_stages)))
     return {
         "bytes": size,
         "send_us": 1e6 * statistics.median(sent),
@@ -153,16 +154,24 @@ def main() -> None:
     options = parser.parse_args()
     hidden_size = SHAPES[options.shape]["hidden_size"]
     sums = {str(num_tokens): reduction_cost(num_tokens, hidden_size) for num_tokens in (1, 64, 512)}
-    message, rates = message_cost(), throughput(options)
+    messages = {str(num_stages): message_cost(num_stages) for num_stages in (1, 2)}
+    rates = throughput(options)
     rows = [
-        [f"message of a step with {NUM_REQUESTS} requests: told", message["send_us"], "us, goal: under 50"],
-        ["    read by a rank", message["read_us"], "us"],
+        *(
+            [
+                f"message of a step with {NUM_REQUESTS} requests, stages: {num_stages}",
+                message["send_us"],
+                "us, goal: under 50",
+            ]
+            for num_stages, message in messages.items()
+        ),
+        ["    read by a rank", messages["1"]["read_us"], "us"],
         *([f"sum of {tokens} tokens over 2 ranks", cost, "us"] for tokens, cost in sums.items()),
         [f"one process, {options.shape}", rates["one"], "tokens/s"],
         [f"{options.ranks} ranks", rates["ranks"], "tokens/s"],
         ["share", rates["share"], "goal: 0.85"],
     ]
-    data = {"message": message, "sum_us": sums, "throughput": rates}
+    data = {"messages": messages, "sum_us": sums, "throughput": rates}
     show("Ranks on a CPU", ["", "", ""], rows, options.json, data)
 
 
