@@ -30,6 +30,7 @@ from inflight.triton_utils.pdl import wait_then_launch_dependents
 # GPU has room for so many.
 MAX_PROGRAMS = 64
 _MAX_PROGRAMS = tl.constexpr(MAX_PROGRAMS)
+_ROWS = tl.constexpr(256)  # looked at together
 
 
 @triton.jit(do_not_specialize=["rank", "num_tokens"])
@@ -90,7 +91,7 @@ def sum_kernel(
 def gather_kernel(
     x,  # [num_rows, the rank's columns] float32
     out,  # [num_rows, num_columns] float32
-    wanted,  # [num_rows] int32, 0: nobody reads the row; or None
+    wanted,  # [num_rows] int32, the same on all ranks: how many of each rank's columns are read; or None: all
     peers,
     lost,
     state,
@@ -102,8 +103,12 @@ def gather_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Where nothing is wanted the ranks do not meet, and that is no exchange."""
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     wait_then_launch_dependents(PDL)
+    if wanted is not None:
+        if not _any(wanted, num_rows):
+            return
     number = tl.load(state) + 1
     base, more = num_columns // SIZE, num_columns % SIZE
     num_blocks = tl.cdiv(base + 1, BLOCK)
@@ -128,10 +133,19 @@ def gather_kernel(
 
 
 @triton.jit
+def _any(wanted, num_rows):
+    most = 0
+    for start in range(0, num_rows, _ROWS):
+        row = start + tl.arange(0, _ROWS)
+        most = tl.maximum(most, tl.max(tl.load(wanted + row, mask=row < num_rows, other=0), 0))
+    return most > 0
+
+
+@triton.jit
 def _num_wanted(wanted, row, width):
-    """Columns of a row that are."""
+    """Columns of a row that are, of a rank that has so many."""
     if wanted is not None:
-        width = tl.where(tl.load(wanted + row) != 0, width, 0)
+        width = tl.minimum(tl.load(wanted + row), width)
     return width
 
 
