@@ -21,8 +21,8 @@ from inflight.execution.parallel.peer_collective import PeerCollective, buffer_b
 from inflight.execution.sampling.triton import (
     DrawRows,
     Draws,
-    SamplingWorkspace,
     RankTokens,
+    SamplingWorkspace,
     WantedLogprobs,
     draw,
     draw_by_ranks,
@@ -103,9 +103,7 @@ def measure(kind: str, num_rows: int, vocab_size: int, repeat: int) -> DrawResul
     return DrawResult(kind, num_rows, statistics.median(two), min(two), one)
 
 
-def _capture(
-    stream: torch.cuda.Stream, rank: DrawingRank, part: RankTokens | None
-) -> torch.cuda.CUDAGraph:
+def _capture(stream: torch.cuda.Stream, rank: DrawingRank, part: RankTokens | None) -> torch.cuda.CUDAGraph:
     with torch.cuda.stream(stream):
         rank.draw(part)
     torch.cuda.synchronize()
@@ -137,16 +135,20 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=30)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    results = [measure(kind, rows, args.vocab_size, args.repeat) for kind in KINDS for rows in args.rows]
+    if not args.json:
+        print(
+            f"{'kind':<22} {'rows':>5} {'2 ranks us':>10} {'best':>7} {'1 rank us':>10}   {args.vocab_size} tokens"
+        )
+    results = []
+    for kind in KINDS:
+        for num_rows in args.rows:
+            found = measure(kind, num_rows, args.vocab_size, args.repeat)
+            results.append(found)
+            if not args.json:
+                two = f"{found.two_ranks:>10.1f} {found.best_of_two:>7.1f}"
+                print(f"{found.kind:<22} {found.num_rows:>5} {two} {found.one_rank:>10.1f}", flush=True)
     if args.json:
         print(json.dumps([asdict(result) for result in results]))
-        return
-    print(
-        f"{'kind':<22} {'rows':>5} {'2 ranks us':>10} {'best':>7} {'1 rank us':>10}   {args.vocab_size} tokens"
-    )
-    for found in results:
-        two = f"{found.two_ranks:>10.1f} {found.best_of_two:>7.1f}"
-        print(f"{found.kind:<22} {found.num_rows:>5} {two} {found.one_rank:>10.1f}")
 
 
 if __name__ == "__main__":

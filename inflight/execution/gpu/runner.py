@@ -31,8 +31,8 @@ from inflight.execution.results import (
 )
 from inflight.execution.sampling.triton import (
     DrawRows,
-    SamplingWorkspace,
     RankTokens,
+    SamplingWorkspace,
     draw,
     draw_by_ranks,
     read_logprobs,

@@ -15,8 +15,9 @@ replayed. Program p of a rank
 Two slots are enough: who has all flags of an exchange knows that the others have read what they wanted of the one
 before it, since kernels of a device run one after the other. All ranks launch the same, in the same order.
 
-A kernel that waits for other ranks lets only the next one start early, not all that follow: they would fill the device,
-and where ranks share one, those who are waited for would find no place.
+A sum lets only the next kernel start while it waits for other ranks, not all that follow: they would fill the device,
+and where ranks share one, those who are waited for would find no place. A gather lets none: what draws tokens from it
+has large programs, one for each row.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from inflight.triton_utils.pdl import wait_then_launch_dependents
+from inflight.triton_utils.pdl import launch_dependents, wait, wait_then_launch_dependents
 
 # All programs of a kernel must run at the same time: one without a place would keep those of other ranks waiting. Every
 # GPU has room for so many.
@@ -105,7 +106,7 @@ def gather_kernel(
 ):
     """Where nothing is wanted the ranks do not meet, and that is no exchange."""
     program, num_programs = tl.program_id(0), tl.num_programs(0)
-    wait_then_launch_dependents(PDL)
+    wait(PDL)
     if wanted is not None:
         if not _any(wanted, num_rows):
             return
@@ -120,6 +121,7 @@ def gather_kernel(
         place = row * width + column
         tl.store(mine + place, tl.load(x + place, mask=live), mask=live)
     _meet(peers, lost, rank, program, number, SIZE)
+    launch_dependents(PDL)
     for unit in range(program, num_rows * num_blocks, num_programs):
         row, column = unit // num_blocks, (unit % num_blocks) * BLOCK + tl.arange(0, BLOCK)
         for peer in tl.static_range(SIZE):
