@@ -21,8 +21,7 @@ from inflight.attention.triton.planner import AttentionPlanner
 from inflight.attention.triton.rope_write import rope_write
 from inflight.attention.triton.step import Items
 from inflight.attention.triton.tuning import choose as choose_tuning
-from inflight.execution.sampling import SamplingRows
-from inflight.execution.sampling.triton import SamplingWorkspace, draw
+from inflight.execution.sampling.triton import DrawRows, Draws, SamplingWorkspace, WantedLogprobs, draw
 from inflight.layers.kernels import Residual
 from inflight.layers.rotary import Rope
 from inflight.layers.triton.elementwise import gate, rms_norm
@@ -274,17 +273,18 @@ def sampling_cases(bench: Bench) -> Iterator[Case]:
         for num_rows in bench.tokens:
             if num_rows > 256:
                 continue
-            state = SamplingRows(num_rows, bench.vocab, bench.device)
+            state = DrawRows(num_rows, bench.vocab, bench.device)
             requests = [RowRequest.of(Request("r", [0], params, 4, seed=row)) for row in range(num_rows)]
-            state.set_many(list(enumerate(requests)))
-            rows = torch.arange(num_rows, dtype=torch.int32, device=bench.device)
-            lengths = torch.ones_like(rows)
             tokens = torch.zeros(num_rows, 4, dtype=torch.int32, device=bench.device)
-            out_ids, out_bad = torch.zeros_like(rows), torch.zeros_like(rows)
+            state.set_many(list(enumerate(requests)), tokens)
+            rows = torch.arange(num_rows, dtype=torch.int32, device=bench.device)
+            zeros, ones = torch.zeros_like(rows), torch.ones_like(rows)
+            nothing = WantedLogprobs(-ones, zeros, ones[:1], zeros)
+            draws = Draws(rows, ones, zeros.clone(), zeros.clone(), nothing)
             workspace = SamplingWorkspace.allocate(num_rows, bench.vocab, bench.device)
             copies = num_copies(4 * num_rows * bench.vocab, most=8)
             calls: list[Call] = [
-                _bind(draw, logits.float() * 3, rows, lengths, state, tokens, out_ids, out_bad, workspace)
+                _bind(draw, logits.float() * 3, draws, state, tokens, workspace)
                 for logits in (bench.randn(num_rows, bench.vocab) for _ in range(copies))
             ]
             yield Case("sampling", f"{label} S={num_rows}", "triton", calls, 4 * num_rows * bench.vocab)

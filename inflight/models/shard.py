@@ -28,7 +28,8 @@ class Collective(Protocol):
 
     def gather(self, x: Tensor, widths: Sequence[int], wanted: Tensor | None = None) -> Tensor:
         """The columns of all ranks side by side, [n, sum of widths]: on rank 0, or where all ranks sample on each. Who
-        does not get them gets its own x. Rows of which nothing is `wanted` [n] (0) may be anything."""
+        does not get them gets its own x. Of each row so many columns of every rank are `wanted` [n] int32, the same on
+        all ranks; what is not wanted may be anything."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,19 @@ def launch_dependents_then_wait(PDL: tl.constexpr):
 @triton.jit
 def wait_then_launch_dependents(PDL: tl.constexpr):
     """Wait until all before are done and their writes can be seen, then let the next kernel start."""
+    wait(PDL)
+    launch_dependents(PDL)
+
+
+@triton.jit
+def wait(PDL: tl.constexpr):
+    """The first half of `wait_then_launch_dependents`, for kernels that have more to wait for."""
     if PDL:
         gdc_wait()
+
+
+@triton.jit
+def launch_dependents(PDL: tl.constexpr):
+    """The second half. A kernel that ends without it lets the next one start then."""
+    if PDL:
         gdc_launch_dependents()

@@ -16,10 +16,10 @@ from inflight.events import PositionLogprobs
 from inflight.execution.sampling import IS_NOT_FINITE
 from inflight.execution.sampling.triton import (
     DrawRows,
+    Draws,
     SamplingWorkspace,
     WantedLogprobs,
     draw,
-    offer,
     read_logprobs,
     score_all,
 )
@@ -96,55 +96,41 @@ class KernelBench:
         self.rows.set_many(requests, self.tokens)
         self.workspace = SamplingWorkspace.allocate(len(bench.jobs) + 2, self.vocab_size, DEVICE, group)
 
-    def draw(self, entries: list[int], num_ranks: int = 1) -> Drawn:
-        """For these jobs, from where they are; -1 is a padding entry. Several ranks have some tokens each, and of rows
-        that their offers settle nobody has the logits."""
+    def draw(self, entries: list[int]) -> Drawn:
+        """For these jobs, from where they are; -1 is a padding entry."""
+        draws, logits, counts = self.asked(entries)
+        draw(logits, draws, self.rows, self.tokens, self.workspace)
+        return self.found(draws, counts)
+
+    def asked(self, entries: list[int]) -> tuple[Draws, Tensor, list[int]]:
+        """Also their logits, and how many log-probabilities they want told."""
         jobs, rows = self.bench.jobs, self.bench.rows
         nothing = np.full(self.vocab_size, np.nan, dtype=np.float32)
         logits = np.stack([jobs[i].logits if i >= 0 else nothing for i in entries])
         lengths = [len(jobs[i].token_ids) if i >= 0 else 0 for i in entries]
         counts = [int(self.rows._num_logprobs[rows[i]]) if i >= 0 else -1 for i in entries]
-        wanted = wanted_logprobs(counts)
-        ids = _ints([UNTOUCHED] * len(entries))
-        bad = _ints([UNTOUCHED] * len(entries))
-        there, places = (
-            torch.from_numpy(logits).to(DEVICE),
-            _ints([rows[i] if i >= 0 else -1 for i in entries]),
+        draws = Draws(
+            ints([rows[i] if i >= 0 else -1 for i in entries]),
+            ints(lengths),
+            ints([UNTOUCHED] * len(entries)),
+            ints([UNTOUCHED] * len(entries)),
+            wanted_logprobs(counts),
         )
-        offers = None
-        if num_ranks > 1:
-            found, first = [], 0
-            for part in there.tensor_split(num_ranks, dim=1):
-                found.append(offer(part, first, places, _ints(lengths), self.rows, self.workspace))
-                first += part.shape[1]
-            offers = torch.cat([offered for offered, _ in found], dim=1)
-            there[found[0][1] == 0] = torch.nan
-            for left in self.workspace.between():
-                left.fill_(torch.nan if left.is_floating_point() else -1)
-        draw(
-            there,
-            places,
-            _ints(lengths),
-            self.rows,
-            self.tokens,
-            ids,
-            bad,
-            self.workspace,
-            wanted,
-            offers,
-        )
-        return Drawn(ids.tolist(), bad.tolist(), self.tokens.cpu(), told(wanted, counts))
+        return draws, torch.from_numpy(logits).to(DEVICE), counts
+
+    def found(self, draws: Draws, counts: list[int]) -> Drawn:
+        return Drawn(draws.ids.tolist(), draws.bad.tolist(), self.tokens.cpu(), told(draws.logprobs, counts))
 
 
-def _ints(values: list[int]) -> Tensor:
+def ints(values: list[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
 
 def wanted_logprobs(counts: list[int]) -> WantedLogprobs:
     places = np.cumsum([count >= 0 for count in counts]) - 1
     width = 1 + max(0, *counts)
-    results = _ints([UNTOUCHED] * (len(counts) * 3 * width))
-    return WantedLogprobs(_ints(counts), _ints(places.tolist()), _ints([width]), results)
+    results = ints([UNTOUCHED] * (len(counts) * 3 * width))
+    return WantedLogprobs(ints(counts), ints(places.tolist()), ints([width]), results)
 
 
 def told(wanted: WantedLogprobs, counts: list[int]) -> dict[int, PositionLogprobs]:
@@ -214,31 +200,6 @@ def test_any_mixture_of_rows_draws_what_the_torch_sampler_draws(
     agree(jobs, group)
 
 
-@pytest.mark.parametrize(("num_ranks", "kind"), [(2, "ties"), (3, "holes")])
-def test_ranks_that_have_some_tokens_each_draw_what_one_draws(num_ranks: int, kind: str) -> None:
-    """Rows without wishes by what each rank offers, without the logits of the others."""
-    rng = np.random.default_rng(num_ranks)
-    plain: list[dict[str, Any]] = [
-        {"temperature": 0},
-        {"temperature": 0, "top_k": 7},
-        {"temperature": 0.7},
-        {},
-    ]
-    options = [*plain, *plain, *MIXTURE[4:18:5], *SPECIAL[:13:3]]
-    jobs = [job(some_logits(rng, 600, kind), seed=i, **option) for i, option in enumerate(options)]
-    jobs[5].logits[[3, 599]] = 50.0  # the lower one, of the first rank
-    jobs[6].logits[599] = np.nan
-    bench = Bench(jobs, max_rows=len(jobs) + 1, device=DEVICE)
-    entries = [*range(len(jobs)), -1]
-    one, several = (KernelBench(bench, 8).draw(entries, ranks) for ranks in (1, num_ranks))
-    assert several.ids[:6] == one.ids[:6]
-    assert several.ids[7:] == one.ids[7:]
-    assert one.bad[6] == IS_NOT_FINITE
-    assert several.bad == one.bad
-    assert several.logprobs == one.logprobs
-    assert one.ids[5] == 3
-
-
 def test_of_equal_logits_the_lower_ids_are_allowed() -> None:
     flat = [-0.0, 0.0] * 300
     jobs = [job(flat, top_k=4, seed=seed) for seed in range(3)]
@@ -285,11 +246,11 @@ def test_tokens_are_written_behind_the_row_and_padding_writes_nothing() -> None:
 
 @pytest.mark.parametrize("shape", [(3, 512), (2, 513)])
 def test_a_workspace_that_is_too_small_is_refused(shape: tuple[int, int]) -> None:
-    ints = _ints([0] * shape[0])
+    zeros = ints([0] * shape[0])
     rows, workspace = DrawRows(1, 512, DEVICE), SamplingWorkspace.allocate(2, 512, DEVICE, group=8)
-    logits, wanted = torch.zeros(shape, device=DEVICE), wanted_logprobs([-1] * shape[0])
+    draws = Draws(zeros, zeros, zeros, zeros, wanted_logprobs([-1] * shape[0]))
     with pytest.raises(EngineError, match="at most 2 x 512"):
-        draw(logits, ints, ints, rows, ints, ints, ints, workspace, wanted)
+        draw(torch.zeros(shape, device=DEVICE), draws, rows, zeros, workspace)
 
 
 def test_what_is_seen_and_forbidden_is_kept_up_by_the_steps() -> None:
@@ -330,7 +291,7 @@ def test_logits_that_nothing_is_drawn_from_are_scored() -> None:
         targets = [int(i) for i in rng.integers(0, 700, 6)]
         workspace = SamplingWorkspace.allocate(6, 700, DEVICE, group=8)
         count = 20 if kind == "plain" else 3
-        found = score_all(torch.from_numpy(logits).to(DEVICE), _ints(targets), count, workspace)
+        found = score_all(torch.from_numpy(logits).to(DEVICE), ints(targets), count, workspace)
         for entry, position in enumerate(read_logprobs(found.cpu(), [count] * 6, 1 + count)):
             x = logits[entry].astype(np.float64)
             normalised = x - x.max() - np.log(np.exp(x - x.max()).sum())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -16,13 +16,26 @@ from inflight.execution.gpu.runner import GpuRunner
 from inflight.execution.parallel.rank_process import RankProcess
 from inflight.execution.parallel.runner import MirroredRunner
 
-PROMPTS = [[i * 7 % 500 + 1 for i in range(length)] for length in (3, 17, 60, 33, 9)]
+PROMPTS = [[i * 7 % 500 + 1 for i in range(length)] for length in (3, 17, 60, 33, 9, 21, 5)]
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=2),
     SamplingParams(temperature=0.9, top_k=20, seed=7, repetition_penalty=1.2, max_tokens=24, ignore_eos=True),
     SamplingParams(temperature=1.2, top_p=0.8, seed=3, max_tokens=24, ignore_eos=True),
     SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, prompt_logprobs=1),
     SamplingParams(temperature=0.7, seed=1, logit_bias={5: 3.0}, max_tokens=24, ignore_eos=True),
+    SamplingParams(
+        temperature=1.1,
+        top_k=40,
+        top_p=0.9,
+        min_p=0.02,
+        presence_penalty=0.5,
+        seed=5,
+        logprobs=3,
+        allowed_token_ids=list(range(3, 250)),
+        max_tokens=24,
+        ignore_eos=True,
+    ),
+    SamplingParams(temperature=1.5, seed=9, logprobs=0, bad_words=["the"], max_tokens=24, ignore_eos=True),
 ]
 
 
@@ -37,7 +50,13 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def answers(**options: Any) -> list[list[int]]:
+class RankAnswer(NamedTuple):
+    token_ids: list[int]
+    logprobs: list[float]  # of all tokens that were told, and their ranks
+    ranks: list[int]
+
+
+def answers(**options: Any) -> list[RankAnswer]:
     sizes: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 16, "max_num_batched_tokens": 64}
     with LLM(show_progress=False, **sizes | {"num_blocks": 400} | options) as llm:
         outputs = llm.generate(PROMPTS * 2, PARAMS * 2, use_tqdm=False)
@@ -45,19 +64,28 @@ def answers(**options: Any) -> list[list[int]]:
         if isinstance(runner, MirroredRunner):
             assert isinstance(runner._runner, GpuRunner)
             assert isinstance(runner._runner.steps, StepGraphs)  # with the sums inside
-        return [output.outputs[0].token_ids for output in outputs]
+    found = []
+    for output in outputs:
+        (sequence,) = output.outputs
+        told = [each for position in sequence.logprobs or () for each in position.values()]
+        found.append(RankAnswer(sequence.token_ids, [t.logprob for t in told], [t.rank for t in told]))
+    return found
 
 
 @pytest.fixture(scope="module")
-def expected() -> list[list[int]]:
+def expected() -> list[RankAnswer]:
     return answers()
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_several_ranks_on_one_device(expected: list[list[int]], case: str) -> None:
+def test_several_ranks_on_one_device(expected: list[RankAnswer], case: str) -> None:
     found = answers(**CASES[case])
     # A sum that rounds the other way may turn one draw in thousands; the answer after it differs.
-    assert sum(a == b for a, b in zip(found, expected, strict=True)) >= len(expected) - 1
+    same = [(a, b) for a, b in zip(found, expected, strict=True) if a.token_ids == b.token_ids]
+    assert len(same) >= len(expected) - 1
+    for one, other in same:
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-3)
+        assert sum(a != b for a, b in zip(one.ranks, other.ranks, strict=True)) <= len(one.ranks) // 20
 
 
 def test_ranks_that_share_a_device_must_be_told_their_blocks() -> None:

@@ -14,21 +14,17 @@ from inflight.attention.triton.step import AttentionWorkspace, Items, TritonStep
 from inflight.execution.gpu.host_step import HostStep, Ints, Layout, put, put_items, staging
 from inflight.execution.gpu.rows import DeviceRows, StepTokens, TableUpdates, open_step
 from inflight.execution.gpu.shapes import Buckets, StepShape
-from inflight.execution.sampling.triton import MAX_LOGPROBS, WantedLogprobs
+from inflight.execution.sampling.triton import MAX_LOGPROBS, Draws, WantedLogprobs
 
 MIN_UPDATES = 32  # table updates that every shape has room for
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """What a step samples, [S] int32 each, and where the results go."""
+    """What a step samples."""
 
-    tokens: Tensor  # the last token of each sampling entry
-    rows: Tensor  # below 0 where nothing is drawn
-    lengths: Tensor
-    ids: Tensor
-    bad: Tensor
-    logprobs: WantedLogprobs
+    tokens: Tensor  # [S] int32: the last token of each sampling entry
+    draws: Draws  # rows are below 0 where nothing is drawn
 
 
 class DeviceStep:
@@ -181,7 +177,8 @@ class DeviceStep:
         logprobs = WantedLogprobs(
             part["logprob_counts"], part["logprob_places"], part["logprob_width"], self._logprobs
         )
-        return Samples(part["sample_tokens"], part["sample_rows"], part["sample_lengths"], ids, bad, logprobs)
+        draws = Draws(part["sample_rows"], part["sample_lengths"], ids, bad, logprobs)
+        return Samples(part["sample_tokens"], draws)
 
     def results(self, shape: StepShape) -> Tensor:
         """[2, S] int32: token ids, and whether and how the entry is bad."""

@@ -17,7 +17,7 @@ from inflight.events import PositionLogprobs, RequestFailure
 from inflight.execution.constrained_rows import ConstrainedRows, StepMasks
 from inflight.execution.device import event_on, to_host, wait_for, watched
 from inflight.execution.forward import StageLinks
-from inflight.execution.gpu.device_step import DeviceStep, Samples
+from inflight.execution.gpu.device_step import DeviceStep
 from inflight.execution.gpu.graphs import EagerSteps, StepGraphs
 from inflight.execution.gpu.host_step import HostStep, host_step
 from inflight.execution.gpu.rows import DeviceRows
@@ -30,11 +30,11 @@ from inflight.execution.results import (
     failure,
 )
 from inflight.execution.sampling.triton import (
-    OFFER,
     DrawRows,
+    RankTokens,
     SamplingWorkspace,
     draw,
-    offer,
+    draw_by_ranks,
     read_logprobs,
     score_all,
 )
@@ -148,6 +148,10 @@ class GpuRunner:
         self.scored = ScoredRows()
         self.pooled = PooledRows()
         self.draw_workspace = SamplingWorkspace.allocate(max_rows, num_drawn_from, device)
+        shard = decoder.shard
+        self._vocabulary: RankTokens | None = None
+        if shard.collective is not None:
+            self._vocabulary = RankTokens(shard.vocab.start, shard.vocab_sizes, shard.collective)
         processors = _num_processors(device)
         planner = AttentionPlanner(
             decoder.attention.tuning, spec.num_kv_heads, block_size, max_rows, processors
@@ -252,30 +256,12 @@ class GpuRunner:
 
     def _draw(self, shape: StepShape, hidden: Tensor) -> None:
         samples = self.step.samples(shape)
-        logits, offers = self._logits(hidden[samples.tokens] if shape.scores else hidden, samples)
-        draw(
-            logits,
-            samples.rows,
-            samples.lengths,
-            self.sampling,
-            self.rows.tokens,
-            samples.ids,
-            samples.bad,
-            self.draw_workspace,
-            samples.logprobs,
-            offers,
-        )
-
-    def _logits(self, hidden: Tensor, samples: Samples) -> tuple[Tensor, Tensor | None]:
-        """What tokens are drawn from. Of several ranks, what all of them offer, and all logits of rows for which that
-        is not enough."""
-        shard, own = self.decoder.shard, self.decoder.own_logits(hidden)
-        if shard.collective is None:
-            return own, None
-        first_id, rows, lengths = shard.vocab.start, samples.rows, samples.lengths
-        mine, wanted = offer(own, first_id, rows, lengths, self.sampling, self.draw_workspace)
-        offers = shard.collective.gather(mine, [OFFER] * shard.size)
-        return shard.collective.gather(own, shard.vocab_sizes, wanted), offers
+        logits = self.decoder.own_logits(hidden[samples.tokens] if shape.scores else hidden)
+        state, tokens, workspace = self.sampling, self.rows.tokens, self.draw_workspace
+        if self._vocabulary is None:
+            draw(logits, samples.draws, state, tokens, workspace)
+        else:
+            draw_by_ranks(logits, self._vocabulary, samples.draws, state, tokens, workspace)
 
     def _score_prompts(self, batch: Batch, hidden: Tensor) -> list[tuple[int, ToldLogprobs]]:
         """The logprobs of prompt tokens that this step predicts. hidden [T, hidden_size]"""

@@ -25,13 +25,13 @@ class HostCollective:
     def sum(self, x: Tensor) -> Tensor:
         return x.copy_(self._shared.sum(x.float().cpu()))
 
-    def gather(
-        self,
-        x: Tensor,
-        widths: Sequence[int],
-        wanted: Tensor | None = None,  # noqa: ARG002
-    ) -> Tensor:
-        first = sum(widths[: self._shared.rank])
-        columns = torch.zeros(len(x), sum(widths))
-        columns[:, first : first + x.shape[1]] = x.cpu()
-        return self._shared.sum(columns).to(x.device)
+    def gather(self, x: Tensor, widths: Sequence[int], wanted: Tensor | None = None) -> Tensor:
+        """Rows of which nothing is wanted stay where they are."""
+        first, width = sum(widths[: self._shared.rank]), sum(widths)
+        out = torch.empty(len(x), width, device=x.device)
+        rows = slice(None) if wanted is None else wanted.nonzero()[:, 0]
+        mine = x[rows].cpu()
+        columns = torch.zeros(len(mine), width)
+        columns[:, first : first + x.shape[1]] = mine
+        out[rows] = self._shared.sum(columns).to(x.device)
+        return out

@@ -12,7 +12,7 @@ from inflight.execution.parallel.triton.peer_kernels import MAX_PROGRAMS, gather
 from inflight.layers.triton.next_norm import NextNorm, allocate_next_norm
 from inflight.triton_utils.pdl import launch_options, supports_pdl
 
-_BLOCK = 4096  # columns that a gather copies at once
+_BLOCK = 4096  # columns that a gather copies at once, at most
 
 
 def buffer_bytes(size: int, slot: int) -> int:
@@ -64,11 +64,12 @@ class PeerCollective:
         x = x.to(torch.float32).contiguous()
         out = torch.empty(len(x), sum(widths), dtype=torch.float32, device=x.device)
         at_once = self.slot // (4 * max(widths))
+        block = min(_BLOCK, triton.next_power_of_2(out.shape[1] // self._size + 1))
         for first in range(0, len(x), at_once):
             rows = slice(first, first + at_once)
             to = out[rows]
             num_rows, num_columns = to.shape
-            num_units = num_rows * triton.cdiv(num_columns // self._size + 1, _BLOCK)
+            num_units = num_rows * triton.cdiv(num_columns // self._size + 1, block)
             gather_kernel[(min(num_units, MAX_PROGRAMS),)](
                 x[rows],
                 to,
@@ -77,7 +78,7 @@ class PeerCollective:
                 num_columns,
                 self.slot,
                 SIZE=self._size,
-                BLOCK=_BLOCK,
+                BLOCK=block,
                 PDL=self._pdl,
                 num_warps=8,
                 **launch_options(self._pdl),

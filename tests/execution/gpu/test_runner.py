@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from inflight import LLM, SamplingParams, loading
 from inflight.attention.triton import rope_write
@@ -14,7 +17,9 @@ from inflight.attention.triton.decode import decode_attention
 from inflight.attention.triton.tuning import Tuning, choose
 from inflight.errors import DeviceLostError
 from inflight.execution import device
+from inflight.execution.gpu.runner import GpuRunner
 from inflight.execution.platforms import platform
+from inflight.models.decoder import Decoder
 from inflight.scheduling import Batch
 from tests.checkpoints import write_checkpoint
 from tests.execution.gpu.interpreted import InterpretedPlatform
@@ -151,6 +156,34 @@ def test_the_step_draws_and_tells_what_the_cpu_does(
             assert [p.logprob for p in position.values()] == pytest.approx(
                 [p.logprob for p in other.values()], abs=1e-4
             )
+
+
+class AllTokens:
+    """Implements `Collective` for the one rank that has all tokens."""
+
+    capturable = False
+
+    def sum(self, x: Tensor) -> Tensor:
+        return x
+
+    def gather(self, x: Tensor, widths: Sequence[int], wanted: Tensor | None = None) -> Tensor:
+        assert widths == [x.shape[1]]
+        assert wanted is not None
+        return x.masked_fill(wanted[:, None] == 0, torch.nan)
+
+
+def test_a_rank_draws_from_what_all_ranks_offer(
+    folder: Path, interpreted: InterpretedPlatform, on_the_cpu: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create = GpuRunner.__init__
+
+    def join(self: GpuRunner, decoder: Decoder, *args: Any, **options: Any) -> None:
+        decoder.shard = replace(decoder.shard, collective=AllTokens())
+        create(self, decoder, *args, **options)
+
+    monkeypatch.setattr(GpuRunner, "__init__", join)
+    assert answers(folder, greedy()) == on_the_cpu
+    assert interpreted.runners
 
 
 def test_prompt_logprobs_are_those_of_the_cpu(

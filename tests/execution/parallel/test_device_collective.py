@@ -44,6 +44,21 @@ def test_a_process_group_of_torch() -> None:
         assert torch.equal(columns, torch.cat(parts, dim=1))
 
 
+def test_through_the_host_only_rows_that_are_wanted_move() -> None:
+    parts = [torch.randn(3, 5), torch.randn(3, 4)]
+
+    def work(rank: int, shared: SharedCollective) -> tuple[Tensor, Tensor]:
+        ranks = HostCollective(shared)
+        wanted = torch.tensor([4, 0, 1], dtype=torch.int32)
+        ranks.gather(parts[rank], [5, 4], torch.zeros_like(wanted))
+        return ranks.gather(parts[rank], [5, 4]), ranks.gather(parts[rank], [5, 4], wanted)[::2]
+
+    whole = torch.cat(parts, dim=1)
+    for every, some in together(2, work):
+        assert torch.equal(every, whole)
+        assert torch.equal(some, whole[::2])
+
+
 class Way:
     """A collective that says who it is."""
 

@@ -107,16 +107,31 @@ def test_columns_side_by_side(rank: int, size: int, num_columns: int) -> None:
     assert torch.equal(ranks.collective.gather(parts[rank], widths), whole)
 
 
-def test_rows_that_nobody_wants_are_not_gathered() -> None:
+def test_columns_that_nobody_wants_are_not_gathered() -> None:
     ranks = OneOfSeveral(0, 2)
-    parts = torch.randn(2, 3, 4, device=DEVICE)
+    parts = torch.randn(2, 4, 5, device=DEVICE)
     ranks.others_give(parts)
-    found = ranks.collective.gather(
-        parts[0], [4, 4], torch.tensor([1, 0, 1], dtype=torch.int32, device=DEVICE)
-    )
+    found = ranks.collective.gather(parts[0], [5, 5], ints([9, 0, 2, 5]))
     given = torch.cat(list(parts), dim=1)
-    assert torch.equal(found[::2], given[::2])
+    assert torch.equal(found[::3], given[::3])
     assert not torch.equal(found[1], given[1])
+    assert torch.equal(found[2, [0, 1, 5, 6]], given[2, [0, 1, 5, 6]])
+    assert not torch.equal(found[2], given[2])
+
+
+def test_where_nothing_is_wanted_nobody_is_waited_for() -> None:
+    """Also among rows that are gathered piece by piece, and it is no exchange."""
+    ranks = OneOfSeveral(1, 2)
+    rows = SLOT // (4 * 5)
+    parts = torch.randn(2, 2 * rows, 5, device=DEVICE)
+    ranks.collective.gather(parts[1], [5, 5], ints([0] * 2 * rows))
+    ranks.others_give(parts[:, rows:])
+    found = ranks.collective.gather(parts[1], [5, 5], ints([0] * rows + [5] * rows))
+    assert torch.equal(found[rows:], torch.cat(list(parts[:, rows:]), dim=1))
+
+
+def ints(values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
 
 def test_a_rank_that_is_lost_is_not_waited_for() -> None:

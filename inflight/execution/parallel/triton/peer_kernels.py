@@ -15,8 +15,9 @@ replayed. Program p of a rank
 Two slots are enough: who has all flags of an exchange knows that the others have read what they wanted of the one
 before it, since kernels of a device run one after the other. All ranks launch the same, in the same order.
 
-A kernel that waits for other ranks lets only the next one start early, not all that follow: they would fill the device,
-and where ranks share one, those who are waited for would find no place.
+A sum lets only the next kernel start while it waits for other ranks, not all that follow: they would fill the device,
+and where ranks share one, those who are waited for would find no place. A gather lets none: what draws tokens from it
+has large programs, one for each row.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from inflight.triton_utils.pdl import wait_then_launch_dependents
+from inflight.triton_utils.pdl import launch_dependents, wait, wait_then_launch_dependents
 
 # All programs of a kernel must run at the same time: one without a place would keep those of other ranks waiting. Every
 # GPU has room for so many.
 MAX_PROGRAMS = 64
 _MAX_PROGRAMS = tl.constexpr(MAX_PROGRAMS)
+_ROWS = tl.constexpr(256)  # looked at together
 
 
 @triton.jit(do_not_specialize=["rank", "num_tokens"])
@@ -90,7 +92,7 @@ def sum_kernel(
 def gather_kernel(
     x,  # [num_rows, the rank's columns] float32
     out,  # [num_rows, num_columns] float32
-    wanted,  # [num_rows] int32, 0: nobody reads the row; or None
+    wanted,  # [num_rows] int32, the same on all ranks: how many of each rank's columns are read; or None: all
     peers,
     lost,
     state,
@@ -102,8 +104,12 @@ def gather_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Where nothing is wanted the ranks do not meet, and that is no exchange."""
     program, num_programs = tl.program_id(0), tl.num_programs(0)
-    wait_then_launch_dependents(PDL)
+    wait(PDL)
+    if wanted is not None:
+        if not _any(wanted, num_rows):
+            return
     number = tl.load(state) + 1
     base, more = num_columns // SIZE, num_columns % SIZE
     num_blocks = tl.cdiv(base + 1, BLOCK)
@@ -115,6 +121,7 @@ def gather_kernel(
         place = row * width + column
         tl.store(mine + place, tl.load(x + place, mask=live), mask=live)
     _meet(peers, lost, rank, program, number, SIZE)
+    launch_dependents(PDL)
     for unit in range(program, num_rows * num_blocks, num_programs):
         row, column = unit // num_blocks, (unit % num_blocks) * BLOCK + tl.arange(0, BLOCK)
         for peer in tl.static_range(SIZE):
@@ -128,10 +135,19 @@ def gather_kernel(
 
 
 @triton.jit
+def _any(wanted, num_rows):
+    most = 0
+    for start in range(0, num_rows, _ROWS):
+        row = start + tl.arange(0, _ROWS)
+        most = tl.maximum(most, tl.max(tl.load(wanted + row, mask=row < num_rows, other=0), 0))
+    return most > 0
+
+
+@triton.jit
 def _num_wanted(wanted, row, width):
-    """Columns of a row that are."""
+    """Columns of a row that are, of a rank that has so many."""
     if wanted is not None:
-        width = tl.where(tl.load(wanted + row) != 0, width, 0)
+        width = tl.minimum(tl.load(wanted + row), width)
     return width
 
 

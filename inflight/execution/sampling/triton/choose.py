@@ -36,8 +36,16 @@ from inflight.execution.sampling.triton.layout import (
     padded,
 )
 from inflight.execution.sampling.triton.noise import race_key, race_scores
-from inflight.execution.sampling.triton.offers import best_offer
-from inflight.execution.sampling.triton.race import LOG2_E, NO_TOKEN, best_of, ids_of_chunk, settled_by_race
+from inflight.execution.sampling.triton.offered import best_offer, best_offered
+from inflight.execution.sampling.triton.offers import LISTS, list_sizes
+from inflight.execution.sampling.triton.race import (
+    FEW,
+    LOG2_E,
+    NO_TOKEN,
+    best_of,
+    ids_of_chunk,
+    settled_by_offers,
+)
 from inflight.execution.sampling.triton.ranking import (
     LEAST_KEY,
     comes_before,
@@ -98,7 +106,7 @@ def choose_kernel(
     chunks = tl.arange(0, CHUNKS)
     num_written = num_chunks
     if offers is not None:
-        num_written = tl.where(settled_by_race(table, row), 0, num_chunks)
+        num_written = tl.where(settled_by_offers(table, row), 0, num_chunks)
     exists = chunks < num_written
     place = entry * num_chunks + chunks
     scores = tl.load(chunk_scores + place, mask=exists, other=-float("inf"))
@@ -107,7 +115,7 @@ def choose_kernel(
     top = tl.max(tops, 0)
     _, token_id = best_of(scores, ids)
     if offers is not None:
-        if settled_by_race(table, row):
+        if settled_by_offers(table, row):
             token_id, top = best_offer(offers, entry, RANKS)
     bad = tl.abs(top) == float("inf")
 
@@ -127,11 +135,26 @@ def choose_kernel(
         )
         usable = (groups < num_groups) & (greatest * inverse_temperature >= floor)
         keys = tl.where(usable, key_of(greatest), LEAST_KEY)
-        if (k > 0) & (k <= CANDIDATES // 2):
+        if (k > 0) & (k <= FEW):
+            if offers is None:
+                listed, few = space
+                found, few_ids, count = sorted_top(
+                    x, vocab_size, listed, few, keys, k, top, GROUPS, GROUP, TILE, CANDIDATES
+                )
+            else:
+                num_told, _few = list_sizes(table, row)
+                found, few_ids, count = best_offered(
+                    offers,
+                    entry,
+                    LISTS + 2 * num_told,
+                    k,
+                    candidates + entry * 4 * CANDIDATES,
+                    RANKS,
+                    CANDIDATES,
+                )
             token_id = _of_few(
-                x, vocab_size, space, keys, top, inverse_temperature, floor, k, p, first, second,
-                GROUPS, GROUP, TILE, CANDIDATES,
-            )  # fmt: skip
+                found, few_ids, count, top, inverse_temperature, floor, p, first, second, CANDIDATES
+            )
         else:
             whole_mass = 0.0
             if p < 1 and k == 0 and log_p == -float("inf"):
@@ -158,15 +181,8 @@ def choose_kernel(
 
 
 @triton.jit
-def _of_few(
-    logits, vocab_size, space, keys, top, inverse_temperature, floor, k, p, first, second,
-    GROUPS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, CANDIDATES: tl.constexpr,
-):  # fmt: skip
-    """The winner of the race among the top k, as far as min_p and then top_p allow them."""
-    group_list, candidates = space
-    found, ids, count = sorted_top(
-        logits, vocab_size, group_list, candidates, keys, k, top, GROUPS, GROUP, TILE, CANDIDATES
-    )
+def _of_few(found, ids, count, top, inverse_temperature, floor, p, first, second, CANDIDATES: tl.constexpr):
+    """The winner of the race among the top k, as far as min_p and then top_p allow them. Keys and ids [CANDIDATES]."""
     c = tl.arange(0, CANDIDATES)
     x = value_of(found)
     kept = (c < count) & (x * inverse_temperature >= floor)

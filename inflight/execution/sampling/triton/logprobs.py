@@ -5,7 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from inflight.execution.sampling.triton.race import LOG2_E, ids_of_chunk, load_chunk, store_chunk
+from inflight.execution.sampling.triton.offered import best_offered, counted_rank, offered_mass
+from inflight.execution.sampling.triton.offers import LISTS, mass_of_parts
+from inflight.execution.sampling.triton.race import ids_of_chunk, load_chunk, store_chunk
 from inflight.execution.sampling.triton.ranking import (
     LEAST_KEY,
     key_of,
@@ -49,6 +51,9 @@ def logprobs_kernel(
     group_tops,  # [S, num_groups]
     group_list,  # [S, num_groups] int32: space
     candidates,  # [S, 4 * CANDIDATES] int32: space
+    offers,  # of several ranks, this and the next two: see `Offered`; or None
+    counted,
+    is_counted,
     results,  # [places, 3, width] int32: ids, log-probabilities as bits, ranks; the target's first
     vocab_size,
     num_chunks,
@@ -59,6 +64,7 @@ def logprobs_kernel(
     GROUP: tl.constexpr,
     TILE: tl.constexpr,
     CANDIDATES: tl.constexpr,
+    RANKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     entry = tl.program_id(0)
@@ -66,12 +72,20 @@ def logprobs_kernel(
     launch_dependents_then_wait(PDL)
     if count < 0:
         return
+    width = tl.load(widths)
+    result = results + place * 3 * width
+    target = tl.load(targets + entry)
+    space = candidates + entry * 4 * CANDIDATES
+    if offers is not None:
+        if tl.load(is_counted + entry) != 0:
+            _tell_offered(offers, counted, entry, target, count, space, result, width, RANKS, CANDIDATES)
+            return
     chunks = tl.arange(0, CHUNKS)
     at = entry * num_chunks + chunks
     chunk_tops = tl.load(tops + at, mask=chunks < num_chunks, other=-float("inf"))
-    top = tl.max(chunk_tops, 0)
-    mass = tl.load(masses + at, mask=chunks < num_chunks, other=0.0)
-    log_mass = tl.log(tl.sum(mass * tl.exp2((chunk_tops - top) * LOG2_E), 0))
+    chunk_masses = tl.load(masses + at, mask=chunks < num_chunks, other=0.0)
+    top, mass = mass_of_parts(chunk_tops, chunk_masses)
+    log_mass = tl.log(mass)
 
     x = logits + entry.to(tl.int64) * logits_stride
     listed = group_list + entry * num_groups
@@ -80,30 +94,49 @@ def logprobs_kernel(
         group_tops + entry * num_groups + groups, mask=groups < num_groups, other=-float("inf")
     )
     keys = tl.where(groups < num_groups, key_of(greatest), LEAST_KEY)
-    width = tl.load(widths)
-    result = results + place * 3 * width
-
-    target = tl.load(targets + entry)
     logit = tl.load(x + target)
     num_listed = list_groups(listed, keys, key_of(logit), GROUPS)
-    rank, _ = rank_and_mass(
+    above, _ = rank_and_mass(
         x, vocab_size, listed, num_listed, key_of(logit), -1, top, 1.0, -float("inf"), GROUP, TILE
     )
-    tl.store(result, target)
-    tl.store(result + width, ((logit - top) - log_mass).to(tl.int32, bitcast=True))
-    tl.store(result + 2 * width, rank + 1)
+    _tell_target(target, logit, above, top, log_mass, result, width)
     if count > 0:
-        space = candidates + entry * 4 * CANDIDATES
         found, ids, num_found = sorted_top(
             x, vocab_size, listed, space, keys, count, top, GROUPS, GROUP, TILE, CANDIDATES
         )
-        c = tl.arange(0, CANDIDATES)
-        ranks = tl.full((CANDIDATES,), 1, tl.int32)
-        for start in range(0, num_found, 32):
-            other = start + tl.arange(0, 32)
-            others = tl.load(space + 2 * CANDIDATES + other, mask=other < num_found, other=LEAST_KEY)
-            ranks += tl.sum((others[None, :] > found[:, None]).to(tl.int32), 1)
-        logprob = (value_of(found) - top) - log_mass
-        tl.store(result + 1 + c, ids, mask=c < num_found)
-        tl.store(result + width + 1 + c, logprob.to(tl.int32, bitcast=True), mask=c < num_found)
-        tl.store(result + 2 * width + 1 + c, ranks, mask=c < num_found)
+        _tell_most_likely(found, ids, num_found, space, top, log_mass, result, width, CANDIDATES)
+
+
+@triton.jit
+def _tell_offered(
+    offers, counted, entry, target, count, space, result, width, RANKS: tl.constexpr, CANDIDATES: tl.constexpr
+):
+    top, mass = offered_mass(offers, entry, RANKS)
+    log_mass = tl.log(mass)
+    logit, above = counted_rank(counted, entry, RANKS)
+    _tell_target(target, logit, above, top, log_mass, result, width)
+    if count > 0:
+        found, ids, num_found = best_offered(offers, entry, LISTS, count, space, RANKS, CANDIDATES)
+        _tell_most_likely(found, ids, num_found, space, top, log_mass, result, width, CANDIDATES)
+
+
+@triton.jit
+def _tell_target(target, logit, above, top, log_mass, result, width):
+    tl.store(result, target)
+    tl.store(result + width, ((logit - top) - log_mass).to(tl.int32, bitcast=True))
+    tl.store(result + 2 * width, above + 1)
+
+
+@triton.jit
+def _tell_most_likely(found, ids, num_found, space, top, log_mass, result, width, CANDIDATES: tl.constexpr):
+    """Keys and ids [CANDIDATES] in order, as `sorted_top` leaves them in `space`."""
+    c = tl.arange(0, CANDIDATES)
+    ranks = tl.full((CANDIDATES,), 1, tl.int32)
+    for start in range(0, num_found, 32):
+        other = start + tl.arange(0, 32)
+        others = tl.load(space + 2 * CANDIDATES + other, mask=other < num_found, other=LEAST_KEY)
+        ranks += tl.sum((others[None, :] > found[:, None]).to(tl.int32), 1)
+    logprob = (value_of(found) - top) - log_mass
+    tl.store(result + 1 + c, ids, mask=c < num_found)
+    tl.store(result + width + 1 + c, logprob.to(tl.int32, bitcast=True), mask=c < num_found)
+    tl.store(result + 2 * width + 1 + c, ranks, mask=c < num_found)

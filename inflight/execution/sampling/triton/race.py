@@ -30,6 +30,7 @@ from inflight.execution.sampling.triton.noise import race_key, race_scores
 from inflight.triton_utils.pdl import launch_dependents_then_wait
 
 NO_TOKEN = tl.constexpr(0x7FFFFFFF)
+FEW = tl.constexpr(128)  # a top_k of at most so many tokens is decided among these alone
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -41,15 +42,15 @@ def best_of(scores, token_ids):
 
 
 @triton.jit
-def settled_by_race(table, row):
-    """Whether the winner of the whole race is drawn, whatever the other tokens are. If ranks have some of the
-    vocabulary each, the winners of their parts are then all that must be known."""
+def settled_by_offers(table, row):
+    """Whether a few tokens decide: the winner of the whole race, or the best of a small top_k. If ranks have some of
+    the vocabulary each, what they know of their own parts is then enough, see `offers.py`."""
     k, p, log_p = int_of(table, row, TOP_K), float_of(table, row, TOP_P), float_of(table, row, LOG_MIN_P)
     free = (k <= 0) & (p >= 1) & (log_p == -float("inf"))
-    return ((int_of(table, row, FLAGS) & SPECIAL) == 0) & (free | (int_of(table, row, ARGMAX) != 0))
+    return free | ((k > 0) & (k <= FEW)) | (int_of(table, row, ARGMAX) != 0)
 
 
-# Which of the plain rows run.
+# Which rows run: all; or of several ranks, those that offers settle, over their own tokens, and the others over all.
 ALL, SETTLED, NOT_SETTLED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
@@ -66,13 +67,14 @@ def race_kernel(
     group_tops,  # [S, num_chunks * GROUPS] float32: the greatest logit of each group, for restricted rows
     vocab_size,
     first_id,  # of these tokens, where they are part of a vocabulary
+    num_chunks,  # that each row has room for
     logits_stride,
     GROUPS: tl.constexpr,  # groups of a chunk
     GROUP: tl.constexpr,  # tokens of a group
     WHO: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    chunk, entry, num_chunks = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
+    chunk, entry = tl.program_id(0), tl.program_id(1)
     row = tl.load(rows + entry)
     launch_dependents_then_wait(PDL)
     if row < 0:
@@ -80,7 +82,7 @@ def race_kernel(
     if int_of(table, row, FLAGS) & SPECIAL:
         return
     if WHO != ALL:
-        if settled_by_race(table, row) == (WHO == NOT_SETTLED):
+        if settled_by_offers(table, row) == (WHO == NOT_SETTLED):
             return
     token_ids = ids_of_chunk(chunk, GROUPS, GROUP)
     x = load_chunk(logits + entry.to(tl.int64) * logits_stride, token_ids, vocab_size)
@@ -90,7 +92,7 @@ def race_kernel(
     run_race(x, first_id + token_ids, tl.max(x), row, length, table, place, between, GROUPS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_id"])
 def special_race_kernel(
     logits,
     rows,
@@ -109,10 +111,13 @@ def special_race_kernel(
     raw_masses,
     raw_group_tops,
     vocab_size,
+    whole_size,  # of the vocabulary of which these tokens are a part
+    first_id,
     num_chunks,
     logits_stride,
     GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
+    WHO: tl.constexpr,
     PDL: tl.constexpr,
 ):
     first_chunk, entry = tl.program_id(0), tl.program_id(1)
@@ -123,9 +128,12 @@ def special_race_kernel(
     flags = int_of(table, row, FLAGS)
     if (flags & SPECIAL) == 0:
         return
+    if WHO != ALL:
+        if settled_by_offers(table, row) == (WHO == NOT_SETTLED):
+            return
     between = (chunk_scores, chunk_ids, chunk_tops, chunk_masses, group_tops)
     length = tl.load(lengths + entry)
-    for chunk in range(first_chunk, num_chunks, tl.num_programs(0)):
+    for chunk in range(first_chunk, tl.cdiv(vocab_size, GROUPS * GROUP), tl.num_programs(0)):
         token_ids = ids_of_chunk(chunk, GROUPS, GROUP)
         x = load_chunk(logits + entry.to(tl.int64) * logits_stride, token_ids, vocab_size)
         top = tl.max(x)
@@ -133,12 +141,12 @@ def special_race_kernel(
         if flags & LOGPROBS:
             store_chunk(x, top, place, raw_tops, raw_masses, raw_group_tops, GROUPS)
         if flags & ADJUSTS:
-            ids = tl.minimum(token_ids, vocab_size - 1)
-            x = adjusted(x, ids, flags, row, table, mask, forbidden, seen, vocab_size)
+            ids = first_id + tl.minimum(token_ids, vocab_size - 1)
+            x = adjusted(x, ids, flags, row, table, mask, forbidden, seen, whole_size)
             x = tl.where(token_ids < vocab_size, x, -float("inf"))
             top = tl.where(top == float("inf"), top, tl.max(x))
             tl.store(changed + entry.to(tl.int64) * vocab_size + token_ids, x, mask=token_ids < vocab_size)
-        run_race(x, token_ids, top, row, length, table, place, between, GROUPS)
+        run_race(x, first_id + token_ids, top, row, length, table, place, between, GROUPS)
 
 
 @triton.jit

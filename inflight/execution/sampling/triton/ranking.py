@@ -93,10 +93,10 @@ def kth_key(
     num_listed = list_groups(group_list, keys, reach, GROUPS)
     # Always: at least k tokens have a key of `low` or more, if there are k at all, and less than k one of `high`.
     low, high = reach, key_of(top) + 1
-    count = _count_from(logits, vocab_size, group_list, num_listed, low, GROUP, TILE)
+    count = count_from(logits, vocab_size, group_list, num_listed, low, GROUP, TILE)
     while (count > k) & (high > low + 1):
         middle = (low & high) + ((low ^ high) >> 1)  # (low + high) / 2, where the sum may overflow
-        middle_count = _count_from(logits, vocab_size, group_list, num_listed, middle, GROUP, TILE)
+        middle_count = count_from(logits, vocab_size, group_list, num_listed, middle, GROUP, TILE)
         if middle_count >= k:
             low, count = middle, middle_count
         else:
@@ -105,7 +105,8 @@ def kth_key(
 
 
 @triton.jit
-def _count_from(logits, vocab_size, group_list, num_listed, key, GROUP: tl.constexpr, TILE: tl.constexpr):
+def count_from(logits, vocab_size, group_list, num_listed, key, GROUP: tl.constexpr, TILE: tl.constexpr):
+    """How many tokens of the listed groups have at least this key."""
     counts = tl.zeros((TILE, GROUP), tl.int32)
     for start in range(0, num_listed, TILE):
         x, _, exists = load_listed(logits, vocab_size, group_list, start, num_listed, GROUP, TILE)

@@ -1,0 +1,206 @@
+"""Ranks that have the logits of some tokens each draw what one rank draws that has all of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from inflight.events import PositionLogprobs
+from inflight.execution.sampling import HAS_NO_TOKEN, IS_NOT_FINITE
+from inflight.execution.sampling.triton import RankTokens, draw_by_ranks
+from tests.execution.sampler_oracle import Bench, Job, job
+from tests.execution.test_triton_sampler import (
+    MIXTURE,
+    SPECIAL,
+    Drawn,
+    KernelBench,
+    some_logits,
+)
+
+VOCAB = 601  # parts of uneven sizes, whatever the number of ranks
+GROUP = 8
+NEEDS_ALL = {"top_p", "min_p"}  # without a small top_k
+
+
+@dataclass
+class RanksInTurn:
+    """Ranks are threads that take turns: one goes on until it needs the others. Nobody sees what is not wanted."""
+
+    size: int
+    wanted: list[list[int]] = field(default_factory=list)  # of rank 0's gathers, in order
+    _one: threading.Lock = field(default_factory=threading.Lock)
+    _given: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # by number of the gather, and rank
+
+    def __post_init__(self) -> None:
+        self._all_came = threading.Barrier(self.size)
+
+    def together(self, work: Any) -> list[Any]:
+        def turn(rank: int) -> Any:
+            with self._one:
+                return work(rank, Seat(self, rank))
+
+        with ThreadPoolExecutor(self.size) as pool:
+            return list(pool.map(turn, range(self.size)))
+
+    def give(self, number: int, rank: int, x: Tensor) -> list[Tensor]:
+        self._given[number, rank] = x.clone()
+        self._one.release()
+        self._all_came.wait(60)
+        self._one.acquire()
+        return [self._given[number, peer] for peer in range(self.size)]
+
+
+@dataclass
+class Seat:
+    """One rank's way to the others."""
+
+    turns: RanksInTurn
+    rank: int
+    number: int = 0
+    capturable = False
+
+    def sum(self, x: Tensor) -> Tensor:  # noqa: ARG002
+        raise AssertionError("nothing is summed here")
+
+    def gather(self, x: Tensor, widths: Sequence[int], wanted: Tensor | None = None) -> Tensor:
+        assert wanted is not None
+        assert x.shape[1] == widths[self.rank]
+        if self.rank == 0:
+            self.turns.wanted.append(wanted.tolist())
+        self.number += 1
+        parts = self.turns.give(self.number, self.rank, x)
+        return torch.cat([part.where(_columns(part) < wanted[:, None], torch.nan) for part in parts], dim=1)
+
+
+def _columns(part: Tensor) -> Tensor:
+    return torch.arange(part.shape[1], device=part.device)
+
+
+@dataclass
+class Answers:
+    one: Drawn
+    ranks: list[Drawn]
+    wanted: list[list[int]]  # columns of each rank by entry: of offers, of logits, of counts
+
+
+def ask(jobs: list[Job], num_ranks: int) -> Answers:
+    """One rank and several, each with rows and a workspace of its own; there is an entry of padding in the middle."""
+    bench = Bench(jobs, max_rows=len(jobs) + 1)
+    entries = [*range(3), -1, *range(3, len(jobs))]
+    turns = RanksInTurn(num_ranks)
+
+    def work(rank: int, seat: Seat) -> Drawn:
+        kernels = KernelBench(bench, GROUP)
+        draws, logits, counts = kernels.asked(entries)
+        parts = logits.tensor_split(num_ranks, dim=1)
+        sizes = [part.shape[1] for part in parts]
+        part = RankTokens(sum(sizes[:rank]), sizes, seat)
+        draw_by_ranks(parts[rank].contiguous(), part, draws, kernels.rows, kernels.tokens, kernels.workspace)
+        return kernels.found(draws, counts)
+
+    one = KernelBench(bench, GROUP).draw(entries)
+    return Answers(one, turns.together(work), turns.wanted)
+
+
+def check(found: Drawn, expected: Drawn) -> None:
+    assert found.ids == expected.ids
+    assert found.bad == expected.bad
+    assert torch.equal(found.tokens, expected.tokens)
+    assert found.logprobs.keys() == expected.logprobs.keys()
+    for entry, position in found.logprobs.items():
+        same_logprobs(position, expected.logprobs[entry])
+
+
+def same_logprobs(found: PositionLogprobs, expected: PositionLogprobs) -> None:
+    assert [(t.token_id, t.rank) for t in found] == [(t.token_id, t.rank) for t in expected]
+    assert [t.logprob for t in found] == pytest.approx([t.logprob for t in expected], abs=1e-5)
+
+
+def some_jobs(rng: np.random.Generator, kind: str, options: Sequence[dict[str, Any]]) -> list[Job]:
+    return [
+        job(
+            some_logits(rng, VOCAB, kind),
+            prompt=[int(i) for i in rng.integers(0, VOCAB, 5)],
+            outputs=[int(i) for i in rng.integers(0, 10, int(rng.integers(0, 12)))],
+            seed=int(rng.integers(0, 2**62)),
+            **option,
+        )
+        for option in options
+    ]
+
+
+# What the other lists do not have together.
+TOLD: list[dict[str, Any]] = [
+    {"logprobs": 4, "top_k": 30, "top_p": 0.9},
+    {"logprobs": 20, "top_k": 6, "repetition_penalty": 1.4, "bad_words": ((3,),)},
+    {"logprobs": 3, "temperature": 0, "allowed_token_ids": [600]},
+    {"logprobs": 2, "temperature": 3.0, "logit_bias": {599: 9.0, 2: 9.0}},
+    {"logprobs": 3, "min_p": 0.1, "presence_penalty": 0.5},
+    {"top_k": 128, "allowed_token_ids": list(range(290, 310))},
+]
+
+
+@pytest.mark.parametrize(("num_ranks", "kind"), [(2, "ties"), (3, "holes"), (4, "plain")])
+def test_any_mixture_of_rows(num_ranks: int, kind: str) -> None:
+    rng = np.random.default_rng(num_ranks)
+    options = [*MIXTURE[num_ranks % 3 :: 3], *SPECIAL[num_ranks % 2 :: 2], *TOLD]
+    found = ask(some_jobs(rng, kind, options), num_ranks)
+    for rank in found.ranks:
+        check(rank, found.one)
+    _, logits, _ = found.wanted
+    for option, wanted in zip(options, [*logits[:3], *logits[4:]], strict=True):
+        greedy, k = option.get("temperature") == 0, option.get("top_k", 0)
+        assert (wanted > 0) == (not greedy and not 0 < k <= 128 and bool(option.keys() & NEEDS_ALL))
+
+
+def test_a_row_moves_no_more_than_it_asks_for() -> None:
+    options: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"repetition_penalty": 1.3},
+        {"top_k": 5},
+        {"logprobs": 4},
+        {"logprobs": 4, "top_k": 5},
+        {"top_p": 0.5, "logprobs": 1},
+    ]
+    found = ask(some_jobs(np.random.default_rng(0), "plain", options), 2)
+    offers, logits, counts = found.wanted
+    assert offers == [3, 3, 6 + 2 * 5, 0, 6 + 2 * 4, 6 + 2 * 4 + 3 * 5, 0]
+    assert logits[:6] == [0] * 6
+    assert logits[6] >= VOCAB
+    assert counts == [0, 0, 0, 0, 2, 2, 0]
+
+
+def test_rows_without_a_token_and_rows_that_are_not_finite() -> None:
+    """Whichever rank has the logit that is not finite, and where one rank's tokens are all forbidden."""
+    options: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"top_k": 4},
+        {"allowed_token_ids": [3]},
+        {"logprobs": 2, "allowed_token_ids": list(range(100)), "top_k": 6},
+        {"temperature": 0, "allowed_token_ids": [590], "logprobs": 100},
+        {"logprobs": 7, "top_k": 9},
+    ]
+    jobs = some_jobs(np.random.default_rng(5), "plain", options)
+    jobs[0].logits[600] = np.nan
+    jobs[1].logits[2] = np.inf
+    jobs[2].logits[3] = -np.inf
+    jobs[5].logits[:400] = -np.inf  # all of the first rank, and some of the second
+    jobs[5].logits[405:] = -np.inf
+    found = ask(jobs, 3)
+    assert found.one.bad[:2] == [IS_NOT_FINITE] * 2
+    assert found.one.bad[2] == HAS_NO_TOKEN
+    for rank in found.ranks:
+        assert rank.bad == found.one.bad
+        assert all(0 <= i < VOCAB for i in [*rank.ids[:3], *rank.ids[4:]])
+        assert rank.ids[4:] == found.one.ids[4:]
+        for entry in (4, 5, 6):
+            same_logprobs(rank.logprobs[entry], found.one.logprobs[entry])
+    assert found.one.ids[5] == 590
