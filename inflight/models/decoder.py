@@ -14,7 +14,7 @@ from inflight.errors import EngineError
 from inflight.layers.kernels import Kernels, Linear, Residual
 from inflight.models.heads import Head
 from inflight.models.layer import DenseMlp, Layer, SelfAttention
-from inflight.models.shard import Shard, whole_shard
+from inflight.models.shard import GatheringCollective, Shard, whole_shard
 from inflight.models.spec import DecoderSpec
 
 
@@ -102,10 +102,12 @@ class Decoder:
         return residual.x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[S, hidden_size] -> [S, vocab_size] float32. Of several ranks, those that do not sample get their own part of
-        the vocabulary only."""
+        """[S, hidden_size] -> [S, vocab_size] float32, on all ranks."""
         logits, collective = self.own_logits(hidden), self.shard.collective
-        return logits if collective is None else collective.gather(logits, self.shard.vocab_sizes)
+        if collective is None:
+            return logits
+        assert isinstance(collective, GatheringCollective), "the logits of these ranks are not gathered"
+        return collective.gather(logits, self.shard.vocab_sizes)
 
     def own_logits(self, hidden: Tensor) -> Tensor:
         """Of several ranks, those of the tokens that this one has."""

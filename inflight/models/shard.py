@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -26,10 +26,14 @@ class Collective(Protocol):
     def sum(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x, in the order of the ranks: the same bits on each. May overwrite x."""
 
+
+@runtime_checkable
+class GatheringCollective(Collective, Protocol):
+    """Of ranks on GPUs. On CPUs nobody ever has all columns."""
+
     def gather(self, x: Tensor, widths: Sequence[int], wanted: Tensor | None = None) -> Tensor:
-        """The columns of all ranks side by side, [n, sum of widths]: on rank 0, or where all ranks sample on each. Who
-        does not get them gets its own x. Of each row so many columns of every rank are `wanted` [n] int32, the same on
-        all ranks; what is not wanted may be anything."""
+        """The columns of all ranks side by side, [n, sum of widths]. Of each row so many columns of every rank are
+        `wanted` [n] int32, the same on all ranks; what is not wanted may be anything."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,6 @@ class Library:
         self.stream_bytes = int(self._bind("stream_bytes", result=_L)())
         self.group_lose = self._bind("group_lose", _P)
         self.group_sum = self._bind("group_sum", *seat, _P, _L, result=_I)
-        self.group_gather = self._bind("group_gather", *seat, _P, _L, _P, _P, result=_I)
         self.offer_bytes = self._bind("offer_bytes", _L, result=_L)
         part = (*seat, _L, _L, _L)
         self.group_sample = self._bind(

@@ -1,8 +1,7 @@
-// What the ranks of one engine do together in memory that they share: sums, gathers, and streams of bytes.
+// What the ranks of one engine do together in memory that they share: sums, and streams of bytes.
 
 #include <algorithm>
 #include <cstring>
-#include <numeric>
 
 #include "group.h"
 
@@ -56,34 +55,6 @@ int inflight_group_sum(void* group, int rank, int size, int64_t slot, int spins,
         for (int other = 2; other < size; ++other) {
             const float* part = reinterpret_cast<const float*>(seat.part(other, round));
             for (int64_t i = 0; i < n; ++i) to[i] += part[i];
-        }
-    }
-    return 0;
-}
-
-// Columns of all ranks side by side: x [rows][widths[rank]] of each into out [rows][sum of widths] of the one rank that
-// has an out.
-int inflight_group_gather(void* group, int rank, int size, int64_t slot, int spins, int64_t limit, const float* x,
-                          int64_t rows, const int64_t* widths, float* out) {
-    const Seat seat{static_cast<Group*>(group), rank, size, spins, slot, limit};
-    const int64_t widest = *std::max_element(widths, widths + size);
-    const int64_t total = std::accumulate(widths, widths + size, int64_t{0});
-    const int64_t most = slot / (widest * static_cast<int64_t>(sizeof(float)));
-    for (int64_t done = 0; done < rows; done += most) {
-        const int64_t n = std::min(most, rows - done);
-        const uint32_t round = seat.next();
-        if (!out) std::memcpy(seat.part(rank, round), x + done * widths[rank], n * widths[rank] * sizeof(float));
-        if (const int found = seat.meet(round)) return found;
-        if (!out) continue;
-        int64_t first = 0;
-        for (int other = 0; other < size; ++other) {
-            const float* part = other == rank ? x + done * widths[rank]
-                                              : reinterpret_cast<const float*>(seat.part(other, round));
-            for (int64_t row = 0; row < n; ++row) {
-                std::memcpy(out + (done + row) * total + first, part + row * widths[other],
-                            widths[other] * sizeof(float));
-            }
-            first += widths[other];
         }
     }
     return 0;

@@ -39,6 +39,7 @@ from inflight.execution.sampling.triton import (
     score_all,
 )
 from inflight.models.decoder import Decoder
+from inflight.models.shard import GatheringCollective
 from inflight.scheduling import Batch, Sampled
 
 
@@ -151,6 +152,7 @@ class GpuRunner:
         shard = decoder.shard
         self._vocabulary: RankTokens | None = None
         if shard.collective is not None:
+            assert isinstance(shard.collective, GatheringCollective)
             self._vocabulary = RankTokens(shard.vocab.start, shard.vocab_sizes, shard.collective)
         processors = _num_processors(device)
         planner = AttentionPlanner(

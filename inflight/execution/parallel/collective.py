@@ -1,13 +1,12 @@
-"""Sums and gathers of the ranks of one stage, through shared memory."""
+"""What the ranks of one stage do together, through shared memory."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -46,19 +45,6 @@ class SharedCollective:
         x = x.to(torch.float32).contiguous()
         self.call(self.library.group_sum, x.data_ptr(), x.numel())
         return x
-
-    def gather(
-        self,
-        x: Tensor,
-        widths: Sequence[int],
-        wanted: Tensor | None = None,  # noqa: ARG002
-    ) -> Tensor:
-        x = x.to(torch.float32).contiguous()
-        out = torch.empty(len(x), sum(widths)) if self.rank == 0 else None
-        sizes = np.array(widths, dtype=np.int64)
-        to = None if out is None else out.data_ptr()
-        self.call(self.library.group_gather, x.data_ptr(), len(x), sizes.ctypes.data, to)
-        return x if out is None else out
 
     def call(self, function: Callable[..., int], *arguments: int | None) -> None:
         """One of the library that all ranks call together."""

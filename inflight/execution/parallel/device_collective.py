@@ -18,7 +18,7 @@ from inflight.execution.parallel.nccl_collective import NcclCollective, nccl_gro
 from inflight.execution.parallel.peer_collective import PeerCollective, buffer_bytes
 from inflight.execution.parallel.peer_memory import PeerMemory
 from inflight.layers.triton.next_norm import NextNorm
-from inflight.models.shard import Collective
+from inflight.models.shard import GatheringCollective
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ SLOT = 1 << 24
 
 
 class DeviceCollective:
-    """Implements `Collective` and `AddingReduce`: small sums over the peers' memory, large ones by NCCL."""
+    """Implements `GatheringCollective` and `AddingReduce`: small sums over the peers' memory, large ones by NCCL."""
 
     capturable = True
 
@@ -54,7 +54,9 @@ class DeviceCollective:
         return self._peers.gather(x, widths, wanted)
 
 
-def device_collective(memory: RankMemory, shared: SharedCollective, device: torch.device) -> Collective:
+def device_collective(
+    memory: RankMemory, shared: SharedCollective, device: torch.device
+) -> GatheringCollective:
     """The best that all ranks of a stage have. They all call this at the same time, and find the same."""
     torch.cuda.set_device(device)
     peers = _peers(memory, shared, device)

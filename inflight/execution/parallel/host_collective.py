@@ -11,8 +11,8 @@ from inflight.execution.parallel.collective import SharedCollective
 
 
 class HostCollective:
-    """Implements `Collective` for any device and dtype. Every rank gets all columns of a gather: so each can sample
-    for itself, and with the same logits all draw the same tokens.
+    """Implements `GatheringCollective` for any device and dtype. Every rank gets all columns of a gather: so each can
+    sample for itself, and with the same logits all draw the same tokens.
 
     The device is waited for in each of them, so that no step with one can be captured.
     """

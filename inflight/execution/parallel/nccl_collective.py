@@ -16,8 +16,8 @@ from inflight.execution.parallel.exchange import exchange
 
 
 class NcclCollective:
-    """Implements `Collective`. Every rank gets the same bits of a sum, which is taken in an order of NCCL's own. Steps
-    with it can be captured once it has been used."""
+    """Implements `GatheringCollective`. Every rank gets the same bits of a sum, which is taken in an order of NCCL's
+    own. Steps with it can be captured once it has been used."""
 
     capturable = True
 

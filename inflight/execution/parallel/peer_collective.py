@@ -21,7 +21,8 @@ def buffer_bytes(size: int, slot: int) -> int:
 
 
 class PeerCollective:
-    """Implements `Collective` and `AddingReduce`: every rank reads the parts of all, and adds them up in their order.
+    """Implements `GatheringCollective` and `AddingReduce`: every rank reads the parts of all, and adds them up in their
+    order.
 
     What does not fit a slot is exchanged piece by piece. Steps with it can be captured.
     """

@@ -56,14 +56,6 @@ def test_sums_are_taken_in_the_order_of_the_ranks(size: int) -> None:
         assert all(torch.equal(each, expected) for each in found)
 
 
-def test_columns_side_by_side() -> None:
-    widths = [5, 3, 4]
-    parts = torch.split(torch.randn(700, 12), widths, dim=1)
-    found = together(3, lambda rank, of: of.gather(parts[rank], widths))
-    assert torch.equal(found[0], torch.cat(parts, dim=1))
-    assert torch.equal(found[1], parts[1])
-
-
 def test_a_late_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("inflight.execution.parallel.collective.PATIENCE", 0.1)
     first, *_ = (m.collective() for m in memories(RankLayout(3, 1, 1, 4096, 0, ())))

@@ -21,7 +21,7 @@ from inflight.execution.sampling.triton.offers import OFFER, offer_kernel
 from inflight.execution.sampling.triton.race import NOT_SETTLED, SETTLED
 from inflight.execution.sampling.triton.rows import DrawRows
 from inflight.execution.sampling.triton.workspace import GROUPS_OF_CHUNK, SamplingWorkspace
-from inflight.models.shard import Collective
+from inflight.models.shard import GatheringCollective
 from inflight.triton_utils.pdl import launch_options, supports_pdl
 
 
@@ -31,7 +31,7 @@ class RankTokens:
 
     first_id: int
     sizes: Sequence[int]  # of all ranks' parts
-    collective: Collective
+    collective: GatheringCollective
 
     def gather(self, x: Tensor, columns: Tensor) -> Tensor:
         """Of as many columns as each rank has: so many of each row, [S] int32."""
