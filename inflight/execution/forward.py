@@ -28,7 +28,7 @@ class HiddenStates:
 class StageLinks(Protocol):
     """Where hidden states come from and go to, where a stage has only some of the layers."""
 
-    def receive(self, num_tokens: int) -> Tensor:
+    def receive(self, into: Tensor) -> None:
         """[num_tokens, hidden_size] from the stage before."""
 
     def hand_over(self, hidden: Tensor) -> None:
@@ -89,7 +89,8 @@ class ForwardPass:
         if decoder.shard.is_first:
             return decoder.forward(inputs.token_ids, self.caches, inputs.attention, wanted)
         assert self._links is not None
-        hidden = self._links.receive(len(inputs.token_ids))
+        hidden = torch.empty(len(inputs.token_ids), decoder.spec.hidden_size)
+        self._links.receive(hidden)
         return decoder.run_layers(hidden, self.caches, inputs.attention, wanted)
 
     def close(self) -> None:

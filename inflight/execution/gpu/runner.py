@@ -118,8 +118,8 @@ class GpuRunner:
     With `graphs`, each shape of step is captured once and replayed. Without (and on a CPU under Triton's
     interpreter, where tests run it) every kernel is launched by itself.
 
-    With `links` there are other stages, and `launch` waits for their hidden states, or for its own. Only the last stage
-    samples.
+    With `links` there are other stages. `launch` may wait for the host of the one behind, and for devices too where
+    these do not reach each other. Only the last stage samples.
     """
 
     def __init__(
@@ -200,11 +200,10 @@ class GpuRunner:
         masks = self.constrained.start(drawn_rows)
         shape = self.step.upload(host, updates, counts, scores)
         if self.links is not None and len(self._received):
-            received = self.links.receive(host.num_tokens)
-            self._received[: host.num_tokens].copy_(received)
+            self.links.receive(self._received[: host.num_tokens])
         hidden = self.steps.run(shape) if masks is None else self._run_constrained(shape, masks)
         if self.links is not None and not is_last:
-            self.links.hand_over(hidden[: host.num_tokens].cpu())
+            self.links.hand_over(hidden[: host.num_tokens])
         prompt_logprobs = self._score_prompts(batch, hidden) if scores else []
         vectors = self._pool(pooled, host, shape, hidden) if pooled else None
         drawn = to_host(self.step.results(shape)) if entries else None

@@ -98,7 +98,7 @@ class StageRank:
 
     def run(self, batch: Batch, drawn: list[DrawnIds]) -> None:
         self._drawn.write(drawn)
-        self._runner.launch(batch)  # which hands over what it has computed, and so has waited for it
+        self._runner.launch(batch)  # which also hands over what comes of it
         entries = [entry for entry, samples in enumerate(batch.samples) if samples]
         rows, lengths = torch.tensor(batch.rows), torch.tensor(batch.starts) + torch.tensor(batch.counts)
         self._drawn.expect(batch, rows[entries], lengths[entries])

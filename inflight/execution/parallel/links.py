@@ -20,13 +20,13 @@ class SharedLinks:
         last = layout.is_last_stage(rank)
         self._ahead: SharedStream | None = None if last else memory.hand_over(rank + layout.tensor)
 
-    def receive(self, num_tokens: int) -> Tensor:
+    def receive(self, into: Tensor) -> None:
         assert self._behind is not None
-        hidden = torch.empty(num_tokens, self._hidden_size)
+        hidden = torch.empty(len(into), self._hidden_size)
         self._behind.read(0, hidden.data_ptr(), hidden.nbytes)
-        return hidden
+        into.copy_(hidden)
 
     def hand_over(self, hidden: Tensor) -> None:
         assert self._ahead is not None
-        hidden = hidden.to(torch.float32).contiguous()
+        hidden = hidden.to("cpu", torch.float32).contiguous()
         self._ahead.write(hidden.data_ptr(), hidden.nbytes)

@@ -22,18 +22,21 @@ class _Handle(ctypes.Structure):
 
 
 class PeerMemory:
-    """Zeroed memory of this process on its device, that of others as this process sees it, and a word of the host's
-    memory. In the thread that makes it the device must be the current one, as it is after `torch.cuda.set_device`."""
+    """Zeroed memory of this process on its device (or none), that of others as this process sees it, and a word of the
+    host's memory. In the thread that makes it the device must be the current one, as it is after
+    `torch.cuda.set_device`."""
 
     def __init__(self, size: int) -> None:
         torch.cuda.synchronize()  # there is a context from here on
         self._opened: list[int] = []
         self._registered: list[int] = []
-        place = ctypes.c_uint64()
-        _call("cuMemAlloc_v2", ctypes.byref(place), ctypes.c_size_t(size))
-        self.address = place.value
-        _call("cuMemsetD8_v2", place, ctypes.c_ubyte(0), ctypes.c_size_t(size))
-        torch.cuda.synchronize()
+        self.address = 0
+        if size:
+            place = ctypes.c_uint64()
+            _call("cuMemAlloc_v2", ctypes.byref(place), ctypes.c_size_t(size))
+            self.address = place.value
+            _call("cuMemsetD8_v2", place, ctypes.c_ubyte(0), ctypes.c_size_t(size))
+            torch.cuda.synchronize()
 
     @property
     def handle(self) -> bytes:
@@ -69,8 +72,15 @@ class PeerMemory:
             _call("cuIpcCloseMemHandle", ctypes.c_uint64(opened))
         for registered in self._registered:
             _call("cuMemHostUnregister", ctypes.c_void_p(registered))
-        _call("cuMemFree_v2", ctypes.c_uint64(self.address))
+        if self.address:
+            _call("cuMemFree_v2", ctypes.c_uint64(self.address))
         self._opened, self._registered = [], []
+
+
+def copy_on_device(to: int, address: int, count: int, stream: torch.cuda.Stream) -> None:
+    """Bytes, when the stream comes to it; either address may be of another device."""
+    places = ctypes.c_uint64(to), ctypes.c_uint64(address)
+    _call("cuMemcpyAsync", *places, ctypes.c_size_t(count), ctypes.c_void_p(stream.cuda_stream))
 
 
 @cache

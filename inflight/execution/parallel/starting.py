@@ -104,9 +104,15 @@ def rank_shard(spec: DecoderSpec, memory: RankMemory, place: Platform) -> Shard:
 
 def stage_links(memory: RankMemory, decoder: Decoder) -> StageLinks | None:
     """To the stages before and behind; None where there is one stage."""
+    if memory.ranks.pipeline == 1:
+        return None
+    if decoder.device.type == "cuda":
+        from inflight.execution.parallel.device_links import device_links
+
+        return device_links(memory, decoder)
     from inflight.execution.parallel.links import SharedLinks
 
-    return None if memory.ranks.pipeline == 1 else SharedLinks(memory, decoder.spec.hidden_size)
+    return SharedLinks(memory, decoder.spec.hidden_size)
 
 
 def parallel_core(
