@@ -101,7 +101,7 @@ class ArgumentReader:
             name, value = name[:2], name[2:]
         found = habit.arguments(name, value)
         if habit.note:
-            self.notes.append(f"{name}: {habit.note}")
+            self.notes.append(f"{name}: {habit.why(flags=True)}")
         if found and found[0] not in self._known:
             raise ConfigError(self._unknown(name))
         return [] if found[1:] == [UNSET] else found
