@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from inflight.errors import ConfigError
-from inflight.habits.arguments import SIMILAR, listed
+from inflight.habits.arguments import SIMILAR, UNSET, listed
 from inflight.habits.habit import Habits, as_text
 from inflight.habits.variables import SERVICE_LINK, habitual
 from inflight.option import Option
@@ -34,11 +34,12 @@ def gather(
     """The values given for these options, by name. `flags` holds only what was given; the file may also be named by
     a variable, and have lines of other engines."""
     file = file or environment.get(f"{PREFIX}CONFIG")
-    from_file = read_file(options, Path(file), habits or Habits()) if file else {}
     from_habit: dict[str, Any] = {}
     for arguments, _ in habitual(environment) if habits is not None else ():
         from_habit |= from_arguments(options, arguments)
-    return {**from_file, **from_habit, **read_environment(options, environment), **flags}
+    habits = habits or Habits()
+    from_file = read_file(options, Path(file), habits) if file else {}
+    return {**from_file, **from_habit, **read_environment(options, environment, habits), **flags}
 
 
 # ---- flags ----
@@ -104,13 +105,18 @@ def from_arguments(options: Mapping[str, Option], arguments: list[str]) -> dict[
 # ---- variables ----
 
 
-def read_environment(options: Mapping[str, Option], environment: Mapping[str, str]) -> dict[str, Any]:
+def read_environment(
+    options: Mapping[str, Option], environment: Mapping[str, str], habits: Habits
+) -> dict[str, Any]:
     """Variables of these options. Others of our prefix may be meant for someone else."""
     values = {}
     for name, option in options.items():
         variable = f"{PREFIX}{name.upper()}"
         text = environment.get(variable)
-        if text is not None:
+        habit = habits.find(name)
+        if text is not None and habit is not None:
+            _, text = habit.arguments(option.flag, text) or ("", UNSET)
+        if text is not None and (text != UNSET or option.kind is tuple):
             values[name] = _parse(variable, text, option.kind)
     return values
 
@@ -159,7 +165,7 @@ def read_file(options: Mapping[str, Option], path: Path, habits: Habits) -> dict
     for key, value in found.items():
         name = str(key).replace("-", "_")
         habit = habits.find(flag := f"--{name.replace('_', '-')}")
-        if habit is not None and (name not in options or isinstance(value, str)):
+        if habit is not None and (name not in options or isinstance(value, str | int)):
             values |= from_arguments(options, habit.arguments(flag, as_text(value)))
             continue
         if name not in options:

@@ -136,6 +136,32 @@ def test_a_file_may_have_lines_of_vllm(tmp_path: Path) -> None:
         gather(SERVE_OPTIONS, {}, {}, str(file), SERVE_HABITS)
 
 
+def test_variables_and_files_have_the_values_of_flags(tmp_path: Path) -> None:
+    environment = {
+        "INFLIGHT_DTYPE": "half",
+        "INFLIGHT_MAX_MODEL_LEN": "32k",
+        "INFLIGHT_POLICY": "fcfs",
+        "INFLIGHT_REASONING_PARSER": "qwen3",
+        "INFLIGHT_MAX_NUM_BATCHED_TOKENS": "None",
+        "INFLIGHT_SEED": "None",
+    }
+    expected = {
+        "dtype": "float16",
+        "max_model_len": 32000,
+        "policy": "continuous",
+        "reasoning_parser": "think",
+    }
+    assert gather(SERVE_OPTIONS, {}, environment, habits=SERVE_HABITS) == expected
+    assert gather(SERVE_OPTIONS, {}, {"INFLIGHT_MAX_MODEL_LEN": "auto"}, habits=SERVE_HABITS) == {}
+    with pytest.raises(ConfigError, match="INFLIGHT_MAX_MODEL_LEN is 'x': it must be an integer"):
+        gather(SERVE_OPTIONS, {}, {"INFLIGHT_MAX_MODEL_LEN": "x"}, habits=SERVE_HABITS)
+    file = tmp_path / "config.yaml"
+    file.write_text("dtype: half\nmax_model_len: 32k\npolicy: fcfs\nreasoning-parser: qwen3\n")
+    assert gather(SERVE_OPTIONS, {}, {}, str(file), SERVE_HABITS) == expected
+    file.write_text("max-model-len: -1\nmax-num-batched-tokens: 4096\n")
+    assert gather(SERVE_OPTIONS, {}, {}, str(file), SERVE_HABITS) == {"max_num_batched_tokens": 4096}
+
+
 def test_the_key_of_vllm_is_a_key_unless_there_is_another() -> None:
     both = {"VLLM_API_KEY": "a b", "INFLIGHT_API_KEY": "c"}
     assert gather(SERVE_OPTIONS, {}, {"VLLM_API_KEY": "a b"}, habits=SERVE_HABITS) == {"api_key": ("a b",)}
