@@ -57,7 +57,8 @@ def with_flags(
 
     `panel` is where the help shows them, if not where each belongs.
     """
-    flags = {option.name: _flag(option, panel or option.panel) for option in options}
+    known = {option.name: option for option in options}
+    flags = {option.name: _flag(option, panel or option.panel) for option in known.values()}
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command, eval_str=True)
@@ -67,7 +68,11 @@ def with_flags(
         @functools.wraps(command)
         def run(**values: Any) -> None:
             given = {name: values.pop(name) for name in flags}
-            used = {name: value for name, value in given.items() if value is not None and value != []}
+            used = {
+                name: known[name].chosen(value)
+                for name, value in given.items()
+                if value is not None and value != []
+            }
             command(**values, **{n: tuple(v) if isinstance(v, list) else v for n, v in used.items()})
 
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -99,7 +104,7 @@ def from_arguments(options: Mapping[str, Option], arguments: list[str]) -> dict[
     if not values:
         return {name.removeprefix("no_"): not name.startswith("no_")}
     kind = options[name].kind
-    return {name: tuple(values) if kind is tuple else _parse(flag, values[0], kind)}
+    return {name: tuple(values) if kind is tuple else options[name].chosen(_parse(flag, values[0], kind))}
 
 
 # ---- variables ----
@@ -117,7 +122,7 @@ def read_environment(
         if text is not None and habit is not None:
             _, text = habit.arguments(option.flag, text) or ("", UNSET)
         if text is not None and (text != UNSET or option.kind is tuple):
-            values[name] = _parse(variable, text, option.kind)
+            values[name] = option.chosen(_parse(variable, text, option.kind))
     return values
 
 
@@ -190,6 +195,7 @@ def read_yaml(path: Path, what: str) -> Any:
 def _typed(name: str, value: Any, option: Option) -> Any:
     """A value out of a file, if it is of the option's type."""
     kind = option.kind
+    value = option.chosen(value)
     if value is None and option.optional:
         return None
     if kind is tuple:

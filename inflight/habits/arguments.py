@@ -71,6 +71,8 @@ class ArgumentReader:
             if not name.startswith("--"):
                 return [word]  # several short flags in one, perhaps
             raise ConfigError(self._unknown(name))
+        if name == "--help":  # of vLLM's --help=all and --help=NAME, the help has both
+            return [name]
         if not known.takes_value:
             return [name if given is None else f"{name}={given}"]
         if given is None and not self._words:

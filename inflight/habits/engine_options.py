@@ -23,7 +23,18 @@ ENGINE_HABITS = (
     ),
     # ---- the same name, with values that are written otherwise ----
     Habit("policy NAME", {"fcfs": "--policy continuous", ANY: "--policy {}"}),
-    Habit("dtype TYPE", {"half": "--dtype float16", "float": "--dtype float32", ANY: "--dtype {}"}),
+    Habit(
+        "dtype TYPE",
+        {
+            "half": "--dtype float16",
+            "fp16": "--dtype float16",
+            "bf16": "--dtype bfloat16",
+            "float": "--dtype float32",
+            "fp32": "--dtype float32",
+            ANY: "--dtype {}",
+        },
+    ),
+    Habit("kv_cache_memory BYTES", {ANY: "--kv-cache-memory {size}"}),
     Habit("max_model_len N", {"auto": "", "-1": "", ANY: "--max-model-len {size}"}),
     Habit("max_num_batched_tokens N", {ANY: "--max-num-batched-tokens {size}"}),
     Habit(
@@ -62,7 +73,7 @@ ENGINE_HABITS = (
         "no model is compiled as a whole: $enforce_eager switches the captured graphs off",
     ),
     Habit(
-        "max_seq_len_to_capture N, cuda_graph_sizes N..., cudagraph_capture_sizes N..., "
+        "max_seq_len_to_capture N, max_context_len_to_capture N, cuda_graph_sizes N..., cudagraph_capture_sizes N..., "
         "max_cudagraph_capture_size N",
         TAKEN,
         "graphs are captured by the size of a step",
@@ -73,6 +84,7 @@ ENGINE_HABITS = (
         "llguidance compiles all constraints",
     ),
     Habit("num_scheduler_steps N, multi_step_stream_outputs", TAKEN, "$pipeline_depth steps are in flight"),
+    Habit("enable_reasoning", TAKEN, "$reasoning_parser is enough"),
     Habit("swap_space GIB", TAKEN, "what has to make room is computed again"),
     Habit(
         "max_parallel_loading_workers N, ignore_patterns TEXT, pt_load_map_location DEVICE, "
@@ -112,7 +124,7 @@ ENGINE_HABITS = (
         off_matters=True,
     ),
     Habit(
-        "quantization METHOD, -q METHOD",
+        "quantization METHOD, -q METHOD, quantization_param_path FILE",
         {},
         "quantized weights are not supported yet: give a bf16, fp16 or fp32 checkpoint",
     ),
@@ -132,17 +144,20 @@ ENGINE_HABITS = (
         "KV memory stays with its engine: it is neither sent to others nor kept elsewhere",
     ),
     Habit(
-        "enable_lora, lora_modules NAME, default_mm_loras JSON",
+        "enable_lora, lora_modules NAME, default_mm_loras JSON, qlora_adapter_name_or_path PATH",
         {},
         "LoRA adapters are not supported yet: give a checkpoint that they are merged into",
     ),
     Habit(
-        "enable_prompt_adapter, max_prompt_adapters N, max_prompt_adapter_token N",
+        "enable_prompt_adapter, prompt_adapters NAME, max_prompt_adapters N, max_prompt_adapter_token N",
         {},
         "prompt adapters are not supported",
     ),
     Habit(
-        "speculative_config JSON, speculative_model NAME, num_speculative_tokens N, num_lookahead_slots N",
+        "speculative_config JSON, speculative_model NAME, num_speculative_tokens N, num_lookahead_slots N, "
+        "speculative_max_model_len N, speculative_draft_tensor_parallel_size N, "
+        "speculative_disable_by_batch_size N, spec_decoding_acceptance_method NAME, "
+        "ngram_prompt_lookup_max N, ngram_prompt_lookup_min N",
         {},
         "speculative decoding is not supported yet: leave it out",
     ),
@@ -169,7 +184,7 @@ ENGINE_HABITS = (
         "headless, node_rank N, -r N, master_addr HOST, master_port PORT, data_parallel_rank N, "
         "data_parallel_start_rank N, data_parallel_size_local N, data_parallel_address HOST, "
         "data_parallel_rpc_port PORT, data_parallel_backend NAME, data_parallel_hybrid_lb, "
-        "data_parallel_external_lb, ray_workers_use_nsight",
+        "data_parallel_external_lb, ray_workers_use_nsight, worker_use_ray, engine_use_ray",
         {},
         _ONE_MACHINE,
     ),
@@ -213,7 +228,7 @@ ENGINE_HABITS = (
     ),
     Habit(
         "model_loader_extra_config JSON, weight_transfer_config JSON, additional_config JSON, "
-        "reasoning_config JSON",
+        "reasoning_config JSON, override_neuron_config JSON",
         {},
         "there is nothing here that it could configure",
     ),

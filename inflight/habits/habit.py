@@ -25,7 +25,7 @@ MAX_SHOWN = 24  # characters of a value that errors repeat: longer ones are JSON
 _NONE = ("none", "null")
 _OFF = (*_NONE, "false", "0", "0.0", "", "{}", "[]")
 _OPTION = re.compile(r"\$(\w+)")  # in a reason
-_SIZE = re.compile(r"(\d+|\d+\.\d+(?=[kmgt]))([kKmMgGtT])")
+_SIZE = re.compile(r"(\d+|\d+\.\d+(?=[kmgt]))([kKmMgGtT])(i?B)?")
 _POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
 
 
@@ -78,7 +78,9 @@ class Habit:
             told = "" if is_plain or len(value) > MAX_SHOWN else f" {value}"
             raise ConfigError(f"{flag}{told}: {self.why(flags=True)}")
         return [
-            word.replace("{size}", plain_size(value)).replace("{}", value)
+            word.replace("{size}", plain_size(value))
+            .replace("{gib}", plain_size(f"{value}G"))
+            .replace("{}", value)
             for word in found.split(" ")
             if word
         ]
@@ -101,12 +103,13 @@ def flag_of(name: str) -> str:
 
 
 def plain_size(text: str) -> str:
-    """32768 of "32K", 32000 of "32k"; what is no such size as it is."""
+    """32768 of "32K" and "32KiB", 32000 of "32k" and "32KB"; what is no such size as it is."""
     found = _SIZE.fullmatch(text)
     if found is None:
         return text
-    number, unit = found.groups()
-    return str(int(float(number) * (1000 if unit.islower() else 1024) ** _POWERS[unit.lower()]))
+    number, unit, end = found.groups()
+    is_binary = end == "iB" if end else unit.isupper()
+    return str(int(float(number) * (1024 if is_binary else 1000) ** _POWERS[unit.lower()]))
 
 
 def as_text(value: Any) -> str:

@@ -36,11 +36,7 @@ VARIABLE_HABITS = Habits(
             "VLLM_CONFIG_ROOT PATH, VLLM_HOST_IP HOST, VLLM_PORT PORT, VLLM_RPC_TIMEOUT N",
             TAKEN,
         ),
-        Habit(
-            "VLLM_CPU_KVCACHE_SPACE GIB",
-            {},
-            "--kv-cache-memory is the memory for keys and values, in bytes",
-        ),
+        Habit("VLLM_CPU_KVCACHE_SPACE GIB", {"0": "", ANY: "--kv-cache-memory {gib}"}),
         Habit(
             "VLLM_CPU_OMP_THREADS_BIND TEXT",
             {"auto": "", "all": ""},

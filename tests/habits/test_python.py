@@ -32,6 +32,7 @@ OPTION_VALUES: dict[str, Any] = {
     "enable_prefix_caching": False,
     "gpu_memory_utilization": 0.5,
     "kv_cache_memory_bytes": 1 << 30,
+    "kv_cache_memory": "1G",
     "scheduling_policy": "priority",
     "async_scheduling": True,
     **dict.fromkeys(("seed", "max_model_len", "tensor_parallel_size", "pipeline_parallel_size"), 7),
