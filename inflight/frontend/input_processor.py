@@ -15,7 +15,7 @@ import numpy as np
 from inflight.constraints import GrammarCompiler, GrammarValidator
 from inflight.errors import ParameterError, PromptError, shown
 from inflight.frontend.vocabulary import vocabulary_of
-from inflight.habits.python_names import METHOD_HABITS, understood
+from inflight.habits.python_names import METHOD_HABITS, PROMPT_HABITS, understood
 from inflight.request import MAX_SALT_LENGTH, Request, SamplingParams
 from inflight.text import Tokenizer, bad_word_ids
 
@@ -215,6 +215,9 @@ class InputProcessor:
 def _read_mapping(prompt: Mapping[str, Any]) -> tuple[str | Sequence[int], Any]:
     """The text or the ids of a prompt given as a mapping, and its salt."""
     unknown = set(prompt) - _PROMPT_KEYS
+    if unknown:
+        prompt = understood(prompt, PROMPT_HABITS, PromptError)
+        unknown = set(prompt) - _PROMPT_KEYS
     if unknown or ("prompt" in prompt) == ("prompt_token_ids" in prompt):
         raise PromptError(
             f"a prompt has the keys {sorted(map(str, prompt))}: give either 'prompt' or "

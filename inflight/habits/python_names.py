@@ -78,9 +78,31 @@ METHOD_HABITS = Habits(
     )
 )
 
+PROMPT_HABITS = Habits(
+    (
+        Habit("multi_modal_data, multi_modal_uuids, mm_processor_kwargs", {}, "only text is read"),
+        Habit("prompt_embeds", {}, "give a text or token ids"),
+        Habit("token_type_ids", TAKEN, "the tokenizer of the model makes them"),
+    )
+)
+
+# Of the package itself.
+MISSING_NAMES = {
+    "LLMEngine": "LLM is the engine offline; AsyncEngine takes requests while others run",
+    "PoolingParams": "give dimensions and normalize to embed, scale to classify and score",
+    "PoolingOutput": "use embed, classify or score, which have outputs of their own",
+    "ModelRegistry": "families of models are data, in inflight/models/families.py",
+    "initialize_ray_cluster": "give ray_address, which needs replicas",
+}
+
 LLM_METHODS = {
     "collective_rpc": "there are no workers that run code of callers; observe sees every step, and stats what there is",
     "apply_model": "the model is no torch module; look at models/decoder.py",
+    "tokenizer": "use get_tokenizer",
+    "preprocess_chat": "use get_tokenizer().apply_chat_template",
+    "shutdown": "use close, or `with LLM(...) as llm`",
+    "supported_tasks": "a call that the model is not made for is refused",
+    "reset_mm_cache": "only text is read",
     "encode": "use embed, classify or score",
     "reward": "use classify, which returns what a head with labels does",
     "set_tokenizer": "give the option tokenizer",

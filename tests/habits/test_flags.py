@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from inflight.cli import app
 from inflight.errors import ConfigError
 from inflight.habits.bench_flags import BENCH_HABITS
+from inflight.habits.commands import COMMANDS
 from inflight.habits.habit import ANY, Habit, Habits
 from inflight.habits.serve_flags import SERVE_HABITS
 from inflight.habits.variables import VARIABLE_HABITS
@@ -20,7 +22,7 @@ from tests.habits.page import ABSENT, ACCEPTED, OTHER_NAME, PAGE, SAME, Line, se
 
 ROOT: Any = typer.main.get_command(app)
 SERVE, BENCH = ROOT.commands["serve"], ROOT.commands["bench"].commands["serve"]
-COMMANDS = {"Serve flags": (SERVE, SERVE_HABITS), "Bench flags": (BENCH, BENCH_HABITS)}
+FLAG_TABLES = {"Serve flags": (SERVE, SERVE_HABITS), "Bench flags": (BENCH, BENCH_HABITS)}
 VARIABLES = "Environment variables"
 UNSET = ("None", "null", "false", "0", "0.0", "", "{}", "[]")
 
@@ -50,6 +52,19 @@ def typed(habit: Habit, name: str, value: str) -> list[str]:
     if habit.takes_value[name]:
         return [name, value]
     return [name] if value == "true" else [f"--no-{name[2:]}"]
+
+
+def test_commands() -> None:
+    lines = section("Commands")
+    for line in lines:
+        for name in line.names:
+            result = CliRunner().invoke(app, [*name.split(), *([] if line.outcome == ABSENT else ["--help"])])
+            if line.outcome == ABSENT:
+                assert str(result.exception) == f"there is no command {name}: {line.here}"
+            else:
+                assert result.exit_code == 0
+    assert {name: line.here for line in lines if line.outcome == ABSENT for name in line.names} == COMMANDS
+    assert CliRunner().invoke(app, ["-v"]).stdout.startswith("inflight ")
 
 
 def try_same(command: Any, habits: Habits, name: str) -> None:
@@ -106,9 +121,9 @@ def check_words(line: Line, habit: Habit) -> None:
     assert set(re.findall(r"`([^`]+)`", accepted)) == habit.becomes.keys()
 
 
-@pytest.mark.parametrize("title", COMMANDS)
+@pytest.mark.parametrize("title", FLAG_TABLES)
 def test_every_flag_of_the_page_does_what_the_page_says(title: str) -> None:
-    command, habits = COMMANDS[title]
+    command, habits = FLAG_TABLES[title]
     for line in section(title):
         for name in line.names:
             if line.outcome == SAME:
@@ -121,9 +136,9 @@ def test_every_flag_of_the_page_does_what_the_page_says(title: str) -> None:
                 try_absent(command, habits, name, line)
 
 
-@pytest.mark.parametrize("title", [*COMMANDS, VARIABLES])
+@pytest.mark.parametrize("title", [*FLAG_TABLES, VARIABLES])
 def test_every_line_of_the_code_is_on_the_page(title: str) -> None:
-    habits = COMMANDS[title][1] if title in COMMANDS else VARIABLE_HABITS
+    habits = FLAG_TABLES[title][1] if title in FLAG_TABLES else VARIABLE_HABITS
     on_page = {line.names: line for line in section(title)}
     assert sum(map(len, on_page)) > (150 if title == "Serve flags" else 20)
     for habit in habits.rows:
@@ -131,7 +146,7 @@ def test_every_line_of_the_code_is_on_the_page(title: str) -> None:
 
 
 def test_every_option_that_a_habit_leads_to_exists() -> None:
-    for command, habits in COMMANDS.values():
+    for command, habits in FLAG_TABLES.values():
         known = {opt for param in command.params for opt in (*param.opts, *param.secondary_opts)}
         leads = {args.split()[0] for habit in habits.rows for args in habit.becomes.values() if args}
         assert leads <= known

@@ -14,9 +14,16 @@ import pytest
 import inflight
 from inflight import LLM, AsyncEngineArgs, AsyncLLM, BeamSearchParams, SamplingParams
 from inflight.config import EngineConfig
-from inflight.errors import ConfigError, ParameterError
+from inflight.errors import ConfigError, ParameterError, PromptError
 from inflight.habits.habit import TAKEN, Habit, Habits
-from inflight.habits.python_names import LLM_HABITS, LLM_METHODS, METHOD_HABITS, SAMPLING_HABITS
+from inflight.habits.python_names import (
+    LLM_HABITS,
+    LLM_METHODS,
+    METHOD_HABITS,
+    MISSING_NAMES,
+    PROMPT_HABITS,
+    SAMPLING_HABITS,
+)
 from inflight.outputs import ClassificationOutput, EmbeddingOutput, Logprob, RequestOutput, ScoreOutput
 from tests.habits.page import ABSENT, ACCEPTED, OTHER_NAME, SAME, Line, section
 
@@ -99,6 +106,34 @@ def refused(words: str, kind: type[Exception], call: Any) -> None:
         call()
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+# ---- imports and prompts ----
+
+
+def test_imports() -> None:
+    lines = section("Imports")
+    for line in lines:
+        for name in line.names:
+            if line.outcome == ABSENT:
+                refused(line.here, ImportError, lambda name=name: getattr(inflight, name))
+            elif name != "PromptType":
+                expected = line.code[0] if line.outcome == OTHER_NAME else name
+                assert getattr(inflight, name).__name__ == expected
+    absent = {name: line.here for line in lines if line.outcome == ABSENT for name in line.names}
+    assert absent == MISSING_NAMES
+    assert inflight.TokensPrompt(prompt_token_ids=[1]) == {"prompt_token_ids": [1]}
+
+
+def test_keys_of_prompts(llm: LLM) -> None:
+    check_table("Prompts", PROMPT_HABITS)
+    for habit in PROMPT_HABITS.rows:
+        for name in habit.names:
+            nothing: Any = {"prompt": TEXT, name: harmless_values(habit)[0]}
+            assert llm.generate(nothing, GREEDY, use_tqdm=False)[0].prompt == TEXT
+            if habit.becomes is not TAKEN:
+                given: Any = {"prompt": TEXT, name: "something"}
+                refused(habit.reason, PromptError, lambda given=given: llm.generate(given, GREEDY))
 
 
 # ---- options ----
