@@ -36,7 +36,8 @@ BENCH_HABITS = Habits(
         Habit(
             "--tokenizer NAME, --tokenizer-mode NAME, --trust-remote-code, --skip-tokenizer-init, "
             "--ready-check-timeout-sec N, --disable-tqdm, --percentile-metrics NAMES, "
-            "--metric-percentiles N, --save-detailed, --request-id-prefix TEXT, --label TEXT",
+            "--metric-percentiles N, --save-detailed, --request-id-prefix TEXT, --label TEXT, --disable-shuffle, "
+            "--no-oversample",
             TAKEN,
         ),
         # ---- taken with the values that change nothing, else refused ----
@@ -50,6 +51,22 @@ BENCH_HABITS = Habits(
             {"random": "", "custom": ""},
             "prompts are random, or from --dataset FILE: JSON lines with prompt or messages",
         ),
+        Habit(
+            "--hf-name NAME, --hf-subset NAME, --hf-split NAME, --hf-output-len N, --sharegpt-output-len N, "
+            "--custom-output-len N, --sonnet-input-len N, --sonnet-output-len N, --sonnet-prefix-len N, "
+            "--prefix-repetition-prefix-len N, --prefix-repetition-suffix-len N, "
+            "--prefix-repetition-num-prefixes N, --prefix-repetition-output-len N",
+            {},
+            "--dataset FILE has a JSON object per line: prompt or messages, and max_tokens",
+        ),
+        Habit("--random-batch-size N", {"1": ""}, "a request has one prompt"),
+        Habit(
+            "--skip-chat-template, --custom-skip-chat-template",
+            {},
+            "prompts of completions are sent as they are; --endpoint chat sends messages",
+        ),
+        Habit("--n N, --best-of N", {"1": ""}, "one answer per request is measured"),
+        Habit("--no-stream", {}, "answers are always streamed: latencies are those of tokens"),
         Habit("--burstiness N", {"1": "", "1.0": ""}, "requests come at random moments (Poisson): 1"),
         Habit(
             "--random-range-ratio N",
