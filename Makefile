@@ -5,12 +5,15 @@ VENV := .venv
 WORKERS ?= auto
 BIN := $(VENV)/bin
 AI_SDK := tests/server/clients/ai_sdk
-PIP := $(BIN)/pip --quiet --disable-pip-version-check install --constraint constraints.txt
+INSTALL := $(BIN)/pip --quiet --disable-pip-version-check install
+PIP := $(INSTALL) --constraint constraints.txt
+# Clients whose packages exclude ours, or are many: each has a folder with what it needs beside .venv, which tests put before it.
+CLIENTS := $(patsubst tests/server/clients/packages/%.txt,build/clients/%/.installed,$(wildcard tests/server/clients/packages/*.txt))
 
 # Tests start many processes: what one has compiled the next need not.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo serve test docs setup lint types layering tests clean
+.PHONY: demo serve test docs setup clients lint types layering tests clean
 
 demo: $(VENV)/.demo
 	$(BIN)/inflight compare --html compare.html --png compare.png
@@ -18,8 +21,10 @@ demo: $(VENV)/.demo
 serve: $(VENV)/.server
 	$(BIN)/inflight serve
 
-# Layering and types are checked beside the tests: they keep one core busy for half a minute where nothing is cached.
-test: lint
+# The clients are installed beside the rest, and layering and types checked beside the tests: each keeps one core busy.
+test:
+	$(MAKE) --no-print-directory --jobs=2 setup clients
+	$(MAKE) --no-print-directory lint
 	$(MAKE) --no-print-directory --jobs=2 tests layering types
 
 # The docs as a site in build/site, with the references made from the code. A link that leads nowhere is an error.
@@ -29,8 +34,10 @@ docs: $(VENV)/.docs
 
 setup: $(VENV)/.dev
 
-$(VENV)/.torch: pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+$(BIN)/pip:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.torch: pyproject.toml constraints.txt | $(BIN)/pip
 	$(PIP) torch numpy
 	touch $@
 
@@ -65,11 +72,18 @@ types: setup
 layering: setup
 	$(BIN)/lint-imports
 
-# Packages of Node that tests talk to the server with. Without npm those tests are skipped, but never where CI runs.
+# What tests talk to the server with. Without npm those of Node are skipped, but never where CI runs.
+clients: $(CLIENTS) $(AI_SDK)/node_modules/.package-lock.json
+
+build/clients/%/.installed: tests/server/clients/packages/%.txt | $(BIN)/pip
+	rm -rf $(@D)
+	$(INSTALL) --no-deps --no-compile --target $(@D) --requirement $<
+	touch $@
+
 $(AI_SDK)/node_modules/.package-lock.json: $(AI_SDK)/package-lock.json
 	if command -v npm >/dev/null; then npm ci --silent --no-audit --no-fund --ignore-scripts --prefix $(AI_SDK); fi
 
-tests: setup $(AI_SDK)/node_modules/.package-lock.json
+tests: setup clients
 	$(BIN)/pytest --numprocesses=$(WORKERS) --dist=worksteal
 
 clean:

@@ -49,20 +49,36 @@ __all__ = [
 ]
 
 
-# Other names that vLLM has for them.
+# Names that vLLM has, and what they are here.
 _ALIASES = {
-    "AsyncLLMEngine": "AsyncLLM",
-    "EngineArgs": "AsyncEngineArgs",
-    "GuidedDecodingParams": "StructuredOutputs",
-    "StructuredOutputsParams": "StructuredOutputs",
+    "AsyncLLMEngine": "inflight.async_llm:AsyncLLM",
+    "ClassificationOutput": "inflight.outputs:ClassificationOutput",
+    "ClassificationRequestOutput": "inflight.outputs:PoolingRequestOutput",
+    "EmbeddingOutput": "inflight.outputs:EmbeddingOutput",
+    "EmbeddingRequestOutput": "inflight.outputs:PoolingRequestOutput",
+    "EngineArgs": "inflight.async_llm:AsyncEngineArgs",
+    "GuidedDecodingParams": "inflight.structured_outputs:StructuredOutputs",
+    "PoolingRequestOutput": "inflight.outputs:PoolingRequestOutput",
+    "PromptType": "inflight.frontend.input_processor:Prompt",
+    "ScoringOutput": "inflight.outputs:ScoreOutput",
+    "ScoringRequestOutput": "inflight.outputs:PoolingRequestOutput",
+    "StructuredOutputsParams": "inflight.structured_outputs:StructuredOutputs",
+    "TextPrompt": "builtins:dict",
+    "TokensPrompt": "builtins:dict",
 }
 
 
 def __getattr__(name: str) -> Any:
-    name = _ALIASES.get(name, name)
-    if name not in _EXPORTS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_EXPORTS[name]), name)
+    if name in _EXPORTS:
+        return getattr(import_module(_EXPORTS[name]), name)
+    if name in _ALIASES:
+        module, _, found = _ALIASES[name].partition(":")
+        return getattr(import_module(module), found)
+    from inflight.habits.python_names import MISSING_NAMES
+
+    if name in MISSING_NAMES:  # no AttributeError, whose words `from inflight import` would drop
+        raise ImportError(f"inflight has no {name}: {MISSING_NAMES[name]}", name=__name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

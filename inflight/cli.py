@@ -13,7 +13,7 @@ import typer
 
 from inflight import __version__
 from inflight.bench.command import app as bench_app
-from inflight.command import InflightCommand
+from inflight.command import InflightCommand, InflightGroup
 from inflight.compare.command import CompareCommand, compare
 from inflight.config import ENGINE_OPTIONS
 from inflight.errors import EngineError, InflightError, PromptError
@@ -26,6 +26,7 @@ from inflight.replica_commands import app as replicas_app
 from inflight.server.command import ServeCommand, serve
 
 app = typer.Typer(
+    cls=InflightGroup,
     help="An LLM serving engine whose unit of scheduling is one token, not one request.",
     no_args_is_help=True,
     add_completion=False,
@@ -43,7 +44,9 @@ def _show_version(wanted: bool) -> None:
 def root(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit."),
+        typer.Option(
+            "--version", "-v", callback=_show_version, is_eager=True, help="Show the version and exit."
+        ),
     ] = False,
 ) -> None:
     pass

@@ -6,9 +6,11 @@ import logging
 import re
 from typing import Any
 
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
+from inflight.errors import ConfigError
 from inflight.habits.arguments import ArgumentReader, KnownFlag
+from inflight.habits.commands import COMMANDS
 from inflight.habits.habit import Habits
 from inflight.habits.serve_flags import SERVE_HABITS
 
@@ -78,6 +80,16 @@ class Command(InflightCommand):
     """One that has nothing to do with engines."""
 
     habits = Habits()
+
+
+class InflightGroup(TyperGroup):
+    """Commands, and words for those of other engines that are none here."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name = args[0] if ctx.parent is None else f"{ctx.info_name} {args[0]}"
+        if name in COMMANDS:
+            raise ConfigError(f"there is no command {name}: {COMMANDS[name]}")
+        return super().resolve_command(ctx, args)
 
 
 def _is_argument(param: Any) -> bool:

@@ -12,8 +12,8 @@ from os import PathLike, fspath
 from typing import Any
 
 from inflight.errors import ConfigError
+from inflight.habits.python_names import LLM_HABITS, understood
 from inflight.option import LIMITS, MEMORY, MODEL, PYTHON, SCHEDULING, WATCHING, check, option, options_of
-from inflight.vllm_names import LLM_OPTIONS, OTHER_OPTION_NAMES, OTHER_VALUES, without_needless
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,30 +315,20 @@ ENGINE_OPTIONS = {name: found for part in _PARTS.values() for name, found in opt
 
 def _understood(given: Mapping[str, Any]) -> dict[str, Any]:
     """Options by our names. Those of vLLM that change nothing are left out, and None is the default of what has one."""
-    ours = {OTHER_OPTION_NAMES.get(name, name): value for name, value in given.items()}
-    foreign = {name: value for name, value in ours.items() if name not in ENGINE_OPTIONS}
-    unknown, refusal = without_needless(foreign, LLM_OPTIONS)
-    if refusal is not None:
-        raise ConfigError(refusal.message, param=refusal.name)
+    dtype = given.get("dtype")
+    if dtype is not None:
+        given = {**given, "dtype": str(dtype).removeprefix("torch.")}
+    ours = understood(given, LLM_HABITS, ConfigError)
+    unknown = ours.keys() - ENGINE_OPTIONS.keys()
     if unknown:
         from difflib import get_close_matches  # which those who make no mistake need not wait for
 
-        close = get_close_matches(min(unknown), (*ENGINE_OPTIONS, *OTHER_OPTION_NAMES), 1)
+        close = get_close_matches(min(unknown), ENGINE_OPTIONS, 1)
         hint = f"is it {close[0]}? " if close else ""
         raise ConfigError(
             f"unknown option {', '.join(sorted(unknown))}: {hint}allowed are {', '.join(ENGINE_OPTIONS)}"
         )
-    found = {name: _our_value(name, value) for name, value in ours.items() if name in ENGINE_OPTIONS}
-    return {
-        name: value for name, value in found.items() if value is not None or ENGINE_OPTIONS[name].optional
-    }
-
-
-def _our_value(name: str, value: Any) -> Any:
-    if name == "dtype" and value is not None:
-        value = str(value).removeprefix("torch.")
-    known = OTHER_VALUES.get(name, {})
-    return known.get(value, value) if isinstance(value, str | int) else value
+    return {name: value for name, value in ours.items() if value is not None or ENGINE_OPTIONS[name].optional}
 
 
 @dataclass(frozen=True, slots=True)

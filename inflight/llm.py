@@ -26,6 +26,7 @@ from inflight.frontend import (
     split_prompts,
 )
 from inflight.garbage import paused_collection
+from inflight.habits.python_names import LLM_METHODS
 from inflight.interrupts import held_interrupts
 from inflight.llm_pooling import PoolingCalls
 from inflight.loading import LoadedEngine, load_engine
@@ -33,7 +34,6 @@ from inflight.outputs import RequestOutput
 from inflight.progress_bars import loading_bar, request_bar
 from inflight.replicated import ReplicatedEngine
 from inflight.request import Request, SamplingParams
-from inflight.vllm_names import LLM_METHODS
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class LLM(PoolingCalls):
         Parameters, priority (smaller first) and tenant are one for all prompts, or a list with one for each.
         Outputs come in the order of the prompts. If one prompt is refused, none is run. A request that fails
         while it runs fails alone, with finish reason "error"; only if all fail is EngineError raised. Arguments of vLLM
-        that change nothing are taken (`vllm_names.py`).
+        that change nothing are taken (`habits/python_names.py`).
         """
         check_arguments(foreign)
         items = split_prompts(prompts)

@@ -33,7 +33,7 @@ from inflight.request import Request
 
 
 class PoolingCalls(ABC):
-    """Needs an engine to run requests on. Arguments of vLLM that change nothing are taken (`vllm_names.py`)."""
+    """Needs an engine to run requests on. Arguments of vLLM that change nothing are taken (`habits/`)."""
 
     _frontend: Frontend
     _num_requests: int

@@ -58,6 +58,10 @@ class Option:
             and (value < math.inf if self.at_most is None else value <= self.at_most)
         )
 
+    def chosen(self, value: Any) -> Any:
+        """A choice as it is spelt here, in whatever case it was typed."""
+        return next((item for item in self.choices if str(item).lower() == str(value).lower()), value)
+
     @property
     def allowed(self) -> str:
         """The range, in words; empty where there is none."""

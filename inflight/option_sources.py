@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from inflight.errors import ConfigError
-from inflight.habits.arguments import SIMILAR, listed
+from inflight.habits.arguments import SIMILAR, UNSET, listed
 from inflight.habits.habit import Habits, as_text
 from inflight.habits.variables import SERVICE_LINK, habitual
 from inflight.option import Option
@@ -34,11 +34,12 @@ def gather(
     """The values given for these options, by name. `flags` holds only what was given; the file may also be named by
     a variable, and have lines of other engines."""
     file = file or environment.get(f"{PREFIX}CONFIG")
-    from_file = read_file(options, Path(file), habits or Habits()) if file else {}
     from_habit: dict[str, Any] = {}
     for arguments, _ in habitual(environment) if habits is not None else ():
         from_habit |= from_arguments(options, arguments)
-    return {**from_file, **from_habit, **read_environment(options, environment), **flags}
+    habits = habits or Habits()
+    from_file = read_file(options, Path(file), habits) if file else {}
+    return {**from_file, **from_habit, **read_environment(options, environment, habits), **flags}
 
 
 # ---- flags ----
@@ -56,7 +57,8 @@ def with_flags(
 
     `panel` is where the help shows them, if not where each belongs.
     """
-    flags = {option.name: _flag(option, panel or option.panel) for option in options}
+    known = {option.name: option for option in options}
+    flags = {option.name: _flag(option, panel or option.panel) for option in known.values()}
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(command, eval_str=True)
@@ -66,7 +68,11 @@ def with_flags(
         @functools.wraps(command)
         def run(**values: Any) -> None:
             given = {name: values.pop(name) for name in flags}
-            used = {name: value for name, value in given.items() if value is not None and value != []}
+            used = {
+                name: known[name].chosen(value)
+                for name, value in given.items()
+                if value is not None and value != []
+            }
             command(**values, **{n: tuple(v) if isinstance(v, list) else v for n, v in used.items()})
 
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -98,20 +104,25 @@ def from_arguments(options: Mapping[str, Option], arguments: list[str]) -> dict[
     if not values:
         return {name.removeprefix("no_"): not name.startswith("no_")}
     kind = options[name].kind
-    return {name: tuple(values) if kind is tuple else _parse(flag, values[0], kind)}
+    return {name: tuple(values) if kind is tuple else options[name].chosen(_parse(flag, values[0], kind))}
 
 
 # ---- variables ----
 
 
-def read_environment(options: Mapping[str, Option], environment: Mapping[str, str]) -> dict[str, Any]:
+def read_environment(
+    options: Mapping[str, Option], environment: Mapping[str, str], habits: Habits
+) -> dict[str, Any]:
     """Variables of these options. Others of our prefix may be meant for someone else."""
     values = {}
     for name, option in options.items():
         variable = f"{PREFIX}{name.upper()}"
         text = environment.get(variable)
-        if text is not None:
-            values[name] = _parse(variable, text, option.kind)
+        habit = habits.find(name)
+        if text is not None and habit is not None:
+            _, text = habit.arguments(option.flag, text) or ("", UNSET)
+        if text is not None and (text != UNSET or option.kind is tuple):
+            values[name] = option.chosen(_parse(variable, text, option.kind))
     return values
 
 
@@ -159,7 +170,7 @@ def read_file(options: Mapping[str, Option], path: Path, habits: Habits) -> dict
     for key, value in found.items():
         name = str(key).replace("-", "_")
         habit = habits.find(flag := f"--{name.replace('_', '-')}")
-        if habit is not None and (name not in options or isinstance(value, str)):
+        if habit is not None and (name not in options or isinstance(value, str | int)):
             values |= from_arguments(options, habit.arguments(flag, as_text(value)))
             continue
         if name not in options:
@@ -184,6 +195,7 @@ def read_yaml(path: Path, what: str) -> Any:
 def _typed(name: str, value: Any, option: Option) -> Any:
     """A value out of a file, if it is of the option's type."""
     kind = option.kind
+    value = option.chosen(value)
     if value is None and option.optional:
         return None
     if kind is tuple:

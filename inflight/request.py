@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 
 from inflight.errors import ParameterError, RequestError, shown
 from inflight.events import PositionLogprobs, RequestRecord
+from inflight.habits.python_names import SAMPLING_HABITS, understood
 from inflight.structured_outputs import KINDS, StructuredOutputs
 from inflight.structured_outputs import PARAM as STRUCTURED_OUTPUTS
-from inflight.vllm_names import SAMPLING_FIELDS, without_needless
 
 T = TypeVar("T")
 
@@ -100,9 +100,7 @@ def _takes_foreign_fields(cls: type[T]) -> type[T]:
     @wraps(constructor)
     def construct(self: Any, *args: Any, **given: Any) -> None:
         if not given.keys() <= defaults.keys():
-            given, refusal = without_needless(given, SAMPLING_FIELDS)
-            if refusal is not None:
-                raise ParameterError(refusal.message, param=refusal.name)
+            given = understood(given, SAMPLING_HABITS, ParameterError)
         if args or not given.keys() <= defaults.keys():  # which it knows to read, or to refuse
             constructor(self, *args, **given)
             return

@@ -49,7 +49,7 @@ def test_configurations_do_not_change() -> None:
         ("load_format", ["pt", "gguf"]),
         ("max_model_len", [5.5, True, "8", 1, 0, -5]),
         ("block_size", ["16", 2.5, 0, -1, 1025]),
-        ("kv_cache_memory", ["1GB", 1e9, 0, -1]),
+        ("kv_cache_memory", ["much", "1", 1e9, 0, -1]),
         ("num_blocks", [True, 0, -1]),
         ("gpu_memory_utilization", [0, -0.1, 1.01, float("nan"), float("inf")]),
         ("max_num_seqs", [2.5, "8", 0, -1]),

@@ -160,9 +160,9 @@ def test_flags_reach_the_engine_of_generate(monkeypatch: pytest.MonkeyPatch) -> 
         raise ConfigError("seen")
 
     monkeypatch.setattr("inflight.LLM", build)
-    arguments = ["generate", "folder", "-p", "x", "--no-enable-prefix-caching", "--max-num-seqs", "3"]
+    arguments = ["generate", "folder", "-p", "x", "--no-enable-prefix-caching", "--dtype", "FLOAT16"]
     assert isinstance(CliRunner().invoke(app, arguments).exception, ConfigError)
-    assert seen == [{"model": "folder", "enable_prefix_caching": False, "max_num_seqs": 3}]
+    assert seen == [{"model": "folder", "enable_prefix_caching": False, "dtype": "float16"}]
 
 
 def test_some_flags_have_a_short_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from inflight.command import InflightCommand
+from inflight.command import InflightCommand, InflightGroup
 from inflight.console import check_writable, needs_extra, progress_bar
 from inflight.errors import ConfigError, EngineError, ParameterError
 from inflight.habits.bench_flags import BENCH_HABITS
@@ -28,7 +28,7 @@ DEFAULT_URL = f"http://{DEFAULT_HOST}:{DEFAULT_PORT}"
 DEFAULT_REQUESTS = 400
 MAX_ID = 10_000  # ids below it are in nearly every vocabulary
 
-app = typer.Typer(help="Measure.", no_args_is_help=True)
+app = typer.Typer(cls=InflightGroup, help="Measure.", no_args_is_help=True)
 
 
 @app.callback()

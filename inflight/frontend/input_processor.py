@@ -15,9 +15,9 @@ import numpy as np
 from inflight.constraints import GrammarCompiler, GrammarValidator
 from inflight.errors import ParameterError, PromptError, shown
 from inflight.frontend.vocabulary import vocabulary_of
+from inflight.habits.python_names import METHOD_HABITS, PROMPT_HABITS, understood
 from inflight.request import MAX_SALT_LENGTH, Request, SamplingParams
 from inflight.text import Tokenizer, bad_word_ids
-from inflight.vllm_names import refusal_of
 
 # Text, token ids, or {"prompt": text} / {"prompt_token_ids": ids}, with an optional "cache_salt".
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -31,9 +31,9 @@ PRIORITY_RANGE = (-(2**31), 2**31 - 1)
 
 def check_arguments(foreign: Mapping[str, Any]) -> None:
     """Arguments that only vLLM's methods have: raises ParameterError for those that would change something."""
-    refusal = refusal_of(foreign)
-    if refusal is not None:
-        raise ParameterError(refusal.message, param=refusal.name)
+    unknown = understood(foreign, METHOD_HABITS, ParameterError)
+    if unknown:
+        raise ParameterError(f"unknown argument {', '.join(unknown)}", param=min(unknown))
 
 
 def context_length_error(detail: str, param: str = "prompt") -> PromptError:
@@ -215,6 +215,9 @@ class InputProcessor:
 def _read_mapping(prompt: Mapping[str, Any]) -> tuple[str | Sequence[int], Any]:
     """The text or the ids of a prompt given as a mapping, and its salt."""
     unknown = set(prompt) - _PROMPT_KEYS
+    if unknown:
+        prompt = understood(prompt, PROMPT_HABITS, PromptError)
+        unknown = set(prompt) - _PROMPT_KEYS
     if unknown or ("prompt" in prompt) == ("prompt_token_ids" in prompt):
         raise PromptError(
             f"a prompt has the keys {sorted(map(str, prompt))}: give either 'prompt' or "

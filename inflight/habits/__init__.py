@@ -1,1 +1,1 @@
-"""What people type from habit: flags and variables of vLLM, as data, and what becomes of them here."""
+"""What people type from habit: names of vLLM, as data, and what becomes of them here."""

@@ -71,6 +71,8 @@ class ArgumentReader:
             if not name.startswith("--"):
                 return [word]  # several short flags in one, perhaps
             raise ConfigError(self._unknown(name))
+        if name == "--help":  # of vLLM's --help=all and --help=NAME, the help has both
+            return [name]
         if not known.takes_value:
             return [name if given is None else f"{name}={given}"]
         if given is None and not self._words:
@@ -101,7 +103,7 @@ class ArgumentReader:
             name, value = name[:2], name[2:]
         found = habit.arguments(name, value)
         if habit.note:
-            self.notes.append(f"{name}: {habit.note}")
+            self.notes.append(f"{name}: {habit.why(flags=True)}")
         if found and found[0] not in self._known:
             raise ConfigError(self._unknown(name))
         return [] if found[1:] == [UNSET] else found

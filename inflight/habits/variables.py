@@ -9,12 +9,11 @@ import re
 from collections.abc import Iterator, Mapping
 
 from inflight.errors import ConfigError
-from inflight.habits.habit import ANY, Habit, Habits
+from inflight.habits.habit import ANY, TAKEN, Habit, Habits
 
 VLLM = "VLLM_"
 # What Kubernetes sets in every container for a service of that name.
 SERVICE_LINK = re.compile(r"[A-Z]+_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_\w+)")
-_TAKEN = {ANY: ""}
 
 VARIABLE_HABITS = Habits(
     (
@@ -35,13 +34,9 @@ VARIABLE_HABITS = Habits(
             "VLLM_WORKER_MULTIPROC_METHOD NAME, VLLM_TARGET_DEVICE NAME, VLLM_USE_PRECOMPILED N, "
             "VLLM_ENABLE_V1_MULTIPROCESSING N, VLLM_USE_FLASHINFER_SAMPLER N, VLLM_CACHE_ROOT PATH, "
             "VLLM_CONFIG_ROOT PATH, VLLM_HOST_IP HOST, VLLM_PORT PORT, VLLM_RPC_TIMEOUT N",
-            _TAKEN,
+            TAKEN,
         ),
-        Habit(
-            "VLLM_CPU_KVCACHE_SPACE GIB",
-            {"0": ""},
-            "--kv-cache-memory is the memory for keys and values, in bytes",
-        ),
+        Habit("VLLM_CPU_KVCACHE_SPACE GIB", {"0": "", ANY: "--kv-cache-memory {gib}"}),
         Habit(
             "VLLM_CPU_OMP_THREADS_BIND TEXT",
             {"auto": "", "all": ""},
@@ -51,36 +46,37 @@ VARIABLE_HABITS = Habits(
             "VLLM_ENGINE_ITERATION_TIMEOUT_S N",
             {},
             "--kill-stalled-after is how long an engine may make no step",
+            off_matters=True,
         ),
-        Habit("VLLM_HTTP_TIMEOUT_KEEP_ALIVE N", {}, "idle connections are kept for 75 s"),
+        Habit("VLLM_HTTP_TIMEOUT_KEEP_ALIVE N", {}, "idle connections are kept for 75 s", off_matters=True),
         Habit(
             "VLLM_LOGGING_CONFIG_PATH FILE",
-            {"": ""},
+            {},
             "--log-level and --log-format are what there is to choose",
         ),
         Habit(
             "VLLM_USE_MODELSCOPE N",
-            {"0": "", "false": ""},
+            {},
             "models come from folders and from the hub of Hugging Face",
         ),
         Habit(
             "VLLM_ALLOW_LONG_MAX_MODEL_LEN N",
-            {"0": "", "false": ""},
+            {},
             "--max-model-len is at most what the checkpoint allows",
         ),
         Habit(
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING N",
-            {"0": "", "false": ""},
+            {},
             "LoRA adapters are not supported yet",
         ),
-        Habit("VLLM_SERVER_DEV_MODE N", {"0": "", "false": ""}, "there is no such mode"),
+        Habit("VLLM_SERVER_DEV_MODE N", {}, "there is no such mode"),
         Habit(
             "VLLM_BATCH_INVARIANT N",
-            {"0": "", "false": ""},
+            {},
             "answers never depend on their neighbours: on a CPU to the last bit, on a GPU up to rounding",
         ),
-        Habit("VLLM_TORCH_PROFILER_DIR PATH", {"": ""}, "there is no profiler to switch on"),
-        Habit("VLLM_PLUGINS NAMES", {"": ""}, "code that comes from elsewhere is not loaded into the server"),
+        Habit("VLLM_TORCH_PROFILER_DIR PATH", {}, "there is no profiler to switch on"),
+        Habit("VLLM_PLUGINS NAMES", {}, "code that comes from elsewhere is not loaded into the server"),
     )
 )
 

@@ -37,6 +37,9 @@ MISSING_ROUTES: dict[str, str] = {
     "/v1/threads": "use /v1/responses with previous_response_id",
     "/v1/moderations": "no one looks at what is written here",
     "/redoc": "use /docs",
+    "/generate": "use /v1/completions",
+    "/v1/engines": "use /v1/models",
+    "/v1": "routes begin with it, as /v1/models does; it is the base URL of OpenAI's clients",
 }
 
 
@@ -44,5 +47,7 @@ def hint_for(path: str) -> str:
     """What follows the words that there is nothing at this path."""
     if path in _FORGOTTEN:
         return f": it is at /v1{path}"
-    known = MISSING_ROUTES.get(path)
+    known = MISSING_ROUTES.get(path.rstrip("/"))
+    if known is None and path.endswith("/"):
+        return ": try it without the slash at its end"
     return "" if known is None else f": {known}"

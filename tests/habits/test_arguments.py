@@ -36,6 +36,7 @@ WORKS: dict[str, dict[str, Any]] = {
     "--max-model-len auto --seed None --tokenizer None --max-num-batched-tokens None": {},
     "m --cudagraph-capture-sizes 1 2 4 --port 9": {"model": "m", "port": 9},
     "--dtype half": {"dtype": "float16"},
+    "--dtype bf16 --kv-cache-memory 4GiB": {"dtype": "bfloat16", "kv_cache_memory": 4 << 30},
     "--tensor-parallel-size 1 -pp 1": {"tensor_parallel_size": 1, "pipeline_parallel_size": 1},
     "--quantization None --kv-cache-dtype auto --speculative-config null --cpu-offload-gb 0": {},
     "--enable-chunked-prefill --enable-prefix-caching": {"enable_prefix_caching": True},
@@ -109,7 +110,16 @@ def test_who_trusts_code_is_told_that_none_is_run() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("32k", "32000"), ("32K", "32768"), ("1.5k", "1500"), ("7", "7"), ("1.5K", "1.5K")]
+    ("text", "size"),
+    [
+        ("32k", "32000"),
+        ("32K", "32768"),
+        ("1.5k", "1500"),
+        ("7", "7"),
+        ("1.5K", "1.5K"),
+        ("4GiB", str(4 << 30)),
+        ("4GB", "4000000000"),
+    ],
 )
 def test_sizes(text: str, size: str) -> None:
     assert plain_size(text) == size
@@ -134,6 +144,35 @@ def test_a_file_may_have_lines_of_vllm(tmp_path: Path) -> None:
     file.write_text("enable-lora: true\n")
     with pytest.raises(ConfigError, match="--enable-lora: LoRA adapters"):
         gather(SERVE_OPTIONS, {}, {}, str(file), SERVE_HABITS)
+
+
+def test_variables_and_files_have_the_values_of_flags(tmp_path: Path) -> None:
+    environment = {
+        "INFLIGHT_DTYPE": "half",
+        "INFLIGHT_MAX_MODEL_LEN": "32k",
+        "INFLIGHT_POLICY": "fcfs",
+        "INFLIGHT_REASONING_PARSER": "qwen3",
+        "INFLIGHT_MAX_NUM_BATCHED_TOKENS": "None",
+        "INFLIGHT_SEED": "None",
+        "INFLIGHT_LOG_LEVEL": "DEBUG",
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+    }
+    expected = {
+        "dtype": "float16",
+        "max_model_len": 32000,
+        "policy": "continuous",
+        "reasoning_parser": "think",
+    }
+    found = gather(SERVE_OPTIONS, {}, environment, habits=SERVE_HABITS)
+    assert found == {**expected, "log_level": "debug", "kv_cache_memory": 2 << 30}
+    assert gather(SERVE_OPTIONS, {}, {"INFLIGHT_MAX_MODEL_LEN": "auto"}, habits=SERVE_HABITS) == {}
+    with pytest.raises(ConfigError, match="INFLIGHT_MAX_MODEL_LEN is 'x': it must be an integer"):
+        gather(SERVE_OPTIONS, {}, {"INFLIGHT_MAX_MODEL_LEN": "x"}, habits=SERVE_HABITS)
+    file = tmp_path / "config.yaml"
+    file.write_text("dtype: half\nmax_model_len: 32k\npolicy: fcfs\nreasoning-parser: qwen3\n")
+    assert gather(SERVE_OPTIONS, {}, {}, str(file), SERVE_HABITS) == expected
+    file.write_text("max-model-len: -1\nmax-num-batched-tokens: 4096\n")
+    assert gather(SERVE_OPTIONS, {}, {}, str(file), SERVE_HABITS) == {"max_num_batched_tokens": 4096}
 
 
 def test_the_key_of_vllm_is_a_key_unless_there_is_another() -> None:
@@ -172,7 +211,8 @@ def test_variables_that_do_nothing_are_told() -> None:
     "command", ["serve", "bench serve", "generate", "compare", "plan", "rerank", "replicas list"]
 )
 def test_help_fits_and_is_whole(command: str) -> None:
-    result = CliRunner().invoke(app, [*command.split(), "--help"], env={"COLUMNS": "80"})
+    asked = "--help" if command != "serve" else "--help=all"  # as vLLM's users ask
+    result = CliRunner().invoke(app, [*command.split(), asked], env={"COLUMNS": "80"})
     assert result.exit_code == 0
     assert max(map(len, result.stdout.splitlines())) <= 80
     assert "…" not in result.stdout

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from inflight.cli import app
 from inflight.errors import ConfigError
 from inflight.habits.bench_flags import BENCH_HABITS
+from inflight.habits.commands import COMMANDS
 from inflight.habits.habit import ANY, Habit, Habits
 from inflight.habits.serve_flags import SERVE_HABITS
 from inflight.habits.variables import VARIABLE_HABITS
@@ -20,8 +22,9 @@ from tests.habits.page import ABSENT, ACCEPTED, OTHER_NAME, PAGE, SAME, Line, se
 
 ROOT: Any = typer.main.get_command(app)
 SERVE, BENCH = ROOT.commands["serve"], ROOT.commands["bench"].commands["serve"]
-COMMANDS = {"Serve flags": (SERVE, SERVE_HABITS), "Bench flags": (BENCH, BENCH_HABITS)}
+FLAG_TABLES = {"Serve flags": (SERVE, SERVE_HABITS), "Bench flags": (BENCH, BENCH_HABITS)}
 VARIABLES = "Environment variables"
+UNSET = ("None", "null", "false", "0", "0.0", "", "{}", "[]")
 
 
 def parsed(command: Any, *words: str) -> dict[str, Any]:
@@ -41,7 +44,7 @@ def refusal(command: Any, *words: str) -> str:
 def value_of(habit: Habit, harmless: bool) -> str:
     """A value that changes nothing here, or one that does."""
     alike = [value for value, args in habit.becomes.items() if (not args) is harmless]
-    value = alike[-1] if alike else "something"
+    value = alike[-1] if alike else "none" if harmless else "something"
     return "7" if value == ANY else value
 
 
@@ -49,6 +52,19 @@ def typed(habit: Habit, name: str, value: str) -> list[str]:
     if habit.takes_value[name]:
         return [name, value]
     return [name] if value == "true" else [f"--no-{name[2:]}"]
+
+
+def test_commands() -> None:
+    lines = section("Commands")
+    for line in lines:
+        for name in line.names:
+            result = CliRunner().invoke(app, [*name.split(), *([] if line.outcome == ABSENT else ["--help"])])
+            if line.outcome == ABSENT:
+                assert str(result.exception) == f"there is no command {name}: {line.here}"
+            else:
+                assert result.exit_code == 0
+    assert {name: line.here for line in lines if line.outcome == ABSENT for name in line.names} == COMMANDS
+    assert CliRunner().invoke(app, ["-v"]).stdout.startswith("inflight ")
 
 
 def try_same(command: Any, habits: Habits, name: str) -> None:
@@ -76,9 +92,10 @@ def try_other_name(command: Any, habits: Habits, name: str, line: Line) -> None:
         assert parsed(command, name) == parsed(command, *here.split())
 
 
-def try_accepted(command: Any, habits: Habits, name: str) -> None:
+def try_accepted(command: Any, habits: Habits, name: str, line: Line) -> None:
     habit = habits.find(name)
     assert habit is not None
+    assert line.here == habit.why(flags=True)
     value = value_of(habit, harmless=True) if habit.takes_value[name] else "true"
     assert parsed(command, *typed(habit, name, value)) == {}
 
@@ -87,26 +104,26 @@ def try_absent(command: Any, habits: Habits, name: str, line: Line) -> None:
     habit = habits.find(name)
     assert habit is not None
     words = [name, "something"] if habit.takes_value[name] else [name]
-    assert refusal(command, *words) == f"{' '.join(words)}: {habit.reason}"
+    assert refusal(command, *words) == f"{' '.join(words)}: {habit.why(flags=True)}"
     check_words(line, habit)
     if name != line.names[0]:
         return  # those beside it are the same in the code
-    for value, arguments in habit.becomes.items():
-        assert not arguments
+    assert not any(habit.becomes.values())
+    for value in (*UNSET, *habit.becomes):
         if habit.takes_value[name] or value == "false":
             assert parsed(command, *typed(habit, name, value)) == {}
 
 
 def check_words(line: Line, habit: Habit) -> None:
-    """The page has the reason in the words of the code, and names only values that are taken."""
+    """The page has the reason in the words of the code, and names all values that are taken."""
     reason, _, accepted = line.here.partition(" (accepted: ")
-    assert reason == habit.reason
-    assert {value.lower() for value in re.findall(r"`([^`]+)`", accepted)} <= habit.becomes.keys()
+    assert reason == habit.why(flags=True)
+    assert set(re.findall(r"`([^`]+)`", accepted)) == habit.becomes.keys()
 
 
-@pytest.mark.parametrize("title", COMMANDS)
+@pytest.mark.parametrize("title", FLAG_TABLES)
 def test_every_flag_of_the_page_does_what_the_page_says(title: str) -> None:
-    command, habits = COMMANDS[title]
+    command, habits = FLAG_TABLES[title]
     for line in section(title):
         for name in line.names:
             if line.outcome == SAME:
@@ -114,24 +131,22 @@ def test_every_flag_of_the_page_does_what_the_page_says(title: str) -> None:
             elif line.outcome == OTHER_NAME:
                 try_other_name(command, habits, name, line)
             elif line.outcome == ACCEPTED:
-                try_accepted(command, habits, name)
+                try_accepted(command, habits, name, line)
             else:
                 try_absent(command, habits, name, line)
 
 
-@pytest.mark.parametrize("title", [*COMMANDS, VARIABLES])
+@pytest.mark.parametrize("title", [*FLAG_TABLES, VARIABLES])
 def test_every_line_of_the_code_is_on_the_page(title: str) -> None:
-    habits = COMMANDS[title][1] if title in COMMANDS else VARIABLE_HABITS
+    habits = FLAG_TABLES[title][1] if title in FLAG_TABLES else VARIABLE_HABITS
     on_page = {line.names: line for line in section(title)}
     assert sum(map(len, on_page)) > (150 if title == "Serve flags" else 20)
     for habit in habits.rows:
         assert tuple(habit.takes_value) in on_page
-        if habit.note:
-            assert on_page[tuple(habit.takes_value)].here == habit.note
 
 
 def test_every_option_that_a_habit_leads_to_exists() -> None:
-    for command, habits in COMMANDS.values():
+    for command, habits in FLAG_TABLES.values():
         known = {opt for param in command.params for opt in (*param.opts, *param.secondary_opts)}
         leads = {args.split()[0] for habit in habits.rows for args in habit.becomes.values() if args}
         assert leads <= known

@@ -133,6 +133,7 @@ def test_values_that_change_nothing(live: Live) -> None:
 
 def test_routes(live: Live) -> None:
     document = live.http.get("/openapi.json").json()["paths"]
+    assert "without the slash at its end" in live.http.get("/metrics/").json()["error"]["message"]
     for line in section("Routes"):
         for path in line.names:
             if line.outcome == ABSENT:

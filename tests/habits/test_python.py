@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -13,9 +14,17 @@ import pytest
 import inflight
 from inflight import LLM, AsyncEngineArgs, AsyncLLM, BeamSearchParams, SamplingParams
 from inflight.config import EngineConfig
-from inflight.errors import ConfigError, ParameterError
+from inflight.errors import ConfigError, ParameterError, PromptError
+from inflight.habits.habit import TAKEN, Habit, Habits
+from inflight.habits.python_names import (
+    LLM_HABITS,
+    LLM_METHODS,
+    METHOD_HABITS,
+    MISSING_NAMES,
+    PROMPT_HABITS,
+    SAMPLING_HABITS,
+)
 from inflight.outputs import ClassificationOutput, EmbeddingOutput, Logprob, RequestOutput, ScoreOutput
-from inflight.vllm_names import LLM_METHODS, LLM_OPTIONS, METHOD_ARGUMENTS, SAMPLING_FIELDS, ForeignName
 from tests.habits.page import ABSENT, ACCEPTED, OTHER_NAME, SAME, Line, section
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
@@ -30,7 +39,9 @@ OPTION_VALUES: dict[str, Any] = {
     "enable_prefix_caching": False,
     "gpu_memory_utilization": 0.5,
     "kv_cache_memory_bytes": 1 << 30,
+    "kv_cache_memory": "1G",
     "scheduling_policy": "priority",
+    "async_scheduling": True,
     **dict.fromkeys(("seed", "max_model_len", "tensor_parallel_size", "pipeline_parallel_size"), 7),
     **dict.fromkeys(("block_size", "max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks_override"), 7),
 }
@@ -60,22 +71,34 @@ def output(llm: LLM) -> RequestOutput:
     return llm.generate(TEXT, params, use_tqdm=False, lora_request=None)[0]
 
 
-def check_table(title: str, table: Mapping[str, ForeignName]) -> None:
+def check_table(title: str, habits: Habits) -> None:
     """The page has the words of the code, and all of its names."""
-    lines = [line for line in section(title) if line.outcome in (ACCEPTED, ABSENT)]
-    assert {name for line in lines for name in line.names} == table.keys()
-    for line in lines:
-        for name in line.names:
-            reason, _, harmless = line.here.partition(" (accepted: ")
-            assert reason == table[name].instead
-            assert table[name].is_needless == (line.outcome == ACCEPTED)
-            assert harmless.rstrip(")") == ", ".join(f"`{value}`" for value in table[name].harmless)
+    lines = {line.names: line for line in section(title)}
+    for habit in habits.rows:
+        names = tuple(name for name in habit.names if not name.startswith("-"))
+        if any(habit.becomes.values()):  # of another name, or with values of another
+            assert lines[names].outcome in (SAME, OTHER_NAME)
+            continue
+        reason, _, harmless = lines[names].here.partition(" (accepted: ")
+        assert reason == habit.why(flags=False)
+        assert lines[names].outcome == (ACCEPTED if habit.becomes is TAKEN else ABSENT)
+        if habit.becomes is not TAKEN:
+            assert harmless.rstrip(")") == ", ".join(f"`{value}`" for value in habit.becomes)
+    unknown = [line.names for line in lines.values() if line.outcome in (ACCEPTED, ABSENT)]
+    assert all(habits.find(name) for names in unknown for name in names)
 
 
-def harmless_values(known: ForeignName) -> list[Any]:
-    if known.is_needless:
+def known(habits: Habits, name: str) -> Habit:
+    found = habits.find(name)
+    assert found is not None
+    return found
+
+
+def harmless_values(habit: Habit) -> list[Any]:
+    if habit.becomes is TAKEN:
         return ["something", 7, True, None]
-    return [None, *known.harmless, *(() if known.off_matters else (False, 0, "", [], {}))]
+    numbers = [json.loads(value) for value in habit.becomes if value.lstrip("-")[0].isdigit()]
+    return [None, *habit.becomes, *numbers, *(() if habit.off_matters else (False, 0, 0.0, "", [], {}))]
 
 
 def refused(words: str, kind: type[Exception], call: Any) -> None:
@@ -83,6 +106,34 @@ def refused(words: str, kind: type[Exception], call: Any) -> None:
         call()
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+# ---- imports and prompts ----
+
+
+def test_imports() -> None:
+    lines = section("Imports")
+    for line in lines:
+        for name in line.names:
+            if line.outcome == ABSENT:
+                refused(line.here, ImportError, lambda name=name: getattr(inflight, name))
+            elif name != "PromptType":
+                expected = line.code[0] if line.outcome == OTHER_NAME else name
+                assert getattr(inflight, name).__name__ == expected
+    absent = {name: line.here for line in lines if line.outcome == ABSENT for name in line.names}
+    assert absent == MISSING_NAMES
+    assert inflight.TokensPrompt(prompt_token_ids=[1]) == {"prompt_token_ids": [1]}
+
+
+def test_keys_of_prompts(llm: LLM) -> None:
+    check_table("Prompts", PROMPT_HABITS)
+    for habit in PROMPT_HABITS.rows:
+        for name in habit.names:
+            nothing: Any = {"prompt": TEXT, name: harmless_values(habit)[0]}
+            assert llm.generate(nothing, GREEDY, use_tqdm=False)[0].prompt == TEXT
+            if habit.becomes is not TAKEN:
+                given: Any = {"prompt": TEXT, name: "something"}
+                refused(habit.reason, PromptError, lambda given=given: llm.generate(given, GREEDY))
 
 
 # ---- options ----
@@ -99,22 +150,27 @@ def try_option(line: Line, name: str) -> None:
         assert create(**{name: None}) == create()
     elif line.outcome == OTHER_NAME and name != "use_tqdm_on_load":
         value = OPTION_VALUES[name]
-        assert create(**{name: value}) == create(**{line.code[0]: value}) != create()
+        here = 2 if name == "async_scheduling" else value
+        assert create(**{name: value}) == create(**{line.code[0]: here}) != create()
     elif line.outcome in (ACCEPTED, ABSENT):
-        for value in harmless_values(LLM_OPTIONS[name]):
+        for value in harmless_values(known(LLM_HABITS, name)):
             assert create(**{name: value}) == create(), (name, value)
     if line.outcome == ABSENT:
-        words = f"{name} is 'something', which is not supported here: {LLM_OPTIONS[name].instead}"
+        words = (
+            f"{name} is 'something', which is not supported here: {known(LLM_HABITS, name).why(flags=False)}"
+        )
         refused(words, ConfigError, lambda: create(**{name: "something"}))
 
 
 def test_options() -> None:
-    check_table("LLM options", LLM_OPTIONS)
+    check_table("LLM options", LLM_HABITS)
     for line in section("LLM options"):
         for name in line.names:
             try_option(line, name)
     assert create(dtype="float").model.dtype == "float32"
-    assert create(scheduling_policy="fcfs", max_model_len=-1) == create()
+    assert create(scheduling_policy="fcfs", policy="fcfs", max_model_len=-1) == create()
+    assert create(max_model_len="32k", reasoning_parser="qwen3").options()["max_model_len"] == 32000
+    assert create(async_scheduling=False).options()["pipeline_depth"] == 1
     refused("is it max_num_seqs?", ConfigError, lambda: create(max_num_seq=5))
     refused("chunks", ConfigError, lambda: create(enable_chunked_prefill=False))
 
@@ -128,17 +184,17 @@ def test_a_model_loads_without_a_bar_as_it_does_in_vllm(capsys: pytest.CaptureFi
 
 
 def test_sampling_fields() -> None:
-    check_table("SamplingParams", SAMPLING_FIELDS)
+    check_table("SamplingParams", SAMPLING_HABITS)
     for line in section("SamplingParams"):
         for name in line.names:
             if line.outcome == SAME:
                 value = FIELD_VALUES.get(name, "something")
                 assert getattr(SamplingParams(**{name: value}), name) != getattr(SamplingParams(), name)
                 continue
-            for value in harmless_values(SAMPLING_FIELDS[name]):
+            for value in harmless_values(known(SAMPLING_HABITS, name)):
                 assert SamplingParams(**{name: value}) == SamplingParams(), (name, value)
             if line.outcome == ABSENT:
-                words = f"not supported here: {SAMPLING_FIELDS[name].instead}"
+                words = f"not supported here: {known(SAMPLING_HABITS, name).reason}"
                 wrong: dict[str, Any] = {name: "something"}
                 refused(words, ParameterError, lambda wrong=wrong: SamplingParams(**wrong))
     same = {name for line in section("SamplingParams") if line.outcome == SAME for name in line.names}
@@ -177,13 +233,15 @@ def test_methods(llm: LLM) -> None:
 
 
 def test_arguments_of_methods(llm: LLM) -> None:
-    check_table("Arguments of methods", METHOD_ARGUMENTS)
-    for name, known in METHOD_ARGUMENTS.items():
-        if not known.is_needless:
-            given = {name: "something"}
-            refused(known.instead, ParameterError, lambda given=given: llm.generate(TEXT, GREEDY, **given))
-            refused(known.instead, ParameterError, lambda given=given: llm.chat([USER], GREEDY, **given))
-    nothing = {name: harmless_values(known)[0] for name, known in METHOD_ARGUMENTS.items()}
+    check_table("Arguments of methods", METHOD_HABITS)
+    nothing: dict[str, Any] = {}
+    for habit in METHOD_HABITS.rows:
+        for name in habit.names:
+            nothing[name] = harmless_values(habit)[0]
+            if habit.becomes is not TAKEN:
+                given = {name: "something"}
+                refused(habit.reason, ParameterError, lambda given=given: llm.generate(TEXT, GREEDY, **given))
+                refused(habit.reason, ParameterError, lambda given=given: llm.chat([USER], GREEDY, **given))
     assert llm.generate(TEXT, GREEDY, use_tqdm=False, **nothing)
     refused("unknown argument colour", ParameterError, lambda: llm.generate(TEXT, GREEDY, colour=1))
 

@@ -132,6 +132,9 @@ class GenerationBody(SampledBody):
     spaces_between_special_tokens: Ignored = None  # text is what the tokenizer makes of tokens
     prediction: Ignored = None  # would be faster, and is the same answer
 
+    extra_body: Unset = missing(
+        "its fields belong beside the others: Python's openai package puts them there"
+    )
     use_beam_search: Unset = missing("ask for n answers and choose by their logprobs, or use LLM.beam_search")
     truncate_prompt_tokens: Unset = missing("leave out what does not fit")
     truncation_side: Unset = missing("leave out what does not fit")
