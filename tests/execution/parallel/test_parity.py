@@ -12,6 +12,7 @@ import pytest
 
 from inflight import LLM, SamplingParams, StructuredOutputs, loading
 from inflight.config import EngineConfig
+from inflight.errors import EngineAsleepError
 from inflight.execution.parallel.collective import SharedCollective
 from inflight.execution.parallel.follower import LoadedRank
 from inflight.execution.parallel.host_collective import HostCollective
@@ -219,9 +220,15 @@ def test_ranks_that_all_sample(folder: Folder, monkeypatch: pytest.MonkeyPatch) 
     check(run(llm), expected)
 
 
-def test_another_engine_over_the_same_ranks(folder: Folder) -> None:
+@pytest.mark.parametrize("size", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_another_engine_over_the_same_ranks_and_one_that_slept(folder: Folder, size: str) -> None:
     expected = run(LLM(folder("qwen3"), show_progress=False))
-    llm = LLM(folder("qwen3"), show_progress=False, tensor_parallel_size=2)
+    llm = LLM(folder("qwen3"), show_progress=False, **{size: 2})
     llm.generate(PROMPTS, BASE, use_tqdm=False)
     llm._engine.use(policy="static", max_num_seqs=4)
+    llm.sleep()
+    assert llm.is_sleeping()
+    with pytest.raises(EngineAsleepError):
+        llm.generate(PROMPTS, BASE, use_tqdm=False)
+    llm.wake_up()
     check(run(llm), expected)
