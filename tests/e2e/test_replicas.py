@@ -70,9 +70,8 @@ class ReplicasBackend(Backend):
         return sum(map(_is_of_chat, self.router._requests.values()))
 
     async def kill(self) -> None:
-        """Once all answers have a token of the engine that they are on, and calls have arguments, kill an engine: one
-        with calls if there is."""
-        await until(lambda: self.router.is_busy and all(map(_is_begun, self.router._requests.values())))
+        """Kill an engine in the middle of what it writes: one with calls if there is."""
+        await begun(self.router)
         struck = max(self.router.replicas.available, key=_num_calls)
         strike(self.router, struck.replica_id)
         await until(lambda: not struck.available)
@@ -80,6 +79,11 @@ class ReplicasBackend(Backend):
 
 def _is_of_chat(routed: RoutedRequest) -> bool:
     return routed.request.params.max_tokens == CHAT_MAX_TOKENS
+
+
+async def begun(router: Router) -> None:
+    """All answers have a token of the engine that they are on, and calls have arguments."""
+    await until(lambda: router.is_busy and all(map(_is_begun, router._requests.values())))
 
 
 def _is_begun(routed: RoutedRequest) -> bool:

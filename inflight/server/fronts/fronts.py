@@ -156,6 +156,7 @@ class Fronts:
         """The engine is there."""
         self._stats = await state.client.stats()
         state.counts_of_others = self.counts
+        state.num_answered_by_others = lambda: sum(front.num_answered for front in self._fronts.values())
         self._app: ASGIApp = create_app(state)
         self._state = state
         for front in self._fronts.values():
