@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from inflight import LLM, AsyncEngine, SamplingParams
-from inflight.config import ProcessConfig
 from inflight.outputs import RequestOutput
+from inflight.process_config import ProcessConfig
 from inflight.router import Router
 from inflight.router.replica import Replica
 from inflight.router.routed import RoutedRequest

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from inflight import LLM, SamplingParams, StructuredOutputs, loading
+from inflight import LLM, SamplingParams, StructuredOutputs
 from inflight.config import EngineConfig
 from inflight.errors import EngineAsleepError
 from inflight.execution.parallel.collective import SharedCollective
@@ -21,7 +21,7 @@ from inflight.execution.parallel.messages import Begin
 from inflight.execution.parallel.starting import rank_shard
 from inflight.execution.platforms import Platform
 from inflight.execution.runner import ModelRunner
-from inflight.loading import load_rank
+from inflight.loading import decoders, load_rank
 from inflight.models.shard import Shard
 from inflight.models.spec import DecoderSpec
 from inflight.native.library import native_library
@@ -213,7 +213,7 @@ def test_ranks_that_all_sample(folder: Folder, monkeypatch: pytest.MonkeyPatch) 
 
         return found._replace(make_runner=make_runner, num_blocks=50)
 
-    monkeypatch.setattr(loading, "rank_shard", shard_of_rank)
+    monkeypatch.setattr(decoders, "rank_shard", shard_of_rank)
     monkeypatch.setattr(thread_ranks, "load_rank", load)
     llm = LLM(folder("qwen3"), show_progress=False, tensor_parallel_size=2, num_blocks=60)
     assert llm._engine.facts.num_blocks == 50  # what all ranks have room for
