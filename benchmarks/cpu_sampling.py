@@ -13,7 +13,8 @@ from torch import Tensor
 from inflight.execution.sampling import NativeSampler, NativeSamplingRows, Sampler, SamplingRows
 from inflight.execution.threads import torch_threads
 from inflight.native.library import Library
-from inflight.request import Request, SamplingParams
+from inflight.request import Request
+from inflight.sampling_params import SamplingParams
 from inflight.scheduling import RowRequest
 
 NUM_ROWS = 16

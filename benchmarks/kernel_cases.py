@@ -27,7 +27,8 @@ from inflight.layers.rotary import Rope
 from inflight.layers.triton.elementwise import gate, rms_norm
 from inflight.layers.triton.tuning import MAX_TOKENS, num_multiprocessors
 from inflight.layers.triton_kernels import TritonKernels, TritonLinear
-from inflight.request import Request, SamplingParams
+from inflight.request import Request
+from inflight.sampling_params import SamplingParams
 from inflight.scheduling import RowRequest
 from inflight.triton_utils.pdl import supports_pdl
 

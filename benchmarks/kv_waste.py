@@ -16,7 +16,8 @@ import statistics
 from benchmarks.report import show
 from benchmarks.workloads import Workload, ragged
 from inflight.kv import BlockManager, NoPrefixCache
-from inflight.request import Request, SamplingParams
+from inflight.request import Request
+from inflight.sampling_params import SamplingParams
 from inflight.scheduling import Limits, Sampled, Scheduler, make_policy
 
 

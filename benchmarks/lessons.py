@@ -24,7 +24,8 @@ from inflight.compare.workload import Workload, build_jobs
 from inflight.config import EngineConfig
 from inflight.events import StepRecord
 from inflight.loading import LoadedEngine, load_engine
-from inflight.request import Request, SamplingParams
+from inflight.request import Request
+from inflight.sampling_params import SamplingParams
 
 SLOTS = (1, 2, 4, 8, 16, 32, 64)
 CHUNKS = (1600, 256, 64, 16)

@@ -22,7 +22,7 @@ from inflight import SamplingParams
 from inflight.config import EngineConfig
 from inflight.engine.wire import SECRET_LENGTH, Add, Codec, ToEngine, encode_add
 from inflight.loading import LoadedEngine, load_engine
-from inflight.request import MAX_BAD_WORDS
+from inflight.sampling_params import MAX_BAD_WORDS
 from inflight.server.config import SERVE_OPTIONS
 
 NUM_STEPS = 40

@@ -22,7 +22,8 @@ from benchmarks.shapes import SHAPES
 from inflight.config import EngineConfig
 from inflight.events import StepRecord
 from inflight.loading import LoadedEngine, load_engine
-from inflight.request import Request, SamplingParams
+from inflight.request import Request
+from inflight.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

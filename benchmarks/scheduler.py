@@ -14,7 +14,8 @@ import time
 
 from benchmarks.report import show
 from inflight.kv import BlockManager, ChainHashCache
-from inflight.request import Request, SamplingParams
+from inflight.request import Request
+from inflight.sampling_params import SamplingParams
 from inflight.scheduling import Limits, Sampled, Scheduler, make_policy
 
 BLOCK_SIZE = 16

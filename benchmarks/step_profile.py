@@ -24,7 +24,7 @@ from benchmarks.workloads import steady
 from inflight.config import EngineConfig
 from inflight.engine import EngineCore
 from inflight.loading import LoadedEngine, load_engine
-from inflight.request import SamplingParams
+from inflight.sampling_params import SamplingParams
 
 WARM_UP = 16  # decode steps before those that are measured
 NOTHING = "(nothing runs)"

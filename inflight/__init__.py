@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from inflight.errors import InflightError
     from inflight.llm import LLM
     from inflight.outputs import CompletionOutput, RequestOutput
-    from inflight.request import SamplingParams
+    from inflight.sampling_params import SamplingParams
     from inflight.scheduling.policy import Policy
     from inflight.structured_outputs import StructuredOutputs
 
@@ -29,7 +29,7 @@ _EXPORTS = {
     "InflightError": "inflight.errors",
     "Policy": "inflight.scheduling.policy",
     "RequestOutput": "inflight.outputs",
-    "SamplingParams": "inflight.request",
+    "SamplingParams": "inflight.sampling_params",
     "StructuredOutputs": "inflight.structured_outputs",
 }
 

@@ -11,7 +11,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from inflight.async_pooling import AsyncPoolingCalls
-from inflight.config import EngineConfig, ProcessConfig, RouterConfig
+from inflight.config import EngineConfig
 from inflight.engine import EngineClient, EngineStats, Health, InprocClient, ModelFacts, RequestState
 from inflight.errors import ConfigError, EngineError, ParameterError
 from inflight.frontend import (
@@ -24,7 +24,8 @@ from inflight.frontend import (
     check_arguments,
 )
 from inflight.outputs import CompletionOutput, RequestOutput
-from inflight.request import MAX_N, SamplingParams
+from inflight.process_config import ProcessConfig, RouterConfig
+from inflight.sampling_params import MAX_N, SamplingParams
 from inflight.text import Tokenizer
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from inflight.errors import ParameterError, shown
 from inflight.outputs import Logprobs, RequestOutput
-from inflight.request import MAX_LOGPROBS, SamplingParams
+from inflight.sampling_params import MAX_LOGPROBS, SamplingParams
 
 # Continues prompts of token ids.
 Extend = Callable[[list[list[int]], SamplingParams], list[RequestOutput]]

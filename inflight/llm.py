@@ -3,37 +3,36 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from typing import Any, TypeVar
 
 from rich.console import Console
 
 from inflight.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
-from inflight.config import EngineConfig, RouterConfig
-from inflight.engine import Command, EngineStats, RequestFeed, StepObserver
+from inflight.config import EngineConfig
+from inflight.engine import Command, EngineStats, StepObserver
 from inflight.engine.metrics import MetricValue, metrics_of
 from inflight.errors import ConfigError, EngineError, ParameterError, RequestError, shown
-from inflight.events import Delta
 from inflight.frontend import (
     ChatRequest,
     ChatTokenizer,
-    Frontend,
     OutputProcessor,
     Prompt,
     ToolChoice,
     check_arguments,
     split_prompts,
 )
-from inflight.garbage import paused_collection
 from inflight.habits.python_names import LLM_METHODS
-from inflight.interrupts import held_interrupts
 from inflight.llm_pooling import PoolingCalls
-from inflight.loading import LoadedEngine, load_engine
+from inflight.loading import load_engine
+from inflight.local_engine import LocalEngine
+from inflight.offline import OfflineEngine, OfflineRun
 from inflight.outputs import RequestOutput
-from inflight.progress_bars import loading_bar, request_bar
+from inflight.process_config import RouterConfig
+from inflight.progress_bars import loading_bar
 from inflight.replicated import ReplicatedEngine
-from inflight.request import Request, SamplingParams
+from inflight.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -59,19 +58,16 @@ class LLM(PoolingCalls):
         show_progress &= bool(options.pop("use_tqdm_on_load", True))  # as vLLM has it
         routing = RouterConfig.taken_from(options)
         config = EngineConfig.create(model, **options)
-        self._engine: LoadedEngine  # where it is in this process
-        self._replicas: ReplicatedEngine | None = None  # where there are several
+        self._offline: OfflineEngine
         with loading_bar(config.model.model or "the built-in model", show_progress) as progress:
-            if not routing.is_wanted:
-                self._engine = load_engine(config, progress)
-                self._frontend: Frontend = self._engine
-                description = self._engine.platform.describe()
+            if routing.is_wanted:
+                self._offline = ReplicatedEngine(config, routing, progress)
             else:
-                self._replicas = ReplicatedEngine(config, routing, progress)
-                self._frontend = self._replicas.frontend
-                description = self._replicas.description
+                self._engine = load_engine(config, progress)  # there where it is in this process
+                self._offline = LocalEngine(self._engine)
+        self._frontend = self._offline.frontend
         if progress is not None:
-            Console(stderr=True).print(description, style="dim", highlight=False)
+            Console(stderr=True).print(self._offline.description, style="dim", highlight=False)
         self._num_requests = 0
         self._closed = False
 
@@ -199,7 +195,10 @@ class LLM(PoolingCalls):
         by_id = {answer.request.request_id: prompt for prompt in prompts for answer in prompt.answers}
         requests = [answer.request for prompt in prompts for answer in prompt.answers]
         self._compute(
-            requests, len(requests), lambda delta: by_id[delta.request_id].push(delta), "generating", show
+            OfflineRun(
+                requests, len(requests), lambda delta: by_id[delta.request_id].push(delta), "generating"
+            ),
+            show,
         )
         outputs = [prompt.output() for prompt in prompts]
         failed = [answer.error for output in outputs for answer in output.outputs if answer.error]
@@ -209,49 +208,13 @@ class LLM(PoolingCalls):
             logger.warning("%d of %d requests failed", len(failed), len(by_id))
         return outputs
 
-    def _compute(
-        self,
-        requests: Iterable[Request],
-        num_requests: int,
-        take: Callable[[Delta], bool],
-        doing: str,
-        show: bool,
-        lazily: bool = False,
-    ) -> None:
-        """Step until all requests have ended. `take` gets every delta, and says whether its request is to end now.
-        Lazily, requests are made as steps need them."""
+    def _compute(self, run: OfflineRun, show: bool) -> None:
+        self._check_open()
+        self._offline.compute(run, show)
+
+    def _check_open(self) -> None:
         if self._closed:
             raise EngineError("this LLM was closed")
-        if self._replicas is not None:
-            with request_bar(doing, num_requests, show) as advance:
-                return self._replicas.compute(list(requests), take, advance)
-        core = self._engine.core
-        feed = RequestFeed(core, requests, lazily)
-        with paused_collection(), held_interrupts() as let_go:
-            try:
-                feed.fill()
-                with request_bar(doing, num_requests, show) as advance:
-                    while core.has_work or not feed.is_empty:
-                        let_go()  # between two steps, where all books are in order
-                        feed.fill()
-                        deltas = core.step()
-                        for delta in deltas:
-                            if take(delta):
-                                deltas += core.abort(delta.request_id, "stop")[1]
-                        advance(deltas)
-            except BaseException:  # Ctrl-C above all
-                self._clear(feed.added)
-                raise
-
-    def _clear(self, request_ids: Iterable[str]) -> None:
-        """Empty the engine after a run that broke off, so that it can go on."""
-        core = self._engine.core
-        for request_id in request_ids:
-            core.abort(request_id)
-        while core.has_work:  # what is still in flight
-            core.step()
-        # A step that was cut short has not filled the blocks that it promised to the prefix cache.
-        core.scheduler.blocks.drop_cache()
 
     # ---- around it ----
 
@@ -280,7 +243,7 @@ class LLM(PoolingCalls):
         return self._frontend.input_processor.vocab_size
 
     def stats(self) -> EngineStats:
-        return self._engine.core.stats() if self._replicas is None else self._replicas.stats()
+        return self._offline.stats()
 
     def get_metrics(self) -> list[MetricValue]:
         """What the engine counts, by the names that the server's /metrics has."""
@@ -310,30 +273,21 @@ class LLM(PoolingCalls):
         return self.stats().is_sleeping
 
     def _command(self, command: Command) -> None:
-        if self._closed:
-            raise EngineError("this LLM was closed")
-        if self._replicas is not None:
-            return self._replicas.command(command)
-        return self._engine.core.obey(command)
+        self._check_open()
+        self._offline.command(command)
 
     def observe(self, observer: StepObserver) -> None:
         """Call `observer` with the record of every step; with replicas, in a thread of theirs."""
-        if self._replicas is not None:
-            return self._replicas.observe(observer)
-        self._engine.core.observers.append(observer)
-        return None
+        self._offline.observe(observer)
 
     def unobserve(self, observer: StepObserver) -> None:
-        if self._replicas is not None:
-            return self._replicas.unobserve(observer)
-        self._engine.core.observers.remove(observer)
-        return None
+        self._offline.unobserve(observer)
 
     def close(self) -> None:
         """Give back the memory. The engine cannot be used afterwards."""
         if not self._closed:
             self._closed = True
-            (self._replicas or self._engine).close()
+            self._offline.close()
 
     def __getattr__(self, name: str) -> Any:
         """What vLLM's has and this one has not is refused with what to do instead."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from inflight.frontend import (
     check_top_n,
     ranked,
 )
+from inflight.offline import OfflineRun
 from inflight.outputs import (
     ClassificationOutput,
     EmbeddingOutput,
@@ -39,17 +40,8 @@ class PoolingCalls(ABC):
     _num_requests: int
 
     @abstractmethod
-    def _compute(
-        self,
-        requests: Iterable[Request],
-        num_requests: int,
-        take: Callable[[Delta], bool],
-        doing: str,
-        show: bool,
-        lazily: bool = False,
-    ) -> None:
-        """Step until all requests have ended. `take` gets every delta, and says whether its request is to end now.
-        Lazily, requests are made as steps need them."""
+    def _compute(self, run: OfflineRun, show: bool) -> None:
+        """To its end."""
 
     def embed(
         self,
@@ -174,7 +166,7 @@ class PoolingCalls(ABC):
             return False
 
         # Texts that can be split may share what they begin with: how many fill a step is not known then.
-        self._compute(made(), num_texts, take, doing, show, lazily=not processor.facts.splittable)
+        self._compute(OfflineRun(made(), num_texts, take, doing, not processor.facts.splittable), show)
         return requests, vectors
 
 

@@ -9,19 +9,21 @@ from collections.abc import Callable, Coroutine
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from inflight.config import EngineConfig, RouterConfig
+from inflight.config import EngineConfig
 from inflight.engine import Command, EngineStats, StepObserver
 from inflight.errors import ConfigError
 from inflight.events import Delta
 from inflight.frontend import Frontend
-from inflight.progress_bars import Advance
+from inflight.offline import OfflineRun
+from inflight.process_config import RouterConfig
+from inflight.progress_bars import Advance, request_bar
 from inflight.request import Request
 
 T = TypeVar("T")
 
 
 class ReplicatedEngine:
-    """Several engines, each in a process of its own, and the text side before them."""
+    """Implements `OfflineEngine`: several engines, each in a process of its own, and the text side before them."""
 
     def __init__(
         self, config: EngineConfig, options: RouterConfig, progress: Callable[[int, int], None] | None
@@ -59,8 +61,11 @@ class ReplicatedEngine:
     def description(self) -> str:
         return f"{len(self._router.replicas.members)} replicas: {self._router.facts.device}"
 
-    def compute(self, requests: list[Request], take: Callable[[Delta], bool], advance: Advance) -> None:
-        """Run all requests to their end. `take` gets every delta, and says whether its request is to end now."""
+    def compute(self, run: OfflineRun, show: bool) -> None:
+        with request_bar(run.doing, run.num_requests, show) as advance:
+            self._compute(list(run.requests), run.take, advance)
+
+    def _compute(self, requests: list[Request], take: Callable[[Delta], bool], advance: Advance) -> None:
         arrived: SimpleQueue[Delta | None] = SimpleQueue()  # None: that was all
         running = asyncio.run_coroutine_threadsafe(self._run(requests, arrived), self._loop)
         running.add_done_callback(lambda _: arrived.put(None))

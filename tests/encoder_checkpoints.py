@@ -15,7 +15,8 @@ from torch import Tensor
 from inflight.config import EngineConfig
 from inflight.events import Delta
 from inflight.loading import LoadedEngine, load_engine
-from inflight.request import Request, SamplingParams
+from inflight.request import Request
+from inflight.sampling_params import SamplingParams
 from tests.checkpoints import VOCAB_SIZE, randomise
 
 HIDDEN, LONGEST = 64, 96

@@ -11,7 +11,8 @@ from inflight.engine.core import EngineCore
 from inflight.engine.fake import FakeRunner
 from inflight.events import Delta, PositionLogprobs, StepRecord
 from inflight.kv import BlockManager, ChainHashCache, NoPrefixCache
-from inflight.request import Request, SamplingParams
+from inflight.request import Request
+from inflight.sampling_params import SamplingParams
 from inflight.scheduling import Limits, Policy, Scheduler, make_policy
 
 _ids = itertools.count()

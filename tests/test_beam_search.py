@@ -12,7 +12,7 @@ from inflight.beam_search import BeamSearchParams, beam_search
 from inflight.errors import ParameterError
 from inflight.events import RequestRecord
 from inflight.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from inflight.request import SamplingParams
+from inflight.sampling_params import SamplingParams
 
 NUM_TOKENS, END = 4, 3
 METRICS = RequestMetrics.of([RequestRecord("r", "", 0, 1)])

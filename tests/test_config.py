@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from inflight.config import CacheConfig, EngineConfig, ModelConfig, ProcessConfig, SchedulerConfig
+from inflight.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from inflight.errors import ConfigError
+from inflight.process_config import ProcessConfig
 
 PARTS = (ModelConfig, CacheConfig, SchedulerConfig)
 

@@ -1,4 +1,4 @@
-"""Writes docs/options.md from the declarations in `inflight/config.py` and `inflight/server/config.py`.
+"""Writes docs/options.md from where options are declared: `config.py`, `process_config.py`, `server/config.py`.
 
 python -m tools.options_page
 """
@@ -9,9 +9,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from inflight.cli import GENERATE_OPTIONS
-from inflight.config import ENGINE_OPTIONS, ProcessConfig
+from inflight.config import ENGINE_OPTIONS
 from inflight.option import PANELS, PYTHON, Option, options_of
 from inflight.option_sources import PREFIX
+from inflight.process_config import ProcessConfig
 from inflight.server.config import SERVE_OPTIONS
 
 PAGE = Path(__file__).parent.parent / "docs" / "options.md"
@@ -19,7 +20,8 @@ PAGE = Path(__file__).parent.parent / "docs" / "options.md"
 _INTRO = """\
 # Options
 
-Made from the declarations in `inflight/config.py` and `inflight/server/config.py` by `python -m tools.options_page`.
+Made from the declarations in `inflight/config.py`, `inflight/process_config.py` and `inflight/server/config.py` by
+`python -m tools.options_page`.
 
 Options with **E** are the engine's: `LLM(...)` and `AsyncEngine.start(...)` take them as arguments. `inflight generate`
 has those with **G**, too. All but the last two tables are flags of `inflight serve` (`--max-queue 64`), variables

@@ -14,7 +14,8 @@ from inflight.engine import EngineCore
 from inflight.errors import EngineError
 from inflight.events import Delta, StepRecord
 from inflight.loading import LoadedEngine
-from inflight.request import Request, SamplingParams
+from inflight.request import Request
+from inflight.sampling_params import SamplingParams
 
 WARM_UP_TOKENS = 4
 

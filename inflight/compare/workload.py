@@ -11,7 +11,7 @@ from inflight.compare.prompts import draw_prompts
 from inflight.errors import ConfigError, ParameterError
 from inflight.frontend.pooling import cannot
 from inflight.loading import LoadedEngine
-from inflight.request import SamplingParams
+from inflight.sampling_params import SamplingParams
 
 LENGTHS = ("real", "ragged")
 REAL_MAX_TOKENS = 768  # the built-in model's longest answers have about 600

@@ -9,24 +9,25 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
-from inflight.config import EngineConfig, ProcessConfig
+from inflight.config import EngineConfig
 from inflight.engine.child_process import ChildHost
 from inflight.engine.client import CacheObserver, Health, ModelFacts, RequestState
 from inflight.engine.core import EngineStats
 from inflight.engine.delta_queue import DeltaQueue, DeltaStream
 from inflight.engine.history import History
 from inflight.engine.host import ProcessHost
+from inflight.engine.link import EngineLink
+from inflight.engine.open_calls import OpenCalls
 from inflight.engine.sleep import Command
 from inflight.engine.step_records import StepObserver, notify
 from inflight.engine.supervisor import EngineEnded, EngineStalled, LoadProgress, Supervisor
 from inflight.engine.wire import (
     Abort,
     Ack,
-    Codec,
     Describe,
     Message,
     Ready,
@@ -37,55 +38,15 @@ from inflight.engine.wire import (
     WatchCache,
     encode_add,
 )
-from inflight.errors import ConfigError, EngineDeadError, InflightError, QueueFullError, RequestError
+from inflight.errors import ConfigError, EngineDeadError, InflightError, RequestError
 from inflight.events import Delta, RequestRecord, StepRecord
+from inflight.process_config import ProcessConfig
 from inflight.request import Request
 
 logger = logging.getLogger(__name__)
 
 ACK_EVERY = 16  # StepOutputs; a fraction of the engine's window
-MAX_CALLS = 1 << 16  # unanswered at a time
 DRAIN_POLL = 0.02
-
-
-class EngineLink(Protocol):
-    """The way to an engine in another process. `Supervisor` is one that starts it, too."""
-
-    closing: bool
-    working: bool
-
-    @property
-    def engine_process(self) -> EngineChannel: ...
-
-    @property
-    def state(self) -> str: ...
-
-    @property
-    def num_dropped(self) -> int: ...
-
-    def messages(self) -> AsyncGenerator[Ready | StepOutputs | EngineStalled | EngineEnded]: ...
-
-    def trouble(self) -> str | None: ...
-
-    def health(self) -> Health: ...
-
-    def give_up(self, reason: str) -> None: ...
-
-    async def close(self) -> None: ...
-
-
-class EngineChannel(Protocol):
-    """Where messages go."""
-
-    @property
-    def codec(self) -> Codec[Any]: ...
-
-    @property
-    def process_id(self) -> int | None: ...
-
-    def send(self, message: Message) -> None: ...
-
-    def send_frame(self, frame: bytearray) -> None: ...
 
 
 @dataclass(eq=False, slots=True)
@@ -113,7 +74,7 @@ class ProcessClient:
         self._numbers = itertools.count(1)
         self._requests: dict[str, _OpenRequest] = {}  # by request id, until their stream has ended
         self._open: dict[int, _OpenRequest] = {}  # by handle, until the engine has ended them
-        self._calls: dict[int, asyncio.Future[Reply]] = {}
+        self._calls = OpenCalls()
         self._history = History()
         self._observers: list[StepObserver] = []
         self._cache_observer: CacheObserver | None = None
@@ -163,7 +124,7 @@ class ProcessClient:
                     case StepOutputs():
                         self._deliver(message)
                     case EngineStalled(reason):
-                        self._end_calls(reason)
+                        self._calls.end(reason)
                     case EngineEnded(reason):
                         self._end_all(reason)
                     case Ready(facts, stats):
@@ -189,14 +150,7 @@ class ProcessClient:
             self._history.add(opened.record)
             opened.queue.fail(EngineDeadError(reason))
         self._open.clear()
-        self._end_calls(reason)
-
-    def _end_calls(self, reason: str) -> None:
-        """No one will answer them."""
-        for reply in self._calls.values():
-            if not reply.done():
-                reply.set_exception(EngineDeadError(reason))
-        self._calls.clear()
+        self._calls.end(reason)
 
     def _deliver(self, outputs: StepOutputs) -> None:
         if outputs.cache is not None and self._cache_observer is not None:
@@ -218,9 +172,7 @@ class ProcessClient:
             if opened is not None:
                 opened.queue.fail(problem.error())
         for reply in outputs.replies:
-            call = self._calls.pop(reply.call, None)
-            if call is not None and not call.done():
-                call.set_result(reply)
+            self._calls.answer(reply)
         if outputs.stats is not None:
             self._stats = outputs.stats
         for record in outputs.steps:
@@ -245,18 +197,7 @@ class ProcessClient:
         trouble = self._link.trouble()
         if trouble is not None:
             raise EngineDeadError(trouble)
-        if len(self._calls) >= MAX_CALLS:
-            raise QueueFullError(f"{MAX_CALLS} calls to the engine are unanswered, which is the limit")
-        reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        send()
-        self._calls[call] = reply
-        try:
-            found = await reply
-        finally:
-            self._calls.pop(call, None)
-        if found.remote_error is not None:
-            raise found.remote_error.error()
-        return found
+        return await self._calls.ask(call, send)
 
     async def add(self, request: Request) -> None:
         if self._link.closing:

@@ -30,7 +30,7 @@ class NoDormancy:
 
     def check(self) -> NoReturn:
         raise EngineError(
-            "this engine cannot sleep: its model is on several ranks, or there is none", code="cannot_sleep"
+            "this engine cannot sleep: its model is on several GPUs, or there is none", code="cannot_sleep"
         )
 
     def rest(self) -> NoReturn:

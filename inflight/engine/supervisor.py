@@ -12,12 +12,12 @@ from typing import Any, Literal
 
 import msgspec
 
-from inflight.config import ProcessConfig
 from inflight.engine.client import Health
 from inflight.engine.engine_process import EngineProcess
 from inflight.engine.host import ProcessHost, ProcessNotStartedError
 from inflight.engine.wire import Failed, Heartbeat, Progress, Ready, Start, StepOutputs, Stopped, ToFront
 from inflight.errors import EngineDeadError, InflightError
+from inflight.process_config import ProcessConfig
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,8 @@ from inflight.engine.core import EngineStats
 from inflight.engine.sleep import Command
 from inflight.errors import EngineError, InflightError, RequestError
 from inflight.events import CacheUpdate, Delta, StepRecord
-from inflight.request import Request, SamplingParams
+from inflight.request import Request
+from inflight.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 

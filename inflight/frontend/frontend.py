@@ -18,7 +18,7 @@ from inflight.frontend.output_processor import ChatAnswers, OutputProcessor
 from inflight.frontend.pooling import PoolingProcessor, cannot
 from inflight.frontend.pooling_inputs import PoolingInputs
 from inflight.pooling import PoolingFacts, Task
-from inflight.request import SamplingParams
+from inflight.sampling_params import SamplingParams
 from inflight.text import ChatTemplate, Tokenizer, check_messages, encode_chat
 
 

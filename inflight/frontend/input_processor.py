@@ -16,7 +16,8 @@ from inflight.constraints import GrammarCompiler, GrammarValidator
 from inflight.errors import ParameterError, PromptError, shown
 from inflight.frontend.vocabulary import vocabulary_of
 from inflight.habits.python_names import METHOD_HABITS, PROMPT_HABITS, understood
-from inflight.request import MAX_SALT_LENGTH, Request, SamplingParams
+from inflight.request import MAX_SALT_LENGTH, Request
+from inflight.sampling_params import SamplingParams
 from inflight.text import Tokenizer, bad_word_ids
 
 # Text, token ids, or {"prompt": text} / {"prompt_token_ids": ids}, with an optional "cache_salt".

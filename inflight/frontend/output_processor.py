@@ -16,7 +16,8 @@ from inflight.outputs import (
     RequestMetrics,
     RequestOutput,
 )
-from inflight.request import Request, SamplingParams
+from inflight.request import Request
+from inflight.sampling_params import SamplingParams
 from inflight.text import IncrementalDetokenizer, StopStrings, Tokenizer
 
 

@@ -14,7 +14,8 @@ from inflight.frontend.input_processor import Prompt, as_ids, check_place, check
 from inflight.frontend.pooling_inputs import EncodedText, Pair, PoolingInputs, TextGroup, TextItem
 from inflight.frontend.pooling_results import Matrix, classified, cosines, embedded, scored
 from inflight.pooling import PoolingFacts, Scale, Task, tasks_of
-from inflight.request import Request, SamplingParams
+from inflight.request import Request
+from inflight.sampling_params import SamplingParams
 
 CHUNK_CHARACTERS = 32_768  # of texts that are tokenized at a time: a few milliseconds
 CHUNK_TEXTS = 256

@@ -10,7 +10,7 @@ import torch
 from inflight.errors import ConfigError, ModelError, ParameterError, shown
 from inflight.models.fields import Fields
 from inflight.models.spec import DecoderSpec
-from inflight.request import SamplingParams
+from inflight.sampling_params import SamplingParams
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

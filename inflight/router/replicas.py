@@ -8,7 +8,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
-from inflight.engine import EngineStats, Health, ModelFacts, ReplicaClient, StepObserver
+from inflight.engine import Command, EngineStats, Health, ModelFacts, ReplicaClient, StepObserver
 from inflight.errors import ConfigError, EngineDeadError, EngineError, RequestError
 from inflight.events import StepRecord
 from inflight.router.replica import Replica
@@ -41,6 +41,7 @@ class Replicas:
         self._left_behind: list[EngineStats] = []  # by engines that are gone: one, their sum
         self._polling: asyncio.Task[None]
         self._changing = asyncio.Lock()  # one change at a time
+        self.are_asleep = False  # all of them were told to
         self._is_open = self._is_closed = False
 
     # ---- who is there ----
@@ -204,6 +205,8 @@ class Replicas:
         if health.healthy:
             with contextlib.suppress(EngineError):
                 replica.stats = await replica.client.stats()
+                if self.are_asleep and not replica.stats.is_sleeping:  # it has come since
+                    await replica.client.command("sleep")
         if replica.available and not was_available:
             self._on_news()
 
@@ -245,6 +248,24 @@ class Replicas:
         told = [f"replica {replica.replica_id} is {replica.state}" for replica in self.members]
         reasons = [health.error for replica in self.members if (health := replica.health).error is not None]
         return f"no engine can take the request: {', '.join(told)}" + (f" ({reasons[-1]})" if reasons else "")
+
+    # ---- what they are told ----
+
+    async def command(self, command: Command) -> None:
+        """To all that live. They sleep all or none; and so does, until they are woken, who comes later."""
+        told = [replica.client for replica in self.members if replica.health.healthy and not replica.is_gone]
+        if not told:
+            raise EngineDeadError(self.trouble())
+        if command == "wake_up":
+            self.are_asleep = False
+        results = await asyncio.gather(*(client.command(command) for client in told), return_exceptions=True)
+        errors = [error for error in results if isinstance(error, BaseException)]
+        if not errors:
+            self.are_asleep = self.are_asleep or command == "sleep"
+            return
+        if command == "sleep":
+            await asyncio.gather(*(client.command("wake_up") for client in told), return_exceptions=True)
+        raise errors[0]
 
     # ---- steps ----
 

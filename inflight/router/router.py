@@ -19,6 +19,7 @@ from dataclasses import replace
 
 from inflight.engine import Command, EngineStats, Health, ModelFacts, RequestState, StepObserver
 from inflight.engine.history import History
+from inflight.engine.sleep import asleep
 from inflight.errors import EngineDeadError, EngineError, QueueFullError, RequestError
 from inflight.events import CACHE_NAME_LENGTH, Delta
 from inflight.kv.block_names import BlockMarks, BlockNamer
@@ -92,6 +93,8 @@ class Router:
     async def add(self, request: Request) -> None:
         if self._closing:
             raise EngineDeadError("the engines are closing")
+        if self.replicas.are_asleep:
+            raise asleep()
         if request.request_id in self._requests:
             raise RequestError(
                 f"request id {request.request_id!r} is already in use",
@@ -287,8 +290,7 @@ class Router:
     # ---- around it ----
 
     async def command(self, command: Command) -> None:
-        """To all of them."""
-        await asyncio.gather(*(replica.client.command(command) for replica in self.replicas.available))
+        await self.replicas.command(command)
 
     def watch(self, observer: StepObserver) -> Callable[[], None]:
         return self.replicas.watch(observer)

@@ -8,11 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from inflight.config import EngineConfig, ProcessConfig, RouterConfig
+from inflight.config import EngineConfig
 from inflight.engine.child_process import ChildHost
 from inflight.engine.host import ProcessHost
 from inflight.engine.process import ProcessClient
 from inflight.native.library import num_threads
+from inflight.process_config import ProcessConfig, RouterConfig
 from inflight.router.router import Router
 
 GPUS = Path("/proc/driver/nvidia/gpus")

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from inflight.events import PositionLogprobs, RequestFailure
-from inflight.request import Request, SamplingParams
+from inflight.request import Request
+from inflight.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     TokenIds = array[int]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from inflight.config import ENGINE_OPTIONS, EngineConfig, ProcessConfig, RouterConfig
+from inflight.config import ENGINE_OPTIONS, EngineConfig
 from inflight.errors import ConfigError
 from inflight.option import (
     ACCESS,
@@ -26,6 +26,7 @@ from inflight.option import (
     option,
     options_of,
 )
+from inflight.process_config import ProcessConfig, RouterConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

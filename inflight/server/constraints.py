@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from inflight.errors import ParameterError
-from inflight.request import SamplingParams
+from inflight.sampling_params import SamplingParams
 from inflight.server.errors import ApiError
 from inflight.server.schemas.constraints import GUIDED, ConstrainedBody, ResponseFormat
 from inflight.structured_outputs import PARAM, StructuredOutputs

@@ -52,6 +52,7 @@ class ServerState:
     admission: AdmissionControl = field(default_factory=LocalAdmission)
     stored: Responses | None = None  # None: they are kept here
     counts_of_others: Callable[[], Awaitable[list[MetricCounts]]] | None = None  # of other processes
+    num_answered_by_others: Callable[[], int] = lambda: 0  # requests, just now
 
     def __post_init__(self) -> None:
         self.client: EngineClient = self.engine.client

@@ -11,7 +11,7 @@ from inflight.compare.report import Comparison, compare, summarise
 from inflight.compare.workload import Arrival, Workload, build_jobs
 from inflight.errors import EngineError
 from inflight.loading import LoadedEngine
-from inflight.request import SamplingParams
+from inflight.sampling_params import SamplingParams
 from tests.compare.conftest import NUM_REQUESTS, NUM_SLOTS
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from inflight import LLM, AsyncEngine, RequestOutput, SamplingParams
-from inflight.config import ProcessConfig
 from inflight.engine.process import ProcessClient
 from inflight.errors import EngineDeadError, InflightError, ParameterError
+from inflight.process_config import ProcessConfig
 from tests.e2e.conftest import Folder
 
 TEXT = "The quick brown fox"

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
+from typing import Any
 
 from inflight import LLM, AsyncEngine, SamplingParams
-from inflight.config import ProcessConfig
 from inflight.outputs import RequestOutput
+from inflight.process_config import ProcessConfig
 from inflight.router import Router
+from inflight.router.replica import Replica
+from inflight.router.routed import RoutedRequest
 from inflight.structured_outputs import StructuredOutputs
+from tests.e2e.streamed_calls import CHAT_MAX_TOKENS, ENDINGS, TOKENS_BEFORE_ARGUMENTS, by_chat
 from tests.router.replicas import alive, process_id, strike, until
+from tests.server.live import SECONDS, Backend, live_server
 
 SAMPLED = SamplingParams(temperature=0.9, seed=5, max_tokens=120, ignore_eos=True)
 SCHEMA = {
@@ -47,26 +54,74 @@ def same(found: list[RequestOutput], expected: list[RequestOutput]) -> None:
         assert len(output.prompt_token_ids) == len(other.prompt_token_ids)
 
 
+class ReplicasBackend(Backend):
+    """Engines that are not restarted: those that are left go on."""
+
+    async def _start(self, options: dict[str, Any]) -> AsyncEngine:
+        watched = ProcessConfig(heartbeat=0.05, max_restarts=0)
+        return await AsyncEngine.start(replicas=3, process=watched, **options)
+
+    @property
+    def router(self) -> Router:
+        assert isinstance(self.engine.client, Router)
+        return self.engine.client
+
+    def num_called(self) -> int:
+        return sum(map(_is_of_chat, self.router._requests.values()))
+
+    async def kill(self) -> None:
+        """Kill an engine in the middle of what it writes: one with calls if there is."""
+        await begun(self.router)
+        struck = max(self.router.replicas.available, key=_num_calls)
+        strike(self.router, struck.replica_id)
+        await until(lambda: not struck.available)
+
+
+def _is_of_chat(routed: RoutedRequest) -> bool:
+    return routed.request.params.max_tokens == CHAT_MAX_TOKENS
+
+
 async def begun(router: Router) -> None:
-    """All answers have a token of the engine that they are on."""
-    await until(lambda: router.is_busy and all(routed.has_token_here for routed in router._requests.values()))
+    """All answers have a token of the engine that they are on, and calls have arguments."""
+    await until(lambda: router.is_busy and all(map(_is_begun, router._requests.values())))
 
 
-async def test_no_token_is_lost_changed_or_repeated_when_replicas_are_killed() -> None:
+def _is_begun(routed: RoutedRequest) -> bool:
+    least = TOKENS_BEFORE_ARGUMENTS if _is_of_chat(routed) else 0
+    return routed.has_token_here and len(routed.output_ids) > least
+
+
+def _num_calls(replica: Replica) -> tuple[int, int]:
+    return sum(map(_is_of_chat, replica.requests)), len(replica.requests)
+
+
+def test_no_token_is_lost_changed_or_repeated_when_replicas_are_killed() -> None:
+    """Nor in tool calls, whichever API writes them."""
     with LLM(num_blocks=1024) as llm:
         undisturbed = llm.generate(PROMPTS, CASES, use_tqdm=False)
-    watched = ProcessConfig(heartbeat=0.05, max_restarts=0)  # those that are left go on
-    async with await AsyncEngine.start(replicas=3, process=watched, num_blocks=1024) as engine:
-        router = engine.client
-        assert isinstance(router, Router)
-        same(await generate(engine), undisturbed)
-        running = asyncio.create_task(generate(engine))
+    with (
+        closing(ReplicasBackend(num_blocks=1024)) as backend,
+        live_server(backend) as live,
+        ThreadPoolExecutor(len(ENDINGS)) as threads,
+    ):
+        first = [threads.submit(ask, live.http) for ask in ENDINGS]
+        same(backend.run(generate(backend.engine)), undisturbed)
+        whole = {ask: called.result(SECONDS) for ask, called in zip(ENDINGS, first, strict=True)}
+        calling = {ask: threads.submit(ask, live.http) for ask in ENDINGS}
+        live.wait_until("calls", backend.num_called)
+        running = asyncio.run_coroutine_threadsafe(generate(backend.engine), backend.loop)
         for _ in range(2):
-            await begun(router)
-            busy = max(router.replicas.available, key=lambda replica: len(replica.requests))
-            strike(router, busy.replica_id)
-            await until(lambda busy=busy: not busy.available)
-        same(await running, undisturbed)
+            backend.run(backend.kill())
+        same(running.result(SECONDS), undisturbed)
+        for ask, called in calling.items():
+            assert called.result(SECONDS) == whole[ask]
+            for call in whole[ask].calls:
+                assert call.ended == ENDINGS[ask]
+                call.check()
+        answers = live.http.get("/v1/requests/called-by-chat").json()["answers"]
+        assert sum(one["num_output_tokens"] for one in answers) == whole[by_chat].num_output_tokens
+        assert sum(one["num_failovers"] for one in answers) >= 1
+        router = backend.router
         records = [router._history.get(name) for name in router._history._records]
         assert sum(state.record.num_failovers for state in records if state is not None) >= 4
         clients = [replica.client for replica in router.replicas.members]

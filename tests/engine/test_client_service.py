@@ -75,7 +75,7 @@ async def linked() -> AsyncIterator[tuple[ProcessClient, InprocClient, Loopback]
     finally:
         await client.close()
         await below.close()
-    assert (client._open, client._calls, link.service.num_requests) == ({}, {}, 0)
+    assert (client._open, len(client._calls), link.service.num_requests) == ({}, 0, 0)
 
 
 async def read(client: ProcessClient, request_id: str) -> list[int]:

@@ -10,7 +10,8 @@ import pytest
 from inflight.engine.fake import expected_tokens
 from inflight.errors import DeviceLostError, QueueFullError
 from inflight.events import PositionLogprobs, RequestFailure, TokenLogprob
-from inflight.request import Request, SamplingParams
+from inflight.request import Request
+from inflight.sampling_params import SamplingParams
 from inflight.scheduling import Batch, Policy, Sampled, ScheduledStep
 from inflight.scheduling.policies.continuous import Continuous
 from tests.helpers import FakeEngine, make_request

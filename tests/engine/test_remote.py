@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import zmq
 
-from inflight.config import EngineConfig, ProcessConfig
+from inflight.config import EngineConfig
 from inflight.engine import child_process, engine_process
 from inflight.engine.child_process import ChildHost, ChildProcess
 from inflight.engine.fake import expected_tokens
@@ -24,6 +24,7 @@ from inflight.engine.remote_link import RemoteLink
 from inflight.engine.supervisor import Supervisor
 from inflight.engine.wire import ConnectionInfo
 from inflight.errors import EngineDeadError
+from inflight.process_config import ProcessConfig
 from tests.engine.faulty import BUILD, SLOW
 from tests.helpers import make_request
 from tests.router.replicas import alive, process_id, until

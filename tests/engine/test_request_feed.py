@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from inflight.engine import RequestFeed
-from inflight.request import Request, SamplingParams
+from inflight.request import Request
+from inflight.sampling_params import SamplingParams
 from tests.helpers import FakeEngine, make_request
 
 

@@ -10,9 +10,9 @@ import pytest
 
 from inflight.engine import InprocClient
 from inflight.engine.core import MARGIN
+from inflight.engine.engine_loop import EngineLoop
 from inflight.engine.step_time import SURE
 from inflight.engine.wire import Abort, Ack, Add, Message, NewRequest, StepOutputs, Stop, ToEngine
-from inflight.engine.worker import EngineLoop
 from inflight.request import Request
 from inflight.scheduling import TokenBudget
 from tests.helpers import FakeEngine, make_request

@@ -44,7 +44,8 @@ from inflight.events import (
     TimeBreakdown,
     TokenLogprob,
 )
-from inflight.request import Request, SamplingParams
+from inflight.request import Request
+from inflight.sampling_params import SamplingParams
 from tests.helpers import make_request
 
 SECRET = b"s" * SECRET_LENGTH

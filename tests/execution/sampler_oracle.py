@@ -18,7 +18,8 @@ from inflight.execution.sampling import (
     SamplingRows,
 )
 from inflight.native.library import native_library
-from inflight.request import Request, SamplingParams
+from inflight.request import Request
+from inflight.sampling_params import SamplingParams
 from inflight.scheduling import RowRequest
 from tests.execution.rank_samplers import RankSamplers
 

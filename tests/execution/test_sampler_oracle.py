@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
-from inflight.request import SEED_RANGE, SamplingParams
+from inflight.sampling_params import SEED_RANGE, SamplingParams
 from tests.execution.sampler_oracle import Bench, Job, acceptable, adjusted
 
 pytestmark = pytest.mark.usefixtures("each_sampler")

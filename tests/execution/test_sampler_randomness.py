@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from inflight.execution.sampling.randomness import RaceKey, race_bits, race_key, seed_words, uniform
-from inflight.request import SEED_RANGE, Request, SamplingParams
+from inflight.request import Request
+from inflight.sampling_params import SEED_RANGE, SamplingParams
 from inflight.scheduling import RowRequest
 from tests.execution import sampler_oracle as oracle
 

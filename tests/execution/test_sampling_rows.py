@@ -7,7 +7,8 @@ import torch
 
 from inflight.errors import EngineError
 from inflight.execution.sampling import SamplingRows
-from inflight.request import Request, SamplingParams
+from inflight.request import Request
+from inflight.sampling_params import SamplingParams
 from inflight.scheduling import RowRequest
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

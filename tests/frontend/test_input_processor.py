@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from inflight.errors import ParameterError, PromptError, RequestError
 from inflight.frontend import InputProcessor, split_prompts
-from inflight.request import Request, SamplingParams
+from inflight.request import Request
+from inflight.sampling_params import SamplingParams
 from inflight.text import Tokenizer, bad_word_ids
 from tests.checkpoints import write_tokenizer
 

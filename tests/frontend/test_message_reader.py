@@ -15,7 +15,8 @@ from inflight.agents import MessageParser
 from inflight.agents.events import joined
 from inflight.events import Delta, RequestRecord
 from inflight.frontend.output_processor import Answer, ChatAnswers, OutputProcessor
-from inflight.request import Request, SamplingParams
+from inflight.request import Request
+from inflight.sampling_params import SamplingParams
 from inflight.text import Tokenizer
 from tests.checkpoints import write_tokenizer
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from inflight.events import Delta, PositionLogprobs, RequestRecord, TokenLogprob
 from inflight.frontend import OutputProcessor
-from inflight.request import Request, SamplingParams
+from inflight.request import Request
+from inflight.sampling_params import SamplingParams
 from inflight.text import Tokenizer
 from tests.checkpoints import write_tokenizer
 

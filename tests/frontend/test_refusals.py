@@ -14,7 +14,7 @@ import inflight
 from inflight.engine.wire import RemoteError
 from inflight.errors import InflightError, ParameterError, PromptError, TemplateError
 from inflight.frontend import InputProcessor, split_prompts
-from inflight.request import SamplingParams
+from inflight.sampling_params import SamplingParams
 from inflight.text import ChatTemplate, Tokenizer
 from tests.checkpoints import write_tokenizer
 
@@ -185,7 +185,15 @@ def test_templates() -> None:
 
 
 @pytest.mark.parametrize(
-    "file", ["request.py", "llm.py", "async_engine.py", "frontend/input_processor.py", "text/bad_words.py"]
+    "file",
+    [
+        "request.py",
+        "sampling_params.py",
+        "llm.py",
+        "async_engine.py",
+        "frontend/input_processor.py",
+        "text/bad_words.py",
+    ],
 )
 def test_no_refusal_of_a_parameter_goes_without_its_name(file: str) -> None:
     tree = ast.parse((Path(inflight.__file__).parent / file).read_text())

@@ -10,7 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from inflight.errors import KVBudgetError
 from inflight.kv import BlockManager, ChainHashCache, NoPrefixCache
 from inflight.kv.budget import blocks_for_memory, fit_context
-from inflight.request import Request, SamplingParams
+from inflight.request import Request
+from inflight.sampling_params import SamplingParams
 from tests.helpers import make_request
 
 BLOCK_SIZE = 4

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from inflight.kv.block_names import NUM_RECENT, BlockMarks, BlockNamer
 from inflight.kv.prefix_cache import ChainHashCache
-from inflight.request import Request, SamplingParams
+from inflight.request import Request
+from inflight.sampling_params import SamplingParams
 
 SIZE = 4
 

@@ -16,7 +16,7 @@ from inflight.models.defaults import (
     resolve_text_length,
 )
 from inflight.models.families import decoder_spec
-from inflight.request import SamplingParams
+from inflight.sampling_params import SamplingParams
 from tests.models.test_families import PHI3
 
 

@@ -9,12 +9,13 @@ from collections.abc import AsyncGenerator
 import pytest
 
 from benchmarks.failover import cut
-from inflight.config import ProcessConfig
 from inflight.engine.fake import expected_scores, expected_tokens, expected_vector
 from inflight.errors import EngineDeadError, EngineError
 from inflight.events import Delta
-from inflight.request import Request, SamplingParams
+from inflight.process_config import ProcessConfig
+from inflight.request import Request
 from inflight.router import Router
+from inflight.sampling_params import SamplingParams
 from tests.engine.faulty import DIE, HANG, SLOW
 from tests.helpers import make_request
 from tests.router.replicas import answer, processes, read, strike, until, until_all_run

@@ -12,12 +12,21 @@ from inflight.config import EngineConfig
 from inflight.engine import InprocClient
 from inflight.engine.fake import expected_tokens
 from inflight.engine.process import ProcessClient
-from inflight.errors import ConfigError, EngineDeadError, KVBudgetError, QueueFullError, RequestError
+from inflight.errors import (
+    ConfigError,
+    EngineAsleepError,
+    EngineDeadError,
+    EngineError,
+    KVBudgetError,
+    QueueFullError,
+    RequestError,
+)
 from inflight.events import StepRecord
 from inflight.router import Router
 from inflight.router import start as start_module
 from inflight.router.start import MachineShares, visible_gpus
 from tests.engine.faulty import NUM_BLOCKS, SLOW
+from tests.engine.test_sleep import FakeDormancy
 from tests.helpers import FakeEngine, make_request
 from tests.router.replicas import alive, answer, in_process, process_id, processes, read, until
 
@@ -46,6 +55,25 @@ async def test_a_rolling_restart_and_a_removal_under_load_fail_no_one() -> None:
         assert (await router.stats()).num_output_tokens >= 40 * num_answers - 40 * 6
         health = await router.health()
         assert (health.healthy, health.num_restarts) == (True, 0)
+
+
+async def test_all_sleep_or_none_and_so_does_who_comes_later() -> None:
+    async with in_process(2) as (router, engines):
+        engines[0].core._dormancy = FakeDormancy(engines[0])
+        with pytest.raises(EngineError, match="cannot sleep"):
+            await router.command("sleep")
+        assert engines[0].core._dormancy.told == ["check", "rest", "wake"]
+        engines[1].core._dormancy = FakeDormancy(engines[1])
+        await router.command("sleep")
+        assert (await router.stats()).is_sleeping
+        with pytest.raises(EngineAsleepError):
+            await router.add(make_request([1, 2], 5))
+        await router.replicas.add()
+        engines[2].core._dormancy = FakeDormancy(engines[2])
+        await until(lambda: engines[2].core.is_sleeping)
+        await router.command("wake_up")
+        assert not any(engine.core.is_sleeping for engine in engines)
+        assert await answer(router, [1, 2], 5) == expected_tokens([1, 2], 5)
 
 
 async def test_the_last_replica_stays() -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from inflight.events import Delta
-from inflight.request import Request, SamplingParams
+from inflight.request import Request
 from inflight.router.routed import RoutedRequest
+from inflight.sampling_params import SamplingParams
 from tests.helpers import make_request
 
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from inflight.engine.fake import FakeRunner
-from inflight.request import SamplingParams
+from inflight.sampling_params import SamplingParams
 from inflight.scheduling import Batch
 from tests.helpers import FakeEngine, make_request
 from tests.scheduling.hostile import SmallBites

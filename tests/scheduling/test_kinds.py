@@ -9,7 +9,7 @@ import pytest
 from inflight.engine.fake import expected_scores, expected_tokens, expected_vector
 from inflight.errors import RequestError
 from inflight.events import TokenLogprob
-from inflight.request import SamplingParams
+from inflight.sampling_params import SamplingParams
 from inflight.scheduling import Batch, Sampled
 from tests.helpers import FakeEngine, make_request
 from tests.scheduling.several import SeveralRunner

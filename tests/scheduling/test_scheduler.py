@@ -10,7 +10,8 @@ import pytest
 
 from inflight.engine.fake import expected_tokens
 from inflight.errors import ConfigError, EngineError
-from inflight.request import Request, SamplingParams
+from inflight.request import Request
+from inflight.sampling_params import SamplingParams
 from inflight.scheduling import Policy, make_policy
 from inflight.scheduling.policies.continuous import Continuous
 from inflight.scheduling.policies.fair import Fair

@@ -15,10 +15,11 @@ import httpx
 import uvloop
 
 from inflight import AsyncEngine
-from inflight.config import EngineConfig, ProcessConfig
+from inflight.config import EngineConfig
 from inflight.engine import EngineCore, InprocClient
 from inflight.engine.process import ProcessClient
 from inflight.frontend import Frontend
+from inflight.process_config import ProcessConfig
 from inflight.server.config import ServerConfig
 from inflight.server.keys import load_keys
 from inflight.server.run import Server, hosts_of, listen

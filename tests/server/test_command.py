@@ -76,7 +76,7 @@ def test_a_stream_outlives_signals_and_the_exit_is_clean(
         told = [line["message"] for line in lines if line["level"] == "warning"]
         assert [text.partition(":")[0] for text in told] == ["--trust-remote-code", "VLLM_QWERTY is set"]
         assert lines[-1]["message"].startswith(f"inflight {__version__}")
-        (line,) = [line for line in lines if line["logger"] == "inflight.loading"]
+        (line,) = [line for line in lines if line["logger"] == "inflight.loading.decoders"]
         assert (line["process"], line["level"]) == ("engine", "info")
         assert "1024 KV blocks" in line["message"]
         text = ""

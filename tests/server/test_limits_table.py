@@ -8,14 +8,8 @@ from pathlib import Path
 import inflight
 from inflight.frontend.input_processor import MAX_TENANT_LENGTH
 from inflight.option import LIMITS
-from inflight.request import (
-    MAX_BAD_WORDS,
-    MAX_LOGPROBS,
-    MAX_N,
-    MAX_SALT_LENGTH,
-    MAX_STOP_LENGTH,
-    MAX_STOP_STRINGS,
-)
+from inflight.request import MAX_SALT_LENGTH
+from inflight.sampling_params import MAX_BAD_WORDS, MAX_LOGPROBS, MAX_N, MAX_STOP_LENGTH, MAX_STOP_STRINGS
 from inflight.server.body import MAX_PARTS, MAX_VALUES
 from inflight.server.config import SERVE_OPTIONS
 from inflight.server.protocol import MAX_RESERVED, ConnectionLimits

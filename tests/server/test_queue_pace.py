@@ -6,7 +6,8 @@ from typing import Any
 
 from inflight.frontend import Generation
 from inflight.frontend.output_processor import OutputProcessor
-from inflight.request import Request, SamplingParams
+from inflight.request import Request
+from inflight.sampling_params import SamplingParams
 from inflight.server.cancel_scope import CancelScope
 from inflight.server.keys import Caller
 from inflight.server.queue_pace import MAX_SECONDS, QueuePace

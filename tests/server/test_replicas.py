@@ -14,9 +14,10 @@ import pytest
 
 from inflight import AsyncEngine
 from inflight.cli import main
-from inflight.config import EngineConfig, ProcessConfig, RouterConfig
+from inflight.config import EngineConfig
 from inflight.errors import ConfigError
 from inflight.frontend import Frontend
+from inflight.process_config import ProcessConfig, RouterConfig
 from inflight.router import Router, start_router
 from inflight.server.keys import AdminKey
 from tests.browser import Page

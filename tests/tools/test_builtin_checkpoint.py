@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from inflight.llm import LLM
 from inflight.models.builtin import checkpoint_folder
-from inflight.request import SamplingParams
+from inflight.sampling_params import SamplingParams
 from tools.builtin import answers
 from tools.builtin.corpus import is_held_out
 from tools.builtin.model import Shape

@@ -13,9 +13,10 @@ from typing import Any
 
 from tools.builtin import tool_sums
 from tools.builtin.chat_format import IM_START, Call, Turn, segments
-from tools.builtin.tool_chats import draw_tools, task_for, two_tasks
+from tools.builtin.tool_draws import draw_tools, task_for
 from tools.builtin.tool_frameworks import FRAMEWORKS
 from tools.builtin.tool_people import person_task, person_tool
+from tools.builtin.tool_rounds import two_tasks
 from tools.builtin.tool_tasks import Task
 from tools.builtin.toolbox import TaughtTool
 

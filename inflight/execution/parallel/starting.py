@@ -13,6 +13,7 @@ from inflight.config import EngineConfig
 from inflight.engine import EngineCore
 from inflight.engine.runner import Runner
 from inflight.errors import ConfigError
+from inflight.execution.dormancy import ModelDormancy
 from inflight.execution.forward import StageLinks
 from inflight.execution.platforms import Platform
 from inflight.models.decoder import Decoder
@@ -138,18 +139,25 @@ def parallel_core(
     limits = scheduler.limits
     sizes = limits.max_num_seqs, max_len, limits.max_num_batched_tokens
     begin = Begin(num_blocks, scheduler.blocks.block_size, *sizes)
-    first = FirstRank(ranks, library, decoder.shard.collective)
-    ranks.begin(begin)  # they try steps as this one does, which only all of them together can
-    together: MirroredRunner | PipelineRunner
-    if ranks.layout.pipeline == 1:
-        together = MirroredRunner(make_runner(), first)
-    else:
-        on_cpu = decoder.device.type == "cpu"
-        stage = Follower(decoder, begin, ranks.memory) if on_cpu else rank_runner(make_runner(), ranks.memory)
-        together = PipelineRunner(stage, ranks.memory.results(), first)
-        pipeline_depth = ranks.layout.pipeline
-    first.wait_until_begun()
-    return EngineCore(scheduler, together, pipeline_depth, max_queue, check=ranks.check)
+    on_cpu = decoder.device.type == "cpu"
+
+    def begin_all() -> Runner[Any]:
+        first = FirstRank(ranks, library, decoder.shard.collective)
+        ranks.begin(begin)  # they try steps as this one does, which only all of them together can
+        together: MirroredRunner | PipelineRunner
+        if ranks.layout.pipeline == 1:
+            together = MirroredRunner(make_runner(), first)
+        else:
+            memory = ranks.memory
+            stage = Follower(decoder, begin, memory) if on_cpu else rank_runner(make_runner(), memory)
+            together = PipelineRunner(stage, memory.results(), first)
+        first.wait_until_begun()
+        return together
+
+    depth = pipeline_depth if ranks.layout.pipeline == 1 else ranks.layout.pipeline
+    # On GPUs the weights of other ranks would have to move as well.
+    dormancy = ModelDormancy(decoder, decoder.device, begin_all) if on_cpu else None
+    return EngineCore(scheduler, begin_all(), depth, max_queue, check=ranks.check, dormancy=dormancy)
 
 
 def slot_bytes(library: Library, vocab_size: int, size: int) -> int:

@@ -18,7 +18,7 @@ from inflight.execution.sampling.rows import MAX_TEMPERATURE, MIN_REPETITION_PEN
 from inflight.execution.sampling.sampler import SampledTensors
 from inflight.execution.sampling.token_bits import WORD, first_mask
 from inflight.native.library import Library
-from inflight.request import SamplingParams
+from inflight.sampling_params import SamplingParams
 from inflight.scheduling import RowRequest
 
 # `Row` in native/adjust.h, where each field is explained.

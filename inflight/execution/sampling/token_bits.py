@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from inflight.request import SamplingParams
+from inflight.sampling_params import SamplingParams
 
 WORD = 32
 

@@ -56,6 +56,11 @@ class FrontProcess:
         """Requests that it has begun and not ended."""
         return self._entered.total()
 
+    @property
+    def num_answered(self) -> int:
+        """Of these, requests to the engine."""
+        return sum(times for (_, request_id), times in self._entered.items() if request_id is not None)
+
     def has_running(self, name: str, request_id: str) -> bool:
         return (name, request_id) in self._entered
 

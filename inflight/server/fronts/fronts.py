@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import socket
 import time
 from collections import OrderedDict, deque
@@ -117,7 +118,7 @@ class Fronts:
 
     async def _follow(self, front: FrontProcess) -> None:
         """One process to its end."""
-        process, limit = front.process, self._options.process.kill_silent_after
+        process = front.process
         greeting = asyncio.create_task(self._greet(front))
         heard_at = time.monotonic()
         try:
@@ -126,12 +127,22 @@ class Fronts:
                 if message is not None:
                     heard_at = time.monotonic()
                     front.handle(message)
-                elif limit is not None and time.monotonic() - heard_at > limit:
+                elif time.monotonic() - heard_at > self._patience_with(front):
                     process.kill("the front process was killed: it was silent for too long")
         finally:
             greeting.cancel()
             process.kill()
             await process.exited.wait()
+
+    def _patience_with(self, front: FrontProcess) -> float:
+        """Seconds without a sign of life. Connections that the system gives to one that is silent wait for it, while
+        others could take them; but one that still starts may take its time."""
+        limits = self._options.process
+        if limits.kill_silent_after is None:
+            return math.inf
+        return (
+            min(limits.silent_after, limits.kill_silent_after) if front.is_open else limits.kill_silent_after
+        )
 
     async def _greet(self, front: FrontProcess) -> None:
         """Nothing else can be sent before."""
@@ -156,6 +167,7 @@ class Fronts:
         """The engine is there."""
         self._stats = await state.client.stats()
         state.counts_of_others = self.counts
+        state.num_answered_by_others = lambda: sum(front.num_answered for front in self._fronts.values())
         self._app: ASGIApp = create_app(state)
         self._state = state
         for front in self._fronts.values():

@@ -13,13 +13,10 @@ from inflight.server.error_shapes import error_at
 from inflight.server.errors import ApiError, of_exception
 from inflight.server.fronts.wire import MAIN, RelayedRequest, RelayedResponse
 from inflight.server.keys import Keys
+from inflight.server.middleware import ADMIN, ADMIN_ALONE
 
-COMMON = (
-    "/health",
-    "/ready",
-    "/metrics",
-    "/v1/replicas",
-)  # and all below the last: what the main process answers
+# What the main process answers, and what is below ADMIN. No other has the admin key.
+COMMON = frozenset({"/health", "/ping", "/ready", "/metrics", "/load", ADMIN}) | ADMIN_ALONE
 ONES_OWN = ("/v1/requests/", "/v1/responses/")  # and an id: what the process that has it answers
 
 Relay = Callable[[RelayedRequest], Awaitable[RelayedResponse]]
@@ -56,7 +53,7 @@ class RelayMiddleware:
 
     async def _target(self, scope: Scope) -> int:
         path: str = scope["path"]
-        if path in COMMON or path.startswith(f"{COMMON[-1]}/"):
+        if path in COMMON or path.startswith(f"{ADMIN}/"):
             return MAIN
         own = next((prefix for prefix in ONES_OWN if path.startswith(prefix)), None)
         if own is None:

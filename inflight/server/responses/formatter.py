@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from inflight.request import SamplingParams
+from inflight.sampling_params import SamplingParams
 from inflight.server.errors import ApiError
 from inflight.server.formatters import Choice, ResponseFormatter, encode, usage_of
 from inflight.server.responses.items import EventNumbers, ResponseItems

@@ -9,8 +9,9 @@ from pydantic import TypeAdapter
 from inflight.frontend import OutputProcessor
 from inflight.server.errors import ApiError
 from inflight.server.formatters import encode
+from inflight.server.generation_params import GenerationParams
 from inflight.server.keys import Caller
-from inflight.server.prepare import GenerationParams, prepare_chat
+from inflight.server.prepare import prepare_chat
 from inflight.server.responses.conversation import chat_of, input_items, user_of
 from inflight.server.responses.input_listing import with_id
 from inflight.server.responses.store import Responses, StoredResponse

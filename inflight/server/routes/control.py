@@ -33,7 +33,8 @@ async def docs(request: Request) -> Response:
 @router.get("/load", **documented(None, ServerLoad))
 async def load(request: Request) -> Response:
     """How many requests are being answered."""
-    return respond(ServerLoad(server_load=len(state_of(request).request_log)))
+    state = state_of(request)
+    return respond(ServerLoad(server_load=len(state.request_log) + state.num_answered_by_others()))
 
 
 @router.get("/server_info", **documented(None, ServerInfo))

@@ -11,14 +11,13 @@ from starlette.responses import Response
 
 from inflight.server.body import read_json
 from inflight.server.engine_response import RequestHead
+from inflight.server.generation_params import chat_params, completion_params
 from inflight.server.generation_response import GenerationResponse, GenerationSpec
 from inflight.server.openai_formatters import ChatFormatter, CompletionFormatter
 from inflight.server.openapi import documented
 from inflight.server.prepare import (
-    chat_params,
     chat_request,
     check_answers,
-    completion_params,
     prepare_chat,
     prepare_completion,
     split_prompts,

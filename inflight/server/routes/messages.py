@@ -11,11 +11,12 @@ from starlette.responses import Response
 from inflight.server.admission import counted
 from inflight.server.body import read_json
 from inflight.server.engine_response import RequestHead
+from inflight.server.generation_params import conversation_params
 from inflight.server.generation_response import GenerationResponse, GenerationSpec
 from inflight.server.messages.conversation import chat_of, check, text_constraint, user_of
 from inflight.server.messages.formatter import MessagesFormatter
 from inflight.server.openapi import documented, respond
-from inflight.server.prepare import check_tokenizer, conversation_params, prepare_chat
+from inflight.server.prepare import check_tokenizer, prepare_chat
 from inflight.server.routes.service import check_size, num_characters
 from inflight.server.schemas.messages import (
     CountTokensBody,

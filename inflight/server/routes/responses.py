@@ -13,9 +13,9 @@ from inflight.server.body import read_json
 from inflight.server.engine_response import RequestHead
 from inflight.server.errors import ApiError
 from inflight.server.formatters import encode
+from inflight.server.generation_params import conversation_params
 from inflight.server.generation_response import GenerationResponse, GenerationSpec
 from inflight.server.openapi import documented, respond
-from inflight.server.prepare import conversation_params
 from inflight.server.request_log import LoggedRequest
 from inflight.server.responses.conversation import text_constraint, user_of
 from inflight.server.responses.formatter import ResponsesFormatter, head_of

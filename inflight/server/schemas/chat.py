@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field
 
 from inflight.frontend.chat import CLIENT_NOTES, MAX_TOOLS
-from inflight.request import MAX_LOGPROBS
+from inflight.sampling_params import MAX_LOGPROBS
 from inflight.server.schemas.common import Body, Items, Unset, Usage, missing, ranged
 from inflight.server.schemas.constraints import ConstrainedBody
 from inflight.text.chat import MAX_MESSAGES

@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, WithJsonSchema
 
-from inflight.request import MAX_LOGPROBS, MAX_N, MAX_SALT_LENGTH
+from inflight.request import MAX_SALT_LENGTH
+from inflight.sampling_params import MAX_LOGPROBS, MAX_N
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 

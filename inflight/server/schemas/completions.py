@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, WithJsonSchema
 
-from inflight.request import MAX_LOGPROBS
+from inflight.sampling_params import MAX_LOGPROBS
 from inflight.server.schemas.common import FinishReason, Unset, Usage, missing, ranged
 from inflight.server.schemas.constraints import ConstrainedBody
 

@@ -28,7 +28,8 @@ from inflight.layers.triton_kernels import TritonKernels
 from inflight.models.encoder import PoolingEncoder
 from inflight.models.encoder_spec import EncoderSpec
 from inflight.models.heads import POOLINGS, Pooler
-from inflight.request import Request, SamplingParams
+from inflight.request import Request
+from inflight.sampling_params import SamplingParams
 from inflight.scheduling import Admission, Batch, Limits, RowRequest
 from tests.encoder_checkpoints import (
     HIDDEN,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from inflight.execution.gpu.host_step import host_step
-from inflight.request import Request, SamplingParams
+from inflight.request import Request
+from inflight.sampling_params import SamplingParams
 from inflight.scheduling.batch import Admission, Batch, RowRequest
 
 BLOCK_SIZE = 4

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from inflight.execution.gpu.rows import DeviceRows, StepTokens, TableUpdates, open_step
-from inflight.request import Request, SamplingParams
+from inflight.request import Request
+from inflight.sampling_params import SamplingParams
 from inflight.scheduling.batch import Admission, RowRequest, TableUpdate
 from tests.execution.gpu.interpreted import DEVICE
 

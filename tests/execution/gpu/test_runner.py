@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from inflight import LLM, SamplingParams, loading
+from inflight import LLM, SamplingParams
 from inflight.attention.triton import rope_write
 from inflight.attention.triton.decode import decode_attention
 from inflight.attention.triton.tuning import Tuning, choose
@@ -19,6 +19,7 @@ from inflight.errors import DeviceLostError
 from inflight.execution import device
 from inflight.execution.gpu.runner import GpuRunner
 from inflight.execution.platforms import platform
+from inflight.loading import load
 from inflight.models.decoder import Decoder
 from inflight.scheduling import Batch
 from tests.checkpoints import write_checkpoint
@@ -52,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> InterpretedPlatform:
     place = InterpretedPlatform()
-    monkeypatch.setattr(loading, "platform", lambda _: place)
+    monkeypatch.setattr(load, "platform", lambda _: place)
     # The interpreter takes its time by the program: few and large ones.
     monkeypatch.setattr(rope_write, "FEW_TOKENS", rope_write.HeadTile(tokens=32, heads=8, num_warps=4))
     return place
@@ -146,7 +147,7 @@ def test_the_step_draws_and_tells_what_the_cpu_does(
     """Whatever requests ask for, in steps of the same shapes, two in flight."""
     found = answers(folder, drawn(**more))
     assert interpreted.runners[0].step.shapes_met
-    monkeypatch.setattr(loading, "platform", platform)
+    monkeypatch.setattr(load, "platform", platform)
     expected = answers(folder, drawn(**more), device="cpu")
     assert [ids for ids, _ in found] == [ids for ids, _ in expected]
     for (_, told), (_, wanted) in zip(found, expected, strict=True):
@@ -199,7 +200,7 @@ def test_prompt_logprobs_are_those_of_the_cpu(
 
     found = scores()
     assert interpreted.runners
-    monkeypatch.setattr(loading, "platform", platform)
+    monkeypatch.setattr(load, "platform", platform)
     assert found == pytest.approx(scores(device="cpu"), abs=1e-4)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from inflight import LLM, loading
+from inflight import LLM
 from inflight.attention.triton import rope_write
 from inflight.config import EngineConfig
 from inflight.constraints import GrammarCompiler
@@ -19,6 +19,7 @@ from inflight.execution.gpu.runner import GpuRunner, GpuTicket
 from inflight.execution.parallel.follower import StageRank
 from inflight.execution.parallel.messages import DrawnIds
 from inflight.execution.platforms.cpu import CpuPlatform
+from inflight.loading import load
 from inflight.models.checkpoint import open_checkpoint
 from inflight.models.decoder import Decoder
 from inflight.models.shard import shard_of
@@ -118,7 +119,7 @@ def test_two_stages_give_the_tokens_of_one(folder: Path, monkeypatch: pytest.Mon
     }
     found = []
     for place in (CpuPlatform(), StagedPlatform(folder)):
-        monkeypatch.setattr(loading, "platform", lambda _, place=place: place)
+        monkeypatch.setattr(load, "platform", lambda _, place=place: place)
         with LLM(folder, skip_tokenizer_init=True, show_progress=False, pipeline_depth=1, **options) as llm:
             outputs = llm.generate(prompts, asked, use_tqdm=False)
         found.append([output.outputs[0].token_ids for output in outputs])

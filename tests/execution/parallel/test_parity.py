@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from inflight import LLM, SamplingParams, StructuredOutputs, loading
+from inflight import LLM, SamplingParams, StructuredOutputs
 from inflight.config import EngineConfig
+from inflight.errors import EngineAsleepError
 from inflight.execution.parallel.collective import SharedCollective
 from inflight.execution.parallel.follower import LoadedRank
 from inflight.execution.parallel.host_collective import HostCollective
@@ -20,7 +21,7 @@ from inflight.execution.parallel.messages import Begin
 from inflight.execution.parallel.starting import rank_shard
 from inflight.execution.platforms import Platform
 from inflight.execution.runner import ModelRunner
-from inflight.loading import load_rank
+from inflight.loading import decoders, load_rank
 from inflight.models.shard import Shard
 from inflight.models.spec import DecoderSpec
 from inflight.native.library import native_library
@@ -212,16 +213,22 @@ def test_ranks_that_all_sample(folder: Folder, monkeypatch: pytest.MonkeyPatch) 
 
         return found._replace(make_runner=make_runner, num_blocks=50)
 
-    monkeypatch.setattr(loading, "rank_shard", shard_of_rank)
+    monkeypatch.setattr(decoders, "rank_shard", shard_of_rank)
     monkeypatch.setattr(thread_ranks, "load_rank", load)
     llm = LLM(folder("qwen3"), show_progress=False, tensor_parallel_size=2, num_blocks=60)
     assert llm._engine.facts.num_blocks == 50  # what all ranks have room for
     check(run(llm), expected)
 
 
-def test_another_engine_over_the_same_ranks(folder: Folder) -> None:
+@pytest.mark.parametrize("size", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_another_engine_over_the_same_ranks_and_one_that_slept(folder: Folder, size: str) -> None:
     expected = run(LLM(folder("qwen3"), show_progress=False))
-    llm = LLM(folder("qwen3"), show_progress=False, tensor_parallel_size=2)
+    llm = LLM(folder("qwen3"), show_progress=False, **{size: 2})
     llm.generate(PROMPTS, BASE, use_tqdm=False)
     llm._engine.use(policy="static", max_num_seqs=4)
+    llm.sleep()
+    assert llm.is_sleeping()
+    with pytest.raises(EngineAsleepError):
+        llm.generate(PROMPTS, BASE, use_tqdm=False)
+    llm.wake_up()
     check(run(llm), expected)

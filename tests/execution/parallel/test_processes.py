@@ -15,10 +15,10 @@ from dataclasses import replace
 import pytest
 
 from inflight import LLM, AsyncEngine, RequestOutput, SamplingParams
-from inflight.config import ProcessConfig
 from inflight.engine.process import ProcessClient
 from inflight.errors import ConfigError, DeviceLostError, EngineDeadError, WeightsError
 from inflight.native.library import native_library
+from inflight.process_config import ProcessConfig
 from tests.e2e.conftest import Folder
 from tests.e2e.reference import PROMPTS
 

@@ -10,6 +10,7 @@ import pytest
 
 from inflight import LLM, SamplingParams
 from tests.server.clients.task import (
+    KEY,
     MESSAGES,
     THOUGHT,
     GreedyBackend,
@@ -24,9 +25,15 @@ from tests.server.live import Backend, Live, live_server
 @pytest.fixture(scope="module")
 def server(backend: Backend) -> Iterator[Live]:
     """Of the built-in model."""
-    with live_server(backend, api_key=("secret",)) as live:
+    with live_server(backend, api_key=(KEY,)) as live:
         yield live
         live.wait_until_idle()
+
+
+@pytest.fixture(scope="module")
+def builtin(server: Live) -> Served:
+    """That model, as clients ask for it."""
+    return Served(server.url, "inflight-builtin")
 
 
 @pytest.fixture(scope="module")

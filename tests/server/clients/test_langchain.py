@@ -10,9 +10,7 @@ import pytest
 from inflight import LLM, SamplingParams
 from tests.server.clients.task import KEY, MESSAGES, REPORT, Report, Served, Toolbox, knowing_model
 from tests.server.clients.task import QUESTION as TASK
-from tests.server.live import Live
 
-MODEL = "inflight-builtin"
 QUESTION = MESSAGES[0]["content"]
 
 
@@ -25,20 +23,17 @@ def _no_tracing(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, "false")  # nothing leaves this machine
 
 
-@pytest.fixture
-def chat(server: Live) -> Any:
+def model_of(served: Served, **options: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from langchain_openai import ChatOpenAI
-    key: Any = "secret"
-    return ChatOpenAI(
-        model=MODEL,
-        base_url=f"{server.url}/v1",
-        api_key=key,
-        temperature=0,
-        max_completion_tokens=24,
-        max_retries=0,
-    )
+    key: Any = KEY
+    return ChatOpenAI(model=served.model, base_url=served.base_url, api_key=key, max_retries=0, **options)
+
+
+@pytest.fixture
+def chat(builtin: Served) -> Any:
+    return model_of(builtin, temperature=0, max_completion_tokens=24)
 
 
 def test_langchain(chat: Any, text: str) -> None:
@@ -65,12 +60,13 @@ async def test_langchain_async(chat: Any, text: str) -> None:
     await chat.root_async_client.close()
 
 
-def test_langchain_completions(server: Live, llm: LLM) -> None:
+def test_langchain_completions(builtin: Served, llm: LLM) -> None:
     from langchain_openai import OpenAI
 
-    key: Any = "secret"
+    key: Any = KEY
+    base_url = builtin.base_url
     client = OpenAI(
-        model=MODEL, base_url=f"{server.url}/v1", api_key=key, temperature=0, max_tokens=8, max_retries=0
+        model=builtin.model, base_url=base_url, api_key=key, temperature=0, max_tokens=8, max_retries=0
     )
     whole = llm.generate("A fox", SamplingParams(temperature=0, max_tokens=8))[0].outputs[0].text
     assert client.invoke("A fox") == whole
@@ -88,26 +84,13 @@ def test_langchain_errors(chat: Any) -> None:
 # ---- agents ----
 
 
-def model_of(served: Served, responses: bool = False) -> Any:
-    from langchain_openai import ChatOpenAI
-
-    key: Any = KEY
-    return ChatOpenAI(
-        model=served.model,
-        base_url=served.base_url,
-        api_key=key,
-        max_retries=0,
-        use_responses_api=responses,
-    )
-
-
 @pytest.mark.parametrize("responses", [False, True])
 def test_an_agent(served: Served, toolbox: Toolbox, responses: bool) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from langchain.agents import create_agent
 
-    agent: Any = create_agent(model_of(served, responses), tools=list(toolbox.functions()))
+    agent: Any = create_agent(model_of(served, use_responses_api=responses), tools=list(toolbox.functions()))
     state = agent.invoke({"messages": [("user", TASK)]})
     toolbox.check(state["messages"][-1].text)
 

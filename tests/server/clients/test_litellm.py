@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import warnings
 from collections.abc import Iterator
@@ -25,7 +24,6 @@ from tests.server.clients.task import (
 from tests.server.clients.task import QUESTION as TASK
 from tests.server.live import Live
 
-MODEL = "inflight-builtin"
 MAX_TURNS = 5
 
 
@@ -43,23 +41,17 @@ def litellm() -> Iterator[ModuleType]:
     yield litellm
     cache: Any = litellm.in_memory_llm_clients_cache
     cache.flush_cache()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it leaves connections and event loops to be found by others
-        gc.collect()
 
 
 @pytest.fixture
-def asked(server: Live) -> dict[str, Any]:
-    """Arguments of litellm's functions."""
-    return {
-        "model": f"openai/{MODEL}",
-        "messages": MESSAGES,
-        "api_base": f"{server.url}/v1",
-        "api_key": "secret",
-        "temperature": 0,
-        "max_tokens": 24,
-        "max_retries": 0,
-    }
+def asked(builtin: Served) -> dict[str, Any]:
+    return to(builtin) | {"messages": MESSAGES, "temperature": 0, "max_tokens": 24}
+
+
+def to(served: Served, api: str = "openai") -> dict[str, Any]:
+    """Arguments of litellm's functions: whom to ask."""
+    address = {"api_base": served.base_url, "api_key": KEY, "max_retries": 0}
+    return address | {"model": f"{api}/{served.model}"}
 
 
 its_own = pytest.mark.filterwarnings(
@@ -88,10 +80,9 @@ async def test_litellm_async(litellm: ModuleType, asked: dict[str, Any], text: s
 
 
 @its_own
-def test_litellm_completions(litellm: ModuleType, asked: dict[str, Any], llm: LLM) -> None:
+def test_litellm_completions(litellm: ModuleType, builtin: Served, llm: LLM) -> None:
     whole = llm.generate("A fox", SamplingParams(temperature=0, max_tokens=8))[0].outputs[0].text
-    del asked["messages"]
-    asked |= {"model": f"text-completion-openai/{MODEL}", "prompt": "A fox", "max_tokens": 8}
+    asked = to(builtin, "text-completion-openai") | {"prompt": "A fox", "temperature": 0, "max_tokens": 8}
     assert litellm.text_completion(**asked).choices[0].text == whole
 
 
@@ -122,13 +113,10 @@ def test_a_loop(litellm: ModuleType, served: Served, toolbox: Toolbox, streamed:
     messages: Any = [{"role": "user", "content": TASK}]
     for _ in range(MAX_TURNS):
         answer = litellm.completion(
-            model=f"openai/{served.model}",
             messages=messages,
             tools=CHAT_TOOLS,
             stream=streamed,
-            api_base=served.base_url,
-            api_key=KEY,
-            max_retries=0,
+            **to(served),
         )
         if streamed:
             answer = litellm.stream_chunk_builder(list(answer), messages=messages)
@@ -151,12 +139,10 @@ def test_responses(litellm: ModuleType, served: Served, toolbox: Toolbox) -> Non
     before = None
     for _ in range(MAX_TURNS):
         response = litellm.responses(
-            model=f"openai/{served.model}",
             input=given,
             tools=tools,
             previous_response_id=before,
-            api_base=served.base_url,
-            api_key=KEY,
+            **to(served),
         )
         before = response.id
         given = [
@@ -177,11 +163,8 @@ def test_responses(litellm: ModuleType, served: Served, toolbox: Toolbox) -> Non
 @knowing_model
 def test_an_object(litellm: ModuleType, served: Served) -> None:
     answer = litellm.completion(
-        model=f"openai/{served.model}",
         messages=[{"role": "user", "content": TASK}],
         response_format=Report,
-        api_base=served.base_url,
-        api_key=KEY,
-        max_retries=0,
+        **to(served),
     )
     assert Report.model_validate_json(answer.choices[0].message.content) == REPORT

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from inflight.engine.worker import EngineLoop
+from inflight.engine.engine_loop import EngineLoop
 
 
 class Surprised:

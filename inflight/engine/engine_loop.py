@@ -1,0 +1,182 @@
+"""The loop of an engine process, over a core: messages in, steps, outputs out. No text, JSON or HTTP in here."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+from concurrent.futures import Future
+from typing import Any
+
+from inflight.engine.core import EngineCore
+from inflight.engine.engine_sockets import EngineSockets
+from inflight.engine.history import state_of
+from inflight.engine.outbox import Outbox
+from inflight.engine.sleep import Command
+from inflight.engine.wire import (
+    Abort,
+    Ack,
+    Add,
+    Describe,
+    Heartbeat,
+    RemoteError,
+    Reply,
+    Stop,
+    Tell,
+    ToEngine,
+    Watch,
+    WatchCache,
+)
+from inflight.errors import EngineError
+from inflight.kv.cache_changes import CacheChanges
+from inflight.request import Request
+
+logger = logging.getLogger(__name__)
+
+MAX_MESSAGES = 128  # taken between two steps: a flood of requests must not keep the engine from stepping
+STEPS_PER_COLLECTION = 1 << 14  # of garbage, while steps follow each other
+REST_AFTER = 1 << 10  # steps after which garbage is collected as soon as there is nothing to do
+PREPARING_POLL = 0.001  # seconds, while there is nothing to do but to wait for a request to be prepared
+CHECK_EVERY = 1.0  # seconds, of what steps are run on while there are none
+
+
+class EngineLoop:
+    """Messages in, steps, outputs out."""
+
+    def __init__(self, core: EngineCore, sockets: EngineSockets) -> None:
+        self._core = core
+        self._sockets = sockets
+        self._outbox = Outbox(sockets.send, core.stats, core.clock)
+        # Requests that are not in the core yet, by handle.
+        self._preparing: dict[int, tuple[Request, Future[Any]]] = {}
+        self._stopped = False
+        self._num_steps_since_collection = 0
+        self.last_progress = core.clock()
+
+    def run(self) -> None:
+        core = self._core
+        while not self._stopped:
+            if core.has_work or self._preparing:
+                self._take_messages()
+            else:
+                self._rest()
+            if self._preparing:
+                self._add_prepared()
+            if self._outbox.has_replies:  # whoever asked need not wait for a step
+                self._outbox.flush(idle=not core.has_work)
+            if core.has_work and not self._stopped:
+                if self._sockets.wait(core.schedule_delay()):
+                    continue  # what comes now can be part of the next step
+                deltas = core.step()
+                self.last_progress = core.clock()
+                self._outbox.put(deltas)
+                self._count_step()
+            elif self._preparing:
+                self._sockets.wait(PREPARING_POLL)
+            self._outbox.flush(idle=not core.has_work)
+
+    def heartbeat(self) -> Heartbeat:
+        """How the loop does. Called by another thread."""
+        working = self._core.has_work  # asked first: work that comes now has not waited since the last step
+        since = self._core.clock() - self.last_progress
+        return Heartbeat(since, working, self._sockets.incoming.num_dropped)
+
+    def _take_messages(self) -> None:
+        for _ in range(MAX_MESSAGES):
+            message = self._sockets.receive(wait=False)
+            if message is None:
+                return
+            self._handle(message)
+
+    def _rest(self) -> None:
+        """Nothing to do: clean up, then wait for something."""
+        if self._num_steps_since_collection >= REST_AFTER:
+            self._collect_garbage(2)
+        while not self._sockets.wait(CHECK_EVERY):
+            self._core.check()
+        message = self._sockets.receive(wait=True)
+        self.last_progress = self._core.clock()
+        if message is not None:
+            self._handle(message)
+            self._take_messages()
+
+    def _count_step(self) -> None:
+        self._num_steps_since_collection += 1
+        if self._num_steps_since_collection >= STEPS_PER_COLLECTION:
+            self._collect_garbage(1)
+
+    def _collect_garbage(self, generation: int) -> None:
+        self._num_steps_since_collection = 0
+        gc.collect(generation)
+
+    # ---- messages ----
+
+    def _handle(self, message: ToEngine) -> None:
+        match message:
+            case Add():
+                self._add(message)
+            case Abort():
+                self._abort(message)
+            case Describe(call, handle):
+                request_id = self._outbox.id_of(handle)
+                state = None if request_id is None else state_of(self._core, request_id)
+                self._outbox.reply(Reply(call, state=state))
+            case Tell(call, command):
+                self._tell(call, command)
+            case Ack(num_taken):
+                self._outbox.taken(num_taken)
+            case Watch(wanted):
+                observers = self._core.observers
+                with contextlib.suppress(ValueError):
+                    observers.remove(self._outbox.observe)
+                if wanted:
+                    observers.append(self._outbox.observe)
+            case WatchCache(wanted):
+                self._outbox.cache_changes = changes = CacheChanges() if wanted else None
+                self._core.scheduler.blocks.cache.report(changes)
+            case Stop():
+                self._stopped = True
+            case _:
+                logger.warning("dropped a %s that came too late", type(message).__name__)
+
+    def _add(self, message: Add) -> None:
+        request = message.request.request()
+        prepared = self._core.prepare(request)
+        if prepared is None:
+            self._enter(message.call, request)
+        else:
+            self._preparing[message.call] = request, prepared
+
+    def _add_prepared(self) -> None:
+        """In the order in which they came, but for those that have to wait longer."""
+        done = [handle for handle, (_, prepared) in self._preparing.items() if prepared.done()]
+        for handle in done:  # well or not: a step finds out
+            self._enter(handle, self._preparing.pop(handle)[0])
+
+    def _enter(self, handle: int, request: Request) -> None:
+        try:
+            self._core.add(request)
+        except Exception as error:  # a request that cannot be added is its owner's trouble alone
+            self._outbox.reply(Reply(handle, remote_error=RemoteError.of(error)))
+            return
+        self._outbox.open(request.request_id, handle)
+        self._outbox.reply(Reply(handle))
+
+    def _tell(self, call: int, command: Command) -> None:
+        try:
+            self._core.obey(command)
+        except EngineError as error:  # it goes on as it was
+            self._outbox.reply(Reply(call, remote_error=RemoteError.of(error)))
+        else:
+            self._outbox.reply(Reply(call))
+
+    def _abort(self, message: Abort) -> None:
+        if message.handle in self._preparing:
+            self._enter(message.handle, self._preparing.pop(message.handle)[0])
+        request_id = self._outbox.id_of(message.handle)
+        num_freed = 0
+        if request_id is not None:
+            num_freed, deltas = self._core.abort(request_id, message.reason)
+            self._outbox.put(deltas)
+        if message.call is not None:
+            self._outbox.reply(Reply(message.call, num_freed))

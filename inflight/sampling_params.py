@@ -1,0 +1,259 @@
+"""What a user may ask of an answer (`SamplingParams`), checked as far as that needs no model."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import wraps
+from typing import Any, TypeVar
+
+from inflight.errors import ParameterError, shown
+from inflight.habits.python_names import SAMPLING_HABITS, understood
+from inflight.structured_outputs import KINDS, StructuredOutputs
+from inflight.structured_outputs import PARAM as STRUCTURED_OUTPUTS
+
+T = TypeVar("T")
+
+MAX_N = 128
+MAX_LOGPROBS = 100
+MAX_STOP_STRINGS = 64
+MAX_STOP_LENGTH = 1024
+MAX_BAD_WORDS = 1024
+SEED_RANGE = (-(2**63), 2**64 - 1)
+_TOKEN_ID = re.compile("[0-9]{1,19}")
+
+
+# The checks below take the parameter's name, and `what` of it is wrong where that is not all of it.
+
+
+def _number(name: str, value: object, what: str = "") -> float:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except OverflowError:  # an integer beyond all floats
+            number = math.inf
+        if math.isfinite(number):
+            return number
+    raise ParameterError(f"{what or name} is {shown(value)}: it must be a finite number", param=name)
+
+
+def _items(name: str, value: Any, kind: str) -> tuple[Any, ...]:
+    """The items of a list; None is an empty one. Text is no list of its characters."""
+    if value is None:
+        return ()
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        raise ParameterError(f"{name} is {shown(value)}: it must be a list of {kind}", param=name)
+    return tuple(value)
+
+
+def _integer(name: str, value: object, low: int, high: int | None = None, what: str = "") -> None:
+    allowed = f"an integer of at least {low}" if high is None else f"an integer from {low} to {high}"
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int)
+        or value < low
+        or (high is not None and value > high)
+    ):
+        raise ParameterError(f"{what or name} is {shown(value)}: it must be {allowed}", param=name)
+
+
+def _within(
+    name: str, value: object, low: float, high: float, *, open_low: bool = False, what: str = ""
+) -> None:
+    number = _number(name, value, what)
+    if number > high or number < low or (open_low and number == low):
+        allowed = f"{'(' if open_low else '['}{low:g}, {high:g}]"
+        raise ParameterError(f"{what or name} is {value!r}: it must be in {allowed}", param=name)
+
+
+def _structured(given: Mapping[str, Any]) -> StructuredOutputs:
+    unknown = sorted(set(map(str, given)) - set(KINDS))
+    if unknown:
+        raise ParameterError(
+            f"structured_outputs has {', '.join(unknown)}: allowed are {', '.join(KINDS)}",
+            param=STRUCTURED_OUTPUTS,
+        )
+    return StructuredOutputs(**given)
+
+
+def _in_bias_range(token_id: int, value: float) -> bool:
+    return token_id >= 0 and -100 <= value <= 100
+
+
+def _takes_foreign_fields(cls: type[T]) -> type[T]:
+    """Of a dataclass with slots: the constructor takes fields of vLLM too, where they change nothing."""
+    defaults = {item.name: item.default for item in fields(cls)}  # type: ignore[arg-type]
+    setters = [
+        getattr(cls, name).__set__ for name in defaults
+    ]  # past __setattr__, which is for later assignments
+    constructor: Any = cls.__init__
+
+    @wraps(constructor)
+    def construct(self: Any, *args: Any, **given: Any) -> None:
+        if not given.keys() <= defaults.keys():
+            given = understood(given, SAMPLING_HABITS, ParameterError)
+        if args or not given.keys() <= defaults.keys():  # which it knows to read, or to refuse
+            constructor(self, *args, **given)
+            return
+        for set_value, value in zip(setters, {**defaults, **given}.values(), strict=True):
+            set_value(self, value)
+        self.__post_init__()
+
+    cls.__init__ = construct  # type: ignore[method-assign]
+    return cls
+
+
+@_takes_foreign_fields
+@dataclass(slots=True)
+class SamplingParams:
+    """How the tokens of one request are chosen and when they end.
+
+    Everything that can be checked without knowing the model is checked here, at every assignment too; what depends on
+    the vocabulary or the context length is checked when the request is added. A request keeps a clone of its own, so
+    later assignments are for later requests.
+    """
+
+    n: int = 1
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 or -1: all
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    max_tokens: int | None = 16  # None: up to the context length
+    min_tokens: int = 0
+    logprobs: int | None = None  # how many of the most likely tokens to report beside the sampled one
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
+    structured_outputs: StructuredOutputs | None = None  # what the text must look like
+
+    def __post_init__(self) -> None:
+        _integer("n", self.n, 1, MAX_N)
+        if _number("temperature", self.temperature) < 0:
+            raise ParameterError(
+                f"temperature is {self.temperature!r}: it must be at least 0", param="temperature"
+            )
+        _within("top_p", self.top_p, 0, 1, open_low=True)
+        _integer("top_k", self.top_k, -1)
+        _within("min_p", self.min_p, 0, 1)
+        _within("presence_penalty", self.presence_penalty, -2, 2)
+        _within("frequency_penalty", self.frequency_penalty, -2, 2)
+        _within("repetition_penalty", self.repetition_penalty, 0, 1e6, open_low=True)
+        if self.seed is not None:
+            _integer("seed", self.seed, *SEED_RANGE)
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1)
+        _integer("min_tokens", self.min_tokens, 0)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ParameterError(
+                f"min_tokens is {self.min_tokens}: it must not exceed max_tokens, {self.max_tokens}",
+                param="min_tokens",
+            )
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None:
+                _integer(name, value, 0, MAX_LOGPROBS)
+        self._normalise_stops()
+        self._normalise_ids()
+        if isinstance(self.structured_outputs, Mapping):
+            object.__setattr__(self, STRUCTURED_OUTPUTS, _structured(self.structured_outputs))
+        elif not isinstance(self.structured_outputs, StructuredOutputs | None):
+            raise ParameterError(
+                f"structured_outputs is {shown(self.structured_outputs)}: it must be StructuredOutputs",
+                param=STRUCTURED_OUTPUTS,
+            )
+
+    def _normalise_stops(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else _items("stop", self.stop, "strings")
+        if len(stop) > MAX_STOP_STRINGS:
+            raise ParameterError(
+                f"stop has {len(stop)} strings: at most {MAX_STOP_STRINGS} are allowed", param="stop"
+            )
+        for text in stop:
+            if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_LENGTH:
+                given = f"of {len(text)} characters" if isinstance(text, str) else shown(text)
+                raise ParameterError(
+                    f"a stop string is {given}: it must have 1 to {MAX_STOP_LENGTH} characters", param="stop"
+                )
+        if stop and not self.detokenize:
+            raise ParameterError("stop strings need detokenize=True", param="stop")
+        object.__setattr__(self, "stop", stop)
+        words = _items("bad_words", self.bad_words, "strings")
+        if len(words) > MAX_BAD_WORDS or not all(isinstance(word, str) and word for word in words):
+            raise ParameterError(
+                f"bad_words must be at most {MAX_BAD_WORDS} non-empty strings", param="bad_words"
+            )
+        object.__setattr__(self, "bad_words", words)
+
+    def _normalise_ids(self) -> None:
+        object.__setattr__(self, "top_k", max(self.top_k, 0))
+        object.__setattr__(self, "stop_token_ids", _items("stop_token_ids", self.stop_token_ids, "token ids"))
+        if self.allowed_token_ids is not None:
+            allowed = _items("allowed_token_ids", self.allowed_token_ids, "token ids")
+            object.__setattr__(self, "allowed_token_ids", allowed)
+            if not self.allowed_token_ids:
+                raise ParameterError(
+                    "allowed_token_ids is empty: it must name at least one token, or be None",
+                    param="allowed_token_ids",
+                )
+        bias: dict[int, float] = {}
+        if not isinstance(self.logit_bias, Mapping | None):
+            raise ParameterError(
+                f"logit_bias is {shown(self.logit_bias)}: it must map token ids to numbers",
+                param="logit_bias",
+            )
+        for key, value in (self.logit_bias or {}).items():
+            # JSON has only string keys.
+            token_id = int(key) if isinstance(key, str) and _TOKEN_ID.fullmatch(key) else key
+            if type(token_id) is not int or type(value) is not float or not _in_bias_range(token_id, value):
+                _integer("logit_bias", token_id, 0, what="a token id in logit_bias")
+                _within("logit_bias", value, -100, 100, what=f"logit_bias[{token_id}]")
+            bias[token_id] = float(value)
+        object.__setattr__(self, "logit_bias", bias or None)
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            ids = getattr(self, name)
+            if ids and (set(map(type, ids)) != {int} or min(ids) < 0):
+                for token_id in ids:
+                    _integer(name, token_id, 0, what=f"an id in {name}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Checked as the constructor does: what is not allowed changes nothing."""
+        if not hasattr(self, STRUCTURED_OUTPUTS):  # the last field: the constructor is still at work
+            object.__setattr__(self, name, value)
+            return
+        changed = replace(self, **{name: value})
+        for item in fields(self):
+            object.__setattr__(self, item.name, getattr(changed, item.name))
+
+    def clone(self) -> SamplingParams:
+        """One that assignments to this one do not change."""
+        if self.logit_bias is not None:  # a dict, which anyone may have written into
+            return replace(self)
+        made = object.__new__(SamplingParams)
+        for name in _FIELDS:
+            object.__setattr__(made, name, getattr(self, name))
+        return made
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop`, always as a tuple."""
+        return self.stop  # type: ignore[return-value]  # __post_init__ made it one
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+
+_FIELDS = tuple(item.name for item in fields(SamplingParams))
