@@ -258,6 +258,13 @@ class BoundedProtocol(HttpToolsProtocol):
         self.transport.close()
         self._write_timer.start()
 
+    def shutdown(self) -> None:
+        """The server ends. A connection over TLS that is closed waits for its client to agree: one that has all it asked
+        for is not waited for."""
+        super().shutdown()
+        if self.transport.is_closing() and not self.transport.get_write_buffer_size():
+            self.loop.call_soon(self.transport.abort)
+
     # ---- refusals ----
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002
