@@ -20,7 +20,7 @@ from inflight.cli import main
 from inflight.server import run as run_module
 
 PATH = "/v1/completions"
-GOOD = {"prompt": [5, 6], "max_tokens": 400, "temperature": 0, "ignore_eos": True, "stream": True}
+GOOD = {"prompt": [5, 6], "max_tokens": 160, "temperature": 0, "ignore_eos": True, "stream": True}
 
 
 @contextmanager
@@ -82,7 +82,7 @@ def test_a_stream_outlives_a_signal_and_the_exit_is_clean(llm: LLM, monkeypatch:
                     process.send_signal(signal.SIGTERM)
                 if line.startswith("data: {"):
                     text += json.loads(line[6:])["choices"][0]["text"]
-        params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+        params = SamplingParams(temperature=0, max_tokens=160, ignore_eos=True)
         assert text == llm.generate([5, 6], params)[0].outputs[0].text
         assert process.wait(60) == 0
         assert process.stderr is not None
