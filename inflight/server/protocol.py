@@ -259,8 +259,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._write_timer.start()
 
     def shutdown(self) -> None:
-        """The server ends. A connection over TLS that is closed waits for its client to agree: one that has all it asked
-        for is not waited for."""
+        """The server ends. A connection over TLS that is closed waits for its client to agree: one that has all it
+        asked for is not waited for."""
         super().shutdown()
         if self.transport.is_closing() and not self.transport.get_write_buffer_size():
             self.loop.call_soon(self.transport.abort)

@@ -9,7 +9,7 @@ import torch
 
 from tests.checkpoints import VOCAB_SIZE
 
-NUM_STEPS = 64
+NUM_STEPS = 40
 
 
 def _ids(num_tokens: int, seed: int) -> list[int]:

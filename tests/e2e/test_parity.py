@@ -16,7 +16,7 @@ from tests.e2e.reference import NUM_STEPS, Reference
 
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_STEPS, ignore_eos=True)
 # Room for one request of the longest kind and a little more: the five need three times as much.
-SCARCE: dict[str, Any] = {"num_blocks": 35, "block_size": 4, "policy": GREEDY_CONTINUOUS}
+SCARCE: dict[str, Any] = {"num_blocks": 29, "block_size": 4, "policy": GREEDY_CONTINUOUS}
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -29,13 +29,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "depth-2": {"pipeline_depth": 2},
     "depth-2-tiny-chunks": {"pipeline_depth": 2, "max_num_batched_tokens": 7, "block_size": 4},
     "depth-2-scarce": SCARCE | {"pipeline_depth": 2, "max_num_batched_tokens": 11},
-    "max-kv-tokens": {"max_kv_tokens": 150, "pipeline_depth": 2, "policy": GREEDY_CONTINUOUS},
+    "max-kv-tokens": {"max_kv_tokens": 120, "pipeline_depth": 2, "policy": GREEDY_CONTINUOUS},
     "sequential": {"policy": "sequential"},
     "priority": {"policy": "priority", "max_num_seqs": 2},
     "fair": {"policy": "fair", "max_num_seqs": 2},
-    "continuous-scarce": {"num_blocks": 35, "block_size": 4},
+    "continuous-scarce": {"num_blocks": 29, "block_size": 4},
     "static": {"policy": "static", "max_num_seqs": 2},
-    "static-scarce-depth-2": SCARCE | {"policy": "static", "pipeline_depth": 2, "num_blocks": 60},
+    "static-scarce-depth-2": SCARCE | {"policy": "static", "pipeline_depth": 2, "num_blocks": 48},
     "priority-scarce": SCARCE | {"policy": GREEDY_PRIORITY},
     "fair-scarce-depth-2": SCARCE | {"policy": GREEDY_FAIR, "pipeline_depth": 2},
 }

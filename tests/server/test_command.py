@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import ssl
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from inflight.cli import main
 from inflight.server import run as run_module
 
 PATH = "/v1/completions"
-GOOD = {"prompt": [5, 6], "max_tokens": 400, "temperature": 0, "ignore_eos": True, "stream": True}
+GOOD = {"prompt": [5, 6], "max_tokens": 160, "temperature": 0, "ignore_eos": True, "stream": True}
 
 
 @contextmanager
@@ -56,15 +55,12 @@ def serving(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], httpx.Clie
     """A server that is ready, a client, and what it said."""
     with started(*arguments) as process:
         said = read_until_ready(process)
-        url = re.findall(r"(https?://\S+)/metrics", said)[0]
+        url = re.findall(r"(http://\S+)/metrics", said)[0]
         with httpx.Client(base_url=url, timeout=60) as http:
             yield process, http, said
 
 
-@pytest.mark.parametrize("number_of_signal", [signal.SIGTERM, signal.SIGHUP])
-def test_a_stream_outlives_signals_and_the_exit_is_clean(
-    number_of_signal: int, llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stream_outlives_a_signal_and_the_exit_is_clean(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_QWERTY", "1")
     arguments = ("--shutdown-timeout", "60", "--log-format", "json", "--trust-remote-code")
     with serving(*arguments) as (process, http, said):
@@ -83,10 +79,10 @@ def test_a_stream_outlives_signals_and_the_exit_is_clean(
         with http.stream("POST", PATH, json=GOOD) as response:
             for number, line in enumerate(response.iter_lines()):
                 if number == 4:
-                    process.send_signal(number_of_signal)
+                    process.send_signal(signal.SIGTERM)
                 if line.startswith("data: {"):
                     text += json.loads(line[6:])["choices"][0]["text"]
-        params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+        params = SamplingParams(temperature=0, max_tokens=160, ignore_eos=True)
         assert text == llm.generate([5, 6], params)[0].outputs[0].text
         assert process.wait(60) == 0
         assert process.stderr is not None
@@ -151,18 +147,6 @@ def test_an_engine_that_is_given_up_ends_the_server() -> None:
     assert "Traceback" not in said
 
 
-def test_tls() -> None:
-    folder = Path(__file__).parent / "tls"  # a certificate made for this test alone
-    files = ("--ssl-keyfile", str(folder / "key.pem"), "--ssl-certfile", str(folder / "cert.pem"))
-    with serving("--in-process", *files) as (_, http, said):
-        assert "https://127.0.0.1" in said
-        context = ssl.create_default_context(cafile=str(folder / "cert.pem"))
-        with httpx.Client(base_url=http.base_url, verify=context) as trusting:
-            assert trusting.get("/health").status_code == 200
-        with pytest.raises(httpx.ConnectError):
-            http.get("/health")
-
-
 def check_one_line(code: int | str | None, said: str, message: str) -> None:
     assert code == 1
     assert message in said
@@ -170,14 +154,10 @@ def check_one_line(code: int | str | None, said: str, message: str) -> None:
     assert "Traceback" not in said
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [(("/nowhere/at/all",), "inflight:"), (("--policy", "magic"), "unknown policy 'magic'")],
-)
-def test_what_no_engine_can_do_is_one_line(arguments: tuple[str, ...], message: str) -> None:
-    command = [sys.executable, "-m", "inflight.cli", "serve", "--port", "0", *arguments]
+def test_what_no_engine_can_do_is_one_line() -> None:
+    command = [sys.executable, "-m", "inflight.cli", "serve", "--port", "0", "--policy", "magic"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    check_one_line(done.returncode, done.stderr, message)
+    check_one_line(done.returncode, done.stderr, "unknown policy 'magic'")
 
 
 @pytest.mark.parametrize(

@@ -80,14 +80,14 @@ def test_a_reader_that_does_not_read_stalls_no_one(backend: Backend, text: str) 
 
 
 def test_a_slow_reader_gets_every_token(live: Live, llm: LLM) -> None:
-    params = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
     whole = llm.generate([5, 6], params)[0].outputs[0].text
     found = ""
-    with live.http.stream("POST", PATH, json={**ENDLESS, "max_tokens": 300, "stream": True}) as response:
+    with live.http.stream("POST", PATH, json={**ENDLESS, "max_tokens": 120, "stream": True}) as response:
         for number, line in enumerate(response.iter_lines()):
             if line.startswith("data: {"):
                 found += json.loads(line[6:])["choices"][0]["text"]
-            if number % 50 == 0:
+            if number % 20 == 0:
                 time.sleep(0.01)
     assert found == whole
 

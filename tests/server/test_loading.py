@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import ssl
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,9 @@ from tests.server.waiting import POLICY, VARIABLE
 
 COMPLETIONS = "/v1/completions"
 BODY = {"prompt": [5, 6], "max_tokens": 4}
+TLS = Path(__file__).parent / "tls"  # a certificate made for this test alone
+TRUSTED = ssl.create_default_context(cafile=str(TLS / "cert.pem"))
+TLS_FILES = ("--ssl-keyfile", str(TLS / "key.pem"), "--ssl-certfile", str(TLS / "cert.pem"))
 
 
 def client_of(loading_app: LoadingApp) -> httpx.AsyncClient:
@@ -88,7 +92,8 @@ def loading(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], httpx.Clie
             line = process.stderr.readline()
             assert line, f"it ended: {said}"
             said = line
-        with httpx.Client(base_url=f"http://{found[1]}:{found[2]}", timeout=60) as http:
+        address = f"{'https' if '--ssl-certfile' in arguments else 'http'}://{found[1]}:{found[2]}"
+        with httpx.Client(base_url=address, timeout=60, verify=TRUSTED) as http:
             yield process, http
 
 
@@ -99,8 +104,12 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "go"
 
 
-@pytest.mark.parametrize("arguments", [(), ("--in-process", "--api-key", "secret")])
-def test_one_socket_from_the_start(arguments: tuple[str, ...], file: Path) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "number"),
+    [((), signal.SIGHUP), (("--in-process", "--api-key", "secret", *TLS_FILES), signal.SIGTERM)],
+    ids=["process", "TLS"],
+)
+def test_one_socket_from_the_start(arguments: tuple[str, ...], number: signal.Signals, file: Path) -> None:
     with loading(*arguments) as (process, http):
         assert http.get("/health").json()["status"] == "loading"
         check_refusal(http.post(COMPLETIONS, json=BODY))
@@ -109,7 +118,10 @@ def test_one_socket_from_the_start(arguments: tuple[str, ...], file: Path) -> No
         assert http.get("/ready").status_code == 200  # as soon as it has said so
         headers = {"authorization": "Bearer secret"}
         assert http.post(COMPLETIONS, json=BODY, headers=headers).status_code == 200
-        process.send_signal(signal.SIGTERM)
+        if http.base_url.scheme == "https":
+            with pytest.raises(httpx.ConnectError):  # of someone who does not trust the certificate
+                httpx.get(f"{http.base_url}/health")
+        process.send_signal(number)
         assert process.wait(60) == 0
 
 

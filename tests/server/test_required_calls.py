@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import anthropic
 import jsonschema
 import openai
 import pytest
@@ -79,6 +78,8 @@ def by_responses(url: str) -> tuple[str, Any]:
 
 
 def by_messages(url: str) -> tuple[str, Any]:
+    import anthropic  # which takes seconds
+
     tool: Any = {"name": "weather", "input_schema": SCHEMA}
     choice: Any = {"type": "any", "disable_parallel_tool_use": True}
     with anthropic.Anthropic(base_url=url, api_key="any", max_retries=0) as client:

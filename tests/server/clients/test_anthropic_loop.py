@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import pytest
 
 from tests.server.clients.task import KEY, QUESTION, REPORT, SCHEMAS, Report, Served, Toolbox, knowing_model
+
+if TYPE_CHECKING:  # it takes seconds to import: only who runs these tests does
+    import anthropic
 
 MAX_TURNS = 5
 TOOLS: Any = [{"name": name, "input_schema": schema} for name, schema in SCHEMAS.items()]
@@ -17,6 +19,8 @@ USER: Any = {"role": "user", "content": QUESTION}
 
 @pytest.fixture
 def client(served: Served) -> Iterator[anthropic.Anthropic]:
+    import anthropic
+
     with anthropic.Anthropic(base_url=served.url, api_key=KEY, max_retries=0) as found:
         yield found
 
@@ -54,6 +58,8 @@ def test_a_loop(client: anthropic.Anthropic, served: Served, toolbox: Toolbox, s
 def test_its_tool_runner(
     client: anthropic.Anthropic, served: Served, toolbox: Toolbox, streamed: bool
 ) -> None:
+    import anthropic
+
     get_weather, multiply = toolbox.functions()
 
     def product(a: int, b: int) -> str:  # results are texts there

@@ -29,16 +29,21 @@ def _server(process: ProcessBackend) -> Iterator[Live]:
         yield live
 
 
-@pytest.fixture
-def watched() -> Iterator[Live]:
-    """Over an engine that is soon found to hang: later than a busy machine may keep a good one waiting."""
+@pytest.fixture(scope="package")
+def _watched() -> Iterator[Live]:
     process = ProcessBackend(ProcessConfig(heartbeat=0.05, silent_after=3.0, stalled_after=3.0))
     try:
         with live_server(process) as live:
             yield live
-            live.wait_until_idle()
     finally:
         process.close()
+
+
+@pytest.fixture
+def watched(_watched: Live) -> Iterator[Live]:
+    """Over an engine that is soon found to hang: later than a busy machine may keep a good one waiting."""
+    yield _watched
+    _watched.wait_until_idle()
 
 
 @pytest.fixture

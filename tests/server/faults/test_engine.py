@@ -138,8 +138,8 @@ def test_parameters_that_leave_no_token(server: Live, quick: Case) -> None:
 
 
 def test_kv_memory_that_runs_out(llm: LLM, threads: ThreadPoolExecutor) -> None:
-    cases = make_cases(llm, [([20 + number] * 8, 160 + number) for number in range(8)])
-    small = Backend(num_blocks=26, max_model_len=256, max_num_seqs=8, max_queue=64)
+    cases = make_cases(llm, [([20 + number] * 8, 80 + number) for number in range(8)])
+    small = Backend(num_blocks=14, max_model_len=128, max_num_seqs=8, max_queue=64)
     try:
         with live_server(small) as live:
             first = threads.submit(Told, live, {**cases[0].body, "request_id": "oldest"})

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from itertools import groupby
 from typing import Any
 
 import pytest
-from anthropic.types import ContentBlock, RawMessageStreamEvent
-from anthropic.types.shared import ErrorResponse
 from pydantic import TypeAdapter
 
 from inflight.server.errors import ApiError
@@ -16,19 +15,25 @@ from inflight.server.messages.blocks import SIGNATURE, MessageBlocks
 from inflight.server.messages.errors import error_body, error_response
 from tests.server.parsed import CUT_SHORT, WHOLE, read_events
 
-EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
-BLOCK: TypeAdapter[Any] = TypeAdapter(ContentBlock)
+
+@cache
+def types() -> tuple[TypeAdapter[Any], TypeAdapter[Any]]:
+    """Of events and of blocks, by the package, which takes seconds to import."""
+    from anthropic.types import ContentBlock, RawMessageStreamEvent
+
+    return TypeAdapter(RawMessageStreamEvent), TypeAdapter(ContentBlock)
 
 
 def written(
     events: list[Any], shows_thinking: bool = True
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    event_type, block_type = types()
     blocks = MessageBlocks(shows_thinking)
     told = read_events(blocks.write(events) + blocks.finish(True))
     for event in told:
-        EVENT.validate_python(event)
+        event_type.validate_python(event)
     for block in blocks.blocks:
-        BLOCK.validate_python(block)
+        block_type.validate_python(block)
     return told, blocks.blocks
 
 
@@ -93,4 +98,6 @@ def test_errors(status: int, told: int, kind: str) -> None:
     found = json.loads(bytes(response.body))
     assert found == {"type": "error", "error": {"type": kind, "message": "no"}, "request_id": "req-1"}
     if kind != "request_too_large":  # of which the documentation tells, and the package does not know
+        from anthropic.types.shared import ErrorResponse
+
         ErrorResponse.model_validate(found)

@@ -6,7 +6,6 @@ import json
 from typing import Any
 
 import pytest
-from anthropic.types import ToolUseBlock
 
 from inflight.frontend.chat import ChatRequest, NamedTool
 from inflight.frontend.input_processor import MAX_TENANT_LENGTH
@@ -54,6 +53,8 @@ def test_a_line_for_billing_is_no_part_of_the_prompt(number: str) -> None:
 
 
 def test_blocks_of_a_turn() -> None:
+    from anthropic.types import ToolUseBlock  # which takes seconds to import
+
     call = ToolUseBlock.model_validate(CALL).model_dump()
     turn = [
         {"type": "thinking", "thinking": "Hm", "signature": "s"},

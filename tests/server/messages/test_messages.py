@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import pytest
-from anthropic.types import Message
-from anthropic.types.shared import ErrorResponse
 
 from tests.server.calling import CALLS, CallingBackend
 from tests.server.live import Backend, Live, live_server
+
+if TYPE_CHECKING:  # it takes seconds to import: only who runs these tests does
+    import anthropic
+    from anthropic.types import Message
 
 TOOL: Any = {
     "name": "add",
@@ -40,12 +41,16 @@ def server(scripted: CallingBackend) -> Iterator[Live]:
 
 @pytest.fixture(scope="module")
 def client(server: Live) -> Iterator[anthropic.Anthropic]:
+    import anthropic
+
     with anthropic.Anthropic(base_url=server.url, api_key="secret", max_retries=0) as found:
         yield found
 
 
 def validated(found: Any) -> Message:
     """Against the package's own types, which its client does not check."""
+    from anthropic.types import Message
+
     return Message.model_validate(found.model_dump())
 
 
@@ -126,6 +131,8 @@ def test_thinking_that_is_not_shown(client: anthropic.Anthropic, scripted: Calli
 def test_an_error_is_the_end_of_a_stream(
     client: anthropic.Anthropic, scripted: CallingBackend, server: Live
 ) -> None:
+    import anthropic
+
     scripted.say("Once upon a time there was a fox.")
     scripted.client.error = "broken", "told to fail"
     try:
@@ -141,6 +148,9 @@ def test_an_error_is_the_end_of_a_stream(
 
 
 def test_errors(client: anthropic.Anthropic, server: Live) -> None:
+    import anthropic
+    from anthropic.types.shared import ErrorResponse
+
     with pytest.raises(anthropic.AuthenticationError, match="not known here"):
         client.with_options(api_key="wrong").messages.create(**ASKED)
     with pytest.raises(anthropic.NotFoundError, match="is not served here"):
@@ -177,6 +187,8 @@ def test_keys(headers: dict[str, str], status: int, server: Live) -> None:
     response = server.post("/v1/messages/count_tokens", body, headers=headers)
     assert response.status_code == status
     if status == 401:
+        from anthropic.types.shared import ErrorResponse
+
         assert ErrorResponse.model_validate_json(response.content).error.type == "authentication_error"
 
 
@@ -185,6 +197,8 @@ def test_keys(headers: dict[str, str], status: int, server: Live) -> None:
 
 @pytest.fixture(scope="module")
 def builtin(backend: Backend) -> Iterator[anthropic.Anthropic]:
+    import anthropic
+
     with live_server(backend) as live:
         with anthropic.Anthropic(base_url=live.url, api_key="any", max_retries=0) as found:
             yield found
