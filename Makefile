@@ -14,7 +14,7 @@ CLIENTS := $(patsubst tests/server/clients/packages/%.txt,build/clients/%/.insta
 # Tests start many processes: what one has compiled the next need not.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo serve test docs setup clients lint types layering tests clean
+.PHONY: demo serve test docs setup clients kernels lint types layering tests clean
 
 demo: $(VENV)/.demo
 	$(BIN)/inflight compare --html compare.html --png compare.png
@@ -22,9 +22,9 @@ demo: $(VENV)/.demo
 serve: $(VENV)/.server
 	$(BIN)/inflight serve
 
-# The clients are installed beside the rest, and layering and types checked beside the tests: each keeps one core busy.
+# Clients and kernels are made beside the rest, and layering and types checked beside the tests: each keeps one core busy.
 test:
-	$(MAKE) --no-print-directory --jobs=2 setup clients
+	$(MAKE) --no-print-directory --jobs=2 setup clients kernels
 	$(MAKE) --no-print-directory lint
 	$(MAKE) --no-print-directory --jobs=2 tests layering types
 
@@ -72,6 +72,10 @@ types: setup
 layering: setup
 	$(BIN)/lint-imports
 
+# The compiled kernels of the CPU, where they are kept for all who want them.
+kernels:
+	$(PYTHON) -c 'from inflight.native.library import native_library; native_library()'
+
 # What tests talk to the server with. Without npm those of Node are skipped, but never where CI runs.
 clients: $(CLIENTS) $(AI_SDK)/node_modules/.package-lock.json
 
@@ -89,7 +93,7 @@ $(VENV)/.compiled: $(VENV)/.dev
 	touch $@
 
 tests: $(VENV)/.compiled clients
-	$(BIN)/pytest --numprocesses=$(WORKERS) --dist=worksteal
+	$(BIN)/pytest --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
 
 clean:
 	rm -rf $(VENV) build $(AI_SDK)/node_modules .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

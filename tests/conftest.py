@@ -47,6 +47,16 @@ def pytest_configure(config: pytest.Config) -> None:
         native_library()
 
 
+# Files with a test of half a minute, most of it waiting: nobody should come to one last, when the others are done. Not
+# more of them, for while all wait nothing is computed.
+LONG = ("ray_cluster/", "server/test_soak")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not item.nodeid.removeprefix("tests/").startswith(LONG))
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """One more than there are cores: tests often wait, for a process to start or for a limit of time to pass."""

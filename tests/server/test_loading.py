@@ -121,8 +121,10 @@ def test_one_socket_from_the_start(arguments: tuple[str, ...], number: signal.Si
         if http.base_url.scheme == "https":
             with pytest.raises(httpx.ConnectError):  # of someone who does not trust the certificate
                 httpx.get(f"{http.base_url}/health")
-        process.send_signal(number)
+        process.send_signal(number)  # a connection is still open, but idle
         assert process.wait(60) == 0
+        assert process.stderr is not None
+        assert "ERROR" not in process.stderr.read()
 
 
 @pytest.mark.parametrize(
