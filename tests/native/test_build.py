@@ -162,6 +162,7 @@ def test_a_folder_that_others_may_write_is_refused(compiler: str, tmp_path: Path
 
 
 def test_where_libraries_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("INFLIGHT_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "/x")
     assert cache_folder() == Path("/x/inflight/native")
     monkeypatch.setenv("INFLIGHT_CACHE", "/own")
