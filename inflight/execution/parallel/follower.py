@@ -47,9 +47,8 @@ class LoadedRank(NamedTuple):
     decoder: Decoder
     grammars: GrammarCompiler
     num_blocks: int | None = None  # that it has room for, where ranks have memory of their own
-    make_runner: Callable[[Begin], Any] | None = (
-        None  # on GPUs, where every rank has the one that the first has
-    )
+    # On GPUs, where every rank has the runner that the first one has.
+    make_runner: Callable[[Begin], Any] | None = None
 
 
 def follow(loaded: LoadedRank, memory: RankMemory, report: Callable[[Report], None]) -> None:
