@@ -24,6 +24,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from inflight import LLM
+from inflight.constraints import trial, trial_worker
+from inflight.text import render_worker
 from inflight.text.render import RenderLimits
 from tests.server.live import SECONDS, ProcessBackend, live_server
 from tests.server.soak import NUM_AT_ONCE, Question, Soak, questions_of
@@ -34,6 +36,8 @@ NUM_REQUESTS = int(os.environ.get("INFLIGHT_SOAK", "240"))
 NUM_KILLS, NUM_HANGS = (12, 4) if IS_LONG else (1, 0)  # a hang takes a minute to be found
 NUM_BLOCKS = 1024
 MIB = 1 << 20
+# Processes that a server has beside engines, and of how many at most. They come and go.
+MOST_WORKERS = {render_worker.__file__: RenderLimits().max_workers, trial_worker.__file__: trial.NUM_WORKERS}
 pytestmark = pytest.mark.timeout(3600 if IS_LONG else 300)
 
 
@@ -90,7 +94,9 @@ class Serving:
         return Soak(str(self.http.base_url), questions, seed)
 
     def engines(self) -> list[int]:
-        return [child for child in children_of(self.process.pid) if is_engine(child)]
+        return [
+            child for child in children_of(self.process.pid) if is_running("inflight.engine.worker", child)
+        ]
 
     def samples(self, name: str) -> list[Sample]:
         """The values of a metric."""
@@ -128,23 +134,32 @@ def server(questions: list[Question], tmp_path_factory: pytest.TempPathFactory) 
 
 @dataclass(frozen=True)
 class Held:
-    """What a server holds. Its renderers of templates come and go, up to a limit."""
+    """What a server holds."""
 
     memory: dict[str, int]  # bytes
     num_engines: int
-    num_renderers: int
-    num_files: int  # sockets too; without those to the renderers
+    num_workers: dict[str, int]  # of each script
+    num_others: int  # children of which nothing is known
+    num_files: int  # sockets too; without those to the workers
     num_disconnects: float  # so far
     paths: list[Path]  # in its temporary folder
 
     @classmethod
     def by(cls, server: Serving) -> Held:
-        engines = server.engines()
-        num_renderers = len(children_of(server.process.pid)) - len(engines)
-        num_files = len(os.listdir(f"/proc/{server.process.pid}/fd")) - num_renderers
+        engines, children = server.engines(), children_of(server.process.pid)
+        num_workers = {
+            script: sum(is_running(script, child) for child in children) for script in MOST_WORKERS
+        }
+        num_others = len(children) - len(engines) - sum(num_workers.values())
+        num_files = len(os.listdir(f"/proc/{server.process.pid}/fd")) - sum(num_workers.values())
         memory = {"server": resident(server.process.pid), "engine": sum(map(resident, engines))}
         paths = sorted(server.folder.rglob("*"))
-        return cls(memory, len(engines), num_renderers, num_files, server.num_disconnects(), paths)
+        return cls(memory, len(engines), num_workers, num_others, num_files, server.num_disconnects(), paths)
+
+    def is_settled(self, num_files: int) -> bool:
+        """Nothing of what was done lives on."""
+        is_within = all(self.num_workers[script] <= most for script, most in MOST_WORKERS.items())
+        return is_within and not self.num_others and self.num_files <= num_files
 
 
 def children_of(process_id: int) -> list[int]:
@@ -152,9 +167,9 @@ def children_of(process_id: int) -> list[int]:
     return [int(child) for file in files for child in file.read_text().split()]
 
 
-def is_engine(process_id: int) -> bool:
+def is_running(program: str, process_id: int) -> bool:
     try:
-        return b"inflight.engine.worker" in Path(f"/proc/{process_id}/cmdline").read_bytes()
+        return program.encode() in Path(f"/proc/{process_id}/cmdline").read_bytes()
     except OSError:  # it has ended meanwhile
         return False
 
@@ -208,8 +223,7 @@ def test_nothing_is_left_of_engines_that_were_killed(
     seconds = time.monotonic() - start
     server.wait_until_idle()
     deadline = time.monotonic() + SECONDS
-    most = RenderLimits().max_workers
-    while (after := Held.by(server)).num_files > before.num_files or after.num_renderers > most:
+    while not (after := Held.by(server)).is_settled(before.num_files):
         assert time.monotonic() < deadline, f"{before} -> {after}"
         time.sleep(0.05)
     if IS_LONG:
