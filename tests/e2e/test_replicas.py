@@ -16,7 +16,8 @@ from inflight.router.replica import Replica
 from inflight.router.routed import RoutedRequest
 from inflight.structured_outputs import StructuredOutputs
 from tests.e2e.streamed_calls import CHAT_MAX_TOKENS, ENDINGS, TOKENS_BEFORE_ARGUMENTS, by_chat
-from tests.router.replicas import alive, process_id, strike, until
+from tests.processes import exists
+from tests.router.replicas import process_id, strike, until
 from tests.server.live import SECONDS, Backend, live_server
 
 SAMPLED = SamplingParams(temperature=0.9, seed=5, max_tokens=120, ignore_eos=True)
@@ -125,7 +126,7 @@ def test_no_token_is_lost_changed_or_repeated_when_replicas_are_killed() -> None
         records = [router._history.get(name) for name in router._history._records]
         assert sum(state.record.num_failovers for state in records if state is not None) >= 4
         clients = [replica.client for replica in router.replicas.members]
-    assert not any(alive(process_id(client)) for client in clients)
+    assert not any(exists(process_id(client)) for client in clients)
 
 
 def test_an_offline_engine_of_replicas_answers_the_same() -> None:

@@ -42,6 +42,7 @@ from inflight.scheduling.policies.continuous import Continuous
 from tests.engine import late
 from tests.engine.faulty import BUILD, DIE, HANG, NUM_BLOCKS, RAISE, SLOW, STOP
 from tests.helpers import make_request
+from tests.processes import exists, runs
 
 LONG = 3000  # tokens: a request that a test must end; each with SLOW takes some milliseconds
 QUICK = ProcessConfig(heartbeat=0.05)
@@ -66,7 +67,7 @@ async def running(process: ProcessConfig = QUICK, **options: Any) -> AsyncIterat
     gc.collect()
     await asyncio.sleep(0)
     assert (client._open, len(client._calls)) == ({}, 0)
-    assert not alive(process_id(client))
+    assert not exists(process_id(client))
     assert list(Path(tempfile.gettempdir()).iterdir()) == []
     assert complaints == []
 
@@ -92,14 +93,6 @@ def process_id(client: ProcessClient) -> int:
     found = client.process_id
     assert found is not None
     return found
-
-
-def alive(number: int) -> bool:
-    """Whether there is such a process, be it as a zombie."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(number, 0)
-        return True
-    return False
 
 
 async def read(client: ProcessClient, request_id: str) -> tuple[list[int], Delta]:
@@ -683,21 +676,13 @@ def test_it_ends_with_its_parent(doing: str, folder: Path) -> None:
         worker = int(parent.stdout.readline())
         os.kill(worker, signal.SIGINT)  # left to the parent, as is SIGTERM
         os.kill(worker, signal.SIGTERM)
-        assert alive(worker)
+        assert exists(worker)
         parent.kill()
     deadline = time.monotonic() + 60
-    while _runs(worker) and time.monotonic() < deadline:
+    while runs(worker) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not _runs(worker)
+    assert not runs(worker)
     assert list(folder.iterdir()) == []
-
-
-def _runs(number: int) -> bool:
-    """Whether the process runs: an orphan may stay a zombie where nobody waits for orphans."""
-    try:
-        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 async def test_a_mistake_while_reading_leaves_no_one_waiting(

@@ -27,7 +27,8 @@ from inflight.errors import EngineDeadError
 from inflight.process_config import ProcessConfig
 from tests.engine.faulty import BUILD, SLOW
 from tests.helpers import make_request
-from tests.router.replicas import alive, process_id, until
+from tests.processes import exists
+from tests.router.replicas import process_id, until
 
 ADDRESS = "127.0.0.1"
 
@@ -107,7 +108,7 @@ async def distant(host: DistantHost) -> AsyncIterator[ProcessClient]:
         finally:
             await client.close()
             await host.wire.cut()
-    assert not any(alive(number) for process in host.processes if (number := process.process_id))
+    assert not any(exists(number) for process in host.processes if (number := process.process_id))
 
 
 async def ask(client: ProcessClient, prompt: list[int], count: int) -> tuple[list[int], Any]:
@@ -163,7 +164,7 @@ async def test_an_engine_whose_connection_is_cut_is_replaced(monkeypatch: pytest
         await host.wire.cut()
         with pytest.raises(EngineDeadError, match=r"connection to the engine was cut|ended with code 1"):
             await asking
-        assert not alive(first), "it ended by itself, or was ended"
+        assert not exists(first), "it ended by itself, or was ended"
 
         async def is_back() -> bool:
             return (await client.health()).healthy

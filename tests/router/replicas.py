@@ -18,6 +18,7 @@ from inflight.request import Request
 from inflight.router import Router, start_router
 from tests.engine.faulty import BUILD
 from tests.helpers import FakeEngine, make_request
+from tests.processes import exists
 
 QUICK = ProcessConfig(heartbeat=0.05, max_restarts=1000)
 
@@ -60,7 +61,7 @@ async def processes(
     assert router._requests == {}
     for replica in router.replicas.members:
         assert not replica.requests
-        assert not alive(process_id(replica.client))
+        assert not exists(process_id(replica.client))
     assert complaints == []
 
 
@@ -69,13 +70,6 @@ def process_id(client: Any) -> int:
     found = client.process_id
     assert found is not None
     return found
-
-
-def alive(number: int) -> bool:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(number, 0)
-        return True
-    return False
 
 
 def strike(router: Router, replica_id: str, number: int = signal.SIGKILL) -> None:

@@ -28,7 +28,8 @@ from inflight.router.start import MachineShares, visible_gpus
 from tests.engine.faulty import NUM_BLOCKS, SLOW
 from tests.engine.test_sleep import FakeDormancy
 from tests.helpers import FakeEngine, make_request
-from tests.router.replicas import alive, answer, in_process, process_id, processes, read, until
+from tests.processes import exists
+from tests.router.replicas import answer, in_process, process_id, processes, read, until
 
 
 async def test_a_rolling_restart_and_a_removal_under_load_fail_no_one() -> None:
@@ -45,7 +46,7 @@ async def test_a_rolling_restart_and_a_removal_under_load_fail_no_one() -> None:
 
         asking = [asyncio.create_task(ask(index)) for index in range(6)]
         await router.replicas.roll(0.05)  # shorter than an answer takes: it goes on elsewhere
-        assert not any(map(alive, before))
+        assert not any(map(exists, before))
         assert await router.replicas.add() == "2"
         await router.replicas.remove("0", 0.05)
         await until(lambda: all(replica.requests for replica in router.replicas.members) and num_answers > 6)

@@ -8,9 +8,9 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import httpx
 import pytest
@@ -18,6 +18,7 @@ import pytest
 from inflight import LLM, SamplingParams, __version__
 from inflight.cli import main
 from inflight.server import run as run_module
+from tests.processes import children
 
 PATH = "/v1/completions"
 GOOD = {"prompt": [5, 6], "max_tokens": 160, "temperature": 0, "ignore_eos": True, "stream": True}
@@ -95,15 +96,8 @@ def test_a_stream_outlives_a_signal_and_the_exit_is_clean(llm: LLM, monkeypatch:
 
 def worker_of(process: subprocess.Popen[str]) -> int:
     """The engine's process, once it is there."""
-    found: list[int] = []
-    while not found:
-        files = Path(f"/proc/{process.pid}/task").glob("*/children")  # of each thread
-        children = [int(child) for file in files for child in file.read_text().split()]
-        found = [
-            child
-            for child in children
-            if b"inflight.engine.worker" in Path(f"/proc/{child}/cmdline").read_bytes()
-        ]
+    while not (found := children(process.pid, "inflight.engine.worker")):
+        time.sleep(0.01)
     (number,) = found
     return number
 

@@ -27,6 +27,7 @@ from inflight import LLM
 from inflight.constraints import trial, trial_worker
 from inflight.text import render_worker
 from inflight.text.render import RenderLimits
+from tests.processes import children
 from tests.server.live import SECONDS, ProcessBackend, live_server
 from tests.server.soak import NUM_AT_ONCE, Question, Soak, questions_of
 from tests.server.test_command import serving
@@ -94,9 +95,7 @@ class Serving:
         return Soak(str(self.http.base_url), questions, seed)
 
     def engines(self) -> list[int]:
-        return [
-            child for child in children_of(self.process.pid) if is_running("inflight.engine.worker", child)
-        ]
+        return sorted(children(self.process.pid, "inflight.engine.worker"))
 
     def samples(self, name: str) -> list[Sample]:
         """The values of a metric."""
@@ -146,11 +145,9 @@ class Held:
 
     @classmethod
     def by(cls, server: Serving) -> Held:
-        engines, children = server.engines(), children_of(server.process.pid)
-        num_workers = {
-            script: sum(is_running(script, child) for child in children) for script in MOST_WORKERS
-        }
-        num_others = len(children) - len(engines) - sum(num_workers.values())
+        engines, of = server.engines(), server.process.pid
+        num_workers = {script: len(children(of, script)) for script in MOST_WORKERS}
+        num_others = len(children(of)) - len(engines) - sum(num_workers.values())
         num_files = len(os.listdir(f"/proc/{server.process.pid}/fd")) - sum(num_workers.values())
         memory = {"server": resident(server.process.pid), "engine": sum(map(resident, engines))}
         paths = sorted(server.folder.rglob("*"))
@@ -160,18 +157,6 @@ class Held:
         """Nothing of what was done lives on."""
         is_within = all(self.num_workers[script] <= most for script, most in MOST_WORKERS.items())
         return is_within and not self.num_others and self.num_files <= num_files
-
-
-def children_of(process_id: int) -> list[int]:
-    files = Path(f"/proc/{process_id}/task").glob("*/children")  # of each thread
-    return [int(child) for file in files for child in file.read_text().split()]
-
-
-def is_running(program: str, process_id: int) -> bool:
-    try:
-        return program.encode() in Path(f"/proc/{process_id}/cmdline").read_bytes()
-    except OSError:  # it has ended meanwhile
-        return False
 
 
 def resident(process_id: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -21,6 +23,7 @@ from inflight.native.library import native_library
 from inflight.process_config import ProcessConfig
 from tests.e2e.conftest import Folder
 from tests.e2e.reference import PROMPTS
+from tests.processes import children, runs
 
 pytestmark = pytest.mark.skipif(native_library() is None, reason="ranks on a CPU need the compiled kernels")
 
@@ -29,19 +32,18 @@ LONG = replace(GREEDY, max_tokens=400)
 WITHIN = 60.0  # seconds to wait for what takes less than 5 where nothing else runs
 
 
-def children(of: int | None = None) -> set[int]:
-    """Rank processes that a process has."""
-    found = subprocess.run(
-        ["pgrep", "-P", str(of or os.getpid()), "-f", "execution.parallel.worker"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return set(map(int, found.stdout.split()))
+def ranks(of: int | None = None) -> set[int]:
+    """Rank processes that a process has, by default this one."""
+    return children(of, "execution.parallel.worker")
 
 
-def shared_memory() -> set[str]:
-    return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+def shared_memory() -> list[str]:
+    """What this process has open of it: the files have no names, and go with the last who has them."""
+    found = []
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            found.append(os.readlink(link))
+    return [name for name in found if "inflight-ranks" in name]
 
 
 async def end(stream: AsyncGenerator[RequestOutput]) -> None:
@@ -63,30 +65,30 @@ def llm(folder: Folder) -> Iterator[LLM]:
 
 
 def test_a_rank_that_dies_ends_the_engine_by_name(llm: LLM, expected: list[list[int]]) -> None:
-    before = shared_memory()
     found = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
     assert found == expected
-    (rank,) = children()
+    assert shared_memory()
+    (rank,) = ranks()
     threading.Timer(0.3, os.kill, (rank, signal.SIGKILL)).start()
     with pytest.raises(DeviceLostError, match=rf"rank 1 of 2 \(process {rank}\) ended by SIGKILL"):
         llm.generate([PROMPTS[0]] * 64, LONG, use_tqdm=False)
     with pytest.raises(DeviceLostError, match="rank 1 of 2"):
         llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     llm.close()
-    assert not children()
-    assert shared_memory() <= before
+    assert not ranks()
+    assert not shared_memory()
 
 
 def test_a_stage_that_hangs_ends_the_engine_by_name(folder: Folder, expected: list[list[int]]) -> None:
     llm = LLM(folder("qwen3"), show_progress=False, pipeline_parallel_size=2)
     found = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
     assert found == expected
-    (rank,) = children()
+    (rank,) = ranks()
     os.kill(rank, signal.SIGSTOP)
     with pytest.raises(DeviceLostError, match=rf"rank 1 of 2 \(process {rank}\) gave no sign of life"):
         llm.generate(PROMPTS, LONG, use_tqdm=False)
     llm.close()
-    assert not children()
+    assert not ranks()
 
 
 async def test_the_supervisor_brings_all_ranks_back(folder: Folder, expected: list[list[int]]) -> None:
@@ -102,7 +104,7 @@ async def test_the_supervisor_brings_all_ranks_back(folder: Folder, expected: li
         outputs = [o async for o in engine.generate(PROMPTS[index], GREEDY, output_kind="final")]
         return outputs[0].outputs[0].token_ids
 
-    (rank,) = children(client.process_id)
+    (rank,) = ranks(client.process_id)
     streams = [engine.generate(PROMPTS[0], LONG) for _ in range(4)]
     for stream in streams:
         await anext(stream)
@@ -115,13 +117,13 @@ async def test_the_supervisor_brings_all_ranks_back(folder: Folder, expected: li
         while not (await engine.health()).healthy:
             await asyncio.sleep(0.05)
     assert await asyncio.gather(*map(answer, range(len(PROMPTS)))) == expected
-    (rank,) = children(client.process_id)
+    (rank,) = ranks(client.process_id)
     os.kill(rank, signal.SIGKILL)
     async with asyncio.timeout(WITHIN):
         while (await engine.health()).state != "dead":
             await asyncio.sleep(0.05)
     assert f"rank 1 of 2 (process {rank}) ended by SIGKILL" in str((await engine.health()).error)
-    assert not os.path.exists(f"/proc/{rank}")
+    assert not runs(rank)
     await engine.close()
 
 
@@ -150,7 +152,7 @@ def test_what_a_rank_cannot_do_at_start_is_one_line(folder: Folder, monkeypatch:
     monkeypatch.setattr(starting, "LOADER", "tests.execution.parallel.test_processes:load_badly")
     with pytest.raises(WeightsError, match=r"^rank 1 of 2: model.safetensors is cut off$"):
         LLM(folder("qwen3"), show_progress=False, tensor_parallel_size=2)
-    assert not children()
+    assert not ranks()
 
 
 def load_badly(*_: object) -> None:
@@ -160,17 +162,17 @@ def load_badly(*_: object) -> None:
 def test_ranks_die_with_their_parent(folder: Folder) -> None:
     code = f"""
 from inflight import LLM, SamplingParams
-from tests.execution.parallel.test_processes import children
+from tests.execution.parallel.test_processes import ranks
 import os
 llm = LLM({str(folder("qwen3"))!r}, show_progress=False, tensor_parallel_size=2)
 llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4), use_tqdm=False)
-print(*children(), flush=True)
+print(*ranks(), flush=True)
 os.kill(os.getpid(), 9)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    (rank,) = done.stdout.split()
+    rank = int(done.stdout)
     until = time.monotonic() + WITHIN
-    while os.path.exists(f"/proc/{rank}") and time.monotonic() < until:
+    while runs(rank) and time.monotonic() < until:
         time.sleep(0.05)
-    assert not os.path.exists(f"/proc/{rank}")
+    assert not runs(rank)

@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.processes import children
 from tests.server.test_command import read_until_ready, started
 
 SECONDS = 60.0
@@ -48,16 +49,7 @@ class TwoFronts:
     @property
     def fronts(self) -> list[int]:
         """Process ids."""
-        found = []
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                parent = int(re.search(r"PPid:\s+(\d+)", (folder / "status").read_text())[1])  # type: ignore[index]
-                command = (folder / "cmdline").read_bytes()
-            except (OSError, TypeError):
-                continue
-            if parent == self.process.pid and b"inflight.server.fronts.worker" in command:
-                found.append(int(folder.name))
-        return sorted(found)
+        return sorted(children(self.process.pid, "inflight.server.fronts.worker"))
 
     def connect(self, key: str) -> httpx.Client:
         found = httpx.Client(

@@ -1,0 +1,36 @@
+"""Processes, looked at from outside. They may end while one looks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+
+def children(of: int | None = None, running: str = "") -> set[int]:
+    """The processes that a process has started, by default this one: all, or those with a word in their command."""
+    found = set()
+    for task in Path(f"/proc/{of or os.getpid()}/task").glob("*/children"):  # of each thread
+        with contextlib.suppress(OSError):
+            found |= {child for child in map(int, task.read_text().split()) if _has(child, running)}
+    return found
+
+
+def _has(process_id: int, word: str) -> bool:
+    try:
+        return word.encode() in Path(f"/proc/{process_id}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def exists(process_id: int) -> bool:
+    """Whether there is such a process, be it as a zombie."""
+    return Path(f"/proc/{process_id}").exists()
+
+
+def runs(process_id: int) -> bool:
+    """Whether it does something: an orphan may stay a zombie where nobody waits for orphans."""
+    try:
+        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
