@@ -210,6 +210,10 @@ async def test_a_full_queue_refuses() -> None:
             await client.add(make_request([1], 3, "q2"))
         assert full.value.code == "queue_full"
         assert not len(client._calls)
+        leaving = asyncio.ensure_future(client.add(make_request([1], 3, "q3")))
+        await asyncio.sleep(0)
+        leaving.cancel()  # its refusal comes when nobody waits for it any more
+        await until(lambda: as_awaitable(leaving.done() and len(client._open) == 3))
         await client.abort("open0")
         assert (await rest(streams[0]))[-1].finish_reason == "abort"
         assert (await read(client, "q1"))[0] == expected_tokens([1], 3)
