@@ -580,6 +580,18 @@ async def test_what_cannot_travel_is_refused_before_the_start() -> None:
         assert await answer(client, [1], 3, "x") == expected_tokens([1], 3)
 
 
+async def test_a_host_that_makes_a_mistake_keeps_nobody_waiting(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def live(_: object) -> str:
+        raise KeyError("a mistake")
+
+    monkeypatch.setattr(child_process.ChildProcess, "live", live)
+    with pytest.raises(EngineDeadError, match="it could not be watched: KeyError: 'a mistake'"):
+        await start()
+    assert "a process could not be watched" in caplog.text
+
+
 async def test_a_start_that_is_cancelled_leaves_nothing(folder: Path) -> None:
     starting = asyncio.ensure_future(start())
     while not list(folder.iterdir()):
