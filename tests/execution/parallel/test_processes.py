@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import subprocess
@@ -19,6 +20,7 @@ import pytest
 from inflight import LLM, AsyncEngine, RequestOutput, SamplingParams
 from inflight.engine.process import ProcessClient
 from inflight.errors import ConfigError, DeviceLostError, EngineDeadError, WeightsError
+from inflight.execution.parallel import rank_process
 from inflight.native.library import native_library
 from inflight.process_config import ProcessConfig
 from tests.e2e.conftest import Folder
@@ -153,6 +155,15 @@ def test_what_a_rank_cannot_do_at_start_is_one_line(folder: Folder, monkeypatch:
     with pytest.raises(WeightsError, match=r"^rank 1 of 2: model.safetensors is cut off$"):
         LLM(folder("qwen3"), show_progress=False, tensor_parallel_size=2)
     assert not ranks()
+
+
+def test_a_rank_that_cannot_be_started_is_one_line(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_pipe() -> tuple[int, int]:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(rank_process.os, "pipe", no_pipe)
+    with pytest.raises(DeviceLostError, match=r"^rank 1 of 2 could not be started: .*Too many open files$"):
+        LLM(folder("qwen3"), show_progress=False, tensor_parallel_size=2)
 
 
 def load_badly(*_: object) -> None:
