@@ -31,7 +31,6 @@ CANDIDATE_WIDTHS = (128, 1024, 8192)
 _NUM_FLOATS = 6
 _NUM_INTS = 6
 _ROW = struct.Struct(f"={_NUM_FLOATS}f{_NUM_INTS}i")
-_NUMBERED_ROW = struct.Struct(f"=i{_NUM_FLOATS}f{_NUM_INTS}i")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,31 +51,17 @@ class RowTraits:
     bad_words: Tensor | None  # [n, longest], padded with -1 on the left
 
 
-def is_plain(traits: RowTraits) -> bool:
-    """The row asks for a draw and nothing else: no changed logits and no logprobs."""
-    extras = (
-        traits.logprobs,
-        traits.allowed_ids,
-        traits.mask,
-        traits.bias_ids,
-        traits.stop_ids,
-        traits.bad_words,
-    )
-    return not traits.penalties and all(extra is None for extra in extras)
-
-
 class SamplingRows:
     """Permanent sampling parameters of `max_rows` rows.
 
     Each parameter is a column of one small matrix of 32-bit words, [max_rows, 12], floats first, so that
-    admitting requests, however many, is one copy.
+    admitting a request is one copy.
     """
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device | str) -> None:
         self.vocab_size = vocab_size
         self.device = torch.device(device)
         self.version = 0  # changes whenever a row does
-        self.special_rows: set[int] = set()  # those in use that are not plain
         self._table = torch.zeros(max_rows, _NUM_FLOATS + _NUM_INTS, dtype=torch.int32, device=self.device)
         self._traits: list[RowTraits | None] = [None] * max_rows
         floats = self._table[:, :_NUM_FLOATS].view(torch.float32)
@@ -91,22 +76,12 @@ class SamplingRows:
         words = bytearray(_ROW.pack(*self._admit(row, request)))
         self._table[row] = self._to_device(torch.frombuffer(words, dtype=torch.int32))
 
-    def set_many(self, admissions: Sequence[tuple[int, RowRequest]]) -> None:
-        """Every request takes its row; of two for the same row the last. One upload for all of them."""
-        if not admissions:
-            return
-        numbered = {row: _NUMBERED_ROW.pack(row, *self._admit(row, request)) for row, request in admissions}
-        words = torch.frombuffer(bytearray(b"".join(numbered.values())), dtype=torch.int32)
-        words = self._to_device(words).view(len(numbered), -1)  # [n, 13]: the row's number comes first
-        self._table.index_copy_(0, words[:, 0].long(), words[:, 1:])
-
     def _admit(self, row: int, request: RowRequest) -> tuple[float, ...]:
         """Remember the row's traits, and return its numbers in the order of the columns."""
         params = request.params
         greedy = params.temperature < MIN_TEMPERATURE
         top_k = params.top_k if 0 < params.top_k < self.vocab_size else 0
-        self._traits[row] = traits = self._read_traits(request, greedy, top_k)
-        (self.special_rows.discard if is_plain(traits) else self.special_rows.add)(row)
+        self._traits[row] = self._read_traits(request, greedy, top_k)
         self.version += 1
         return (
             1.0 if greedy else min(params.temperature, MAX_TEMPERATURE),
@@ -125,7 +100,6 @@ class SamplingRows:
     def clear(self, row: int) -> None:
         """`row` is free. What the device holds stays until the next `set`: nothing reads it."""
         self._traits[row] = None
-        self.special_rows.discard(row)
         self.version += 1
 
     def mask_buffer(self, num_rows: int) -> NDArray[np.int32]:
