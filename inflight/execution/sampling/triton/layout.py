@@ -41,8 +41,7 @@ LOGPROBS = tl.constexpr(16)
 ADJUSTS = tl.constexpr(15)  # any that changes logits
 SPECIAL = tl.constexpr(31)  # anything at all
 
-# What is known of a token in a row, 16 bits: how often it is among the outputs and, in the highest bit, whether it is in
-# the prompt.
+# What is known of a token in a row, 16 bits: how often it is among the outputs. The highest bit: it is in the prompt.
 COUNT = tl.constexpr(0x7FFF)
 
 
