@@ -10,8 +10,6 @@
 //
 // What a row gets is a function of its own logits and of how the vocabulary is shared out, whoever else is in the step.
 
-#include <cstring>
-
 #include "adjust.h"
 #include "group.h"
 #include "race.h"
@@ -83,7 +81,7 @@ struct Turn {
 
 void put_best(Ranking& ranking, int64_t count, std::vector<Candidate>& found, char* to, int64_t& num) {
     ranking.best(count, -kInfinity, found);
-    std::memcpy(to, found.data(), found.size() * sizeof(Candidate));
+    std::copy(found.begin(), found.end(), reinterpret_cast<Candidate*>(to));
     num = static_cast<int64_t>(found.size());
 }
 
