@@ -88,6 +88,7 @@ def test_a_loss_ends_every_wait() -> None:
     first, second = memories(RankLayout(2, 1, 1, 4096, 0, ()))
     told: list[str] = []
     second.when_lost(lambda: told.append("lost"))  # for waits elsewhere
+    second.when_lost(lambda: told.remove("a mistake"))  # which raises, and keeps no one waiting
     collective, steps = first.collective(), second.steps()
     assert collective is not None
     threading.Timer(0.1, second.lose).start()
