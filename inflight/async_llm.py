@@ -8,6 +8,7 @@ from typing import Any
 
 from inflight.async_engine import AsyncEngine
 from inflight.config import EngineConfig
+from inflight.errors import EngineDeadError
 from inflight.frontend import ChatTokenizer
 
 
@@ -36,8 +37,10 @@ class AsyncLLM(AsyncEngine):
         return ChatTokenizer(self._frontend, self.tokenizer)
 
     async def check_health(self) -> None:
-        """Raises EngineError unless the engine makes progress."""
-        await self._client.stats()
+        """Raises EngineDeadError unless the engine makes progress."""
+        health = await self._client.health()
+        if not health.healthy:
+            raise EngineDeadError(health.error or f"the engine is {health.state}")
 
     def shutdown(self) -> None:
         """`close`, as soon as the event loop comes to it."""

@@ -127,6 +127,17 @@ class ReplicatedEngine:
         self._end_thread()
 
     def _end_thread(self) -> None:
+        # A start that was interrupted has engines to end first.
+        asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+async def _cancel_others() -> None:
+    """All other tasks of this event loop, and wait until they have ended."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        if not task.cancelling():  # twice would break off what it does to end
+            task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)

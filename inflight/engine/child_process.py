@@ -49,32 +49,15 @@ class ChildProcess:
         return None if self._process is None else self._process.pid
 
     def live(self) -> str:
+        host = self._host
         try:
-            process = subprocess.Popen(
-                self._host.command,
-                stdin=subprocess.PIPE,
-                stdout=2,  # whatever it prints is no output of this process
-                env={
-                    **os.environ,
-                    "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
-                    **self._host.environment,
-                },
-                start_new_session=True,  # Ctrl-C is for the parent
-                pass_fds=tuple(self._host.descriptors),
-            )
+            self._process = process = start_child(host.command, host.descriptors, host.environment)
         except OSError as error:
-            raise ProcessNotStartedError(f"the {self._host.name} could not be started: {error}") from error
-        self._process = process
+            raise ProcessNotStartedError(f"the {host.name} could not be started: {error}") from error
         if self._killed:  # before it was there
             process.kill()
-        assert process.stdin is not None
-        with contextlib.suppress(OSError):  # it is gone already
-            process.stdin.write(msgspec.json.encode(self._connection) + b"\n")
-            process.stdin.flush()  # not closed: its end is how the process learns of ours
-        code = process.wait()
-        with contextlib.suppress(OSError):
-            process.stdin.close()
-        return f"the {self._host.name} ended {_how(code)}"
+        tell_child(process, self._connection)
+        return f"the {host.name} ended {end_of_child(process)}"
 
     def kill(self) -> None:
         self._killed = True
@@ -82,7 +65,38 @@ class ChildProcess:
             self._process.kill()
 
 
-def _how(code: int) -> str:
+def start_child(
+    command: Sequence[str], descriptors: Collection[int], environment: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """In the thread that waits for its end: for the system, that is the parent."""
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=2,  # whatever it prints is no output of this process
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+            **(environment or {}),
+        },
+        start_new_session=True,  # Ctrl-C is for the parent
+        pass_fds=tuple(descriptors),
+    )
+
+
+def tell_child(process: subprocess.Popen[bytes], message: msgspec.Struct) -> None:
+    """The one line that it reads, as JSON."""
+    assert process.stdin is not None
+    with contextlib.suppress(OSError):  # it is gone already
+        process.stdin.write(msgspec.json.encode(message) + b"\n")
+        process.stdin.flush()  # not closed: its end is how the process learns of ours
+
+
+def end_of_child(process: subprocess.Popen[bytes]) -> str:
+    """Waits for it. How it ended."""
+    code = process.wait()
+    assert process.stdin is not None
+    with contextlib.suppress(OSError):
+        process.stdin.close()
     if code < 0:
         with contextlib.suppress(ValueError):
             return f"by {signal.Signals(-code).name}"

@@ -38,7 +38,7 @@ from inflight.engine.wire import (
     WatchCache,
     encode_add,
 )
-from inflight.errors import ConfigError, EngineDeadError, InflightError, RequestError
+from inflight.errors import ConfigError, EngineDeadError, RequestError
 from inflight.events import Delta, RequestRecord, StepRecord
 from inflight.process_config import ProcessConfig
 from inflight.request import Request
@@ -172,6 +172,8 @@ class ProcessClient:
             if opened is not None:
                 opened.queue.fail(problem.error())
         for reply in outputs.replies:
+            if reply.remote_error is not None:  # refused: it never was there
+                self._open.pop(reply.call, None)
             self._calls.answer(reply)
         if outputs.stats is not None:
             self._stats = outputs.stats
@@ -219,11 +221,9 @@ class ProcessClient:
 
         try:
             await self._ask(handle, send)
-        except BaseException as error:
+        except BaseException:
             if self._requests.get(request.request_id) is opened:
                 del self._requests[request.request_id]
-            if isinstance(error, InflightError) and not isinstance(error, EngineDeadError):
-                self._open.pop(handle, None)  # refused: it never was there
             self._abandon(opened)
             raise
 

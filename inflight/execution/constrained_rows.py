@@ -65,6 +65,7 @@ class StepMasks(NamedTuple):
 
     rows: list[int]
     bits: Callable[[], NDArray[np.int32]]  # [len(rows), words]
+    any_first: bool  # one of them has had none before, and may have to wait for its grammar
 
 
 @dataclass(slots=True)
@@ -117,12 +118,13 @@ class ConstrainedRows:
         if not chosen:
             return None
         constrained = [self._rows[row] for row in chosen]
+        any_first = any(row.grammar is None for row in constrained)
         if not self.in_thread:
-            return StepMasks(chosen, partial(self._compute, constrained))
+            return StepMasks(chosen, partial(self._compute, constrained), any_first)
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "inflight-masks")
         self._latest = self._thread.submit(self._compute, constrained)
-        return StepMasks(chosen, self._latest.result)
+        return StepMasks(chosen, self._latest.result, any_first)
 
     def finish(self, masks: StepMasks) -> None:
         """Wait for the masks, or compute them, and give them to the sampler."""

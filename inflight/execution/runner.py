@@ -19,6 +19,8 @@ from inflight.scheduling import Batch, Sampled
 
 # Elements from which torch's threads pay for themselves on a CPU.
 WORTH_SHARING = 1 << 21
+# Seconds that another rank may take to compile a grammar: some of the processor, on a machine that is busy.
+GRAMMAR_PATIENCE = 30.0
 
 
 class ModelRunner:
@@ -63,6 +65,8 @@ class ModelRunner:
             logits = self._logits(states.samples)
             if masks is not None:
                 self.constrained.finish(masks)
+                if masks.any_first and isinstance(self.decoder.shard.collective, SharedCollective):
+                    self.decoder.shard.collective.allow(GRAMMAR_PATIENCE)
             ticket.sampled = self._sample(rows, inputs, logits).fetch()
             if masks is not None:
                 self.constrained.drew(masks, rows, ticket.sampled.token_ids.tolist)

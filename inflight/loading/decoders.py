@@ -140,6 +140,8 @@ def load_rank(config: EngineConfig, memory: RankMemory) -> LoadedRank:
     grammars = GrammarCompiler(partial(vocabulary_of, tokenizer, plan.spec.vocab_size, eos))
     place = platform(model.device)
     decoder = _fill_decoder(config, place, checkpoint, plan, context, memory, None)
+    if decoder.generates and decoder.shard.is_last:
+        grammars.warm_up()  # else all ranks would wait for this one at the first constraint
     if place.device.type == "cpu":
         return LoadedRank(decoder, grammars)
 

@@ -58,7 +58,8 @@ struct alignas(64) Counter {
         wake();
     }
 
-    // Until `reached(value)`: 0, kLost if the group is lost first, 1 if it takes longer than `limit` microseconds.
+    // Until `reached(value)`: 0, kLost if the group is lost first, 1 if it takes longer than `limit` microseconds. A limit
+    // of 0: for as long as it takes.
     template <class Reached>
     int wait(const std::atomic<uint32_t>& lost, int spins, int64_t limit, const Reached& reached) {
         for (int spin = 0; spin < spins; ++spin, relax()) {

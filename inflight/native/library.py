@@ -67,7 +67,7 @@ class Library:
         )
         self.group_score = self._bind("group_score", *part, _P, _L, _P, *scores, result=_I)
         self.stream_write = self._bind("stream_write", _P, _P, _I, _L, _I, _P, _L, result=_I)
-        self.stream_read = self._bind("stream_read", _P, _P, _I, _L, _I, _L, _P, _L, result=_I)
+        self.stream_read = self._bind("stream_read", _P, _P, _I, _L, _I, _P, _L, result=_I)
         self.beat = self._bind("beat", _P, _L)
 
     def _bind(self, name: str, *arguments: type, result: type | None = None) -> _Function:

@@ -83,8 +83,8 @@ int inflight_stream_write(void* stream, void* group, int readers, int64_t capaci
     return 0;
 }
 
-// Waits until there are so many bytes. A limit of 0 microseconds: for as long as it takes.
-int inflight_stream_read(void* stream, void* group, int reader, int64_t capacity, int spins, int64_t limit, char* data,
+// Waits until there are so many bytes.
+int inflight_stream_read(void* stream, void* group, int reader, int64_t capacity, int spins, char* data,
                          int64_t count) {
     Stream& from = *static_cast<Stream*>(stream);
     uint64_t taken = from.taken[reader].at.load();
@@ -92,7 +92,7 @@ int inflight_stream_read(void* stream, void* group, int reader, int64_t capacity
         const auto ready = [&](uint32_t = 0) { return static_cast<int64_t>(from.written.load() - taken); };
         if (ready() <= 0) {
             const auto reached = [&](uint32_t) { return ready() > 0; };
-            if (const int found = from.rung.wait(static_cast<Group*>(group)->lost, spins, limit, reached)) return found;
+            if (const int found = from.rung.wait(static_cast<Group*>(group)->lost, spins, 0, reached)) return found;
         }
         const int64_t at = static_cast<int64_t>(taken % capacity);
         const int64_t n = std::min({count, ready(), capacity - at});

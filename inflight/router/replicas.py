@@ -132,6 +132,7 @@ class Replicas:
         """Drain it for so long at most, and end it: what still runs then goes on elsewhere."""
         self._check_not_last(replica_id)
         async with self._changing:
+            self._check_not_last(replica_id)  # others may have been drained or removed meanwhile
             await self._end(self.find(replica_id), seconds)
 
     async def restart(self, replica_id: str, seconds: float) -> None:

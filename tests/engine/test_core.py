@@ -77,15 +77,16 @@ def test_a_lost_device_stops_the_loop(where: str) -> None:
         engine.run()
 
 
-def test_a_lost_engine_can_be_closed() -> None:
-    """With steps in flight that no one will ever see the end of."""
+@pytest.mark.parametrize("error", [DeviceLostError("gone"), RuntimeError("out of memory")])
+def test_a_lost_engine_can_be_closed(error: Exception) -> None:
+    """With steps in flight that no one will ever see the end of, or that fail."""
     engine = FakeEngine(pipeline_depth=3)
     engine.add(make_request([1, 2], 5))
     engine.core.step()
     engine.core.step()
 
     def lost(_: object) -> None:
-        raise DeviceLostError("gone")
+        raise error
 
     engine.runner.collect = lost  # type: ignore[method-assign,assignment]
     engine.core.close()

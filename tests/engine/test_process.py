@@ -210,6 +210,10 @@ async def test_a_full_queue_refuses() -> None:
             await client.add(make_request([1], 3, "q2"))
         assert full.value.code == "queue_full"
         assert not len(client._calls)
+        leaving = asyncio.ensure_future(client.add(make_request([1], 3, "q3")))
+        await asyncio.sleep(0)
+        leaving.cancel()  # its refusal comes when nobody waits for it any more
+        await until(lambda: as_awaitable(leaving.done() and len(client._open) == 3))
         await client.abort("open0")
         assert (await rest(streams[0]))[-1].finish_reason == "abort"
         assert (await read(client, "q1"))[0] == expected_tokens([1], 3)
@@ -574,6 +578,18 @@ async def test_what_cannot_travel_is_refused_before_the_start() -> None:
         await start(hf_config={"x": object()})
     async with running(policy="inflight.scheduling.policies.continuous:Continuous") as client:
         assert await answer(client, [1], 3, "x") == expected_tokens([1], 3)
+
+
+async def test_a_host_that_makes_a_mistake_keeps_nobody_waiting(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def live(_: object) -> str:
+        raise KeyError("a mistake")
+
+    monkeypatch.setattr(child_process.ChildProcess, "live", live)
+    with pytest.raises(EngineDeadError, match="it could not be watched: KeyError: 'a mistake'"):
+        await start()
+    assert "a process could not be watched" in caplog.text
 
 
 async def test_a_start_that_is_cancelled_leaves_nothing(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Admitting requests to rows one by one and many at once."""
+"""What the columns of a row hold of its request."""
 
 from __future__ import annotations
 
@@ -34,24 +34,10 @@ ADMISSIONS = [
 ]
 
 
-def test_many_at_once_are_the_same_as_one_by_one() -> None:
-    one_by_one, together = SamplingRows(7, 50, DEVICE), SamplingRows(7, 50, DEVICE)
-    for row, admitted in ADMISSIONS:
-        one_by_one.set(row, admitted)
-    together.set_many([])
-    assert together.version == 0
-    together.set_many(ADMISSIONS)
-    assert together.version > 0
-    assert numbers(together) == numbers(one_by_one)
-    assert together.special_rows == one_by_one.special_rows == {5}
-    assert together.traits(5).logprobs == 2
-    with pytest.raises(EngineError, match="row 1"):
-        together.traits(1)
-
-
 def test_columns_hold_what_was_asked() -> None:
     state = SamplingRows(7, 50, DEVICE)
-    state.set_many(ADMISSIONS)
+    for row, admitted in ADMISSIONS:
+        state.set(row, admitted)
     found = numbers(state)
     assert [found[name][3] for name in COLUMNS] == [0.5, 0, 0.25, 1, 0, 0, 5, 256, 9, 3, 3, 0]
     assert found["min_length"][0] == 7
@@ -59,10 +45,6 @@ def test_columns_hold_what_was_asked() -> None:
     assert found["temperature"][2] == pytest.approx(1e30)
     assert found["seed_low"][0] == found["seed_high"][0] == -1
     assert [found[name][1] for name in COLUMNS] == [0] * len(COLUMNS)
-
-
-def test_of_two_requests_for_a_row_the_last_has_it() -> None:
-    state = SamplingRows(4, 50, DEVICE)
-    state.set_many([(1, request(4, temperature=0.1)), (0, request(5)), (1, request(6, temperature=0.25))])
-    assert state.temperature.tolist() == [1, 0.25, 0, 0]
-    assert state.seed_low.tolist() == [5, 6, 0, 0]
+    assert state.traits(5).logprobs == 2
+    with pytest.raises(EngineError, match="row 1"):
+        state.traits(1)

@@ -14,7 +14,8 @@ import pytest
 import inflight
 from inflight import LLM, AsyncEngineArgs, AsyncLLM, BeamSearchParams, SamplingParams
 from inflight.config import EngineConfig
-from inflight.errors import ConfigError, ParameterError, PromptError
+from inflight.engine import Health
+from inflight.errors import ConfigError, EngineDeadError, ParameterError, PromptError
 from inflight.habits.habit import TAKEN, Habit, Habits
 from inflight.habits.python_names import (
     LLM_HABITS,
@@ -322,7 +323,7 @@ NONE = {"prompt_logprobs", "stop_reason"}  # of this answer
 # ---- asyncio ----
 
 
-async def test_async_llm_has_the_shape_of_vllms() -> None:
+async def test_async_llm_has_the_shape_of_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
     assert inflight.AsyncLLMEngine is AsyncLLM
     args = inflight.EngineArgs(num_blocks=64, disable_log_stats=True, speculative_config=None)
     assert isinstance(args, AsyncEngineArgs)
@@ -333,6 +334,11 @@ async def test_async_llm_has_the_shape_of_vllms() -> None:
     tokenizer = await engine.get_tokenizer()
     assert tokenizer.decode(outputs[-1].prompt_token_ids) == TEXT
     await engine.check_health()
+    with monkeypatch.context() as patch:
+        stalled = Health(False, 61.0, "no step for 61 seconds", "stalled")
+        patch.setattr(engine._client, "health", lambda: asyncio.sleep(0, stalled))
+        with pytest.raises(EngineDeadError, match="no step for 61 seconds"):
+            await engine.check_health()
     await engine.reset_prefix_cache()
     await engine.sleep()
     assert await engine.is_sleeping()

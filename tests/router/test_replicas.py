@@ -89,6 +89,17 @@ async def test_the_last_replica_stays() -> None:
         assert await answer(router, [1, 2], 5) == expected_tokens([1, 2], 5)
 
 
+async def test_the_last_replica_stays_though_it_was_not_the_last_when_asked() -> None:
+    async with in_process(2) as (router, _):
+        async with router.replicas._changing:  # another change is being made
+            removing = asyncio.ensure_future(router.replicas.remove("0", 0.0))
+            await asyncio.sleep(0)
+            router.replicas.drain("1")
+        with pytest.raises(RequestError, match="replica 0 is the last one that takes requests"):
+            await removing
+        assert await answer(router, [1, 2], 5) == expected_tokens([1, 2], 5)
+
+
 async def test_all_start_or_none() -> None:
     with pytest.raises(KVBudgetError, match="too few blocks"):
         async with processes(2, model="refuse"):

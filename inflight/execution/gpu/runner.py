@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +11,6 @@ from inflight.attention.triton.backend import TritonAttention
 from inflight.attention.triton.planner import AttentionPlanner
 from inflight.constraints import GrammarCompiler
 from inflight.errors import EngineError
-from inflight.events import PositionLogprobs, RequestFailure
 from inflight.execution.constrained_rows import ConstrainedRows, StepMasks
 from inflight.execution.device import event_on, to_host, wait_for, watched
 from inflight.execution.forward import StageLinks
@@ -22,92 +19,19 @@ from inflight.execution.gpu.graphs import EagerSteps, StepGraphs
 from inflight.execution.gpu.host_step import HostStep, host_step
 from inflight.execution.gpu.rows import DeviceRows
 from inflight.execution.gpu.shapes import Buckets, StepShape
-from inflight.execution.results import (
-    PROMPT_LOGITS_AT_ONCE,
-    PooledRows,
-    ScoredRows,
-    StepVectors,
-    failure,
-)
+from inflight.execution.gpu.ticket import GpuTicket, ToldLogprobs
+from inflight.execution.results import PROMPT_LOGITS_AT_ONCE, PooledRows, ScoredRows, StepVectors
 from inflight.execution.sampling.triton import (
     DrawRows,
     RankTokens,
     SamplingWorkspace,
     draw,
     draw_by_ranks,
-    read_logprobs,
     score_all,
 )
 from inflight.models.decoder import Decoder
 from inflight.models.shard import GatheringCollective
 from inflight.scheduling import Batch, Sampled
-
-
-class ToldLogprobs(NamedTuple):
-    """Log-probabilities on their way to host memory, as `read_logprobs` reads them."""
-
-    results: Tensor
-    counts: list[int]
-    width: int
-
-    def read(self) -> list[PositionLogprobs]:
-        return read_logprobs(self.results, self.counts, self.width)
-
-
-@dataclass(slots=True)
-class GpuTicket:
-    """A launched step. Its results are on their way to host memory, and there once `done` has happened."""
-
-    num_entries: int
-    sampling_entries: list[int]
-    drawn: (
-        Tensor | None
-    )  # [2, S] int32 in host memory, padded: token ids, and whether and how the entry is bad
-    logprobs: ToldLogprobs | None  # of `logprob_entries`, in order
-    logprob_entries: list[int]
-    prompt_logprobs: list[tuple[int, ToldLogprobs]]  # by entry, in order of position
-    pooled: StepVectors | None
-    done: torch.cuda.Event | None  # None where there is nothing to wait for
-    failures: dict[int, RequestFailure] = field(default_factory=dict)  # of samples whose constraint failed
-
-    def token_ids(self) -> list[int]:
-        """Those that were drawn, and some padding."""
-        assert self.drawn is not None
-        if self.done is not None:
-            self.done.synchronize()
-        token_ids: list[int] = self.drawn[0].tolist()
-        return token_ids
-
-    def read(self) -> Sampled:
-        if self.done is not None:
-            self.done.synchronize()
-        result = self._read_tokens()
-        if self.logprobs is not None:
-            told = zip(self.logprob_entries, self.logprobs.read(), strict=True)
-            result.logprobs = {entry: [position] for entry, position in told}
-        for entry, piece in self.prompt_logprobs:
-            result.prompt_logprobs.setdefault(entry, []).extend(piece.read())
-        if self.pooled is not None:
-            self.pooled.read_into(result)
-        return result
-
-    def _read_tokens(self) -> Sampled:
-        if self.drawn is None:
-            return Sampled([[] for _ in range(self.num_entries)])
-        token_ids, bad = self.drawn.tolist()
-        entries = self.sampling_entries
-        drawn = [[token_id] for token_id in token_ids[: len(entries)]]
-        if len(entries) < self.num_entries:
-            by_entry = dict(zip(entries, drawn, strict=True))
-            drawn = [by_entry.get(entry, []) for entry in range(self.num_entries)]
-        result = Sampled(drawn)
-        if any(bad):
-            result.errors = {
-                entry: self.failures.get(place) or failure(how)
-                for place, (entry, how) in enumerate(zip(entries, bad, strict=False))
-                if how
-            }
-        return result
 
 
 class GpuRunner:

@@ -36,10 +36,15 @@ class SharedCollective:
     on_loss: OnLoss
     watches: bool = False  # whether a rank that does not come is lost, or waited for
     _since: float = field(default_factory=time.monotonic)
+    _extra: float = 0.0  # seconds
 
     def begin_step(self) -> None:
         """From here on this rank computes."""
         self._since = time.monotonic()
+
+    def allow(self, seconds: float) -> None:
+        """Before the next exchange the others have to do what this rank may have done before, and take so long."""
+        self._extra = seconds
 
     def sum(self, x: Tensor) -> Tensor:
         x = x.to(torch.float32).contiguous()
@@ -50,9 +55,9 @@ class SharedCollective:
         """One of the library that all ranks call together."""
         limit = 0
         if self.watches:
-            limit = int(1e6 * (PATIENCE + SLOWNESS * (time.monotonic() - self._since)))
+            limit = int(1e6 * (PATIENCE + SLOWNESS * (time.monotonic() - self._since) + self._extra))
         seat = self.address, self.rank, self.size, self.slot, self.spins, limit
         code = function(*seat, *arguments)
         if code:
             self.on_loss(code)
-        self._since = time.monotonic()
+        self._since, self._extra = time.monotonic(), 0.0

@@ -7,6 +7,7 @@ Ranks are numbered stage by stage: with 2 stages of 2, ranks 0 and 1 have the fi
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from inflight.execution.parallel.collective import SharedCollective
 from inflight.execution.parallel.shared_memory import SharedMemory
 from inflight.execution.parallel.stream import OnLoss, SharedStream
 from inflight.native.library import Library
+
+logger = logging.getLogger(__name__)
 
 _LINE = 64
 _STEPS_RING = _RESULTS_RING = 1 << 24  # pages that are never used take no memory
@@ -126,7 +129,11 @@ class RankMemory:
         for group in self._all_groups():
             self._library.group_lose(group)
         while self._when_lost:
-            self._when_lost.pop()()
+            call = self._when_lost.pop()
+            try:
+                call()
+            except Exception:  # whoever waits for the loss to be told must not wait for ever
+                logger.exception("a wait elsewhere could not be ended")
 
     def before_close(self, call: Callable[[], None]) -> None:
         """For who has told a device of this memory."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -13,9 +11,8 @@ from collections.abc import Callable
 
 import msgspec
 
+from inflight.engine.child_process import end_of_child, start_child, tell_child
 from inflight.execution.parallel.messages import Begun, Broken, Loaded, RankStart, decode_report
-
-logger = logging.getLogger(__name__)
 
 COMMAND: tuple[str, ...] = (sys.executable, "-P", "-m", "inflight.execution.parallel.worker")
 
@@ -49,42 +46,25 @@ class RankProcess:
         return None if self._process is None else self._process.pid
 
     def _live(self) -> None:
+        try:
+            how = self._run()
+        except Exception as error:  # whoever waits for the rank must not wait for ever
+            how = f"could not be started: {error}"
+        self._on_end(self.rank, how)
+
+    def _run(self) -> str:
+        """From its start to its end. How it ended."""
         reading, writing = os.pipe()
         start = msgspec.structs.replace(self._start, reports=writing)
-        try:
-            process = subprocess.Popen(
-                COMMAND,
-                stdin=subprocess.PIPE,
-                stdout=2,  # whatever it prints is no output of this process
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
-                start_new_session=True,  # Ctrl-C is for the parent
-                pass_fds=(start.memory, writing),
-            )
-        except OSError as error:
-            os.close(reading)
-            self._on_end(self.rank, f"could not be started: {error}")
-            return
-        finally:
-            os.close(writing)
-        self._process = process
-        if self._killed:  # before it was there
-            process.kill()
-        assert process.stdin is not None
-        with contextlib.suppress(OSError):  # it is gone already
-            process.stdin.write(msgspec.json.encode(start) + b"\n")
-            process.stdin.flush()  # not closed: its end is how the process learns of ours
         with open(reading, "rb") as reports:
+            try:
+                self._process = process = start_child(COMMAND, (start.memory, writing))
+            finally:
+                os.close(writing)
+            if self._killed:  # before it was there
+                process.kill()
+            tell_child(process, start)
             for line in reports:  # until it is gone
                 with contextlib.suppress(msgspec.DecodeError):  # cut off by its end
                     self._on_report(self.rank, decode_report(line))
-        code = process.wait()
-        with contextlib.suppress(OSError):
-            process.stdin.close()
-        self._on_end(self.rank, f"(process {process.pid}) ended {_how(code)}")
-
-
-def _how(code: int) -> str:
-    if code < 0:
-        with contextlib.suppress(ValueError):
-            return f"by {signal.Signals(-code).name}"
-    return f"with code {code}"
+        return f"(process {process.pid}) ended {end_of_child(process)}"

@@ -40,18 +40,18 @@ class SharedStream:
         if code:
             self.on_loss(code)
 
-    def receive(self, reader: int, seconds: float = 0.0) -> memoryview:
-        """The next message. With `seconds`, at most so long."""
+    def receive(self, reader: int) -> memoryview:
+        """The next message."""
         length = ctypes.create_string_buffer(_LENGTH)
-        self.read(reader, ctypes.addressof(length), _LENGTH, seconds)
+        self.read(reader, ctypes.addressof(length), _LENGTH)
         count = int.from_bytes(length.raw, "little")
         data = ctypes.create_string_buffer(count)
-        self.read(reader, ctypes.addressof(data), count, seconds)
+        self.read(reader, ctypes.addressof(data), count)
         return memoryview(data)
 
-    def read(self, reader: int, address: int, count: int, seconds: float = 0.0) -> None:
+    def read(self, reader: int, address: int, count: int) -> None:
         """Exactly `count` bytes to `address`."""
         ring = self.address, self.group, reader, self.capacity, self.spins
-        code = self.library.stream_read(*ring, int(seconds * 1e6), address, count)
+        code = self.library.stream_read(*ring, address, count)
         if code:
             self.on_loss(code)

@@ -31,6 +31,7 @@ from inflight.native.library import native_library
 from inflight.scheduling import Limits
 
 MEMORY_SHARE = 0.4  # of the memory that is available once the weights are loaded
+CONTAINER = Path("/sys/fs/cgroup")
 
 
 class CpuPlatform:
@@ -118,7 +119,13 @@ def _available_memory() -> int:
         found = Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]
         available = int(found) * 1024
     with contextlib.suppress(OSError, ValueError):  # "max": the container has no limit of its own
-        group = Path("/sys/fs/cgroup")
-        limit = int((group / "memory.max").read_text())
-        available = min(available, limit - int((group / "memory.current").read_text()))
+        limit = int((CONTAINER / "memory.max").read_text())
+        available = min(available, limit - int((CONTAINER / "memory.current").read_text()) + _kept_files())
     return available
+
+
+def _kept_files() -> int:
+    """Bytes of files that the system keeps for as long as there is room. They count as used by the container, which has
+    just read all its weights."""
+    lines = map(str.split, (CONTAINER / "memory.stat").read_text().splitlines())
+    return sum(int(size) for name, size in lines if name in ("active_file", "inactive_file"))

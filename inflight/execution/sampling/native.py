@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -13,18 +12,16 @@ from torch import Tensor
 
 from inflight.errors import EngineError
 from inflight.execution.sampling.logprobs import LogprobTensors
-from inflight.execution.sampling.randomness import seed_words
-from inflight.execution.sampling.rows import MAX_TEMPERATURE, MIN_REPETITION_PENALTY, MIN_TEMPERATURE
+from inflight.execution.sampling.row_numbers import RowNumbers, has_penalties
 from inflight.execution.sampling.sampler import SampledTensors
 from inflight.execution.sampling.token_bits import WORD, first_mask
 from inflight.native.library import Library
-from inflight.sampling_params import SamplingParams
 from inflight.scheduling import RowRequest
 
-# `Row` in native/adjust.h, where each field is explained.
-_FLOATS = ("temperature", "log_min_p", "top_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
+# `Row` in native/adjust.h, where each field is explained: `RowNumbers`, six of them floats, and what follows.
+_FLOATS = RowNumbers._fields[:6]
 _INTS = (
-    *("seed_low", "seed_high", "top_k", "num_prompt_tokens", "min_length", "argmax"),
+    *RowNumbers._fields[6:],
     *("num_logprobs", "penalises", "num_stops", "num_biases", "num_bad_words"),
 )
 _POINTERS = ("mask", "stops", "bias_ids", "biases", "bad_words")
@@ -48,8 +45,6 @@ class NativeSamplingRows:
     def set(self, row: int, request: RowRequest) -> None:
         """`request` takes `row`."""
         params = request.params
-        greedy = params.temperature < MIN_TEMPERATURE
-        top_k = params.top_k if 0 < params.top_k < self.vocab_size else 0
         self.clear(row)
         if params.logprobs is not None:
             self.num_logprobs[row] = min(params.logprobs, self.vocab_size)
@@ -64,19 +59,9 @@ class NativeSamplingRows:
             np.array([part for word in words for part in (len(word), *word)], dtype=np.int32),
         )
         self._table[row] = (
-            1.0 if greedy else min(params.temperature, MAX_TEMPERATURE),
-            math.log(params.min_p) if params.min_p > 0 else -math.inf,
-            params.top_p,
-            max(params.repetition_penalty, MIN_REPETITION_PENALTY),
-            params.frequency_penalty,
-            params.presence_penalty,
-            *seed_words(request.seed),
-            top_k,
-            request.num_prompt_tokens,
-            request.num_prompt_tokens + min(params.min_tokens, request.max_tokens),
-            greedy or top_k == 1,
+            *RowNumbers.of(request, self.vocab_size),
             self.num_logprobs.get(row, -1),
-            _has_penalties(params),
+            has_penalties(params),
             len(stops),
             len(bias),
             len(words),
@@ -211,7 +196,3 @@ def _check(logits: Tensor, vocab_size: int) -> None:
             f"logits are {logits.dtype} {list(logits.shape)} with strides {logits.stride()}: "
             f"allowed is float32 [S, {vocab_size}] without gaps"
         )
-
-
-def _has_penalties(params: SamplingParams) -> bool:
-    return params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,16 +13,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inflight.errors import EngineError
-from inflight.execution.sampling.randomness import seed_words
+from inflight.execution.sampling.row_numbers import RowNumbers, has_penalties, is_greedy
 from inflight.execution.sampling.token_bits import WORD
 from inflight.scheduling.batch import RowRequest
 
-# Below this a temperature is greedy: float32 logits divided by less would overflow.
-MIN_TEMPERATURE = 1e-5
-# Above this every token is equally likely. Where it overflowed, a forbidden token's -inf would become NaN.
-MAX_TEMPERATURE = 1e30
-# The smallest normal float32: a penalty that underflowed to 0 would divide 0 by 0.
-MIN_REPETITION_PENALTY = 2.0**-126
 # A row with top_k sorts as many candidates as the first of these that holds its k. The width follows from
 # the row's own k alone: its sums must not run over more places because a neighbour asked for more.
 CANDIDATE_WIDTHS = (128, 1024, 8192)
@@ -31,7 +24,6 @@ CANDIDATE_WIDTHS = (128, 1024, 8192)
 _NUM_FLOATS = 6
 _NUM_INTS = 6
 _ROW = struct.Struct(f"={_NUM_FLOATS}f{_NUM_INTS}i")
-_NUMBERED_ROW = struct.Struct(f"=i{_NUM_FLOATS}f{_NUM_INTS}i")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,31 +44,17 @@ class RowTraits:
     bad_words: Tensor | None  # [n, longest], padded with -1 on the left
 
 
-def is_plain(traits: RowTraits) -> bool:
-    """The row asks for a draw and nothing else: no changed logits and no logprobs."""
-    extras = (
-        traits.logprobs,
-        traits.allowed_ids,
-        traits.mask,
-        traits.bias_ids,
-        traits.stop_ids,
-        traits.bad_words,
-    )
-    return not traits.penalties and all(extra is None for extra in extras)
-
-
 class SamplingRows:
     """Permanent sampling parameters of `max_rows` rows.
 
-    Each parameter is a column of one small matrix of 32-bit words, [max_rows, 12], floats first, so that
-    admitting requests, however many, is one copy.
+    Each of `RowNumbers` is a column of one small matrix of 32-bit words, [max_rows, 12], so that admitting a request
+    is one copy.
     """
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device | str) -> None:
         self.vocab_size = vocab_size
         self.device = torch.device(device)
         self.version = 0  # changes whenever a row does
-        self.special_rows: set[int] = set()  # those in use that are not plain
         self._table = torch.zeros(max_rows, _NUM_FLOATS + _NUM_INTS, dtype=torch.int32, device=self.device)
         self._traits: list[RowTraits | None] = [None] * max_rows
         floats = self._table[:, :_NUM_FLOATS].view(torch.float32)
@@ -88,44 +66,15 @@ class SamplingRows:
 
     def set(self, row: int, request: RowRequest) -> None:
         """`request` takes `row`."""
-        words = bytearray(_ROW.pack(*self._admit(row, request)))
-        self._table[row] = self._to_device(torch.frombuffer(words, dtype=torch.int32))
-
-    def set_many(self, admissions: Sequence[tuple[int, RowRequest]]) -> None:
-        """Every request takes its row; of two for the same row the last. One upload for all of them."""
-        if not admissions:
-            return
-        numbered = {row: _NUMBERED_ROW.pack(row, *self._admit(row, request)) for row, request in admissions}
-        words = torch.frombuffer(bytearray(b"".join(numbered.values())), dtype=torch.int32)
-        words = self._to_device(words).view(len(numbered), -1)  # [n, 13]: the row's number comes first
-        self._table.index_copy_(0, words[:, 0].long(), words[:, 1:])
-
-    def _admit(self, row: int, request: RowRequest) -> tuple[float, ...]:
-        """Remember the row's traits, and return its numbers in the order of the columns."""
-        params = request.params
-        greedy = params.temperature < MIN_TEMPERATURE
-        top_k = params.top_k if 0 < params.top_k < self.vocab_size else 0
-        self._traits[row] = traits = self._read_traits(request, greedy, top_k)
-        (self.special_rows.discard if is_plain(traits) else self.special_rows.add)(row)
+        numbers = RowNumbers.of(request, self.vocab_size)
+        self._traits[row] = self._read_traits(request, numbers.top_k)
         self.version += 1
-        return (
-            1.0 if greedy else min(params.temperature, MAX_TEMPERATURE),
-            math.log(params.min_p) if params.min_p > 0 else -math.inf,
-            params.top_p,
-            max(params.repetition_penalty, MIN_REPETITION_PENALTY),
-            params.frequency_penalty,
-            params.presence_penalty,
-            *seed_words(request.seed),
-            top_k,
-            request.num_prompt_tokens,
-            request.num_prompt_tokens + min(params.min_tokens, request.max_tokens),
-            greedy or top_k == 1,  # argmax: the most likely token, of equals the lower id
-        )
+        words = bytearray(_ROW.pack(*numbers))
+        self._table[row] = self._to_device(torch.frombuffer(words, dtype=torch.int32))
 
     def clear(self, row: int) -> None:
         """`row` is free. What the device holds stays until the next `set`: nothing reads it."""
         self._traits[row] = None
-        self.special_rows.discard(row)
         self.version += 1
 
     def mask_buffer(self, num_rows: int) -> NDArray[np.int32]:
@@ -156,8 +105,9 @@ class SamplingRows:
             return tensor.pin_memory().to(self.device, non_blocking=True)
         return tensor
 
-    def _read_traits(self, request: RowRequest, greedy: bool, top_k: int) -> RowTraits:
+    def _read_traits(self, request: RowRequest, top_k: int) -> RowTraits:
         params = request.params
+        greedy = is_greedy(params)
         bias = {i: value for i, value in (params.logit_bias or {}).items() if 0 <= i < self.vocab_size}
         allowed = params.allowed_token_ids
         waits = params.min_tokens > 0
@@ -167,9 +117,7 @@ class SamplingRows:
             width=self._width(top_k) if top_k and not greedy else 0,
             nucleus=params.top_p < 1 and not top_k and not greedy,
             min_p=params.min_p > 0 and not greedy,
-            penalties=params.repetition_penalty != 1
-            or params.frequency_penalty != 0
-            or params.presence_penalty != 0,
+            penalties=has_penalties(params),
             logprobs=None if params.logprobs is None else min(params.logprobs, self.vocab_size),
             allowed_ids=None if allowed is None else self._ids(allowed),
             mask=torch.ones(self.vocab_size, dtype=torch.bool, device=self.device) if is_masked else None,

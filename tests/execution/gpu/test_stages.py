@@ -15,7 +15,8 @@ from inflight.attention.triton import rope_write
 from inflight.config import EngineConfig
 from inflight.constraints import GrammarCompiler
 from inflight.execution.forward import StageLinks
-from inflight.execution.gpu.runner import GpuRunner, GpuTicket
+from inflight.execution.gpu.runner import GpuRunner
+from inflight.execution.gpu.ticket import GpuTicket
 from inflight.execution.parallel.follower import StageRank
 from inflight.execution.parallel.messages import DrawnIds
 from inflight.execution.platforms.cpu import CpuPlatform

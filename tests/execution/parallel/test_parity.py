@@ -20,7 +20,7 @@ from inflight.execution.parallel.layout import RankMemory
 from inflight.execution.parallel.messages import Begin
 from inflight.execution.parallel.starting import rank_shard
 from inflight.execution.platforms import Platform
-from inflight.execution.runner import ModelRunner
+from inflight.execution.runner import GRAMMAR_PATIENCE, ModelRunner
 from inflight.loading import decoders, load_rank
 from inflight.models.shard import Shard
 from inflight.models.spec import DecoderSpec
@@ -149,8 +149,11 @@ def test_biases_and_odd_sizes(folder: Folder) -> None:
 
 
 @pytest.mark.parametrize("shape", ["tp2", "pp2"])
-def test_constrained_answers(shape: str) -> None:
-    """Whichever rank samples knows the grammars."""
+def test_constrained_answers(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever rank samples knows the grammars, and the others wait for it to compile them: the first one may have
+    them already, since it is where constraints are validated."""
+    allowed: list[float] = []
+    monkeypatch.setattr(SharedCollective, "allow", lambda _, seconds: allowed.append(seconds))
     asked = [
         replace(BASE, ignore_eos=False, structured_outputs=StructuredOutputs(choice=["yes", "no"])),
         BASE,
@@ -162,6 +165,7 @@ def test_constrained_answers(shape: str) -> None:
             texts.append([output.outputs[0].text for output in outputs])
     assert texts[0] == texts[1]
     assert texts[0][0] in ("yes", "no")
+    assert allowed == ([GRAMMAR_PATIENCE] * 2 if shape == "tp2" else [])
 
 
 @pytest.mark.parametrize("shape", ["tp2", "tp2-pp2"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import subprocess
@@ -37,13 +38,14 @@ def ranks(of: int | None = None) -> set[int]:
     return children(of, "execution.parallel.worker")
 
 
-def shared_memory() -> list[str]:
-    """What this process has open of it: the files have no names, and go with the last who has them."""
-    found = []
+def shared_memory() -> set[str]:
+    """Descriptors that this process has of it: the files have no names, and go with the last who has them."""
+    found = set()
     for link in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-            found.append(os.readlink(link))
-    return [name for name in found if "inflight-ranks" in name]
+            if "inflight-ranks" in os.readlink(link):
+                found.add(link.name)
+    return found
 
 
 async def end(stream: AsyncGenerator[RequestOutput]) -> None:
@@ -58,16 +60,24 @@ def expected(folder: Folder) -> list[list[int]]:
 
 
 @pytest.fixture
-def llm(folder: Folder) -> Iterator[LLM]:
+def before() -> set[str]:
+    """Shared memory that other tests have left to this process: their ranks are threads."""
+    return shared_memory()
+
+
+@pytest.fixture
+def llm(folder: Folder, before: set[str]) -> Iterator[LLM]:  # noqa: ARG001
     found = LLM(folder("qwen3"), show_progress=False, tensor_parallel_size=2)
     yield found
     found.close()
 
 
-def test_a_rank_that_dies_ends_the_engine_by_name(llm: LLM, expected: list[list[int]]) -> None:
+def test_a_rank_that_dies_ends_the_engine_by_name(
+    before: set[str], llm: LLM, expected: list[list[int]]
+) -> None:
     found = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
     assert found == expected
-    assert shared_memory()
+    assert shared_memory() - before
     (rank,) = ranks()
     threading.Timer(0.3, os.kill, (rank, signal.SIGKILL)).start()
     with pytest.raises(DeviceLostError, match=rf"rank 1 of 2 \(process {rank}\) ended by SIGKILL"):
@@ -76,7 +86,7 @@ def test_a_rank_that_dies_ends_the_engine_by_name(llm: LLM, expected: list[list[
         llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     llm.close()
     assert not ranks()
-    assert not shared_memory()
+    assert not shared_memory() - before
 
 
 def test_a_stage_that_hangs_ends_the_engine_by_name(folder: Folder, expected: list[list[int]]) -> None:
@@ -153,6 +163,15 @@ def test_what_a_rank_cannot_do_at_start_is_one_line(folder: Folder, monkeypatch:
     with pytest.raises(WeightsError, match=r"^rank 1 of 2: model.safetensors is cut off$"):
         LLM(folder("qwen3"), show_progress=False, tensor_parallel_size=2)
     assert not ranks()
+
+
+def test_a_rank_that_cannot_be_started_is_one_line(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_pipe() -> tuple[int, int]:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("inflight.execution.parallel.rank_process.os.pipe", no_pipe)
+    with pytest.raises(DeviceLostError, match=r"^rank 1 of 2 could not be started: .*Too many open files$"):
+        LLM(folder("qwen3"), show_progress=False, tensor_parallel_size=2)
 
 
 def load_badly(*_: object) -> None:

@@ -56,6 +56,24 @@ def test_sums_are_taken_in_the_order_of_the_ranks(size: int) -> None:
         assert all(torch.equal(each, expected) for each in found)
 
 
+def test_what_takes_others_longer_is_allowed_once() -> None:
+    (memory, _) = memories(RankLayout(2, 1, 1, 4096, 0, ()))
+    seat = memory.collective()
+    assert seat is not None
+    seat.watches = True
+    limits: list[int] = []
+
+    def take(*arguments: Any) -> int:
+        limits.append(arguments[5])  # microseconds
+        return 0
+
+    seat.call(take)
+    seat.allow(1000.0)
+    seat.call(take)
+    seat.call(take)
+    assert max(limits[0], limits[2]) < 1e9 <= limits[1]
+
+
 def test_a_late_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("inflight.execution.parallel.collective.PATIENCE", 0.1)
     first, *_ = (m.collective() for m in memories(RankLayout(3, 1, 1, 4096, 0, ())))
@@ -70,6 +88,7 @@ def test_a_loss_ends_every_wait() -> None:
     first, second = memories(RankLayout(2, 1, 1, 4096, 0, ()))
     told: list[str] = []
     second.when_lost(lambda: told.append("lost"))  # for waits elsewhere
+    second.when_lost(lambda: told.remove("a mistake"))  # which raises, and keeps no one waiting
     collective, steps = first.collective(), second.steps()
     assert collective is not None
     threading.Timer(0.1, second.lose).start()

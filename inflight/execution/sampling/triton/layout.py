@@ -41,9 +41,8 @@ LOGPROBS = tl.constexpr(16)
 ADJUSTS = tl.constexpr(15)  # any that changes logits
 SPECIAL = tl.constexpr(31)  # anything at all
 
-# What is known of a token in a row, 16 bits: how often it is among the outputs, and whether it is in the prompt.
+# What is known of a token in a row, 16 bits: how often it is among the outputs. The highest bit: it is in the prompt.
 COUNT = tl.constexpr(0x7FFF)
-IN_PROMPT = tl.constexpr(-0x8000)
 
 
 @triton.jit

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,15 +10,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inflight.execution.sampling.randomness import seed_words
-from inflight.execution.sampling.rows import (
-    MAX_TEMPERATURE,
-    MIN_REPETITION_PENALTY,
-    MIN_TEMPERATURE,
-)
+from inflight.execution.sampling.row_numbers import RowNumbers, has_penalties
 from inflight.execution.sampling.token_bits import WORD, first_mask
 from inflight.execution.sampling.triton.forbid import start_rows_kernel
-from inflight.execution.sampling.triton.layout import BIAS, FORBID, LOGPROBS, MASK, PENALTIES, ROW, WORDS
+from inflight.execution.sampling.triton.layout import (
+    ARGMAX,
+    BIAS,
+    FORBID,
+    LOGPROBS,
+    MASK,
+    PENALTIES,
+    ROW,
+    WORDS,
+)
 from inflight.scheduling import RowRequest
 
 START_SIZE = 2048
@@ -87,17 +90,16 @@ class DrawRows:
 
     def _pack(self, row: int, request: RowRequest) -> bytes:
         params = request.params
-        greedy = params.temperature < MIN_TEMPERATURE
-        top_k = params.top_k if 0 < params.top_k < self.vocab_size else 0
+        numbers = RowNumbers.of(request, self.vocab_size)
         bias, rules = self._bias(request), _rules_of(request, self.vocab_size)
         lists = _Lists(
             None if bias is None else self._to_device(bias),
             self._to_device(_columns(rules)) if rules else None,
         )
         self._lists[row] = lists
-        has_penalties = _has_penalties(request)
-        (self._kept_up.add if has_penalties or rules else self._kept_up.discard)(row)
-        flags = PENALTIES.value * has_penalties
+        penalises = has_penalties(params)
+        (self._kept_up.add if penalises or rules else self._kept_up.discard)(row)
+        flags = PENALTIES.value * penalises
         mask = first_mask(params, self.vocab_size)
         if mask.size:
             flags |= MASK.value
@@ -107,18 +109,11 @@ class DrawRows:
         num_logprobs = -1 if params.logprobs is None else min(params.logprobs, self.vocab_size)
         self._num_logprobs[row] = num_logprobs
         return ROW.pack(
-            1.0 if greedy else min(params.temperature, MAX_TEMPERATURE),
-            math.log(params.min_p) if params.min_p > 0 else -math.inf,
-            params.top_p,
-            max(params.repetition_penalty, MIN_REPETITION_PENALTY),
-            params.frequency_penalty,
-            params.presence_penalty,
-            *seed_words(request.seed),
-            top_k,
-            greedy or top_k == 1,
+            *numbers[: ARGMAX.value],
+            numbers.argmax,
             flags,
-            request.num_prompt_tokens,
-            request.num_prompt_tokens + min(params.min_tokens, request.max_tokens),
+            numbers.num_prompt_tokens,
+            numbers.min_length,
             num_logprobs,
             0 if bias is None else len(bias) // 2,
             len(rules),
@@ -156,11 +151,6 @@ class DrawRows:
         if self.device.type == "cuda":
             return tensor.pin_memory().to(self.device, non_blocking=True)
         return tensor
-
-
-def _has_penalties(request: RowRequest) -> bool:
-    params = request.params
-    return params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
 
 
 _Rule = tuple[int, int, Sequence[int]]  # the last token, how many before it, those
