@@ -175,11 +175,11 @@ async def test_an_engine_whose_connection_is_cut_is_replaced(monkeypatch: pytest
 
 def test_an_engine_that_cannot_reach_its_server_says_so() -> None:
     public, _ = zmq.curve_keypair()
-    with socket.socket() as taken:
+    with socket.socket() as taken, zmq.Context() as context, context.socket(zmq.PUSH) as push:
         taken.bind((ADDRESS, 0))  # and does not listen
         endpoint = f"tcp://{ADDRESS}:{taken.getsockname()[1]}"
         with pytest.raises(EngineDeadError, match=f"^the engine cannot reach the server at {endpoint}"):
-            RemoteLink(public.decode()).connect(zmq.Context().socket(zmq.PUSH), endpoint)
+            RemoteLink(public.decode()).connect(push, endpoint)
 
 
 async def test_an_address_that_is_not_this_machines_is_one_line() -> None:

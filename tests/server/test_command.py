@@ -150,7 +150,7 @@ def check_one_line(code: int | str | None, said: str, message: str) -> None:
 
 def test_what_no_engine_can_do_is_one_line() -> None:
     command = [sys.executable, "-m", "inflight.cli", "serve", "--port", "0", "--policy", "magic"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     check_one_line(done.returncode, done.stderr, "unknown policy 'magic'")
 
 

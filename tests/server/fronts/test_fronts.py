@@ -21,7 +21,7 @@ import pytest
 from tests.processes import children
 from tests.server.test_command import read_until_ready, started
 
-SECONDS = 60.0
+SECONDS = 120.0
 KEYS = """
 keys:
   - {name: free, key: free-key}
