@@ -128,5 +128,5 @@ def test_sigterm(llm: LLM) -> None:
                 if line.startswith("data: {"):
                     choice = json.loads(line[6:])["choices"][0]
                     found[choice["index"]] += choice["text"]
-        assert process.wait(60) == 0
+        assert process.wait(120) == 0
     assert found == [case.text] * 4
