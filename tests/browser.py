@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -20,7 +21,7 @@ from websockets.sync.connection import Connection
 
 from tests.missing import missing
 
-SECONDS = 60.0
+SECONDS = 120.0
 WIDE, NARROW = 1280, 390  # pixels: a desk, a phone
 LOOKS = [(scheme, width) for scheme in ("light", "dark") for width in (WIDE, NARROW)]
 KEYS: dict[str, dict[str, Any]] = {
@@ -38,7 +39,12 @@ CUT = """(() => {
     .filter((node) => hidden(node) || (wide(node.getBoundingClientRect()) && !scrolls(node.parentElement)))
     .map((node) => node.outerHTML.slice(0, 100));
 })()"""
+LEFT = "navigated or closed|context was destroyed|Cannot find (default execution )?context"
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+
+
+class LeftError(AssertionError):
+    """The page was left while it was asked."""
 
 
 class Page:
@@ -57,6 +63,8 @@ class Page:
         while True:
             message = json.loads(self._connection.recv(SECONDS))
             if message.get("id") == self._number:
+                if "error" in message and re.search(LEFT, message["error"]["message"]):
+                    raise LeftError(message)
                 assert "error" not in message, message
                 return message["result"]
             self._note(message)
@@ -83,9 +91,15 @@ class Page:
 
     def wait_for(self, condition: str) -> None:
         ends_at = time.monotonic() + SECONDS
-        while not self.run(f"Boolean({condition})"):
+        while not self._holds(condition):
             assert time.monotonic() < ends_at, f"never came: {condition}"
             time.sleep(0.02)
+
+    def _holds(self, condition: str) -> bool:
+        try:
+            return bool(self.run(f"Boolean({condition})"))
+        except LeftError:  # by a click a moment ago: the next one is asked again
+            return False
 
     def text(self, selector: str) -> str:
         return str(self.run(f"document.querySelector({json.dumps(selector)})?.innerText ?? ''"))
@@ -166,9 +180,9 @@ def browser() -> Iterator[Page]:
         process = subprocess.Popen(command, env=os.environ | {"HOME": profile, "TMPDIR": profile}, **quiet)  # type: ignore[call-overload]
         try:
             port = _port(Path(profile, "DevToolsActivePort"), process)
-            targets = httpx.get(f"http://127.0.0.1:{port}/json/list").json()
-            url = next(target["webSocketDebuggerUrl"] for target in targets if target["type"] == "page")
-            with connect(url, max_size=None, open_timeout=SECONDS, proxy=None) as connection:
+            # No pings: while no test reads what pages tell, the answer to one is not read either.
+            options: Any = {"max_size": None, "open_timeout": SECONDS, "ping_interval": None, "proxy": None}
+            with connect(_first_tab(port), **options) as connection:
                 yield Page(connection)
         finally:
             process.terminate()
@@ -186,3 +200,14 @@ def _port(file: Path, process: subprocess.Popen[bytes]) -> int:
         assert time.monotonic() < ends_at, "the browser does not start"
         time.sleep(0.05)
     return int(file.read_text().splitlines()[0])
+
+
+def _first_tab(port: int) -> str:
+    """Its debugging socket, once it is there."""
+    ends_at = time.monotonic() + SECONDS
+    while True:
+        for target in httpx.get(f"http://127.0.0.1:{port}/json/list", timeout=SECONDS).json():
+            if target["type"] == "page":
+                return str(target["webSocketDebuggerUrl"])
+        assert time.monotonic() < ends_at, "the browser has no tab"
+        time.sleep(0.05)

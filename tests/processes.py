@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from pathlib import Path
 
 
@@ -17,10 +18,13 @@ def children(of: int | None = None, running: str = "") -> set[int]:
 
 
 def _has(process_id: int, word: str) -> bool:
+    """Whether the word is in its command, which is empty for a moment while it starts, and once it has ended."""
     try:
-        return word.encode() in Path(f"/proc/{process_id}/cmdline").read_bytes()
+        while not (command := Path(f"/proc/{process_id}/cmdline").read_bytes()) and runs(process_id):
+            time.sleep(0.001)
     except OSError:
         return False
+    return word.encode() in command
 
 
 def exists(process_id: int) -> bool:

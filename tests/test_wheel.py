@@ -30,7 +30,7 @@ NOT_COPIED = shutil.ignore_patterns(
     ".*", "__pycache__", "node_modules", "build", "dist", "*.egg-info", "docs"
 )
 BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
-SECONDS = 120.0
+SECONDS = 240.0
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from inflight.engine.process import ProcessClient
 from inflight.errors import EngineDeadError, InflightError, ParameterError
 from inflight.process_config import ProcessConfig
 from tests.e2e.conftest import Folder
+from tests.e2e.policies import SLOW
 
 TEXT = "The quick brown fox"
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -37,7 +38,8 @@ async def test_answers_are_those_of_an_engine_in_this_process(folder: Folder) ->
         replace(GREEDY, n=3, temperature=1.0, seed=5, top_p=0.9),
         replace(GREEDY, logit_bias={5: 3.0}, bad_words=["the"], frequency_penalty=0.5),
     ]
-    engine = await AsyncEngine.start(folder(), in_process=False, process=ProcessConfig(heartbeat=0.1))
+    watched = ProcessConfig(heartbeat=0.1)
+    engine = await AsyncEngine.start(folder(), in_process=False, process=watched, policy=SLOW)
     client = engine._client
     assert isinstance(client, ProcessClient)
     assert (engine.max_model_len, engine.facts.vocab_size) == (llm.max_model_len, llm.vocab_size)

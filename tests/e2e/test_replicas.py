@@ -15,6 +15,7 @@ from inflight.router import Router
 from inflight.router.replica import Replica
 from inflight.router.routed import RoutedRequest
 from inflight.structured_outputs import StructuredOutputs
+from tests.e2e.policies import SLOW
 from tests.e2e.streamed_calls import CHAT_MAX_TOKENS, ENDINGS, TOKENS_BEFORE_ARGUMENTS, by_chat
 from tests.processes import exists
 from tests.router.replicas import process_id, strike, until
@@ -60,7 +61,7 @@ class ReplicasBackend(Backend):
 
     async def _start(self, options: dict[str, Any]) -> AsyncEngine:
         watched = ProcessConfig(heartbeat=0.05, max_restarts=0)
-        return await AsyncEngine.start(replicas=3, process=watched, **options)
+        return await AsyncEngine.start(replicas=3, process=watched, policy=SLOW, **options)
 
     @property
     def router(self) -> Router:

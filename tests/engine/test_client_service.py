@@ -83,7 +83,7 @@ async def read(client: ProcessClient, request_id: str) -> list[int]:
 
 
 async def until_idle(client: InprocClient) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while (stats := await client.stats()).num_running or stats.kv.num_used:
             await asyncio.sleep(0.002)
 

@@ -174,12 +174,12 @@ async def test_an_engine_whose_connection_is_cut_is_replaced(monkeypatch: pytest
 
 
 def test_an_engine_that_cannot_reach_its_server_says_so() -> None:
-    with socket.create_server((ADDRESS, 0)) as listener:
-        port = listener.getsockname()[1]
     public, _ = zmq.curve_keypair()
-    endpoint = f"tcp://{ADDRESS}:{port}"
-    with pytest.raises(EngineDeadError, match=f"^the engine cannot reach the server at {endpoint}"):
-        RemoteLink(public.decode()).connect(zmq.Context().socket(zmq.PUSH), endpoint)
+    with socket.socket() as taken, zmq.Context() as context, context.socket(zmq.PUSH) as push:
+        taken.bind((ADDRESS, 0))  # and does not listen
+        endpoint = f"tcp://{ADDRESS}:{taken.getsockname()[1]}"
+        with pytest.raises(EngineDeadError, match=f"^the engine cannot reach the server at {endpoint}"):
+            RemoteLink(public.decode()).connect(push, endpoint)
 
 
 async def test_an_address_that_is_not_this_machines_is_one_line() -> None:

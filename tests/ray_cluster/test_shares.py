@@ -92,12 +92,13 @@ async def test_a_server_outside_the_cluster_is_refused() -> None:
 
 
 async def test_an_address_where_no_one_is_is_one_line() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
-    with pytest.raises(
-        ConfigError, match=f"^ray_address is '{address}', where no cluster answers: .*refused"
-    ):
-        await start_router(EngineConfig(), RouterConfig(ray_address=address))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and does not listen
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(
+            ConfigError, match=f"^ray_address is '{address}', where no cluster answers: .*refused"
+        ):
+            await start_router(EngineConfig(), RouterConfig(ray_address=address))
 
 
 async def test_a_missing_extra_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,10 +26,27 @@ def hold_file(process_id: int) -> Path:
     return Path(tempfile.gettempdir()) / f"inflight-test-hold-{process_id}"
 
 
+def crawl_file(process_id: int) -> Path:
+    """While it is there, slow steps of this engine take ten times as long."""
+    return Path(tempfile.gettempdir()) / f"inflight-test-crawl-{process_id}"
+
+
 @contextlib.contextmanager
 def no_engine_starts() -> Iterator[None]:
     """Engines that this process starts meanwhile come up afterwards."""
-    file = hold_file(os.getpid())
+    with _there(hold_file(os.getpid())):
+        yield
+
+
+@contextlib.contextmanager
+def crawling(process_id: int) -> Iterator[None]:
+    """Slow requests of this engine last for seconds, however long the test takes for what it does meanwhile."""
+    with _there(crawl_file(process_id)):
+        yield
+
+
+@contextlib.contextmanager
+def _there(file: Path) -> Iterator[None]:
     file.touch()
     try:
         yield
@@ -48,11 +65,12 @@ class FaultyRunner:
     def __init__(self, real: Any) -> None:
         self._real = real
         self._rows = SeenRows()
+        self._crawl_file = crawl_file(os.getpid())
 
     def launch(self, batch: Batch) -> Any:
         seen = self._rows.see(batch)
         if any(request.token_ids[0] == SLOW for request in seen.requests):
-            time.sleep(0.005)
+            time.sleep(0.05 if self._crawl_file.exists() else 0.005)
         for request, end in zip(seen.requests, seen.ends, strict=True):
             first, num_outputs = request.token_ids[0], end - request.num_prompt_tokens
             if first == HANG and num_outputs == 3:

@@ -28,7 +28,7 @@ from inflight.server.tracing import NoTracer, Tracer
 from tests.server.faulty import BUILD
 
 T = TypeVar("T")
-SECONDS = 60.0
+SECONDS = 120.0
 
 
 class Backend:

@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -115,9 +115,12 @@ def test_a_step_that_fails_ends_its_requests_only(
         backend.core.runner = runner.real
 
 
-def test_draining_lets_streams_finish_and_refuses_new_work(backend: Backend, text: str) -> None:
-    with slow_steps(backend, 0.01), live_server(backend, shutdown_timeout=60.0) as live:
-        with live.http.stream("POST", PATH, json={**GOOD, "stream": True}) as response:
+def test_draining_lets_streams_finish_and_refuses_new_work(backend: Backend, llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+    text = llm.generate([5, 6], params)[0].outputs[0].text
+    with live_server(backend, shutdown_timeout=60.0) as live, ExitStack() as held:
+        held.enter_context(slow_steps(backend, 0.02))  # until all that is asked meanwhile is answered
+        with live.http.stream("POST", PATH, json={**GOOD, "max_tokens": 400, "stream": True}) as response:
             backend.loop.call_soon_threadsafe(live.server.stop)
             live.wait_until("draining", lambda: live.state.draining)
             assert live.http.get("/health").status_code == 503
@@ -127,6 +130,7 @@ def test_draining_lets_streams_finish_and_refuses_new_work(backend: Backend, tex
             assert refused.status_code == 503
             assert refused.json()["error"]["code"] == "shutting_down"
             assert "retry-after" in refused.headers
+            held.close()
             lines = [line for line in response.iter_lines() if line]
         assert lines[-1] == "data: [DONE]"
         assert "".join(json.loads(line[6:])["choices"][0]["text"] for line in lines[:-1]) == text

@@ -122,7 +122,7 @@ def test_one_socket_from_the_start(arguments: tuple[str, ...], number: signal.Si
             with pytest.raises(httpx.ConnectError):  # of someone who does not trust the certificate
                 httpx.get(f"{http.base_url}/health")
         process.send_signal(number)  # a connection is still open, but idle
-        assert process.wait(60) == 0
+        assert process.wait(120) == 0
         assert process.stderr is not None
         assert "ERROR" not in process.stderr.read()
 
@@ -136,7 +136,7 @@ def test_a_signal_while_loading(in_process: bool, number: signal.Signals, file: 
         assert http.get("/ready").status_code == 503
         worker = None if in_process else worker_of(process)
         process.send_signal(number)
-        assert process.wait(60) == 0
+        assert process.wait(120) == 0
         assert process.stderr is not None
         assert "Traceback" not in process.stderr.read()
     assert not file.exists()
@@ -147,7 +147,7 @@ def test_a_signal_while_loading(in_process: bool, number: signal.Signals, file: 
 
 def test_the_address_is_held_from_the_start(file: Path) -> None:
     with loading() as (_, http), started("--port", str(http.base_url.port)) as second:
-        assert second.wait(60) == 1
+        assert second.wait(120) == 1
         assert second.stderr is not None
         assert "Address already in use (--port takes another)" in second.stderr.read()
     assert not file.exists()

@@ -23,6 +23,7 @@ from inflight.errors import ConfigError, DeviceLostError, EngineDeadError, Weigh
 from inflight.native.library import native_library
 from inflight.process_config import ProcessConfig
 from tests.e2e.conftest import Folder
+from tests.e2e.policies import SLOW
 from tests.e2e.reference import PROMPTS
 from tests.processes import children, runs
 
@@ -105,7 +106,7 @@ async def test_the_supervisor_brings_all_ranks_back(folder: Folder, expected: li
     """A rank is killed under load; then, when no restart is left, one of an idle engine."""
     process = ProcessConfig(heartbeat=0.2, max_restarts=1)
     engine = await AsyncEngine.start(
-        folder("qwen3"), in_process=False, process=process, tensor_parallel_size=2
+        folder("qwen3"), in_process=False, process=process, tensor_parallel_size=2, policy=SLOW
     )
     client = engine._client
     assert isinstance(client, ProcessClient)

@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.missing import missing
 
 FOLDER = Path(__file__).parent.parent.parent.parent / "build" / "clients"
-SECONDS = 120.0
+SECONDS = 240.0
 
 
 def run_client(name: str, *words: str, home: Path, **told: str) -> str:

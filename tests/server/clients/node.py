@@ -12,7 +12,7 @@ from typing import Any
 from tests.missing import missing
 
 FOLDER = Path(__file__).parent / "ai_sdk"
-SECONDS = 120.0
+SECONDS = 240.0
 
 
 def run_script(name: str, **told: str) -> Any:

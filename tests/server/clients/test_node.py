@@ -10,6 +10,7 @@ import pytest
 from inflight import LLM, SamplingParams
 from tests.server.clients.node import run_script
 from tests.server.live import Backend, live_server
+from tests.server.test_life import slow_steps
 
 MODEL = "inflight-builtin"
 QUESTION = "Why does it rain?"
@@ -19,7 +20,7 @@ CLIENTS = ("openai", "langchain", "ai")
 
 @pytest.fixture(scope="module")
 def all_found(backend: Backend) -> Iterator[Any]:
-    with live_server(backend, api_key=("secret",)) as live:
+    with live_server(backend, api_key=("secret",)) as live, slow_steps(backend, 0.002):
         told = {"BASE_URL": f"{live.url}/v1", "API_KEY": "secret", "MODEL": MODEL, "QUESTION": QUESTION}
         told |= {"LANGSMITH_TRACING": "false", "LANGCHAIN_TRACING_V2": "false"}  # nothing leaves this machine
         yield run_script("plain.mjs", **told, MAX_TOKENS=str(MAX_TOKENS))

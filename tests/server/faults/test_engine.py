@@ -19,19 +19,22 @@ from tests.server.faults.told import (
     process_id,
     wait_for_running,
 )
-from tests.server.faulty import HANG, RAISE, hold_file, no_engine_starts
+from tests.server.faulty import HANG, RAISE, crawling, hold_file, no_engine_starts
 from tests.server.live import Backend, Live, ProcessBackend, live_server
+from tests.server.test_life import slow_steps
 
 
 def test_an_engine_that_is_killed(
     server: Live, threads: ThreadPoolExecutor, slow: list[Case], quick: Case
 ) -> None:
-    streams = [case.send(threads, server) for case in slow[:3]]
-    whole = slow[3].send(threads, server, stream=False)
-    wait_for_running(server, 4)
-    server.wait_until("first tokens", lambda: all(entry.first_token_at for entry in server.state.request_log))
     first = process_id(server)
-    with no_engine_starts():
+    with no_engine_starts(), crawling(first):
+        streams = [case.send(threads, server) for case in slow[:3]]
+        whole = slow[3].send(threads, server, stream=False)
+        wait_for_running(server, 4)
+        server.wait_until(
+            "first tokens", lambda: all(entry.first_token_at for entry in server.state.request_log)
+        )
         os.kill(first, signal.SIGKILL)
         for case, stream in zip(slow, streams, strict=False):
             told = stream.result()
@@ -142,9 +145,11 @@ def test_kv_memory_that_runs_out(llm: LLM, threads: ThreadPoolExecutor) -> None:
     small = Backend(num_blocks=14, max_model_len=128, max_num_seqs=8, max_queue=64)
     try:
         with live_server(small) as live:
-            first = threads.submit(Told, live, {**cases[0].body, "request_id": "oldest"})
-            wait_for_running(live, 1)
-            futures = [first, *(case.send(threads, live) for case in cases[1:])]
+            with slow_steps(small, 0.02):  # until all are there
+                first = threads.submit(Told, live, {**cases[0].body, "request_id": "oldest"})
+                wait_for_running(live, 1)
+                futures = [first, *(case.send(threads, live) for case in cases[1:])]
+                live.wait_until("the others", lambda: len(live.state.request_log) == len(cases))
             assert all(case.right(future.result()) for case, future in zip(cases, futures, strict=True))
             live.wait_until_idle()
             assert small.core.stats().num_preemptions > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -20,7 +21,7 @@ import pytest
 from tests.processes import children
 from tests.server.test_command import read_until_ready, started
 
-SECONDS = 60.0
+SECONDS = 120.0
 KEYS = """
 keys:
   - {name: free, key: free-key}
@@ -69,7 +70,7 @@ class TwoFronts:
             http = self.connect(key)
             response = http.get("/version")
             port = response.extensions["network_stream"].get_extra_info("client_addr")[1]
-            found.setdefault(_owner(wanted, port), http)
+            found.setdefault(_owner(wanted, httpx.URL(self.url).port, port), http)
         return found
 
     def pair(self, key: str = "free-key") -> tuple[httpx.Client, httpx.Client]:
@@ -77,14 +78,17 @@ class TwoFronts:
         return first, second
 
 
-def _owner(process_ids: list[int], client_port: int) -> int:
-    """Which of these processes has the other end of a connection from this port."""
+def _owner(process_ids: list[int], server_port: int | None, client_port: int) -> int:
+    """Which of these processes has the other end of a connection between these ports. One of them alone may be in what
+    is left of others' connections, too."""
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    (inode,) = (row[9] for row in rows if row[2].endswith(f":{client_port:04X}"))
+    ends = [f"{server_port:04X}", f"{client_port:04X}"]
+    (inode,) = (row[9] for row in rows if [end.rpartition(":")[2] for end in row[1:3]] == ends)
     for process_id in process_ids:
         for link in Path(f"/proc/{process_id}/fd").iterdir():
-            if os.readlink(link) == f"socket:[{inode}]":
-                return process_id
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                if os.readlink(link) == f"socket:[{inode}]":
+                    return process_id
     raise AssertionError("no front process has the connection")
 
 
