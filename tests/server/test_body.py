@@ -74,9 +74,10 @@ def refusals() -> Iterator[tuple[str, str, str, str]]:
     yield completions, ids, "context_length_exceeded", ""
     yield completions, ids[:-2] + ", 1, 1]}", complex_, f"more than {MAX_VALUES} values"
     yield completions, json.dumps({"prompt": "," * MAX_VALUES}), "context_length_exceeded", ""
+    yield completions, '{"prompt": }', "invalid_json", "not valid JSON: expected value at line 1 column 12"
 
 
-@pytest.mark.parametrize(("path", "content", "code", "message"), list(refusals()), ids=range(11))
+@pytest.mark.parametrize(("path", "content", "code", "message"), list(refusals()), ids=range(12))
 def test_refusals(path: str, content: str, code: str, message: str, live: Live) -> None:
     response = live.http.post(path, content=content, headers={"content-type": "application/json"})
     error = response.json()["error"]
