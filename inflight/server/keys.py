@@ -64,10 +64,12 @@ class Caller:
         return self.name or user or ""
 
     def salt(self, salt: str) -> str:
-        """What separates this caller's prefixes from others'."""
-        if not self.own_cache:
-            return salt
-        return hashlib.sha256(f"{self.name}\0{salt}".encode()).hexdigest()
+        """What separates this caller's prefixes from others'. Never as a client wrote it: one who shares could write
+        what another's becomes."""
+        owner = self.name if self.own_cache else ""
+        if not owner and not salt:
+            return ""
+        return hashlib.sha256(f"{owner}\0{salt}".encode()).hexdigest()
 
     def enter(self) -> None:
         """Count one more request. Raises ApiError when that is one too many."""
