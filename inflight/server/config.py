@@ -181,6 +181,12 @@ class ServerConfig:
         check(self)
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ConfigError("ssl_keyfile and ssl_certfile go together: one of them is missing")
+        if self.ssl_certfile is None and (self.ssl_ca_certs is not None or self.ssl_cert_reqs):
+            raise ConfigError("ssl_ca_certs and ssl_cert_reqs need ssl_certfile: without it there is no TLS")
+        if self.ssl_cert_reqs and self.ssl_ca_certs is None:
+            raise ConfigError(
+                f"ssl_cert_reqs is {self.ssl_cert_reqs}: it needs ssl_ca_certs, whose certificates are taken"
+            )
         _check_tls(self)
         if "*" in self.allowed_origins and self.allow_credentials:
             raise ConfigError("allowed_origins has '*': with allow_credentials each origin must be named")
