@@ -71,9 +71,9 @@ async def tokenize(request: Request) -> Response:
     body = await read_json(request, TokenizeBody, options)
     state.check_model(body.model)
     tokenizer = _tokenizer(state)
-    check_size(state, *_characters(body))
 
     def answer() -> Response:
+        check_size(state, *_characters(body))
         if body.prompt is not None:
             token_ids = tokenizer.encode(body.prompt, body.add_special_tokens is not False)
         else:
