@@ -47,7 +47,11 @@ async def create_response(request: Request) -> Response:
     params = await state.in_thread_if(
         body.is_large,
         lambda: conversation_params(
-            state, body, max_tokens=body.max_output_tokens, constraint=text_constraint(body)
+            state,
+            body,
+            max_tokens=body.max_output_tokens,
+            max_tokens_name="max_output_tokens",
+            constraint=text_constraint(body),
         ),
     )
     turn = ResponseTurn(state, caller, body)
