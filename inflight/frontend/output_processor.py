@@ -145,7 +145,9 @@ class Answer:
         if output.logprobs is None:
             return
         assert output.cumulative_logprob is not None
-        for position in self._positions[len(output.logprobs) :]:  # and no others: this is called for each token
+        for position in self._positions[
+            len(output.logprobs) :
+        ]:  # and no others: this is called for each token
             output.logprobs.append(named(position, self._tokenizer))
             output.cumulative_logprob += position[0].logprob
 
