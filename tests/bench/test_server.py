@@ -32,7 +32,7 @@ def answering(*answers: tuple[int, Any]) -> Iterator[tuple[ServerAddress, list[s
             self.end_headers()
             self.wfile.write(json.dumps(answer).encode())
 
-        do_POST = do_GET
+        do_POST = do_GET  # noqa: N815
 
         def log_message(self, *_: Any) -> None:
             pass
@@ -70,6 +70,6 @@ def test_what_a_server_refuses_is_told() -> None:
     ):
         address.vocab_size("x", 128)
     no_ids = {"error": {"message": "text only"}}
-    with answering((400, no_ids), (400, no_ids)) as (address, _):
-        with pytest.raises(EngineError, match=r"token ids as a prompt \(text only\): use --endpoint chat"):
-            address.vocab_size("m", 128)
+    refused = pytest.raises(EngineError, match=r"token ids as a prompt \(text only\): use --endpoint chat")
+    with answering((400, no_ids), (400, no_ids)) as (address, _), refused:
+        address.vocab_size("m", 128)
