@@ -124,6 +124,9 @@ class Keys:
     def _digest(self, key: str) -> bytes:
         return hmac.digest(self._secret, key.encode(), "sha256")
 
+    def has(self, key: str) -> bool:
+        return self._digest(key) in self._callers
+
     @property
     def required(self) -> bool:
         return bool(self._callers)
@@ -179,12 +182,13 @@ class Keys:
 class AdminKey:
     """Who may change what the server is made of."""
 
-    def __init__(self, key: str | None, keys: Iterable[str] = ()) -> None:
+    def __init__(self, key: str | None, keys: Keys | None = None) -> None:
+        """`keys` are the clients', from flags and from the file."""
         if key is not None and not _can_be_sent(key):
             raise ConfigError(
                 "admin_key is empty, has spaces around it, or characters that are not printable ASCII"
             )
-        if key is not None and key in keys:
+        if key is not None and keys is not None and keys.has(key):
             raise ConfigError("admin_key is an API key too: it must be another one")
         self._key = None if key is None else key.encode()
 

@@ -29,7 +29,7 @@ from inflight.logs import configure_logging
 from inflight.server.app import create_app
 from inflight.server.config import ServerConfig, tls_context
 from inflight.server.descriptors import connections_that_fit
-from inflight.server.keys import Keys, load_keys
+from inflight.server.keys import AdminKey, Keys, load_keys
 from inflight.server.loading_app import LoadingApp
 from inflight.server.middleware import Hosts
 from inflight.server.protocol import BoundedProtocol, ConnectionLimits, bounded_protocol
@@ -55,6 +55,7 @@ def run(options: ServerConfig, notes: Sequence[str] = ()) -> None:
     for note in notes:
         logger.warning("%s", note)
     keys = load_keys(options.api_key, options.keys)
+    AdminKey(options.admin_key, keys)  # raises where it cannot be: that should not take minutes to show either
     if len(set(keys.weights().values())) > 1 and options.policy != "fair":
         logger.warning("keys have weights, but the policy is %s: only fair looks at them", options.policy)
     serve, listeners = _serve, [listen(options)]  # a port that is taken should not take minutes to show
