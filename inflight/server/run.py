@@ -55,7 +55,9 @@ def run(options: ServerConfig, notes: Sequence[str] = ()) -> None:
     for note in notes:
         logger.warning("%s", note)
     keys = load_keys(options.api_key, options.keys)
-    AdminKey(options.admin_key, keys)  # raises where it cannot be: that should not take minutes to show either
+    AdminKey(
+        options.admin_key, keys
+    )  # raises where it cannot be: that should not take minutes to show either
     if len(set(keys.weights().values())) > 1 and options.policy != "fair":
         logger.warning("keys have weights, but the policy is %s: only fair looks at them", options.policy)
     serve, listeners = _serve, [listen(options)]  # a port that is taken should not take minutes to show
