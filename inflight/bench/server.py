@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from inflight.bench.connection import Target
+from inflight.bench.events import message_of
 from inflight.bench.workload import PATHS, Endpoint
 from inflight.errors import ConfigError, EngineError
 
@@ -68,10 +69,12 @@ class ServerAddress:
             status, answer = self._ask(PATHS["completions"], body)
             if status == 200:
                 return size
-            if status != 400 or size < 2 * SMALLEST_VOCABULARY:
-                told = answer.get("error") if isinstance(answer, dict) else None
+            told = message_of(answer.get("error") if isinstance(answer, dict) else answer)
+            if status != 400:  # no such model, a wrong key
+                raise EngineError(f"{self.url} refuses a request with status {status}: {told}")
+            if size < 2 * SMALLEST_VOCABULARY:
                 raise EngineError(
-                    f"{self.url} does not take token ids as a prompt (status {status}: {told}): use --endpoint chat"
+                    f"{self.url} does not take token ids as a prompt ({told}): use --endpoint chat"
                 )
             size //= 2
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,8 +24,9 @@ from inflight.option_sources import argument
 
 if TYPE_CHECKING:
     from inflight.compare.report import Comparison
-    from inflight.compare.rerank import RerankComparison
+    from inflight.compare.rerank import PairWorkload, RerankComparison
     from inflight.compare.shown import Shown
+    from inflight.compare.workload import Workload
 
 
 class CompareCommand(InflightCommand):
@@ -40,71 +42,48 @@ class CompareCommand(InflightCommand):
 
 
 DEFAULT_STRATEGIES = "sequential,static,continuous"
-WORKLOAD = "Workload"
-OUTPUT = "Output"
+Progress = Callable[[str, int], None]  # a strategy, and how many of its requests are done
+
+
+def _workload(text: str, *names: str, **more: Any) -> Any:
+    return typer.Option(*names, rich_help_panel="Workload", help=text, **more)
+
+
+def _output(text: str, *names: str) -> Any:
+    return typer.Option(*names, rich_help_panel="Output", help=text)
+
+
+_KIND = _workload(
+    "Answers that are generated, or pairs of a question and a passage that are scored.", metavar="chat|rerank"
+)
+_ARRIVAL = _workload(
+    "All at once, or at random moments, RATE a second on average.", metavar="burst|poisson:RATE"
+)
+_LENGTHS = _workload(
+    "Chat prompts with answers that end by themselves, or random ids and fixed lengths.",
+    metavar="real|ragged",
+)
+_MAX_NUM_SEQS = _workload("Slots: most requests in the running batch.", min=1)
+_MAX_TOKENS = _workload("Longest answer.", show_default="768, ragged 256")
+_TEMPERATURE = _workload("0 is greedy.", show_default="the checkpoint's")
 
 
 def compare(
     model: Annotated[str | None, argument(ENGINE_OPTIONS["model"])] = None,
-    workload: Annotated[
-        str,
-        typer.Option(
-            metavar="chat|rerank",
-            rich_help_panel=WORKLOAD,
-            help="Answers that are generated, or pairs of a question and a passage that are scored.",
-        ),
-    ] = "chat",
-    num_requests: Annotated[
-        int, typer.Option("--num-requests", min=1, rich_help_panel=WORKLOAD, help="Number of requests.")
-    ] = 64,
-    arrival: Annotated[
-        str,
-        typer.Option(
-            metavar="burst|poisson:RATE",
-            rich_help_panel=WORKLOAD,
-            help="All at once, or at random moments, RATE a second on average.",
-        ),
-    ] = "burst",
-    max_num_seqs: Annotated[
-        int, typer.Option(min=1, rich_help_panel=WORKLOAD, help="Slots: most requests in the running batch.")
-    ] = 16,
-    lengths: Annotated[
-        str,
-        typer.Option(
-            metavar="real|ragged",
-            rich_help_panel=WORKLOAD,
-            help="Chat prompts with answers that end by themselves, or random ids and fixed lengths.",
-        ),
-    ] = "real",
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(rich_help_panel=WORKLOAD, help="Longest answer.", show_default="768, ragged 256"),
-    ] = None,
-    temperature: Annotated[
-        float | None,
-        typer.Option(rich_help_panel=WORKLOAD, help="0 is greedy.", show_default="the checkpoint's"),
-    ] = None,
-    seed: Annotated[
-        int, typer.Option(rich_help_panel=WORKLOAD, help="Seed of prompts, arrivals and sampling.")
-    ] = 0,
-    strategies: Annotated[
-        str, typer.Option(rich_help_panel=WORKLOAD, help="Names of policies, with commas between.")
-    ] = DEFAULT_STRATEGIES,
-    as_json: Annotated[
-        bool, typer.Option("--json", rich_help_panel=OUTPUT, help="Print one JSON object.")
-    ] = False,
-    html: Annotated[
-        Path | None, typer.Option(rich_help_panel=OUTPUT, help="Write a page to this file.")
-    ] = None,
-    svg: Annotated[
-        Path | None, typer.Option(rich_help_panel=OUTPUT, help="Write the picture as SVG.")
-    ] = None,
-    png: Annotated[
-        Path | None, typer.Option(rich_help_panel=OUTPUT, help="Write the picture as PNG.")
-    ] = None,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", rich_help_panel=OUTPUT, help="Print no table, no picture.")
-    ] = False,
+    workload: Annotated[str, _KIND] = "chat",
+    num_requests: Annotated[int, _workload("Number of requests.", "--num-requests", min=1)] = 64,
+    arrival: Annotated[str, _ARRIVAL] = "burst",
+    max_num_seqs: Annotated[int, _MAX_NUM_SEQS] = 16,
+    lengths: Annotated[str, _LENGTHS] = "real",
+    max_tokens: Annotated[int | None, _MAX_TOKENS] = None,
+    temperature: Annotated[float | None, _TEMPERATURE] = None,
+    seed: Annotated[int, _workload("Seed of prompts, arrivals and sampling.")] = 0,
+    strategies: Annotated[str, _workload("Names of policies, with commas between.")] = DEFAULT_STRATEGIES,
+    as_json: Annotated[bool, _output("Print one JSON object.", "--json")] = False,
+    html: Annotated[Path | None, _output("Write a page to this file.")] = None,
+    svg: Annotated[Path | None, _output("Write the picture as SVG.")] = None,
+    png: Annotated[Path | None, _output("Write the picture as PNG.")] = None,
+    quiet: Annotated[bool, _output("Print no table, no picture.", "--quiet", "-q")] = False,
 ) -> None:
     """Run the same requests one at a time, in static batches and with continuous batching, and show why it matters."""
     names = _check(strategies, html, svg, png)
@@ -115,34 +94,45 @@ def compare(
             "lengths, max_tokens and temperature are for answers: the workload rerank has none"
         )
     with interrupts_end_at_once():
-        from inflight.compare.report import compare as compare_generating  # torch is loaded only now
-        from inflight.compare.rerank import PairWorkload, compare_reranking
+        from inflight.compare.rerank import PairWorkload  # torch is loaded only now
         from inflight.compare.workload import Arrival, Workload
-        from inflight.loading import load_engine
-        from inflight.models.builtin import builtin_folder
 
-    shown = "the built-in model" if model is None else model
-    reranks = workload == "rerank"
-    if reranks and model is None:
-        model, shown = str(builtin_folder("reranker")), "the built-in reranker"
     coming = Arrival.parse(arrival)
     asked = Workload(num_requests, coming, lengths, max_tokens, temperature, seed)
-    engine = load_engine(EngineConfig.create(model, max_num_seqs=max_num_seqs, policy=names[0]))
-    comparison: Comparison | RerankComparison
-    try:
-        with _progress(num_requests, show=not quiet and sys.stderr.isatty()) as progress:
-            if reranks:
-                pairs = PairWorkload(num_requests, coming, seed)
-                comparison = compare_reranking(engine, pairs, names, max_num_seqs, shown, progress)
-            else:
-                comparison = compare_generating(engine, asked, names, max_num_seqs, shown, progress)
-    finally:
-        engine.close()
+    pairs = PairWorkload(num_requests, coming, seed) if workload == "rerank" else None
+    with_progress = partial(_progress, num_requests, not quiet and sys.stderr.isatty())
+    comparison = _measure(model, asked if pairs is None else pairs, names, max_num_seqs, with_progress)
     _write(comparison, html, svg, png)
     _show(comparison, as_json, quiet)
     written = [str(file) for file in (html, svg, png) if file is not None]
     if written and not quiet:
         print(f"written: {', '.join(written)}", file=sys.stderr)
+
+
+def _measure(
+    model: str | None,
+    asked: Workload | PairWorkload,
+    names: list[str],
+    max_num_seqs: int,
+    with_progress: Callable[[], AbstractContextManager[Progress | None]],
+) -> Comparison | RerankComparison:
+    """The same requests under every policy, on one engine."""
+    from inflight.compare.report import compare as compare_generating
+    from inflight.compare.rerank import PairWorkload, compare_reranking
+    from inflight.loading import load_engine
+    from inflight.models.builtin import builtin_folder
+
+    shown = "the built-in model" if model is None else model
+    if model is None and isinstance(asked, PairWorkload):
+        model, shown = str(builtin_folder("reranker")), "the built-in reranker"
+    engine = load_engine(EngineConfig.create(model, max_num_seqs=max_num_seqs, policy=names[0]))
+    try:
+        with with_progress() as progress:
+            if isinstance(asked, PairWorkload):
+                return compare_reranking(engine, asked, names, max_num_seqs, shown, progress)
+            return compare_generating(engine, asked, names, max_num_seqs, shown, progress)
+    finally:
+        engine.close()
 
 
 def _check(strategies: str, *files: Path | None) -> list[str]:
@@ -164,7 +154,7 @@ def _check(strategies: str, *files: Path | None) -> list[str]:
 
 
 @contextmanager
-def _progress(total: int, show: bool) -> Iterator[Callable[[str, int], None] | None]:
+def _progress(total: int, show: bool) -> Iterator[Progress | None]:
     if not show:
         yield None
         return

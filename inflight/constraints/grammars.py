@@ -27,8 +27,14 @@ _JSON_OPTIONS = {
     "json_allow_general_unicode_escapes": False,
 }
 _LAYOUT = {"item_separator", "key_separator", "whitespace_flexible", "whitespace_pattern"}
-# Where a grammar has a schema, and where it only seems to: in texts, expressions and comments.
-_LARK_TOKEN = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/|\#[^\n]*|(?P<json>%json\b\s*)')
+# Where a grammar has a schema, and where it only seems to: in texts, expressions and comments. None is read twice, also
+# where one has no end.
+_LARK_TOKEN = re.compile(
+    r'"(?:\\.|[^"\\\n])*+(?:"|(?P<open_text>))|//[^\n]*|/(?:\\(?s:.)|[^/\\])*+(?:/|(?P<open_regex>))'
+    r"|\#[^\n]*|(?P<json>%json\b\s*)"
+)
+# As llguidance tells it from GBNF, but in a time that does not grow with the square of the blank lines.
+_LARK = re.compile(r"(?m)^[^\S\n]*+(?:%llguidance\b|start\s*+:)")
 _JSON = json.JSONDecoder()
 # Rules times characters. GBNF is read in a time that grows with both, in Python: a third of a second for so much.
 MAX_GBNF = 8_000_000
@@ -85,7 +91,7 @@ def literal(text: str) -> str:
 
 
 def _user_grammar(text: str) -> str:
-    from llguidance.gbnf_to_lark import any_to_lark
+    from llguidance.gbnf_to_lark import gbnf_to_lark
 
     num_rules = text.count("::=")
     if num_rules * len(text) > MAX_GBNF:
@@ -96,7 +102,7 @@ def _user_grammar(text: str) -> str:
             code="constraint_too_complex",
         )
     try:
-        grammar = any_to_lark(text)
+        grammar = text if _LARK.search(text) else gbnf_to_lark(text)
     except (Exception, RecursionError) as error:  # the package raises bare ones
         reason = " ".join(str(error).split())[:300]
         raise ParameterError(
@@ -109,7 +115,15 @@ def _with_checked_schemas(grammar: str) -> str:
     """Schemas in a grammar are schemas like any other."""
     parts, at = [], 0
     for found in _LARK_TOKEN.finditer(grammar):
-        if found["json"] is None or found.start() < at:
+        if found.start() < at:
+            continue
+        if found["open_text"] is not None or found["open_regex"] is not None:
+            raise ParameterError(
+                f"{PARAM}.grammar has a text or an expression without an end: {found[0]:.100}",
+                param=PARAM,
+                code="invalid_constraint",
+            )
+        if found["json"] is None:
             continue
         parts.append(grammar[at : found.start()])
         try:

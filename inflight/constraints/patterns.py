@@ -16,7 +16,7 @@ from inflight.constraints.schema import FAR, OMIT, OUTWARD, changes_nothing, rew
 # Those without an escape of their own (\b, \t, \n, \f, \r).
 _OUT = r"&&[^\x00-\x07\x0b\x0e-\x1f\x7f]"
 _TINY, _SMALL = 1e-9, 1 << 20  # whose sum is exact enough
-_PROPERTY = re.compile(r"\\[pP](?:\{[^}]*\}|[A-Za-z])")
+_PROPERTY = re.compile(r"\\[pP](?:\{[^}]{0,64}\}|[A-Za-z])")  # no name is longer
 # What `safe_pattern` makes of a class, also where a message has quoted it.
 _MADE_SAFE = re.compile(
     rf"\[(\[\^?\]?(?:\\.|[^\]\\])*\]|{_PROPERTY.pattern})" + re.escape(_OUT).replace(r"\\", r"\\+") + r"\]"

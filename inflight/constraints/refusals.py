@@ -8,6 +8,8 @@ from inflight.constraints.patterns import as_written
 from inflight.errors import ParameterError
 
 MAX_LENGTH = 400  # characters
+# Of what it says, at both ends. It quotes all that a user wrote, and patterns take a time that grows with the square.
+MAX_READ = 2000
 
 # What it says, and what is said instead. All that match are applied, in this order.
 _WORDS = [
@@ -37,7 +39,7 @@ def refusal(name: str, param: str, message: str) -> ParameterError:
     """Without the grammar around it that the user never saw."""
     text = message.split("<non-verbose/>")[0]
     text = text.split("failed to compile JSON schema: ", 1)[-1]
-    text = re.split(r"\n\s+\d+ \| ", text, maxsplit=1)[0]
+    text = _shortened(re.split(r"\n[ \t]++\d++ \| ", text, maxsplit=1)[0], 2 * MAX_READ)
     text = as_written(re.sub(r"^at \d+\(\d+\): ", "", " ".join(text.split())))
     unsupported = re.search(r"Unimplemented keys: \[(.*)\]", text)
     if unsupported:
@@ -48,12 +50,18 @@ def refusal(name: str, param: str, message: str) -> ParameterError:
     for pattern, words in _TOO_COMPLEX:
         found = re.fullmatch(pattern, text, re.IGNORECASE)
         if found:
-            reason = found.expand(words)[:MAX_LENGTH]
+            reason = _shortened(found.expand(words), MAX_LENGTH)
             return ParameterError(
                 f"{name} is too complex: {reason}", param=param, code="constraint_too_complex"
             )
     for pattern, words in _WORDS:
         text = re.sub(pattern, words, text)
     return ParameterError(
-        f"{name} cannot be used: {text[:MAX_LENGTH]}", param=param, code="invalid_constraint"
+        f"{name} cannot be used: {_shortened(text, MAX_LENGTH)}", param=param, code="invalid_constraint"
     )
+
+
+def _shortened(text: str, length: int) -> str:
+    """Its beginning, and its end: why often stands there."""
+    half = length // 2
+    return text if len(text) <= length else f"{text[:half]} ... {text[-half:]}"

@@ -157,7 +157,9 @@ class Frontend:
         """What is asked for; no reasoning at all where the template has no switch for that."""
         if chat.reasoning_effort == "none" and not self.chat_template.effort_kwargs("none"):
             return 0
-        return chat.max_reasoning_tokens
+        budget = chat.max_reasoning_tokens
+        # More than there is room for is no limit, and grammars know no numbers of any size.
+        return budget if budget is None or budget < self.max_model_len else None
 
     def _check_tools(self, chat: ChatRequest) -> None:
         """Raises ParameterError for tools that the model would not see, or whose calls could not be read."""

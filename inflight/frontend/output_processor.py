@@ -144,9 +144,12 @@ class Answer:
         output = self.output
         if output.logprobs is None:
             return
-        for position in self._positions[len(output.logprobs) :]:
+        assert output.cumulative_logprob is not None
+        for position in self._positions[
+            len(output.logprobs) :
+        ]:  # and no others: this is called for each token
             output.logprobs.append(named(position, self._tokenizer))
-        output.cumulative_logprob = sum(position[0].logprob for position in self._positions)
+            output.cumulative_logprob += position[0].logprob
 
 
 def _stops_of(params: SamplingParams) -> StopStrings:

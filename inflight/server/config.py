@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from inflight.config import ENGINE_OPTIONS, EngineConfig
 from inflight.errors import ConfigError
@@ -27,6 +27,9 @@ from inflight.option import (
     options_of,
 )
 from inflight.process_config import ProcessConfig, RouterConfig
+
+if TYPE_CHECKING:
+    from ssl import SSLContext
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,7 +144,11 @@ class ServerConfig:
         4096, LIMITS, "Most open connections; a few of them are kept for /health and /ready.", at_least=1
     )
     read_timeout: float = option(
-        30.0, LIMITS, "Seconds for a client to send headers, and again its body.", above=0, unit="seconds"
+        30.0,
+        LIMITS,
+        "Seconds for a client to send headers, and again its body; over TLS also to shake hands.",
+        above=0,
+        unit="seconds",
     )
     write_timeout: float = option(
         60.0,
@@ -181,7 +188,13 @@ class ServerConfig:
         check(self)
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ConfigError("ssl_keyfile and ssl_certfile go together: one of them is missing")
-        _check_tls(self)
+        if self.ssl_certfile is None and (self.ssl_ca_certs is not None or self.ssl_cert_reqs):
+            raise ConfigError("ssl_ca_certs and ssl_cert_reqs need ssl_certfile: without it there is no TLS")
+        if self.ssl_cert_reqs and self.ssl_ca_certs is None:
+            raise ConfigError(
+                f"ssl_cert_reqs is {self.ssl_cert_reqs}: it needs ssl_ca_certs, whose certificates are taken"
+            )
+        tls_context(self)  # raises where the files cannot be used
         if "*" in self.allowed_origins and self.allow_credentials:
             raise ConfigError("allowed_origins has '*': with allow_credentials each origin must be named")
         if self.root_path is not None and not self.root_path.startswith("/"):
@@ -246,20 +259,21 @@ def _serve_options() -> dict[str, Option]:
 SERVE_OPTIONS = _serve_options()
 
 
-def _check_tls(config: ServerConfig) -> None:
-    """Whether the files can be read and belong together."""
-    files = [file for file in (config.ssl_certfile, config.ssl_keyfile, config.ssl_ca_certs) if file]
-    if not files:
-        return
+def tls_context(config: ServerConfig) -> SSLContext | None:
+    """For a server that speaks TLS. Raises ConfigError where the files cannot be read, or do not belong together."""
+    if config.ssl_certfile is None:
+        return None
     import ssl  # takes a while, which most do not need
 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        if config.ssl_certfile is not None:
-            # A key with a password is nothing that a server could ask for.
-            context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, password=lambda: "")
+        # A key with a password is nothing that a server could ask for.
+        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, password=lambda: "")
+        context.verify_mode = ssl.VerifyMode(config.ssl_cert_reqs)
         if config.ssl_ca_certs is not None:
             context.load_verify_locations(config.ssl_ca_certs)
     except OSError as error:  # ssl's own too
+        files = ", ".join(filter(None, (config.ssl_certfile, config.ssl_keyfile, config.ssl_ca_certs)))
         why = error.strerror if isinstance(error, FileNotFoundError | PermissionError) else str(error)
-        raise ConfigError(f"the files for TLS ({', '.join(files)}) cannot be used: {why}") from error
+        raise ConfigError(f"the files for TLS ({files}) cannot be used: {why}") from error
+    return context

@@ -148,7 +148,8 @@ def of_validation(errors: list[Any], unsupported: Mapping[str, str]) -> ApiError
             param=str(place[0]),
         )
     if error["type"] == "json_invalid":
-        reason = error.get("ctx", {}).get("error", "")  # nesting and lone surrogates are not for everyone
+        # Where, and why: some parsers take nesting or lone surrogates that this one does not.
+        reason = error["msg"].removeprefix("Invalid JSON: ")
         return ApiError(400, f"the body is not valid JSON: {reason:.200}", code="invalid_json")
     if error["type"] == "extra_forbidden":
         return ApiError(400, f"unknown parameter: {name:.200}", code="unknown_parameter", param=name[:200])

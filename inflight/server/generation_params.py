@@ -28,7 +28,8 @@ class GenerationParams:
     echo: bool = False
     kind: str = "generate"  # of the requests
     constraint: ContentConstraint | None = None  # which the sampling has too
-    asked_tokens: int | None = None  # the longest answer, where the body says it
+    asked_tokens: int | None = None  # the longest answer, where the body says it,
+    asked_name: str = "max_tokens"  # by this name
 
     def blamed(self) -> AbstractContextManager[None]:
         """In it, refusals name what the client has written."""
@@ -52,9 +53,10 @@ def completion_params(state: ServerState, body: CompletionBody) -> GenerationPar
 
 
 def chat_params(state: ServerState, body: ChatBody) -> GenerationParams:
-    given = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    newer = body.max_completion_tokens
+    given, name = (body.max_tokens, "max_tokens") if newer is None else (newer, "max_completion_tokens")
     default = state.frontend.default_params.get("max_tokens")
-    asked: dict[str, Any] = {"max_tokens": _max_tokens(state, given, default)}
+    asked: dict[str, Any] = {"max_tokens": _max_tokens(state, given, default, name)}
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs is given: it needs logprobs to be true", param="top_logprobs")
     num_logprobs = _num_logprobs(state, "top_logprobs", body.top_logprobs or 0) if body.logprobs else None
@@ -62,7 +64,7 @@ def chat_params(state: ServerState, body: ChatBody) -> GenerationParams:
         asked["logprobs"] = num_logprobs
     constraint = _read_constraint(body, asked)
     params = _params(state, body, asked)
-    return GenerationParams(params, num_logprobs, constraint=constraint, asked_tokens=given)
+    return GenerationParams(params, num_logprobs, constraint=constraint, asked_tokens=given, asked_name=name)
 
 
 def _read_constraint(body: ConstrainedBody, asked: dict[str, Any]) -> ContentConstraint | None:
@@ -77,29 +79,36 @@ def conversation_params(
     body: SampledBody,
     *,
     max_tokens: int | None,
+    max_tokens_name: str = "max_tokens",
     stop: Sequence[str] = (),
+    stop_name: str = "stop",
     constraint: ContentConstraint | None = None,
 ) -> GenerationParams:
     """Of bodies with names of their own for these."""
     default = state.frontend.default_params.get("max_tokens")
-    asked: dict[str, Any] = {"max_tokens": _max_tokens(state, max_tokens, default)}
-    _check_strings(state, "stop", stop)
+    asked: dict[str, Any] = {"max_tokens": _max_tokens(state, max_tokens, default, max_tokens_name)}
+    _check_stops(state, stop_name, stop)
     if stop:
         asked["stop"] = stop
     if constraint is not None:
         asked["structured_outputs"] = constraint.structured_outputs()
     params = SamplingParams(**{**state.frontend.default_params, **body.sampling(), **asked})
-    return GenerationParams(params, constraint=constraint, asked_tokens=max_tokens)
+    return GenerationParams(
+        params, constraint=constraint, asked_tokens=max_tokens, asked_name=max_tokens_name
+    )
 
 
-def _max_tokens(state: ServerState, given: int | None, default: int | None) -> int | None:
-    """The longest answer: what is asked for, or a default that the server's limit cuts."""
+def _max_tokens(
+    state: ServerState, given: int | None, default: int | None, name: str = "max_tokens"
+) -> int | None:
+    """The longest answer: what is asked for by that name, or a default that the server's limit cuts."""
     limit = state.options.max_output_tokens
     if given is None:
         return min(filter(None, (default, limit)), default=None)
+    if given < 1:
+        raise ApiError(400, f"{name} is {given}: it must be an integer of at least 1", param=name)
     if limit is not None and given > limit:
-        message = f"max_tokens is {given}: at most {limit} are allowed here"
-        raise ApiError(400, message, param="max_tokens")
+        raise ApiError(400, f"{name} is {given}: at most {limit} are allowed here", param=name)
     return given
 
 
@@ -124,7 +133,7 @@ def _params(state: ServerState, body: GenerationBody, asked: dict[str, Any]) -> 
 
 def _check_lists(state: ServerState, body: GenerationBody) -> None:
     """Lists are looked at in every step: what is longer than it can be of use is refused."""
-    _check_strings(state, "stop", [body.stop] if isinstance(body.stop, str) else body.stop or [])
+    _check_stops(state, "stop", [body.stop] if isinstance(body.stop, str) else body.stop or [])
     _check_strings(state, "bad_words", body.bad_words or ())
     size = state.frontend.input_processor.vocab_size
     for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
@@ -133,14 +142,17 @@ def _check_lists(state: ServerState, body: GenerationBody) -> None:
             raise ApiError(400, f"{name} has {len(given)} token ids: there are only {size}", param=name)
 
 
+def _check_stops(state: ServerState, name: str, stops: Sequence[str]) -> None:
+    limit = state.options.max_stop_strings
+    if len(stops) > limit:
+        raise ApiError(400, f"{name} has {len(stops)} strings: at most {limit} are allowed", param=name)
+    if "" in stops:
+        raise ApiError(400, f"{name} has an empty string: each must have 1 character or more", param=name)
+    _check_strings(state, name, stops)
+
+
 def _check_strings(state: ServerState, name: str, texts: Sequence[str]) -> None:
-    options = state.options
-    if name == "stop" and len(texts) > options.max_stop_strings:
-        message = f"stop has {len(texts)} strings: at most {options.max_stop_strings} are allowed"
-        raise ApiError(400, message, param=name)
-    longest = max(map(len, texts), default=0)
-    if longest > options.max_stop_length:
-        message = (
-            f"{name} has a string of {longest} characters: at most {options.max_stop_length} are allowed"
-        )
+    longest, limit = max(map(len, texts), default=0), state.options.max_stop_length
+    if longest > limit:
+        message = f"{name} has a string of {longest} characters: at most {limit} are allowed"
         raise ApiError(400, message, param=name)

@@ -64,10 +64,12 @@ class Caller:
         return self.name or user or ""
 
     def salt(self, salt: str) -> str:
-        """What separates this caller's prefixes from others'."""
-        if not self.own_cache:
-            return salt
-        return hashlib.sha256(f"{self.name}\0{salt}".encode()).hexdigest()
+        """What separates this caller's prefixes from others'. Never as a client wrote it: one who shares could write
+        what another's becomes."""
+        owner = self.name if self.own_cache else ""
+        if not owner and not salt:
+            return ""
+        return hashlib.sha256(f"{owner}\0{salt}".encode()).hexdigest()
 
     def enter(self) -> None:
         """Count one more request. Raises ApiError when that is one too many."""
@@ -121,6 +123,9 @@ class Keys:
 
     def _digest(self, key: str) -> bytes:
         return hmac.digest(self._secret, key.encode(), "sha256")
+
+    def has(self, key: str) -> bool:
+        return self._digest(key) in self._callers
 
     @property
     def required(self) -> bool:
@@ -177,12 +182,13 @@ class Keys:
 class AdminKey:
     """Who may change what the server is made of."""
 
-    def __init__(self, key: str | None, keys: Iterable[str] = ()) -> None:
+    def __init__(self, key: str | None, keys: Keys | None = None) -> None:
+        """`keys` are the clients', from flags and from the file."""
         if key is not None and not _can_be_sent(key):
             raise ConfigError(
                 "admin_key is empty, has spaces around it, or characters that are not printable ASCII"
             )
-        if key is not None and key in keys:
+        if key is not None and keys is not None and keys.has(key):
             raise ConfigError("admin_key is an API key too: it must be another one")
         self._key = None if key is None else key.encode()
 

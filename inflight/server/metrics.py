@@ -192,7 +192,7 @@ class Metrics:
         self.num_freed_blocks = 0
 
     def empty_copy(self) -> Metrics:
-        return Metrics(self._model, len(self._prefixes) > 1)
+        return Metrics(self._model, len(self._prefixes) > 1, self._cache)
 
     def ended(self, record: RequestRecord) -> None:
         """An answer is complete, whatever way."""

@@ -197,10 +197,10 @@ def _check_room(state: ServerState, params: GenerationParams, found: OutputProce
     if state.options.strict and num_prompt + asked > state.frontend.max_model_len:
         raise ApiError(
             400,
-            f"the prompt has {num_prompt} tokens and max_tokens is {asked}: together they must be at most "
+            f"the prompt has {num_prompt} tokens and {params.asked_name} is {asked}: together they must be at most "
             f"{state.frontend.max_model_len} (max_model_len)",
             code="context_length_exceeded",
-            param="max_tokens",
+            param=params.asked_name,
         )
 
 

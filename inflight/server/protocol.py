@@ -6,12 +6,13 @@ import asyncio
 import re
 from asyncio import TimerHandle
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from inflight.server.connection_places import ConnectionPlaces
 from inflight.server.errors import ApiError
 from inflight.server.framing import RequestFraming
 from inflight.server.hangup import HangupWatch
@@ -21,7 +22,6 @@ from inflight.server.unchunked import unchunked
 from inflight.server.write_timer import WriteTimer
 
 PROBES = (b"/health", b"/ready")  # paths that are answered even if all connections are taken
-MAX_RESERVED = 64
 _UPGRADE = re.compile(rb"(?i)\nupgrade:")
 
 
@@ -32,11 +32,6 @@ class ConnectionLimits:
     write_timeout: float
     max_connections: int
 
-    @property
-    def num_reserved(self) -> int:
-        """Connections, of all, that are kept for probes."""
-        return min(MAX_RESERVED, -(-self.max_connections // 8), self.max_connections - 1)
-
 
 class BoundedProtocol(HttpToolsProtocol):
     """One connection. Behind the request that is answered at most one more is taken from it."""
@@ -44,7 +39,7 @@ class BoundedProtocol(HttpToolsProtocol):
     limits: ConnectionLimits
     hangups: HangupWatch
     turns: ParsingTurns
-    reserved: dict[BoundedProtocol, None]  # connections that only probes may use; the oldest is first
+    places: ConnectionPlaces
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -66,20 +61,10 @@ class BoundedProtocol(HttpToolsProtocol):
         self._descriptor: int = transport.get_extra_info("socket").fileno()
         self._write_timer = WriteTimer(self.loop, transport, self.limits.write_timeout)
         self._start_header_timer()
-        num_others = len(self.connections) - len(self.reserved)
-        if num_others > self.limits.max_connections - self.limits.num_reserved:
-            self._reserve()
-
-    def _reserve(self) -> None:
-        """All other connections are taken: this one is for a probe, in place of one that had more time to send it."""
-        self.reserved[self] = None
-        if len(self.reserved) > self.limits.num_reserved:
-            oldest = next(iter(self.reserved))
-            del self.reserved[oldest]
-            oldest._refuse_connection()
+        self.places.take(self, len(self.connections))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.reserved.pop(self, None)
+        self.places.leave(self)
         self._write_timer.stop()
         self.hangups.remove(self._descriptor)
         self._stop_timers()
@@ -193,11 +178,11 @@ class BoundedProtocol(HttpToolsProtocol):
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > self.limits.max_header_size:
             self._refuse_headers("headers")
-        elif self in self.reserved and self.url.partition(b"?")[0] not in PROBES:
-            self._refuse_connection()
+        elif self.places.is_reserved(self) and self.url.partition(b"?")[0] not in PROBES:
+            self.refuse_connection()
         elif not self.transport.is_closing():
             super().on_headers_complete()
-            self.cycle.keep_alive &= self not in self.reserved
+            self.cycle.keep_alive &= not self.places.is_reserved(self)
             self._in_body = True
             self._framing.headers_complete(self.headers)
             if self.pipeline:  # this one waits, and all behind it
@@ -277,7 +262,7 @@ class BoundedProtocol(HttpToolsProtocol):
         message = f"the {what} are larger than {self.limits.max_header_size} bytes, which is the limit"
         self._refuse(ApiError(431, message, code="headers_too_large"))
 
-    def _refuse_connection(self) -> None:
+    def refuse_connection(self) -> None:
         self._refuse(ApiError(503, "there are too many connections", code="too_many_connections"))
 
     def _refuse(self, error: ApiError) -> None:
@@ -313,12 +298,15 @@ class BoundedProtocol(HttpToolsProtocol):
         self._close()
 
 
-def bounded_protocol(limits: ConnectionLimits, loop: asyncio.AbstractEventLoop) -> type[BoundedProtocol]:
-    """A protocol class of one server; uvicorn makes one instance per connection."""
+P = TypeVar("P", bound=BoundedProtocol)
+
+
+def bounded_protocol(kind: type[P], limits: ConnectionLimits, loop: asyncio.AbstractEventLoop) -> type[P]:
+    """A protocol class of one server; there is one instance per connection."""
     shared = {
         "limits": limits,
         "hangups": HangupWatch(loop),
         "turns": ParsingTurns(loop),
-        "reserved": {},
+        "places": ConnectionPlaces(limits.max_connections),
     }
-    return type("LimitedProtocol", (BoundedProtocol,), shared)
+    return type("LimitedProtocol", (kind,), shared)

@@ -124,7 +124,10 @@ class RequestLog:
         if logged.outcome is not None:
             return None
         logged.outcome = "cancelled"
-        return 0 if logged.abort is None else await logged.abort()
+        if logged.abort is None:  # it is still being prepared
+            logged.cancel_scope.end("cancelled")
+            return 0
+        return await logged.abort()
 
     def ids_of(self, caller: Caller, engine_ids: tuple[str, ...]) -> list[str]:
         """The caller's own among these, as it knows them, each once."""

@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Coroutine, Generator, Sequence
 from dataclasses import asdict
+from functools import partial
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -26,15 +27,16 @@ from inflight.engine.supervisor import LoadProgress
 from inflight.errors import ConfigError, EngineDeadError, InflightError
 from inflight.logs import configure_logging
 from inflight.server.app import create_app
-from inflight.server.config import ServerConfig
+from inflight.server.config import ServerConfig, tls_context
 from inflight.server.descriptors import connections_that_fit
-from inflight.server.keys import Keys, load_keys
+from inflight.server.keys import AdminKey, Keys, load_keys
 from inflight.server.loading_app import LoadingApp
 from inflight.server.middleware import Hosts
-from inflight.server.protocol import ConnectionLimits, bounded_protocol
+from inflight.server.protocol import BoundedProtocol, ConnectionLimits, bounded_protocol
 from inflight.server.root_path import RootPath
 from inflight.server.state import ServerState
 from inflight.server.summary import summary
+from inflight.server.tls import TlsListener, TlsProtocol
 from inflight.server.tracing import Tracer, tracer_of
 
 logger = logging.getLogger(__name__)
@@ -53,6 +55,9 @@ def run(options: ServerConfig, notes: Sequence[str] = ()) -> None:
     for note in notes:
         logger.warning("%s", note)
     keys = load_keys(options.api_key, options.keys)
+    AdminKey(
+        options.admin_key, keys
+    )  # raises where it cannot be: that should not take minutes to show either
     if len(set(keys.weights().values())) > 1 and options.policy != "fair":
         logger.warning("keys have weights, but the policy is %s: only fair looks at them", options.policy)
     serve, listeners = _serve, [listen(options)]  # a port that is taken should not take minutes to show
@@ -165,12 +170,14 @@ class Server(uvicorn.Server):
             write_timeout=options.write_timeout,
             max_connections=connections_that_fit(options.max_connections),
         )
+        self._tls = tls_context(options)
+        kind = BoundedProtocol if self._tls is None else TlsProtocol
         super().__init__(
             uvicorn.Config(
                 self.loading_app
                 if options.root_path is None
                 else RootPath(self.loading_app, options.root_path),
-                http=bounded_protocol(limits, self._loop),
+                http=bounded_protocol(kind, limits, self._loop),
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -180,15 +187,26 @@ class Server(uvicorn.Server):
                 backlog=BACKLOG,
                 timeout_keep_alive=KEEP_ALIVE,
                 timeout_graceful_shutdown=2,
-                ssl_keyfile=options.ssl_keyfile,
-                ssl_certfile=options.ssl_certfile,
-                ssl_ca_certs=options.ssl_ca_certs,
-                ssl_cert_reqs=options.ssl_cert_reqs,
             )
         )
         self._state: ServerState | None = None
         self._loading: asyncio.Future[Any] | None = None
         self._drain: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._tls is None or sockets is None:
+            await super().startup(sockets)
+            return
+        protocol: Any = self.config.http_protocol_class
+        given = {
+            "config": self.config,
+            "server_state": self.server_state,
+            "app_state": {},
+            "_loop": self._loop,
+        }
+        make_protocol = partial(protocol, **given)
+        self.servers: Any = [TlsListener(listener, self._tls, make_protocol) for listener in sockets]
+        self.started = True
 
     async def wait_for(self, loading: Coroutine[Any, Any, T]) -> T | None:
         """What the loading gives; None if the server is told to stop first."""

@@ -67,7 +67,7 @@ class ServerState:
         )
         # Where there are replicas: who they are.
         self.replicas: Replicas | None = self.client.replicas if isinstance(self.client, Router) else None
-        self.admin_key = AdminKey(self.options.admin_key, self.options.api_key)
+        self.admin_key = AdminKey(self.options.admin_key, self.keys)
         self.request_log = RequestLog(self.options.request_history)
         limits = self.options.max_stored_responses, self.options.max_stored_bytes
         self.responses: Responses = self.stored or LocalResponses(ResponseStore(*limits))

@@ -83,7 +83,7 @@ def tracer_of(endpoint: str | None) -> Tracer:
 
 def _operation(logged: LoggedRequest) -> str:
     if logged.task == "generate":
-        return "chat" if "chat" in logged.route else "text_completion"
+        return "text_completion" if logged.route == "/v1/completions" else "chat"
     return "embeddings" if logged.task == "embed" else logged.task
 
 

@@ -100,10 +100,12 @@ class Marks:
             return text, tokenizer.encode(text, add_special_tokens=False)
         # Text, number, text, ... A template may write all in capitals, or cut a mark, which may then have any number.
         parts = re.split(f"{self._word}([0-9]{{1,9}})z", text, flags=re.IGNORECASE)
-        ids: list[int] = []
-        for index, part in enumerate(parts):
-            if index % 2:
-                parts[index] = self._hidden[int(part)] if int(part) < self.num_hidden else ""
-            plain = index % 2 == 1
-            ids += tokenizer.encode(parts[index], add_special_tokens=False, parse_special=not plain)
+        parts[1::2] = [self._hidden[int(n)] if int(n) < self.num_hidden else "" for n in parts[1::2]]
+        # Each once: there may be a hundred thousand of a few.
+        texts, spelled = dict.fromkeys(parts[::2]), dict.fromkeys(parts[1::2])
+        known = (
+            dict(zip(texts, tokenizer.encode_batch([*texts], False), strict=True)),
+            dict(zip(spelled, tokenizer.encode_batch([*spelled], False, parse_special=False), strict=True)),
+        )
+        ids = [token_id for index, part in enumerate(parts) for token_id in known[index % 2][part]]
         return "".join(parts), ids

@@ -13,6 +13,7 @@ import pytest
 
 from inflight.bench import server
 from inflight.bench.server import ServerAddress
+from inflight.errors import EngineError
 
 LOADING = (503, {"error": {"message": "the model is being loaded", "code": "loading"}})
 MODELS = (200, {"data": [{"id": "m"}]})
@@ -30,6 +31,8 @@ def answering(*answers: tuple[int, Any]) -> Iterator[tuple[ServerAddress, list[s
             self.send_response(status)
             self.end_headers()
             self.wfile.write(json.dumps(answer).encode())
+
+        do_POST = do_GET  # noqa: N815
 
         def log_message(self, *_: Any) -> None:
             pass
@@ -57,3 +60,16 @@ def test_no_other_answer_is_waited_for(answer: tuple[int, Any]) -> None:
     with answering(answer) as (address, asked):
         address.wait_until_loaded()
         assert asked == ["/v1/models"]
+
+
+def test_what_a_server_refuses_is_told() -> None:
+    no_model = {"error": {"message": "the model 'x' is not served here"}}
+    with (
+        answering((404, no_model)) as (address, _),
+        pytest.raises(EngineError, match="404: the model 'x' is"),
+    ):
+        address.vocab_size("x", 128)
+    no_ids = {"error": {"message": "text only"}}
+    refused = pytest.raises(EngineError, match=r"token ids as a prompt \(text only\): use --endpoint chat")
+    with answering((400, no_ids), (400, no_ids)) as (address, _), refused:
+        address.vocab_size("m", 128)

@@ -74,6 +74,16 @@ def test_schemas_in_a_grammar_are_checked(embedded: str, message: str, code: str
     assert caught.value.code == code
 
 
+def test_an_expression_over_two_lines_hides_no_schema() -> None:
+    with pytest.raises(ParameterError, match="the keyword 'nullable'"):
+        compiler().compile(StructuredOutputs(grammar='start: /x\n"/ %json {"nullable": true}'))
+
+
+def test_the_end_of_a_long_refusal_is_told() -> None:
+    with pytest.raises(ParameterError, match=r"a+ \.\.\. .*unclosed group"):
+        compiler().compile(StructuredOutputs(regex="a" * 2000 + "("))
+
+
 def test_schemas_in_a_grammar_are_what_they_are_elsewhere() -> None:
     grammar = (
         'start: "%json {" one /\\/%json \\{/ // %json {\none: %json {"pattern": "^[^\\"]$", "type": "string"}'

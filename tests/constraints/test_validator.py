@@ -39,6 +39,11 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "nesting": {"grammar": "start: " + "(" * 50_000 + '"a"' + ")" * 50_000},
     "deep schema": {"json": '{"items":' * 10_000 + "{}" + "}" * 10_000},
     "parentheses": {"regex": "(" * 60_000 + "a" + ")" * 60_000},
+    # What took minutes to read here, with Python's lock held all the time:
+    "words that refusals have": {"regex": "state " * 20_000 + "("},
+    "names without an end": {"json": {"type": "string", "pattern": "\\p{" * 40_000}},
+    "texts without an end": {"grammar": "start: %json {} " + '"\\' * 60_000},
+    "blank lines": {"grammar": "\n" * 130_000},
 }
 
 

@@ -152,7 +152,7 @@ def live_server(
 
     state, server = backend.run(start())
     finished = asyncio.run_coroutine_threadsafe(server.serve([listener]), backend.loop)
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    url = f"{'https' if given.ssl_certfile else 'http'}://127.0.0.1:{listener.getsockname()[1]}"
     with httpx.Client(base_url=url, timeout=SECONDS) as http:
         live = Live(backend, state, server, url, http, finished)
         try:

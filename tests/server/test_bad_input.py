@@ -12,7 +12,7 @@ import pytest
 from inflight import LLM, SamplingParams
 from tests.server.live import Backend, Live, live_server, stream
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 USER = {"role": "user", "content": "Hello"}
 
 # What is added to a good body: (path, parameters, the parameter named, part of the message or code)
@@ -111,7 +111,9 @@ ROWS: list[tuple[str, dict[str, Any], str | None, str]] = [
         "",
     ),
     # stop strings
-    (COMPLETIONS, {"stop": ""}, "stop", "1 to"),
+    (COMPLETIONS, {"stop": ""}, "stop", "1 character or more"),
+    (CHAT, {"max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens is 0: it must be"),
+    (RESPONSES, {"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens is 0: it must be"),
     (COMPLETIONS, {"stop": ["x"] * 17}, "stop", "at most 16"),
     (COMPLETIONS, {"stop": ["x" * 257]}, "stop", "at most 256"),
     (COMPLETIONS, {"stop": 5}, "stop", "valid string or input should be a valid array"),
@@ -167,7 +169,12 @@ def test_refusals(
     neighbours_text: str,
     threads: ThreadPoolExecutor,
 ) -> None:
-    body = {"prompt": "x", **more} if path == COMPLETIONS else {"messages": [USER], **more}
+    good: dict[str, Any] = {
+        COMPLETIONS: {"prompt": "x"},
+        CHAT: {"messages": [USER]},
+        RESPONSES: {"input": "x"},
+    }
+    body = {**good[path], **more}
     neighbour = threads.submit(stream, live, COMPLETIONS, NEIGHBOUR)
     status, error = refused(live, path, json.dumps(body))
     assert status == 400

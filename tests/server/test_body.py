@@ -74,13 +74,25 @@ def refusals() -> Iterator[tuple[str, str, str, str]]:
     yield completions, ids, "context_length_exceeded", ""
     yield completions, ids[:-2] + ", 1, 1]}", complex_, f"more than {MAX_VALUES} values"
     yield completions, json.dumps({"prompt": "," * MAX_VALUES}), "context_length_exceeded", ""
+    tool = {"name": "t", "input_schema": {}, "type": "custom"}
+    for name in ("input_examples", "allowed_callers"):  # the first mistake is enough
+        asked = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+        given = json.dumps({**asked, "tools": [{**tool, name: [1] * (MAX_MISTAKES + 1)}]})
+        yield "/v1/messages", given, "invalid_request_error", f"tools[0].{name}[0] is 1"
+    given = json.dumps(
+        {"input": "x", "tools": [{"type": "function", "name": "t", "allowed_callers": [1] * 1001}]}
+    )
+    yield "/v1/responses", given, "invalid_value", "tools[0].allowed_callers[0] is 1"
+    given = json.dumps({**asked, "chat_template_kwargs": {f"k{i}": [1] for i in range(MAX_MISTAKES)}})
+    yield chat, given, "invalid_value", "it has 1000 arguments"
+    yield completions, '{"prompt": }', "invalid_json", "not valid JSON: expected value at line 1 column 12"
 
 
-@pytest.mark.parametrize(("path", "content", "code", "message"), list(refusals()), ids=range(11))
+@pytest.mark.parametrize(("path", "content", "code", "message"), list(refusals()), ids=range(16))
 def test_refusals(path: str, content: str, code: str, message: str, live: Live) -> None:
     response = live.http.post(path, content=content, headers={"content-type": "application/json"})
     error = response.json()["error"]
-    assert (response.status_code, error["code"]) == (400, code)
+    assert (response.status_code, error.get("code", error["type"])) == (400, code)
     assert message in error["message"]
 
 

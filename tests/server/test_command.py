@@ -159,6 +159,7 @@ def test_what_no_engine_can_do_is_one_line() -> None:
     [
         (("--keys", "/nowhere"), "the keys file '/nowhere' cannot be read"),
         (("--max-queue", "0"), "max_queue is 0"),
+        (("--api-key", "x", "--admin-key", "x"), "admin_key is an API key too"),
         (("--host", "256.0.0.1"), "cannot listen on 256.0.0.1"),
         (("--allowed-hosts", "localhost:8000"), "allowed_hosts has 'localhost:8000'"),
     ],

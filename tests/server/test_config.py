@@ -15,7 +15,7 @@ from inflight.execution.platforms.cuda import CudaPlatform
 from inflight.option import PYTHON, options_of
 from inflight.server.config import SERVE_OPTIONS, ServerConfig
 
-KEY = str(Path(__file__).parent / "tls" / "key.pem")
+CERT, KEY = (str(Path(__file__).parent / "tls" / name) for name in ("cert.pem", "key.pem"))
 
 
 def test_every_option_of_the_engine_is_one_of_the_server() -> None:
@@ -61,7 +61,10 @@ def test_defaults_are_those_that_are_shown() -> None:
         ({"ssl_keyfile": "k"}, "go together"),
         ({"ssl_keyfile": "k", "ssl_certfile": "c"}, r"files for TLS \(c, k\).*: No such file"),
         ({"ssl_keyfile": KEY, "ssl_certfile": KEY}, "files for TLS"),  # no certificate
-        ({"ssl_ca_certs": KEY}, "files for TLS"),
+        ({"ssl_keyfile": KEY, "ssl_certfile": CERT, "ssl_ca_certs": KEY}, "files for TLS"),
+        ({"ssl_ca_certs": CERT}, "without it there is no TLS"),
+        ({"ssl_cert_reqs": 2}, "without it there is no TLS"),
+        ({"ssl_keyfile": KEY, "ssl_certfile": CERT, "ssl_cert_reqs": 1}, "it needs ssl_ca_certs"),
         ({"allowed_origins": ("*",), "allow_credentials": True}, "each origin must be named"),
         ({"api_key": (" ",)}, "empty"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -126,8 +127,8 @@ def test_what_asks_about_tokens_counts_too(path: str, body: Any, backend: Backen
 
 
 def test_prefixes_are_a_keys_own_unless_shared(keyed: Live) -> None:
-    def cached(key: str, prompt: list[int]) -> int:
-        response = keyed.post(PATH, {**GOOD, "prompt": prompt}, headers=bearer(key))
+    def cached(key: str, prompt: list[int], **more: str) -> int:
+        response = keyed.post(PATH, {**GOOD, "prompt": prompt, **more}, headers=bearer(key))
         found: int = response.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
         return found
 
@@ -135,6 +136,9 @@ def test_prefixes_are_a_keys_own_unless_shared(keyed: Live) -> None:
     assert cached("alice-secret", [9] * 40) == 32
     assert cached("carol-secret", [9] * 40) == 0
     assert cached("plain", [9] * 40) == 32  # carol's, both being shared
+    alices = hashlib.sha256(b"alice\0").hexdigest()  # what her salt is made of is no secret
+    assert cached("carol-secret", [9] * 40, cache_salt=alices) == 0
+    assert cached("plain", [9] * 40, cache_salt=alices) == 32
 
 
 def test_ids_are_a_keys_own(keyed: Live) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ import pytest
 from inflight import LLM, SamplingParams
 from inflight.server.config import ServerConfig
 from inflight.server.run import Server
+from inflight.server.state import TEXT_THREADS
 from tests.e2e.breaking import BreakingRunner
 from tests.server.live import Backend, Live, live_server, stream
 
@@ -210,6 +212,25 @@ def test_the_story_of_one_that_waits(live: Live, backend: Backend) -> None:
     finally:
         live.wait_until_idle()
         rows[:] = kept
+
+
+def test_what_is_cancelled_before_it_reaches_the_engine_never_does(live: Live) -> None:
+    go_on = threading.Event()
+    held = [live.state.threads.submit(go_on.wait) for _ in range(TEXT_THREADS)]
+    chat = {"messages": [{"role": "user", "content": "x"}], "request_id": "early"}
+    num_requests = live.state.metrics.requests["generate"]
+    with ThreadPoolExecutor(1) as asking:
+        asked = asking.submit(live.post, "/v1/chat/completions", chat)
+        try:
+            live.wait_until("the request", lambda: len(live.state.request_log))
+            assert live.http.delete("/v1/requests/early").json()["cancelled"] is True
+            response = asked.result(30)
+        finally:
+            go_on.set()
+    assert (response.status_code, response.json()["error"]["code"]) == (409, "cancelled")
+    assert live.http.get("/v1/requests/early").json()["status"] == "cancelled"
+    assert all(future.result() for future in held)
+    assert live.state.metrics.requests["generate"] == num_requests
 
 
 def test_the_history_is_bounded(backend: Backend) -> None:

@@ -12,7 +12,8 @@ from inflight.request import MAX_SALT_LENGTH
 from inflight.sampling_params import MAX_BAD_WORDS, MAX_LOGPROBS, MAX_N, MAX_STOP_LENGTH, MAX_STOP_STRINGS
 from inflight.server.body import MAX_PARTS, MAX_VALUES
 from inflight.server.config import SERVE_OPTIONS
-from inflight.server.protocol import MAX_RESERVED, ConnectionLimits
+from inflight.server.connection_places import MAX_RESERVED, ConnectionPlaces
+from inflight.server.schemas.chat import MAX_ARGUMENTS
 from inflight.server.write_timer import MIN_PROGRESS
 from inflight.text.chat import MAX_MESSAGES
 from inflight.text.render import RenderLimits
@@ -37,6 +38,7 @@ CONSTANTS = {
     "`n`, whatever `--max-answers`": str(MAX_N),
     "bad words": f"{MAX_BAD_WORDS:,}",
     "messages of a conversation": f"{MAX_MESSAGES:,}",
+    "arguments for a chat template": str(MAX_ARGUMENTS),
     "characters of `user`, and of `cache_salt`": f"{MAX_TENANT_LENGTH}, {MAX_SALT_LENGTH}",
     "a chat template's time, its output, its input as JSON": (
         f"{RENDER.seconds:g} s, {RENDER.max_characters >> 20} Mi characters, {RENDER.max_input_bytes >> 20} MiB"
@@ -85,5 +87,5 @@ def test_every_limit_is_there_as_it_is_declared() -> None:
 def test_figures_inside_the_rows() -> None:
     text = "\n".join(" ".join(row) for row in rows())
     assert f"(less than {MIN_PROGRESS >> 10} KiB)" in text
-    assert ConnectionLimits(1, 1, 1, max_connections=80).num_reserved == 10
+    assert ConnectionPlaces(max_connections=80).num_reserved == 10
     assert f"after {RENDER.seconds:g} s" in text

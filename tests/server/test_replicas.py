@@ -19,7 +19,7 @@ from inflight.errors import ConfigError
 from inflight.frontend import Frontend
 from inflight.process_config import ProcessConfig, RouterConfig
 from inflight.router import Router, start_router
-from inflight.server.keys import AdminKey
+from inflight.server.keys import AdminKey, Caller, Keys
 from tests.browser import Page
 from tests.engine.faulty import BUILD, SLOW
 from tests.server.chat_page import look
@@ -195,7 +195,7 @@ def test_an_admin_key_must_be_one_that_can_be_sent(key: str) -> None:
     with pytest.raises(ConfigError, match="admin_key"):
         AdminKey(key)
     with pytest.raises(ConfigError, match="API key too"):
-        AdminKey("same", ["same"])
+        AdminKey("same", Keys([("same", Caller("of the keys file"))]))
 
 
 def test_a_page_shows_each_replica(page: Page, live: Live, backend: ReplicaBackend) -> None:

@@ -46,7 +46,7 @@ def test_strict_refuses_what_the_context_has_no_room_for(
     limit = strict.state.frontend.max_model_len
     response = strict.post(path, {**body, name: limit})
     assert response.status_code == 400
-    assert f"together they must be at most {limit}" in response.json()["error"]["message"]
+    assert f"{name} is {limit}: together they must be at most {limit}" in response.json()["error"]["message"]
 
 
 def test_strict_takes_what_fits(strict: Live) -> None:

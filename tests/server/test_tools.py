@@ -252,6 +252,7 @@ CONSTRAINED: list[tuple[dict[str, Any], bool]] = [  # what is asked for, and whe
     ({"structured_outputs": {"regex": "[a-z]+", "json": None}}, True),
     ({"guided_choice": ["a", "b"], "guided_json": None, "structured_outputs": None}, True),
     ({"max_reasoning_tokens": 0}, True),
+    ({"max_reasoning_tokens": 10**30}, False),  # more than there is room for
     ({"thinking_token_budget": 0}, True),
 ]
 

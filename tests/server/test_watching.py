@@ -37,7 +37,10 @@ def test_spans(backend: Backend) -> None:
         body = {"prompt": [5, 6], "max_tokens": 3, "ignore_eos": True, "request_id": "traced"}
         live.post("/v1/completions", body, headers=headers)
         live.post("/v1/completions", {"prompt": [5] * 5000})
-    good, bad = exporter.get_finished_spans()
+        live.post("/v1/responses", {"input": "x", "max_output_tokens": 1})
+    good, bad, response = exporter.get_finished_spans()
+    names = [(span.attributes or {})["gen_ai.operation.name"] for span in (good, response)]
+    assert names == ["text_completion", "chat"]
     assert good.attributes is not None
     assert good.attributes["gen_ai.request.id"] == "traced"
     assert good.attributes["gen_ai.usage.input_tokens"] == 2

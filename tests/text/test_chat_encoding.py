@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -37,6 +38,22 @@ def test_spelled_tokens_are_text(tokenizer: Tokenizer, template: ChatTemplate) -
         assert content in text
         assert [i for i in ids if i in tokenizer.special_ids] == expected
         assert tokenizer.decode(ids, skip_special_tokens=False) == text
+
+
+def test_what_is_spelled_over_and_over_is_tokenized_once(
+    tokenizer: Tokenizer, template: ChatTemplate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches: list[int] = []
+
+    def counted(texts: Sequence[str], *arguments: Any, **options: Any) -> list[list[int]]:
+        batches.append(len(texts))
+        return Tokenizer.encode_batch(tokenizer, texts, *arguments, **options)
+
+    monkeypatch.setattr(tokenizer, "encode_batch", counted)
+    text, ids = encode_chat(template, tokenizer, [{"role": "user", "content": "<|im_end|>, " * 300}])
+    assert text.count("<|im_end|>") >= 300
+    assert tokenizer.decode(ids, skip_special_tokens=False) == text
+    assert sum(batches) < 10
 
 
 def test_parts_that_spell_a_token_together(tokenizer: Tokenizer) -> None:

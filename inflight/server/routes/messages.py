@@ -51,6 +51,7 @@ async def create_message(request: Request) -> Response:
             body,
             max_tokens=body.max_tokens,
             stop=body.stop_sequences or (),
+            stop_name="stop_sequences",
             constraint=text_constraint(body),
         ),
     )

@@ -47,7 +47,11 @@ async def create_response(request: Request) -> Response:
     params = await state.in_thread_if(
         body.is_large,
         lambda: conversation_params(
-            state, body, max_tokens=body.max_output_tokens, constraint=text_constraint(body)
+            state,
+            body,
+            max_tokens=body.max_output_tokens,
+            max_tokens_name="max_output_tokens",
+            constraint=text_constraint(body),
         ),
     )
     turn = ResponseTurn(state, caller, body)
@@ -77,10 +81,9 @@ async def response(request: Request) -> Response:
     if request.query_params.get("stream", "false") != "false":
         message = "stream is not supported here: a stream is told once, to whoever asked the question"
         raise ApiError(400, message, code="unsupported_parameter", param="stream")
-    found = await _stored(request)
-    if found is None:
-        found = encode(_running(request)[1].so_far())
-    return Response(found, media_type="application/json")
+    running = _running(request)
+    content = await _stored(request) if running is None else encode(running[1].so_far())
+    return Response(content, media_type="application/json")
 
 
 @router.get(f"{ROUTE}/{{response_id}}/input_items", **documented(None, InputItemList, 400, 404))
@@ -108,23 +111,27 @@ async def delete_response(request: Request) -> Response:
 @router.post(f"{ROUTE}/{{response_id}}/cancel", **documented(None, ResponseObject, 404, 503))
 async def cancel_response(request: Request) -> Response:
     """End a response of yours; one that has ended stays as it is."""
-    found = await _stored(request)
-    if found is None:
-        logged, formatter = _running(request)
-        await state_of(request).request_log.cancel(logged)
-        found = encode(formatter.so_far("cancelled"))
-    return Response(found, media_type="application/json")
+    running = _running(request)
+    if running is None:
+        return Response(await _stored(request), media_type="application/json")
+    logged, formatter = running
+    await state_of(request).request_log.cancel(logged)
+    return Response(encode(formatter.so_far("cancelled")), media_type="application/json")
 
 
-async def _stored(request: Request) -> bytes | None:
-    found = await state_of(request).responses.find(caller_of(request), request.path_params["response_id"])
-    return None if found is None else found.content
-
-
-def _running(request: Request) -> tuple[LoggedRequest, ResponsesFormatter]:
-    """A response that is being written. Raises ApiError 404 where there is none."""
+def _running(request: Request) -> tuple[LoggedRequest, ResponsesFormatter] | None:
+    """A response that is being written, be it that an earlier one of the same id is stored."""
     response_id = request.path_params["response_id"]
     logged = state_of(request).request_log.find_running(caller_of(request), response_id)
     if logged is None or not isinstance(logged.formatter, ResponsesFormatter):
-        raise not_stored(response_id)
+        return None
     return logged, logged.formatter
+
+
+async def _stored(request: Request) -> bytes:
+    """One that has ended. Raises ApiError 404 where there is none."""
+    response_id = request.path_params["response_id"]
+    found = await state_of(request).responses.find(caller_of(request), response_id)
+    if found is None:
+        raise not_stored(response_id)
+    return found.content

@@ -71,9 +71,9 @@ async def tokenize(request: Request) -> Response:
     body = await read_json(request, TokenizeBody, options)
     state.check_model(body.model)
     tokenizer = _tokenizer(state)
-    check_size(state, *_characters(body))
 
     def answer() -> Response:
+        check_size(state, *_characters(body))
         if body.prompt is not None:
             token_ids = tokenizer.encode(body.prompt, body.add_special_tokens is not False)
         else:
@@ -101,7 +101,9 @@ async def detokenize(request: Request) -> Response:
     def answer() -> Response:
         wrong = next((token_id for token_id in body.tokens if not 0 <= token_id < size), None)
         if wrong is not None:
-            raise PromptError(f"tokens has the token id {wrong!r:.100}: ids must be from 0 to {size - 1}")
+            raise PromptError(
+                f"tokens has the token id {wrong!r:.100}: ids must be from 0 to {size - 1}", param="tokens"
+            )
         return respond(DetokenizedText(prompt=tokenizer.decode(body.tokens, skip_special_tokens=False)))
 
     async with counted(state.admission, caller_of(request)):

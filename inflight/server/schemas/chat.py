@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, BeforeValidator, Field
 
 from inflight.frontend.chat import CLIENT_NOTES, MAX_TOOLS
 from inflight.sampling_params import MAX_LOGPROBS
@@ -48,6 +48,17 @@ Messages = Annotated[Items[ChatMessage], Field(min_length=1, max_length=MAX_MESS
 
 
 Tools = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_TOOLS)]
+MAX_ARGUMENTS = 64  # of a template, more than any knows
+
+
+def _check_few(given: Any) -> Any:
+    """Before each is looked at: every wrong one would be four mistakes."""
+    if isinstance(given, dict) and len(given) > MAX_ARGUMENTS:
+        raise ValueError(f"it has {len(given)} arguments, at most {MAX_ARGUMENTS} are allowed")
+    return given
+
+
+TemplateArguments = Annotated[dict[str, str | int | float | bool | None], BeforeValidator(_check_few)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
@@ -59,7 +70,7 @@ class ChatBody(ConstrainedBody):
     top_logprobs: int | None = ranged(minimum=0, maximum=MAX_LOGPROBS)
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
+    chat_template_kwargs: TemplateArguments | None = None
 
     tools: Tools | None = None
     tool_choice: str | dict[str, Any] | None = Field(

@@ -79,10 +79,10 @@ class CustomTool(CachedPart):
     input_schema: dict[str, Any]
     description: str | None = None
     strict: bool | None = None
-    input_examples: list[dict[str, Any]] | None = None
+    input_examples: Items[dict[str, Any]] | None = None
     eager_input_streaming: bool | None = None
     defer_loading: bool | None = None
-    allowed_callers: list[Literal["direct"]] | None = None
+    allowed_callers: Items[Literal["direct"]] | None = None
 
 
 GivenTool = Annotated[

@@ -21,7 +21,7 @@ class FunctionTool(ReturnedPart):
 
     # Taken, and without effect: every tool is shown, and the model itself calls it.
     defer_loading: bool | None = None
-    allowed_callers: list[Literal["direct"]] | None = None
+    allowed_callers: Items[Literal["direct"]] | None = None
     output_schema: dict[str, Any] | None = None
 
 

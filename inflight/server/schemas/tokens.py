@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from inflight.server.schemas.chat import Messages, Tools
+from inflight.server.schemas.chat import Messages, TemplateArguments, Tools
 from inflight.server.schemas.common import Body, Items, Unset, missing
 
 
@@ -22,7 +22,7 @@ class TokenizeBody(Body):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     tools: Tools | None = None
-    chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
+    chat_template_kwargs: TemplateArguments | None = None
     return_token_strs: bool | None = None
 
     chat_template: Unset = missing("templates come with the checkpoint, never with a request")

@@ -142,6 +142,7 @@ def test_all_answer_alike_and_what_they_count_is_one_sum(server: TwoFronts) -> N
         assert counts(http, "key_requests", 'key="free"') == before + 3
         assert counts(http, "key_generation_tokens", 'key="free"') >= 24
         assert counts(http, "http_responses", 'route="/v1/completions",status="200"') >= 3
+        assert re.search(r"^inflight:cache_config_info\{.*block_size=", http.get("/metrics").text, re.M)
     one, other = ({**GOOD, "temperature": 1, "max_tokens": 40} for _ in range(2))
     drawn = [answered(http, body)["choices"][0]["text"] for http, body in ((first, one), (second, other))]
     assert drawn[0] != drawn[1], "requests without a seed have the same one in both"

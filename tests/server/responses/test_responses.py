@@ -271,7 +271,10 @@ def test_what_was_said_before_is_found_in_the_cache(builtin: openai.OpenAI) -> N
 
 
 def test_cancelling(builtin: openai.OpenAI) -> None:
-    endless: Any = {"model": MODEL, "input": "Go.", "extra_body": {"ignore_eos": True}}
+    # An id may be used again: the response that runs is meant, not the one that is stored.
+    again: Any = {"request_id": "again", "ignore_eos": True}
+    builtin.responses.create(model=MODEL, input="Go.", max_output_tokens=1, extra_body=again)
+    endless: Any = {"model": MODEL, "input": "Go.", "extra_body": again}
     with builtin.responses.create(**endless, stream=True) as stream:
         events = iter(stream)
         first: Any = next(events)
