@@ -22,11 +22,10 @@ demo: $(VENV)/.demo
 serve: $(VENV)/.server
 	$(BIN)/inflight serve
 
-# Clients and kernels are made beside the rest, and layering and types checked beside the tests: each keeps one core busy.
+# Each of these keeps one core busy, the longest come first; the tests keep all of them busy.
 test:
-	$(MAKE) --no-print-directory --jobs=2 setup clients kernels
-	$(MAKE) --no-print-directory lint
-	$(MAKE) --no-print-directory --jobs=2 tests layering types
+	$(MAKE) --no-print-directory --jobs=2 setup clients kernels lint $(VENV)/.compiled types layering
+	$(MAKE) --no-print-directory tests
 
 # The docs as a site in build/site, with the references made from the code. A link that leads nowhere is an error.
 docs: $(VENV)/.docs

@@ -7,23 +7,15 @@ import gc
 import os
 import signal
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 
 from inflight.native.library import native_library
 
 if TYPE_CHECKING:
     from tests.browser import Page
-
-# Triton reads this when it is imported: without a GPU, kernels run in its interpreter, on the CPU.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-    from tests.interpreter import repeat_less
-
-    repeat_less()
 
 # Tests press Ctrl-C, which a shell switches off for jobs in the background and all that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -34,17 +26,34 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 # What tests have frozen is taken apart at the end as ever: some libraries complain about what is left.
 atexit.register(gc.unfreeze)
 
-# Machines that run tests are busy and slow at times: that is no failure.
+# Machines that run tests are busy and slow at times: that is no failure. Those of CI draw the same examples each time,
+# so that a change is not judged by luck; all others explore.
 settings.register_profile(
-    "tests", max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    "tests",
+    max_examples=40,
+    deadline=None,
+    derandomize="CI" in os.environ,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("tests")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The compiled library is built before workers start, each of which would build it."""
-    if config.getoption("numprocesses", None):
-        native_library()
+    if config.getoption("numprocesses", None):  # it shares out the tests, and runs none
+        native_library()  # before workers start, each of which would build it
+    else:
+        interpret_kernels()
+
+
+def interpret_kernels() -> None:
+    """Without a GPU, kernels run in Triton's interpreter, on the CPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # read when it is imported
+        from tests.interpreter import repeat_less
+
+        repeat_less()
 
 
 # Files with a test of half a minute, most of it waiting: nobody should come to one last, when the others are done. Not
@@ -55,6 +64,24 @@ LONG = ("ray_cluster/", "server/test_soak")
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not item.nodeid.removeprefix("tests/").startswith(LONG))
+
+
+# Folders whose files share engines or runs that take seconds to make: one worker has all of a folder.
+TOGETHER = ("tests/compare/", "tests/server/faults/")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadFileScheduling
+
+    def place(nodeid: str) -> str:
+        return next((folder for folder in TOGETHER if nodeid.startswith(folder)), nodeid.partition("::")[0])
+
+    if config.getvalue("dist") != "loadfile":
+        return None
+    scheduler = LoadFileScheduling(config, log)
+    scheduler._split_scope = place
+    return scheduler
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -75,6 +102,8 @@ def frozen_imports() -> None:
 def one_thread() -> Iterator[None]:
     """The tensors here are so small that handing work to torch's threads takes longer than the work. Nor do engines in
     processes of their own share it, with cores that others use; the compiled library in this one does."""
+    import torch
+
     native_library()
     before = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from inflight import LLM, SamplingParams
 from tests.checkpoints import VOCAB_SIZE
 
 NUM_STEPS = 40
@@ -34,24 +35,19 @@ class Reference:
 
 @torch.inference_mode()
 def transformers_reference(folder: Path) -> Reference:
+    """Its greedy tokens take one look at a continuation, not one per token: the tokens that it thinks likeliest after
+    each of them are the continuation itself, or differ from it where it is wrong first. So it may come from us."""
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    params = SamplingParams(temperature=0, max_tokens=NUM_STEPS, ignore_eos=True, detokenize=False)
+    with LLM(folder, show_progress=False) as llm:
+        proposed = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False)]
     tokens, logprobs, margins = [], [], []
-    for prompt in PROMPTS:
-        ids = torch.tensor([prompt])
-        logprobs.append(model(ids).logits[0, :-1].log_softmax(-1))
-        out = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            use_cache=True,
-            max_new_tokens=NUM_STEPS,
-            min_new_tokens=NUM_STEPS,
-            return_dict_in_generate=True,
-            output_logits=True,
-        )
-        tokens.append(out.sequences[0, len(prompt) :].tolist())
-        best = torch.stack(out.logits)[:, 0].topk(2).values  # [NUM_STEPS, 2]
-        margins.append((best[:, 0] - best[:, 1]).min().item())
+    for prompt, ids in zip(PROMPTS, proposed, strict=True):
+        logits = model(torch.tensor([prompt + ids])).logits[0]
+        logprobs.append(logits[: len(prompt) - 1].log_softmax(-1))
+        best = logits[len(prompt) - 1 : -1].topk(2)
+        tokens.append(best.indices[:, 0].tolist())
+        margins.append((best.values[:, 0] - best.values[:, 1]).min().item())
     return Reference(PROMPTS, tokens, logprobs, min(margins))

@@ -84,8 +84,17 @@ def test_greedy_tokens_are_those_of_transformers(
         assert num_preemptions == 0
 
 
-@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 7}, SCARCE | {"pipeline_depth": 2}])
-@pytest.mark.parametrize("family", FAMILIES)
+SCORING: tuple[dict[str, Any], ...] = ({"max_num_batched_tokens": 7}, {}, SCARCE | {"pipeline_depth": 2})
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        (family, options)
+        for family in FAMILIES
+        for options in (SCORING if family in EVERY_SETTING else SCORING[:1])
+    ],
+)
 def test_prompt_logprobs_are_those_of_transformers(
     family: str, options: dict[str, Any], folder: Folder, reference: Callable[[str], Reference]
 ) -> None:
@@ -108,8 +117,10 @@ def test_prompt_logprobs_are_those_of_transformers(
                 assert candidate.rank == 1 + int((row > row[token_id]).sum())
 
 
-@pytest.mark.parametrize("block_size", [4, 16])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "block_size"),
+    [*((family, 4) for family in FAMILIES), *((family, 16) for family in EVERY_SETTING)],
+)
 def test_a_prefix_hit_changes_nothing_but_the_work(
     family: str, block_size: int, folder: Folder, reference: Callable[[str], Reference]
 ) -> None:

@@ -91,8 +91,15 @@ def test_the_decoders_operations(num_tokens: int, with_bias: bool, dtype: torch.
     check_the_decoders_operations(TritonKernels(dtype, DEVICE, few_tokens=FEW), num_tokens, with_bias)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("num_tokens", "with_bias"), [(16, True), (17, False), (40, False), (70, True)])
+@pytest.mark.parametrize(
+    ("num_tokens", "with_bias", "dtype"),
+    [
+        (16, True, torch.float16),
+        (17, False, torch.bfloat16),
+        (40, False, torch.float16),
+        (70, True, torch.bfloat16),
+    ],
+)
 def test_the_decoders_operations_with_more_tokens(
     num_tokens: int, with_bias: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -233,5 +233,5 @@ class EngineMachine(RuleBasedStateMachine):
             assert self.num_preemptions_told == num_preemptions
 
 
-EngineMachine.TestCase.settings = settings(max_examples=300, stateful_step_count=12, deadline=None)
+EngineMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=12, deadline=None)
 TestEngineMachine = EngineMachine.TestCase

@@ -129,7 +129,7 @@ def test_one_socket_from_the_start(arguments: tuple[str, ...], number: signal.Si
 
 @pytest.mark.parametrize(
     ("in_process", "number"),
-    [(False, signal.SIGTERM), (False, signal.SIGINT), (False, signal.SIGHUP), (True, signal.SIGTERM)],
+    [(False, signal.SIGINT), (False, signal.SIGHUP), (True, signal.SIGTERM)],
 )
 def test_a_signal_while_loading(in_process: bool, number: signal.Signals, file: Path) -> None:
     with loading(*(["--in-process"] if in_process else [])) as (process, http):
@@ -153,7 +153,7 @@ def test_the_address_is_held_from_the_start(file: Path) -> None:
     assert not file.exists()
 
 
-def test_a_model_that_cannot_be_loaded_leaves_no_server(tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_loaded_leaves_no_server_but_one_line(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with started(str(tmp_path)) as process:
         assert process.wait(120) == 1

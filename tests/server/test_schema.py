@@ -36,9 +36,9 @@ CHANGING = (  # which no one may here
     *("/v1/replicas", "/v1/replicas/roll", "/v1/replicas/{replica}/drain", "/v1/replicas/{replica}/restart"),
 )
 OPERATIONS = [
-    *(("POST", path, 20) for path in GENERATING),
-    *(("POST", path, 6 if path in FEW else 15) for path in (*SCORING, *CLASSIFYING)),
-    *(("POST", path, 12) for path in ("/tokenize", "/detokenize", "/v1/messages/count_tokens")),
+    *(("POST", path, 12) for path in GENERATING),
+    *(("POST", path, 4 if path in FEW else 10) for path in (*SCORING, *CLASSIFYING)),
+    *(("POST", path, 8) for path in ("/tokenize", "/detokenize", "/v1/messages/count_tokens")),
     *(("GET", path, 8) for path in ("/v1/models/{model}", "/v1/requests/{request_id}", RESPONSE)),
     ("GET", f"{RESPONSE}/input_items", 8),
     *(("DELETE", path, 8) for path in ("/v1/requests/{request_id}", RESPONSE)),

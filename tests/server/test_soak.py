@@ -33,7 +33,7 @@ from tests.server.soak import NUM_AT_ONCE, Question, Soak, questions_of
 from tests.server.test_command import serving
 
 IS_LONG = "INFLIGHT_SOAK" in os.environ
-NUM_REQUESTS = int(os.environ.get("INFLIGHT_SOAK", "240"))
+NUM_REQUESTS = int(os.environ.get("INFLIGHT_SOAK", "160"))
 NUM_KILLS, NUM_HANGS = (12, 4) if IS_LONG else (1, 0)  # a hang takes a minute to be found
 NUM_BLOCKS = 1024
 MIB = 1 << 20

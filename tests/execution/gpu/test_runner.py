@@ -33,7 +33,7 @@ pytestmark = [
 
 # Small, and with what kernels have to mind: three heads per KV head, a head size that is no power of two.
 SHAPE: dict[str, Any] = {
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "hidden_size": 48,
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
@@ -48,6 +48,12 @@ PROMPTS = [[5, 6, 7, 8, 9], [12] * 17, [*SHARED, 1], [*SHARED, 2, 3]]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("qwen3"), "qwen3", **SHAPE)
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With several layers: what one hands to the next, and memory of each. All else is the same for any number."""
+    return write_checkpoint(tmp_path_factory.mktemp("deep"), "qwen3", **SHAPE | {"num_hidden_layers": 2})
 
 
 @pytest.fixture
@@ -71,6 +77,11 @@ def on_the_cpu(folder: Path) -> list[Any]:
     return answers(folder, greedy(), device="cpu")
 
 
+@pytest.fixture(scope="module")
+def deep_on_the_cpu(deep: Path) -> list[Any]:
+    return answers(deep, greedy(), device="cpu")
+
+
 def greedy(**more: Any) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False, **more)
 
@@ -82,9 +93,9 @@ def drawn(**more: Any) -> SamplingParams:
 
 
 def test_greedy_tokens_are_those_of_the_cpu(
-    folder: Path, on_the_cpu: list[Any], interpreted: InterpretedPlatform
+    deep: Path, deep_on_the_cpu: list[Any], interpreted: InterpretedPlatform
 ) -> None:
-    assert answers(folder, greedy(), enable_prefix_caching=False, pipeline_depth=1) == on_the_cpu
+    assert answers(deep, greedy(), enable_prefix_caching=False, pipeline_depth=1) == deep_on_the_cpu
     assert not any(shape.prefix for shape in interpreted.runners[-1].step.shapes_met)
 
 
@@ -97,12 +108,12 @@ def test_more_chunks_than_the_usual_step_has_room_for(
 
 
 def test_prefixes_are_read_together_where_blocks_are_shared(
-    folder: Path, on_the_cpu: list[Any], interpreted: InterpretedPlatform, monkeypatch: pytest.MonkeyPatch
+    deep: Path, deep_on_the_cpu: list[Any], interpreted: InterpretedPlatform, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And make no difference to the tokens."""
     monkeypatch.setattr("inflight.attention.triton.planner.PREFIX_MIN_BLOCKS", 2)
     monkeypatch.setattr("inflight.attention.triton.planner.PREFIX_MIN_SAVED", 2)
-    assert answers(folder, greedy()) == on_the_cpu
+    assert answers(deep, greedy()) == deep_on_the_cpu
     assert any(shape.prefix for shape in interpreted.runners[-1].step.shapes_met)
 
 

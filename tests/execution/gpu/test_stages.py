@@ -27,7 +27,7 @@ from inflight.models.shard import shard_of
 from inflight.models.weights import load_decoder
 from inflight.scheduling import Batch, Sampled
 from tests.execution.gpu.interpreted import DEVICE, InterpretedPlatform
-from tests.execution.gpu.test_runner import folder as folder
+from tests.execution.gpu.test_runner import deep as deep
 from tests.execution.gpu.test_runner import greedy
 
 pytestmark = [
@@ -107,7 +107,7 @@ class StagedPlatform(InterpretedPlatform):
         return TwoStages(*stages)
 
 
-def test_two_stages_give_the_tokens_of_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_stages_give_the_tokens_of_one(deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt in chunks, and a row that is given to another request."""
     monkeypatch.setattr(rope_write, "FEW_TOKENS", rope_write.HeadTile(tokens=32, heads=8, num_warps=4))
     prompts = [[12] * 10, [5, 6]]
@@ -119,9 +119,9 @@ def test_two_stages_give_the_tokens_of_one(folder: Path, monkeypatch: pytest.Mon
         "block_size": 8,
     }
     found = []
-    for place in (CpuPlatform(), StagedPlatform(folder)):
+    for place in (CpuPlatform(), StagedPlatform(deep)):
         monkeypatch.setattr(load, "platform", lambda _, place=place: place)
-        with LLM(folder, skip_tokenizer_init=True, show_progress=False, pipeline_depth=1, **options) as llm:
+        with LLM(deep, skip_tokenizer_init=True, show_progress=False, pipeline_depth=1, **options) as llm:
             outputs = llm.generate(prompts, asked, use_tqdm=False)
         found.append([output.outputs[0].token_ids for output in outputs])
     assert found[1] == found[0]

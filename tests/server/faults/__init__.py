@@ -10,7 +10,7 @@ Tests are of this folder, or of the file that is named with them.
 | the client goes away | test_a_client_that_goes_away, test_aborts_take_effect_with_the_next_step; server/test_life.py |
 | a client reads slowly | test_a_client_that_does_not_read; server/test_life.py, engine/test_process.py |
 | overload | test_overload; server/test_limits.py, server/test_openai.py (Retry-After) |
-| SIGTERM | test_sigterm; server/test_life.py, server/test_command.py |
+| SIGTERM | server/test_life.py, server/test_command.py |
 | a step raises | test_a_step_that_raises; server/test_life.py |
 
 | input | tests |

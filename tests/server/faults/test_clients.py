@@ -1,10 +1,9 @@
-"""Clients that go away, do not read or are too many, and a server that is told to stop."""
+"""Clients that go away, do not read, are too many or send megabytes."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import signal
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,7 +16,6 @@ from tests.server.faults.conftest import NUM_PLACES, NUM_SLOTS
 from tests.server.faults.told import PATH, Case, Told, health, make_case, process_id, wait_for_running
 from tests.server.faulty import crawling
 from tests.server.live import Backend, Live
-from tests.server.test_command import serving
 from tests.server.test_life import slow_steps
 
 
@@ -113,20 +111,21 @@ def test_overload(server: Live, threads: ThreadPoolExecutor, slow: list[Case], q
     assert all(case.right(future.result()) for case, future in zip(slow, neighbours, strict=True))
 
 
-def test_sigterm(llm: LLM) -> None:
-    case = make_case(llm, [5, 6], 400)
-    found = [""] * 4
-    with serving("--shutdown-timeout", "60") as (process, http, _):
-        with http.stream("POST", PATH, json={**case.body, "n": 4, "stream": True}) as response:
-            process.send_signal(signal.SIGTERM)
-            while (refused := http.post(PATH, json={"prompt": "x", "max_tokens": 1})).status_code == 200:
-                pass
-            assert refused.status_code == 503
-            assert refused.json()["error"]["code"] == "shutting_down"
-            assert http.get("/health").status_code == http.get("/ready").status_code == 503
-            for line in response.iter_lines():
-                if line.startswith("data: {"):
-                    choice = json.loads(line[6:])["choices"][0]
-                    found[choice["index"]] += choice["text"]
-        assert process.wait(120) == 0
-    assert found == [case.text] * 4
+def test_large_lists_stall_no_one(server: Live, threads: ThreadPoolExecutor, slow: list[Case]) -> None:
+    """Megabytes of nonsense are refused, while a neighbour streams on."""
+    neighbour = slow[0].send(threads, server)
+    wait_for_running(server, 1)
+    numbers = ",".join(["5"] * 1_000_000)
+    contents = (
+        f'{{"prompt": [{numbers}]}}',
+        f'{{"prompt": "x", "allowed_token_ids": [{numbers}]}}',
+        '{"prompt": "x", "stop_token_ids": [' + ",".join(['"a"'] * 1_000_000) + "]}",
+        json.dumps({"prompt": "word " * 1_000_000}),
+        json.dumps({"prompt": "x", "bad_words": ["word " * 1000] * 1000}),
+        json.dumps({"prompt": "x", **{f"k{number}": 1 for number in range(500_000)}}),
+    )
+    for content in contents:
+        response = server.http.post(PATH, content=content, headers={"content-type": "application/json"})
+        assert response.status_code == 400
+        assert len(response.content) < 1000
+    assert slow[0].right(neighbour.result())
