@@ -17,6 +17,7 @@ LENGTHS = ("real", "ragged")
 REAL_MAX_TOKENS = 768  # the built-in model's longest answers have about 600
 RAGGED_MAX_TOKENS = 256
 RAGGED_SPREAD = 10  # the longest prompt and answer have this many times the tokens of the shortest
+MIN_RATE = 0.001  # requests a second: nobody waits for hours to see a comparison
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +35,10 @@ class Arrival:
             rate = float(given)
         except ValueError:
             rate = math.nan
-        if name != "poisson" or not 0 < rate < math.inf:
+        if name != "poisson" or not MIN_RATE <= rate < math.inf:
             raise ParameterError(
-                f"arrival is {text!r}: allowed is burst, or poisson:RATE with a positive number of requests a second"
+                f"arrival is {text!r}: allowed is burst, or poisson:RATE with a number of requests a second, "
+                f"at least {MIN_RATE}"
             )
         return cls(rate)
 

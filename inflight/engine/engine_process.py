@@ -133,9 +133,8 @@ class ConnectedProcess(Generic[MessageT]):
             reason = self._hosted.live()
         except ProcessNotStartedError as error:
             reason, was_started = str(error), False
-        except (
-            Exception
-        ) as error:  # a mistake of ours, or of Ray's: whoever waits for its end must not wait for ever
+        # A mistake of ours, or of Ray's: whoever waits for the end must not wait for ever.
+        except Exception as error:
             logger.exception("a process could not be watched")
             reason, was_started = f"it could not be watched: {type(error).__name__}: {error}", False
         self._post(lambda: self._end(reason, was_started))

@@ -53,7 +53,18 @@ def test_a_burst_comes_at_once() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "often", "poisson", "poisson:", "poisson:0", "poisson:-1", "poisson:nan", "poisson:inf", "burst:2"],
+    [
+        "",
+        "often",
+        "poisson",
+        "poisson:",
+        "poisson:0",
+        "poisson:-1",
+        "poisson:nan",
+        "poisson:inf",
+        "poisson:1e-300",
+        "burst:2",
+    ],
 )
 def test_other_arrivals_are_refused(text: str) -> None:
     with pytest.raises(ParameterError, match="allowed is burst, or poisson:RATE"):
