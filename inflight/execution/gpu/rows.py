@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from inflight.execution.gpu.host_step import Ints, staging
+from inflight.execution.gpu.host_step import ALIGNMENT, Ints, staging
 from inflight.scheduling.batch import Admission, TableUpdate
 
 PROGRAM_SIZE = 256  # updates and tokens that one program looks after
@@ -81,12 +81,23 @@ class DeviceRows:
         return np.stack((rows, joined, self.mirror[rows, joined]))
 
     def write_tables(self, updates: Ints) -> None:
-        """Tell the device now: for steps with more updates than their shape has room for."""
+        """Write the tables now: for steps with more updates than their shape has room for.
+
+        Each of the three parts begins at an aligned address, as in a captured step. Triton would otherwise compile
+        another kernel in the middle of serving.
+        """
         count = updates.shape[1]
-        held, array = staging(3 * count, self.device)
-        array[:] = updates.reshape(-1)
-        updates_there = TableUpdates(*held.to(self.device, non_blocking=True).view(3, count))
-        open_step(self.tokens, self.block_tables, updates_there, None)
+        size = -(-count // ALIGNMENT) * ALIGNMENT
+        held, array = staging(3 * size, self.device)
+        parts = array.reshape(3, size)
+        parts[:, :count] = updates
+        parts[:, count:] = -1
+        open_step(
+            self.tokens,
+            self.block_tables,
+            TableUpdates(*held.to(self.device, non_blocking=True).view(3, size)),
+            None,
+        )
 
 
 def open_step(tokens: Tensor, block_tables: Tensor, updates: TableUpdates, step: StepTokens | None) -> None:

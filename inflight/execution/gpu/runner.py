@@ -247,6 +247,8 @@ class GpuRunner:
             self.warm_up(shape)
         for num_samples in {shape.num_samples for shape in shapes if shape.chunks}:
             self.warm_up_pooling(num_samples)
+        if self.samples:
+            self.sampling.warm_up(self.rows.tokens)
         wait_for(self.decoder.device)
 
     def close(self) -> None:

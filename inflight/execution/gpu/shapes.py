@@ -14,6 +14,8 @@ USUAL_SAMPLES = 512
 # Sampling takes the smaller a part of a step with chunks, the more tokens it has: few sizes are enough, and up to each
 # bound these, beside as many as there can be.
 SAMPLE_SIZES = ((1024, (64, 256, USUAL_SAMPLES)), (1 << 30, (64, USUAL_SAMPLES)))
+# Decodes that share a prefix, as those of one agent do. More of them are captured when they are met.
+USUAL_SHARING = 64
 # Room for chunks costs time, see `Items`; more of them in one step are rare.
 FEW_CHUNKS = 32
 
@@ -59,13 +61,14 @@ class Buckets:
             for size in self.decodes
             for short_context in (False, size in self._short_context_sizes)
         ]
+        sharing = [self.decode(size, prefix=True) for size in self.decodes if 1 < size <= USUAL_SHARING]
         mixed = [
             self.mixed(tokens, size, 1, size, prefix=False)
             for tokens in self.tokens
             for size in self._samples(tokens)
             if size <= USUAL_SAMPLES or tokens == self.tokens[-1]
         ]
-        return sorted({*decodes, *mixed}, key=lambda shape: (-shape.num_tokens, -shape.num_samples))
+        return sorted({*decodes, *sharing, *mixed}, key=lambda shape: (-shape.num_tokens, -shape.num_samples))
 
     def decode(self, count: int, prefix: bool, short_context: bool = False) -> StepShape:
         """A step of `count` entries with one token each."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+from inflight.execution.gpu import rows as rows_module
 from inflight.execution.gpu.rows import DeviceRows, StepTokens, TableUpdates, open_step
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
@@ -30,6 +32,24 @@ def test_many_updates() -> None:
     rows.write_tables(rows.extend([TableUpdate(1, 10, list(range(1, 701)))]))
     assert rows.block_tables.tolist() == rows.mirror.tolist()
     assert not rows.block_tables[0].any()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 701])
+def test_table_updates_are_aligned_whatever_their_number(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton compiles one kernel for aligned addresses and another for others, in the middle of serving."""
+    launched: list[TableUpdates] = []
+
+    def launch(
+        tokens: torch.Tensor, tables: torch.Tensor, updates: TableUpdates, step: StepTokens | None
+    ) -> None:
+        launched.append(updates)
+        open_step(tokens, tables, updates, step)
+
+    monkeypatch.setattr(rows_module, "open_step", launch)
+    rows = DeviceRows(max_rows=2, max_len=8000, block_size=4, device=DEVICE)
+    rows.write_tables(rows.extend([TableUpdate(1, 10, list(range(1, 1 + count)))]))
+    assert rows.block_tables.tolist() == rows.mirror.tolist()
+    assert [part.data_ptr() % 16 for part in launched[0]] == [0, 0, 0]
 
 
 def test_tokens_of_admitted_requests() -> None:

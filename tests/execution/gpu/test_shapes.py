@@ -44,6 +44,10 @@ def test_usual_shapes_are_those_that_steps_get(limits: tuple[int, int]) -> None:
         assert buckets.mixed(num_tokens, 0, 1, 1, prefix=False) in usual
     for count in range(2, min(8, limits[0]) + 1):
         assert buckets.decode(count, prefix=False, short_context=True) in usual
+    for count in range(2, min(64, limits[0]) + 1):
+        assert (
+            buckets.decode(count, prefix=True) in usual or buckets.decode(count, prefix=True).num_tokens > 64
+        )
     assert usual[0].num_tokens == max(shape.num_tokens for shape in usual)
 
 

@@ -60,7 +60,7 @@ def update_forbidden(row, length, table, tokens, forbidden, vocab_size):
         tl.atomic_or(bits + (last >> 5), 1 << (last & 31), mask=holds)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows", "lengths"])
 def start_rows_kernel(
     rows,  # [n] int32: rows that got a request with penalties or rules
     lengths,  # [n] int32: of the tokens it has

@@ -39,7 +39,7 @@ def measure_kernel(
     store_chunk(x, tl.max(x), place, tops, masses, group_tops, GROUPS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["targets"])
 def logprobs_kernel(
     logits,  # [S, V], rows logits_stride apart
     targets,  # [S] int32

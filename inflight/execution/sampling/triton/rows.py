@@ -67,19 +67,28 @@ class DrawRows:
         self.table.index_copy_(0, self._to_device(np.array([*latest], dtype=np.int64)), words)
         started = [(row, len(request.token_ids)) for row, request in latest.items() if row in self._kept_up]
         if started:
-            rows, lengths = self._to_device(np.array(started, dtype=np.int32).T.copy())
-            start_rows_kernel[(len(started),)](
-                rows,
-                lengths,
-                self.table,
-                tokens,
-                self.forbidden,
-                self.seen,
-                self.vocab_size,
-                tokens.stride(0),
-                SIZE=START_SIZE,
-                num_warps=8,
-            )
+            self._start(started, tokens)
+
+    def warm_up(self, tokens: Tensor) -> None:
+        """Compile the kernel that the first row with penalties or rules needs. A row that asks for nothing stays as it
+        is."""
+        self._start([(0, 0)], tokens)
+
+    def _start(self, started: Sequence[tuple[int, int]], tokens: Tensor) -> None:
+        """Prepare what the steps of these rows keep up: (row, number of its tokens) each."""
+        rows, lengths = self._to_device(np.array(started, dtype=np.int32).T.copy())
+        start_rows_kernel[(len(started),)](
+            rows,
+            lengths,
+            self.table,
+            tokens,
+            self.forbidden,
+            self.seen,
+            self.vocab_size,
+            tokens.stride(0),
+            SIZE=START_SIZE,
+            num_warps=8,
+        )
 
     def logprob_counts(self, rows: NDArray[np.int32]) -> NDArray[np.int32] | None:
         """How many of the most likely tokens these rows want told, below 0: nothing; None if that is so for all."""
