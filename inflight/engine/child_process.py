@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import msgspec
@@ -50,19 +53,74 @@ class ChildProcess:
 
     def live(self) -> str:
         host = self._host
+        spare = _take_spare(host)
         try:
-            self._process = process = start_child(host.command, host.descriptors, host.environment)
+            if spare is None:
+                process = start_child(host.command, host.descriptors, host.environment)
+            else:
+                process = spare.process.result()
         except OSError as error:
             raise ProcessNotStartedError(f"the {host.name} could not be started: {error}") from error
+        self._process = process
         if self._killed:  # before it was there
             process.kill()
-        tell_child(process, self._connection)
-        return f"the {host.name} ended {end_of_child(process)}"
+        if spare is not None:
+            end = spare.connect(self._connection)
+        else:
+            tell_child(process, self._connection)
+            end = end_of_child(process)
+        return f"the {host.name} ended {end}"
 
     def kill(self) -> None:
         self._killed = True
         if self._process is not None:
             self._process.kill()
+
+
+class SpareEngine:
+    """An engine process that is started before it is needed, and imports torch and the loader meanwhile."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self.environment = environment
+        self.process: Future[subprocess.Popen[bytes]] = Future()
+        self._connection: queue.SimpleQueue[ConnectionInfo] = queue.SimpleQueue()
+        self._end: Future[str] = Future()
+        # One thread from its start to its end: for the system, that is the parent.
+        threading.Thread(target=self._live, name="inflight-spare", daemon=True).start()
+
+    def _live(self) -> None:
+        try:
+            process = start_child((*COMMAND, "--preload"), (), self.environment)
+        except OSError as error:
+            self.process.set_exception(error)
+            return
+        self.process.set_result(process)
+        tell_child(process, self._connection.get())
+        self._end.set_result(end_of_child(process))
+
+    def connect(self, connection: ConnectionInfo) -> str:
+        """Hand it over and wait for its end. Returns how it ended."""
+        self._connection.put(connection)
+        return self._end.result()
+
+
+_spares: list[SpareEngine] = []  # at most one
+
+
+def start_spare(environment: Mapping[str, str]) -> None:
+    """Start an engine process for the first host that would start the same. It ends with this process."""
+    _spares[:] = [SpareEngine(environment)]
+
+
+def _take_spare(host: ChildHost) -> SpareEngine | None:
+    """Return the spare engine process if it is what this host would start. The list is popped only once."""
+    if host.command != COMMAND or host.descriptors or not _spares:
+        return None
+    if dict(host.environment) != dict(_spares[0].environment):
+        return None
+    with contextlib.suppress(IndexError):  # another thread was faster
+        return _spares.pop()
+    return None
 
 
 def start_child(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import logging
 import os
 import sys
@@ -35,12 +36,23 @@ BUILDERS: Registry[Build] = Registry("builder", {"model": "inflight.loading:load
 
 def main() -> int:
     ignore_signals()
+    preload = threading.Thread(target=_preload, daemon=True)
+    if "--preload" in sys.argv[1:]:
+        preload.start()
     line = sys.stdin.buffer.readline()
     if not line:  # whoever started this one was told to stop meanwhile
         return 0
+    if preload.ident is not None:
+        preload.join()  # two threads that import the same packages may meet half-imported ones
     connection = msgspec.json.decode(line, type=ConnectionInfo)
     die_with(connection.parent_id)
     return serve(connection)
+
+
+def _preload() -> None:
+    """Import what loading a model needs. An error is raised again, and reported, where the import is needed."""
+    with contextlib.suppress(ImportError):
+        importlib.import_module("inflight.loading")
 
 
 def serve(connection: ConnectionInfo) -> int:

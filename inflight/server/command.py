@@ -41,6 +41,11 @@ def serve(
     with needs_extra("server"):
         options = ServerConfig.create(**gather(SERVE_OPTIONS, flags, os.environ, config, SERVE_HABITS))
         with interrupts_end_at_once():
-            from inflight.server.run import run  # torch and the server's packages are loaded only now
+            if not options.in_process and not options.router.is_wanted:
+                # The engine imports torch while this process imports the server.
+                from inflight.engine.child_process import start_spare
+
+                start_spare(options.process.environment)
+            from inflight.server.run import run  # the server's packages are loaded only now
 
     run(options, [*ctx.meta[NOTES], *unread(SERVE_OPTIONS, os.environ)])

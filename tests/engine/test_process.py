@@ -722,3 +722,31 @@ def test_a_process_whose_parent_stopped_before_it_began_is_quiet() -> None:
     command = child_process.COMMAND
     found = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=120, check=False)
     assert (found.returncode, found.stdout, found.stderr) == (0, b"", b"")
+
+
+async def test_spare_engine_process_is_used_once_and_by_a_matching_host_only() -> None:
+    child_process.start_spare({"INFLIGHT_TEST": "1"})
+    (spare,) = child_process._spares
+    spare_id = (await asyncio.to_thread(spare.process.result)).pid
+    async with running() as other:  # has another environment
+        assert process_id(other) != spare_id
+    process = ProcessConfig(heartbeat=0.05, environment={"INFLIGHT_TEST": "1"})
+    async with running(process) as first, running(process) as second:
+        assert process_id(first) == spare_id
+        assert process_id(second) != spare_id
+        assert await answer(first, [1, 2], 3, "a") == expected_tokens([1, 2], 3)
+
+
+async def test_spare_engine_process_ends_with_its_parent() -> None:
+    code = (
+        "from inflight.engine import child_process as c\n"
+        "c.start_spare({}); print(c._spares[0].process.result().pid, flush=True)"
+    )
+    parent = await asyncio.to_thread(
+        subprocess.run, [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+
+    async def is_gone() -> bool:
+        return not runs(int(parent.stdout))
+
+    await until(is_gone)
