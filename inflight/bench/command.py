@@ -191,7 +191,7 @@ def _check_files(as_json: str | None, plot: Path | None) -> None:
     if plot is not None and plot.suffix not in (".svg", ".png"):
         raise ConfigError(f"plot is {str(plot)!r}: its name must end in .svg or .png")
     if plot is not None and plot.suffix == ".png":
-        from inflight.compare.png import require_pillow
+        from inflight.compare.drawing import require_pillow
 
         require_pillow()
 

@@ -21,11 +21,11 @@ def write_plot(runs: list[Run], title: str, path: Path) -> None:
     drawing = draw(runs, title)
     try:
         if path.suffix == ".png":
-            from inflight.compare.png import write_png
+            from inflight.compare.drawing import write_png
 
             write_png(drawing, path)
         else:
-            from inflight.compare.svg import to_svg
+            from inflight.compare.drawing import to_svg
 
             path.write_text(to_svg(drawing), encoding="utf-8")
     except OSError as error:

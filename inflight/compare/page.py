@@ -1,14 +1,14 @@
-"""The table and the picture as one page that needs nothing else."""
+"""A comparison as one self-contained HTML page: table, picture, and the picture as text."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from html import escape
+from itertools import groupby
 
-from inflight.compare.drawing import DARK, LIGHT, SAMPLE, TITLE, draw, sample
-from inflight.compare.shown import Shown
-from inflight.compare.svg import FONTS, to_svg, to_swatch
-from inflight.compare.words import requests_in_words, slots_in_words
+from inflight.compare.drawing import DARK, FONTS, LIGHT, to_svg, to_swatch
+from inflight.compare.picture import SAMPLE, TITLE, draw, legend_sample
+from inflight.compare.timeline import ComparisonView, Span, SpanKind, Timeline
 
 _PAGE = """<!doctype html>
 <html lang="en">
@@ -69,11 +69,11 @@ details ul {{ margin: 0; padding-left: 20px; overflow-wrap: anywhere; }}
 <ul class="legend" aria-label="Legend">
 {legend}
 </ul>
-<p class="hint muted">The picture is wider than the screen: swipe, or move it with the arrow keys →</p>
+<p class="hint muted">The picture is wider than the screen: swipe, or scroll with the arrow keys →</p>
 <div class="wide" tabindex="0" role="region" aria-label="{picture_title}">{picture}</div>
 <details>
-<summary>The picture in words</summary>
-{words}
+<summary>The picture as text</summary>
+{text_version}
 </details>
 </main>
 </body>
@@ -81,7 +81,7 @@ details ul {{ margin: 0; padding-left: 20px; overflow-wrap: anywhere; }}
 """
 
 
-def to_html(comparison: Shown) -> str:
+def to_html(comparison: ComparisonView) -> str:
     return _PAGE.format(
         title=escape(comparison.title),
         subtitle=escape(comparison.subtitle),
@@ -94,7 +94,7 @@ def to_html(comparison: Shown) -> str:
         legend=_legend(comparison),
         picture_title=TITLE,
         picture=to_svg(draw(comparison, heading=False), _label(comparison)),
-        words=_words(comparison),
+        text_version=_text_version(comparison),
         fonts=FONTS,
         light=_variables(LIGHT),
         dark=_variables(DARK),
@@ -105,7 +105,7 @@ def _variables(theme: dict[str, str]) -> str:
     return " ".join(f"--{name}: {colour};" for name, colour in theme.items())
 
 
-def _table(comparison: Shown) -> str:
+def _table(comparison: ComparisonView) -> str:
     head = "".join(f'<th scope="col">{escape(timeline.strategy)}</th>' for timeline in comparison.timelines)
     body = "\n".join(
         f'<tr><th scope="row">{escape(name)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>'
@@ -114,23 +114,55 @@ def _table(comparison: Shown) -> str:
     return f"<table><thead><tr><td></td>{head}</tr></thead><tbody>\n{body}\n</tbody></table>"
 
 
-def _legend(comparison: Shown) -> str:
+def _legend(comparison: ComparisonView) -> str:
     return "\n".join(
-        f"<li>{to_swatch(sample(kind), *SAMPLE)}{escape(words)}</li>" for kind, words, _ in comparison.legend
+        f"<li>{to_swatch(legend_sample(entry.kind), *SAMPLE)}{escape(entry.text)}</li>"
+        for entry in comparison.legend
     )
 
 
-def _label(comparison: Shown) -> str:
-    told = (f"{timeline.strategy}: {comparison.told(timeline.strategy)}" for timeline in comparison.timelines)
-    return f"{TITLE}. {'. '.join(told)}. Below it is told in words."
+def _label(comparison: ComparisonView) -> str:
+    summaries = (
+        f"{timeline.strategy}: {comparison.summary(timeline.strategy)}" for timeline in comparison.timelines
+    )
+    return f"{TITLE}. {'. '.join(summaries)}. A text version follows."
 
 
-def _words(comparison: Shown) -> str:
-    parts = ["<h2>Requests</h2>", _list(requests_in_words(comparison))]
+def _text_version(comparison: ComparisonView) -> str:
+    parts = ["<h2>Requests</h2>", _list(requests_as_text(comparison))]
     for timeline in comparison.timelines:
-        parts += [f"<h2>{escape(timeline.strategy)}</h2>", _list(slots_in_words(comparison, timeline))]
+        parts += [f"<h2>{escape(timeline.strategy)}</h2>", _list(slots_as_text(comparison, timeline))]
     return "\n".join(parts)
 
 
 def _list(lines: Iterable[str]) -> str:
     return "<ul>\n" + "\n".join(f"<li>{escape(line)}</li>" for line in lines) + "\n</ul>"
+
+
+# ---- the picture as text ----
+
+
+def requests_as_text(comparison: ComparisonView) -> list[str]:
+    """Describe each request in one line."""
+    return [
+        "; ".join(comparison.describe_request(number).splitlines())
+        for number in range(comparison.num_requests)
+    ]
+
+
+def slots_as_text(comparison: ComparisonView, timeline: Timeline) -> list[str]:
+    """List which requests held each slot, in order."""
+    holders: dict[int, list[str]] = {}
+    for (slot, request), spans in groupby(timeline.spans, key=lambda span: (span.slot, span.request)):
+        holders.setdefault(slot, []).append(f"{comparison.label(request)} in {_steps(list(spans))}")
+    lines = [f"slot {slot + 1}: {'; '.join(texts)}" for slot, texts in sorted(holders.items())]
+    num_unused = timeline.num_slots - len(holders)
+    return [*lines, f"never used: {num_unused} of {timeline.num_slots} slots"] if num_unused else lines
+
+
+def _steps(spans: list[Span]) -> str:
+    first, last = spans[0].first, spans[-1].last - 1
+    steps = f"step {first}" if first == last else f"steps {first} to {last}"
+    if spans[-1].kind is not SpanKind.HELD:
+        return steps
+    return f"{steps}, finished before step {spans[-1].first}"

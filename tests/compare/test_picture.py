@@ -11,14 +11,12 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from inflight.compare.drawing import DARK, LIGHT, MIN_PREFILL, Rect, Text, draw
-from inflight.compare.html import to_html
-from inflight.compare.layout import SpanKind, Timeline
-from inflight.compare.palette import decode_colour, label, prefill_colour
-from inflight.compare.png import SCALE, write_png
+from inflight.compare.drawing import DARK, LIGHT, SCALE, Rect, Text, to_svg, write_png
+from inflight.compare.page import to_html
+from inflight.compare.picture import MIN_PREFILL, decode_colour, draw, prefill_colour
 from inflight.compare.report import Comparison
-from inflight.compare.svg import to_svg
 from inflight.compare.terminal import FOLD, picture, print_comparison
+from inflight.compare.timeline import SpanKind, Timeline
 from tests.compare.conftest import NUM_SLOTS
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -28,8 +26,7 @@ STEP = 0.01  # seconds
 
 @pytest.fixture(scope="module")
 def comparison(comparison: Comparison) -> Comparison:
-    """The real run, drawn as if every step had taken the same time: a slow moment of the machine would change the
-    picture."""
+    """The real run as if every step had taken equally long, so that a slow moment does not change the picture."""
     return replace(
         comparison,
         results={
@@ -46,19 +43,13 @@ def with_even_steps(timeline: Timeline) -> Timeline:
     )
 
 
-def test_labels_count_on_past_z() -> None:
-    assert [label(index) for index in (0, 25, 26, 27, 51, 52, 701, 702)] == [
-        "A", "Z", "AA", "AB", "AZ", "BA", "ZZ", "AAA",
-    ]  # fmt: skip
-
-
-def test_neighbours_have_different_colours() -> None:
+def test_every_request_has_its_own_colours() -> None:
     colours = [paint(index) for index in range(64) for paint in (decode_colour, prefill_colour)]
     assert all(re.fullmatch("#[0-9a-f]{6}", colour) for colour in colours)
     assert len(set(colours)) == len(colours)
 
 
-def test_every_shape_lies_in_the_drawing(comparison: Comparison) -> None:
+def test_every_shape_lies_within_the_drawing(comparison: Comparison) -> None:
     drawing = draw(comparison)
     for item in drawing.items:
         assert 0 <= item.x <= drawing.width
@@ -70,7 +61,7 @@ def test_every_shape_lies_in_the_drawing(comparison: Comparison) -> None:
             assert item.y + item.height <= drawing.height
 
 
-def test_every_paint_is_known(comparison: Comparison) -> None:
+def test_every_paint_is_a_colour_or_a_theme_name(comparison: Comparison) -> None:
     assert set(LIGHT) == set(DARK)
     for item in draw(comparison).items:
         assert item.paint in LIGHT or re.fullmatch("#[0-9a-f]{6}", item.paint)
@@ -88,15 +79,17 @@ def test_svg_is_well_formed_and_small(comparison: Comparison) -> None:
     assert {"sequential", "static", "continuous"} <= texts
 
 
-def test_a_prompt_is_seen_however_short_its_step_is(comparison: Comparison) -> None:
+def test_prompts_are_visible_however_short_their_steps_are(comparison: Comparison) -> None:
     paints = {prefill_colour(index) for index in range(len(comparison.requests))}
-    found = [item.width for item in draw(comparison).items if isinstance(item, Rect) and item.paint in paints]
-    # Once for every request in every panel over time; in the closer look those within its steps; once in the legend.
-    assert len(found) > len(comparison.requests) * len(comparison.results)
-    assert min(found) >= MIN_PREFILL
+    widths = [
+        item.width for item in draw(comparison).items if isinstance(item, Rect) and item.paint in paints
+    ]
+    # Once per request in every panel over time, again in the close-up if its steps reach that far, once in the legend.
+    assert len(widths) > len(comparison.requests) * len(comparison.results)
+    assert min(widths) >= MIN_PREFILL
 
 
-def test_what_a_prompt_says_cannot_break_the_picture(comparison: Comparison) -> None:
+def test_hostile_prompt_cannot_break_the_picture(comparison: Comparison) -> None:
     hostile = "</title><script>alert(1)</script> & ]]>"
     requests = [replace(request, title=hostile) for request in comparison.requests]
     root = ElementTree.fromstring(to_svg(draw(replace(comparison, requests=requests))))
@@ -104,20 +97,19 @@ def test_what_a_prompt_says_cannot_break_the_picture(comparison: Comparison) -> 
     assert any(hostile in (title.text or "") for title in root.iter(f"{SVG}title"))
 
 
-def test_svg_draws_the_spans_at_their_places(comparison: Comparison) -> None:
-    """In the closer look a step is as wide as any other: spans are where their steps are."""
+def test_svg_draws_first_spans_at_the_left_edge(comparison: Comparison) -> None:
     text = to_svg(draw(comparison, heading=False))
     root = ElementTree.fromstring(text)
     for result in comparison.results.values():
         first = result.timeline.spans[0]
         assert first.kind is SpanKind.PREFILL
         paint = prefill_colour(first.request)
-        found = [rect for rect in root.iter(f"{SVG}rect") if rect.get("fill") == paint]
-        assert found
-        assert min(float(rect.get("x", "nan")) for rect in found) == pytest.approx(64)
+        rects = [rect for rect in root.iter(f"{SVG}rect") if rect.get("fill") == paint]
+        assert rects
+        assert min(float(rect.get("x", "nan")) for rect in rects) == pytest.approx(64)
 
 
-def test_html_needs_nothing_else(comparison: Comparison) -> None:
+def test_html_is_self_contained(comparison: Comparison) -> None:
     text = to_html(comparison)
     assert len(text.encode()) < LIMIT
     assert set(re.findall(r"https?://[^\s\"'<)]*", text)) == {"http://www.w3.org/2000/svg"}
@@ -140,7 +132,7 @@ def test_png_opens_with_the_right_size(comparison: Comparison, tmp_path: Path) -
     assert tuple(int(expected[at : at + 2], 16) for at in (1, 3, 5)) in pixels
 
 
-def test_a_label_is_drawn_for_the_first_request_in_every_panel(comparison: Comparison) -> None:
+def test_first_request_is_labelled_in_every_panel(comparison: Comparison) -> None:
     letters = [
         item.text for item in draw(comparison).items if isinstance(item, Text) and item.paint == "label"
     ]
@@ -156,9 +148,9 @@ def console(width: int, coloured: bool = False) -> Console:
 
 @pytest.mark.parametrize("coloured", [False, True])
 @pytest.mark.parametrize("width", [40, 80, 200])
-def test_the_terminal_picture_has_a_line_a_slot(comparison: Comparison, width: int, coloured: bool) -> None:
+def test_terminal_picture_has_one_line_per_slot(comparison: Comparison, width: int, coloured: bool) -> None:
     lines = list(picture(comparison, console(width, coloured)))
-    # A legend, an axis; for each strategy an empty line, a title and its slots, never used ones in one line.
+    # A legend and an axis; for each strategy an empty line, a title and its slots, unused ones in one line.
     slots = {"sequential": 2, "static": NUM_SLOTS, "continuous": NUM_SLOTS}
     assert NUM_SLOTS - 1 > FOLD
     assert len(lines) == 2 + sum(2 + count for count in slots.values())
@@ -170,7 +162,7 @@ def test_the_terminal_picture_has_a_line_a_slot(comparison: Comparison, width: i
         at += 2 + count
 
 
-def test_letters_and_marks_tell_the_story_without_colour(comparison: Comparison) -> None:
+def test_letters_and_marks_replace_colour(comparison: Comparison) -> None:
     lines = [line.plain for line in picture(comparison, console(80))]
     first = {
         name: index
@@ -191,7 +183,7 @@ def test_letters_and_marks_tell_the_story_without_colour(comparison: Comparison)
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])
-def test_everything_prints_within_the_width(comparison: Comparison, width: int) -> None:
+def test_output_fits_the_console_width(comparison: Comparison, width: int) -> None:
     output = console(width)
     print_comparison(comparison, output)
     text = output.file.getvalue()  # type: ignore[attr-defined]
@@ -200,7 +192,7 @@ def test_everything_prints_within_the_width(comparison: Comparison, width: int) 
     assert "only the scheduling" in text
 
 
-def test_an_ascii_terminal_gets_ascii(comparison: Comparison) -> None:
+def test_ascii_terminal_gets_ascii(comparison: Comparison) -> None:
     class Ascii(StringIO):
         encoding = "ascii"
 
