@@ -15,7 +15,7 @@ from rich.console import Console
 from inflight.command import InflightCommand, InflightGroup
 from inflight.console import check_writable, needs_extra, progress_bar
 from inflight.errors import ConfigError, EngineError, ParameterError
-from inflight.habits.bench_flags import BENCH_HABITS
+from inflight.vllm_compat.cli_flags import BENCH_RULES
 
 if TYPE_CHECKING:
     from inflight.bench.load_generator import Progress as Advance
@@ -37,7 +37,7 @@ def root() -> None:
 
 
 class BenchCommand(InflightCommand):
-    habits = BENCH_HABITS
+    compat_rules = BENCH_RULES
 
 
 def _load(text: str, *names: str, **more: Any) -> Any:

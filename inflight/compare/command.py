@@ -17,10 +17,10 @@ from inflight.command import InflightCommand
 from inflight.config import ENGINE_OPTIONS, EngineConfig
 from inflight.console import check_writable, progress_bar
 from inflight.errors import ConfigError, ParameterError
-from inflight.habits.habit import ANY, Habit, Habits
-from inflight.habits.serve_flags import SERVE_HABITS
 from inflight.interrupts import interrupts_end_at_once
 from inflight.option_sources import argument
+from inflight.vllm_compat.cli_flags import SERVE_RULES
+from inflight.vllm_compat.rules import ANY, CompatRule, CompatRules
 
 if TYPE_CHECKING:
     from inflight.compare.report import Comparison
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 class CompareCommand(InflightCommand):
     """Accepts vLLM's engine flags and this command's former option names."""
 
-    habits = Habits(
+    compat_rules = CompatRules(
         (
-            *SERVE_HABITS.rows,
-            Habit("--requests N", {ANY: "--num-requests {}"}),
-            Habit("--batch-size N", {ANY: "--max-num-seqs {}"}),
+            *SERVE_RULES.rows,
+            CompatRule("--requests N", {ANY: "--num-requests {}"}),
+            CompatRule("--batch-size N", {ANY: "--max-num-seqs {}"}),
         )
     )
 

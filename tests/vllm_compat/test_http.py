@@ -1,4 +1,4 @@
-"""What HTTP clients of vLLM send: every line of docs/from-vllm.md is tried, and no line of the code is missing."""
+"""vLLM's HTTP API: docs/from-vllm.md and the code agree, and every line of the page works."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from inflight.server.missing_routes import MISSING_ROUTES
 from inflight.server.prepare import chat_request
 from inflight.server.schemas.chat import ChatBody
 from inflight.server.schemas.completions import CompletionBody
-from tests.habits.page import ABSENT, ACCEPTED, OTHER_NAME, SAME, Line, section
 from tests.server.calling import TEMPLATE
 from tests.server.live import Backend, Live, live_server
 from tests.server.scripted import write_folder
+from tests.vllm_compat.page import ABSENT, ACCEPTED, OTHER_NAME, SAME, Line, section
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 BODIES: dict[str, type[ChatBody | CompletionBody]] = {CHAT: ChatBody, COMPLETIONS: CompletionBody}
@@ -29,7 +29,7 @@ GOOD: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "Hello", "max_tokens": 1},
 }
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
-# A value of each field that works, and what else the body needs for it.
+# A valid value of each field; BESIDE has the fields that it needs in addition.
 VALUES: dict[str, Any] = {
     **dict.fromkeys(("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty"), 0.5),
     **dict.fromkeys(("top_k", "seed", "n", "prompt_logprobs", "priority", "repetition_penalty"), 2),
@@ -65,23 +65,23 @@ ADMIN = {"authorization": "Bearer the-admin-key"}
 @pytest.fixture(scope="module")
 def live() -> Iterator[Live]:
     backend = Backend(num_blocks=256)
-    with live_server(backend, metrics_compat="vllm", admin_key="the-admin-key") as found:
-        yield found
+    with live_server(backend, metrics_compat="vllm", admin_key="the-admin-key") as server:
+        yield server
     backend.close()
 
 
 def paths_of(name: str, line: Line) -> list[str]:
-    only = {"of completions": COMPLETIONS, "of chats": CHAT}.get(line.here)
+    only = {"completions only": COMPLETIONS, "chat only": CHAT}.get(line.here)
     return [path for path, body in BODIES.items() if name in body.model_fields and only in (None, path)]
 
 
-def ask(live: Live, path: str, **more: Any) -> tuple[int, dict[str, Any]]:
+def send(live: Live, path: str, **more: Any) -> tuple[int, dict[str, Any]]:
     response = live.post(path, {**GOOD[path], **more})
     return response.status_code, response.json()
 
 
 def values_of(name: str, path: str, line: Line) -> list[Any]:
-    """What is taken."""
+    """Return values that are accepted."""
     if line.outcome == ACCEPTED:
         return [None, "something", {"a": [1]}, True]
     if line.outcome == ABSENT:
@@ -97,28 +97,28 @@ def try_field(live: Live, name: str, line: Line) -> None:
     for path in paths:
         if line.outcome == ABSENT:
             assert BODIES[path].unsupported()[name] == line.here
-            status, answer = ask(live, path, **{name: {"some": "thing"}})
+            status, answer = send(live, path, **{name: {"some": "thing"}})
             assert (status, answer["error"]["message"]) == (400, f"{name} is not supported here: {line.here}")
         for value in values_of(name, path, line):
-            status, answer = ask(live, path, **{name: value}, **(BESIDE.get(name, {}) if value else {}))
+            status, answer = send(live, path, **{name: value}, **(BESIDE.get(name, {}) if value else {}))
             assert status == 200, (path, name, value, answer)
 
 
-def test_request_fields(live: Live) -> None:
+def test_request_fields_do_what_the_page_says(live: Live) -> None:
     lines = section("Request fields")
     for line in lines:
         for name in line.names:
             if "." not in name:
                 try_field(live, name, line)
-    told = {name for line in lines for name in line.names if "." not in name}
+    documented = {name for line in lines for name in line.names if "." not in name}
     ours = {"max_reasoning_tokens"}
-    assert told == {name for body in BODIES.values() for name in body.model_fields} - ours
+    assert documented == {name for body in BODIES.values() for name in body.model_fields} - ours
     absent = {name for line in lines if line.outcome == ABSENT for name in line.names}
     known = {name for body in BODIES.values() for name in body.unsupported()}
-    assert absent == known - {"echo", "add_special_tokens"}  # which completions have
+    assert absent == known - {"echo", "add_special_tokens"}  # completions support these
 
 
-def test_values_that_change_nothing(live: Live) -> None:
+def test_values_without_effect_are_accepted(live: Live) -> None:
     rows: list[dict[str, Any]] = [
         {"echo": False, "guided_json": None, "mm_processor_kwargs": None, "documents": []},
         {"max_tokens": 5, "max_completion_tokens": 1, "use_beam_search": False, "vllm_xargs": {}},
@@ -126,20 +126,20 @@ def test_values_that_change_nothing(live: Live) -> None:
     ]
     for more in rows:
         path = COMPLETIONS if "best_of" in more else CHAT
-        given = {name: value for name, value in more.items() if name in BODIES[path].model_fields}
-        status, answer = ask(live, path, **given)
+        accepted = {name: value for name, value in more.items() if name in BODIES[path].model_fields}
+        status, answer = send(live, path, **accepted)
         assert (status, answer["usage"]["completion_tokens"]) == (200, 1), answer
 
 
-def test_routes(live: Live) -> None:
+def test_routes_do_what_the_page_says(live: Live) -> None:
     document = live.http.get("/openapi.json").json()["paths"]
     assert "without the slash at its end" in live.http.get("/metrics/").json()["error"]["message"]
     for line in section("Routes"):
         for path in line.names:
             if line.outcome == ABSENT:
-                refused = live.http.get(path)
-                assert refused.status_code == 404
-                assert refused.json()["error"]["message"] == f"there is nothing at '{path}': {line.here}"
+                response = live.http.get(path)
+                assert response.status_code == 404
+                assert response.json()["error"]["message"] == f"there is nothing at '{path}': {line.here}"
                 assert line.here == MISSING_ROUTES[path]
                 continue
             assert path in document or path == "/openapi.json"
@@ -154,7 +154,7 @@ def test_routes(live: Live) -> None:
     assert absent == MISSING_ROUTES.keys()
 
 
-def test_metrics(live: Live) -> None:
+def test_metrics_have_the_names_on_the_page(live: Live) -> None:
     live.complete("Hello", max_tokens=2)
     text = live.http.get("/metrics").text
     names = {line.split("{")[0] for line in text.splitlines() if line.startswith("vllm:")}
@@ -194,17 +194,17 @@ CONVERSATIONS: list[list[dict[str, Any]]] = [
 ]
 
 
-def test_llm_reads_conversations_as_http_does(tmp_path: Path) -> None:
-    """With a template that writes tools and calls: both ways lead to the same prompt."""
+def test_llm_and_http_render_the_same_prompt(tmp_path: Path) -> None:
+    """The template renders tools and tool calls."""
     facts = ModelFacts("m", 1000, 4096, (), {}, str(write_folder(tmp_path, TEMPLATE)), "", "", 64, 16, 8, 64)
     frontend = Frontend.of(EngineConfig.create(), facts)
     for messages in CONVERSATIONS:
-        given: dict[str, Any] = {"messages": messages, "tools": [TOOL]}
-        body = parse_body(ChatBody, json.dumps(given).encode())
+        fields: dict[str, Any] = {"messages": messages, "tools": [TOOL]}
+        body = parse_body(ChatBody, json.dumps(fields).encode())
         over_http = frontend.encode_chat(chat_request(body))
-        assert frontend.encode_chat(ChatRequest.of(**given)) == over_http
+        assert frontend.encode_chat(ChatRequest.of(**fields)) == over_http
         assert '"name": "add"' in over_http[0]
-    given = {"messages": CONVERSATIONS[-1], "continue_final_message": True}
-    body = parse_body(ChatBody, json.dumps(given).encode())
-    assert frontend.encode_chat(ChatRequest.of(**given)) == frontend.encode_chat(chat_request(body))
+    fields = {"messages": CONVERSATIONS[-1], "continue_final_message": True}
+    body = parse_body(ChatBody, json.dumps(fields).encode())
+    assert frontend.encode_chat(ChatRequest.of(**fields)) == frontend.encode_chat(chat_request(body))
     frontend.close()

@@ -1,4 +1,4 @@
-"""docs/from-vllm.md as data: the lines of its tables, by section."""
+"""The tables of docs/from-vllm.md as data."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ SAME, OTHER_NAME, ACCEPTED, ABSENT = OUTCOMES = ("same", "other name", "accepted
 class Line:
     """One line of a table."""
 
-    names: tuple[str, ...]  # as vLLM has them: one or several that are treated alike
+    names: tuple[str, ...]  # vLLM's names, which are treated alike
     outcome: str
     here: str
 
     @property
     def code(self) -> list[str]:
-        """What is set in code in the last cell."""
+        """The code spans of the last cell."""
         return re.findall(r"`([^`]+)`", self.here)
 
 
 def section(title: str) -> list[Line]:
-    """The lines of the section's table."""
+    """Return the lines of a section's table."""
     text = PAGE.read_text(encoding="utf-8")
-    _, found, rest = text.partition(f"\n## {title}\n")
-    assert found, f"{PAGE.name} has no section {title!r}"
+    _, heading, rest = text.partition(f"\n## {title}\n")
+    assert heading, f"{PAGE.name} has no section {title!r}"
     body = rest.partition("\n## ")[0]
     _, head, table = body.partition(f"{HEAD}\n| --- | --- | --- |\n")
     assert head, f"the section {title!r} has no table with the head {HEAD}"
@@ -44,6 +44,6 @@ def _line(text: str) -> Line:
     assert len(cells) == 3, f"{text!r} must have three cells"
     names, outcome, here = cells
     assert outcome in OUTCOMES, f"{text!r}: the outcome must be one of {', '.join(OUTCOMES)}"
-    found = re.findall(r"`([^`]+)`", names)
-    assert ", ".join(f"`{name}`" for name in found) == names, f"{names!r} must be names, each in code"
-    return Line(tuple(found), outcome, here)
+    code_spans = re.findall(r"`([^`]+)`", names)
+    assert ", ".join(f"`{name}`" for name in code_spans) == names, f"{names!r} must be names, each in code"
+    return Line(tuple(code_spans), outcome, here)

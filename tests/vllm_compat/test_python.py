@@ -1,4 +1,4 @@
-"""What Python code for vLLM calls: every line of docs/from-vllm.md is tried, and no line of the code is missing."""
+"""vLLM's Python API: docs/from-vllm.md and the code agree, and every line of the page works."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from inflight import LLM, AsyncEngineArgs, AsyncLLM, BeamSearchParams, SamplingP
 from inflight.config import EngineConfig
 from inflight.engine import Health
 from inflight.errors import ConfigError, EngineDeadError, ParameterError, PromptError
-from inflight.habits.habit import TAKEN, Habit, Habits
-from inflight.habits.python_names import (
-    LLM_HABITS,
-    LLM_METHODS,
-    METHOD_HABITS,
-    MISSING_NAMES,
-    PROMPT_HABITS,
-    SAMPLING_HABITS,
-)
 from inflight.outputs import ClassificationOutput, EmbeddingOutput, Logprob, RequestOutput, ScoreOutput
-from tests.habits.page import ABSENT, ACCEPTED, OTHER_NAME, SAME, Line, section
+from inflight.vllm_compat.python_api import (
+    LLM_METHODS,
+    LLM_RULES,
+    METHOD_RULES,
+    MISSING_NAMES,
+    PROMPT_RULES,
+    SAMPLING_RULES,
+)
+from inflight.vllm_compat.rules import IGNORED, CompatRule, CompatRules
+from tests.vllm_compat.page import ABSENT, ACCEPTED, OTHER_NAME, SAME, Line, section
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
 TEXT = "Once upon a time"
 USER = {"role": "user", "content": "Hello"}
-# A value of each option that is not its default, where "something" will not do.
+# A non-default value of each option that does not accept "something".
 OPTION_VALUES: dict[str, Any] = {
     "dtype": "half",
     "load_format": "dummy",
@@ -62,8 +62,8 @@ FIELD_VALUES: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(num_blocks=128, show_progress=False, quantization=None, kv_cache_dtype="auto") as found:
-        yield found
+    with LLM(num_blocks=128, show_progress=False, quantization=None, kv_cache_dtype="auto") as llm:
+        yield llm
 
 
 @pytest.fixture(scope="module")
@@ -72,52 +72,52 @@ def output(llm: LLM) -> RequestOutput:
     return llm.generate(TEXT, params, use_tqdm=False, lora_request=None)[0]
 
 
-def check_table(title: str, habits: Habits) -> None:
-    """The page has the words of the code, and all of its names."""
+def check_table(title: str, rules: CompatRules) -> None:
+    """Check that the page has the same reasons and names as the code."""
     lines = {line.names: line for line in section(title)}
-    for habit in habits.rows:
-        names = tuple(name for name in habit.names if not name.startswith("-"))
-        if any(habit.becomes.values()):  # of another name, or with values of another
+    for rule in rules.rows:
+        names = tuple(name for name in rule.names if not name.startswith("-"))
+        if any(rule.mapping.values()):  # another name, or other values
             assert lines[names].outcome in (SAME, OTHER_NAME)
             continue
         reason, _, harmless = lines[names].here.partition(" (accepted: ")
-        assert reason == habit.why(flags=False)
-        assert lines[names].outcome == (ACCEPTED if habit.becomes is TAKEN else ABSENT)
-        if habit.becomes is not TAKEN:
-            assert harmless.rstrip(")") == ", ".join(f"`{value}`" for value in habit.becomes)
+        assert reason == rule.explanation(flags=False)
+        assert lines[names].outcome == (ACCEPTED if rule.mapping is IGNORED else ABSENT)
+        if rule.mapping is not IGNORED:
+            assert harmless.rstrip(")") == ", ".join(f"`{value}`" for value in rule.mapping)
     unknown = [line.names for line in lines.values() if line.outcome in (ACCEPTED, ABSENT)]
-    assert all(habits.find(name) for names in unknown for name in names)
+    assert all(rules.find(name) for names in unknown for name in names)
 
 
-def known(habits: Habits, name: str) -> Habit:
-    found = habits.find(name)
-    assert found is not None
-    return found
+def rule_of(rules: CompatRules, name: str) -> CompatRule:
+    rule = rules.find(name)
+    assert rule is not None
+    return rule
 
 
-def harmless_values(habit: Habit) -> list[Any]:
-    if habit.becomes is TAKEN:
+def harmless_values(rule: CompatRule) -> list[Any]:
+    if rule.mapping is IGNORED:
         return ["something", 7, True, None]
-    numbers = [json.loads(value) for value in habit.becomes if value.lstrip("-")[0].isdigit()]
-    return [None, *habit.becomes, *numbers, *(() if habit.off_matters else (False, 0, 0.0, "", [], {}))]
+    numbers = [json.loads(value) for value in rule.mapping if value.lstrip("-")[0].isdigit()]
+    return [None, *rule.mapping, *numbers, *(() if rule.off_matters else (False, 0, 0.0, "", [], {}))]
 
 
-def refused(words: str, kind: type[Exception], call: Any) -> None:
+def assert_raises(message: str, kind: type[Exception], call: Any) -> None:
     with pytest.raises(kind) as caught:
         call()
-    assert words in str(caught.value)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 # ---- imports and prompts ----
 
 
-def test_imports() -> None:
+def test_names_can_be_imported_or_have_a_replacement() -> None:
     lines = section("Imports")
     for line in lines:
         for name in line.names:
             if line.outcome == ABSENT:
-                refused(line.here, ImportError, lambda name=name: getattr(inflight, name))
+                assert_raises(line.here, ImportError, lambda name=name: getattr(inflight, name))
             elif name != "PromptType":
                 expected = line.code[0] if line.outcome == OTHER_NAME else name
                 assert getattr(inflight, name).__name__ == expected
@@ -126,15 +126,15 @@ def test_imports() -> None:
     assert inflight.TokensPrompt(prompt_token_ids=[1]) == {"prompt_token_ids": [1]}
 
 
-def test_keys_of_prompts(llm: LLM) -> None:
-    check_table("Prompts", PROMPT_HABITS)
-    for habit in PROMPT_HABITS.rows:
-        for name in habit.names:
-            nothing: Any = {"prompt": TEXT, name: harmless_values(habit)[0]}
+def test_prompt_keys_do_what_the_page_says(llm: LLM) -> None:
+    check_table("Prompts", PROMPT_RULES)
+    for rule in PROMPT_RULES.rows:
+        for name in rule.names:
+            nothing: Any = {"prompt": TEXT, name: harmless_values(rule)[0]}
             assert llm.generate(nothing, GREEDY, use_tqdm=False)[0].prompt == TEXT
-            if habit.becomes is not TAKEN:
-                given: Any = {"prompt": TEXT, name: "something"}
-                refused(habit.reason, PromptError, lambda given=given: llm.generate(given, GREEDY))
+            if rule.mapping is not IGNORED:
+                prompt: Any = {"prompt": TEXT, name: "something"}
+                assert_raises(rule.reason, PromptError, lambda prompt=prompt: llm.generate(prompt, GREEDY))
 
 
 # ---- options ----
@@ -154,17 +154,16 @@ def try_option(line: Line, name: str) -> None:
         here = 2 if name == "async_scheduling" else value
         assert create(**{name: value}) == create(**{line.code[0]: here}) != create()
     elif line.outcome in (ACCEPTED, ABSENT):
-        for value in harmless_values(known(LLM_HABITS, name)):
+        for value in harmless_values(rule_of(LLM_RULES, name)):
             assert create(**{name: value}) == create(), (name, value)
     if line.outcome == ABSENT:
-        words = (
-            f"{name} is 'something', which is not supported here: {known(LLM_HABITS, name).why(flags=False)}"
-        )
-        refused(words, ConfigError, lambda: create(**{name: "something"}))
+        reason = rule_of(LLM_RULES, name).explanation(flags=False)
+        message = f"{name} is 'something', which is not supported: {reason}"
+        assert_raises(message, ConfigError, lambda: create(**{name: "something"}))
 
 
-def test_options() -> None:
-    check_table("LLM options", LLM_HABITS)
+def test_llm_options_do_what_the_page_says() -> None:
+    check_table("LLM options", LLM_RULES)
     for line in section("LLM options"):
         for name in line.names:
             try_option(line, name)
@@ -172,11 +171,11 @@ def test_options() -> None:
     assert create(scheduling_policy="fcfs", policy="fcfs", max_model_len=-1) == create()
     assert create(max_model_len="32k", reasoning_parser="qwen3").options()["max_model_len"] == 32000
     assert create(async_scheduling=False).options()["pipeline_depth"] == 1
-    refused("is it max_num_seqs?", ConfigError, lambda: create(max_num_seq=5))
-    refused("chunks", ConfigError, lambda: create(enable_chunked_prefill=False))
+    assert_raises("is it max_num_seqs?", ConfigError, lambda: create(max_num_seq=5))
+    assert_raises("chunked prefill is always on", ConfigError, lambda: create(enable_chunked_prefill=False))
 
 
-def test_a_model_loads_without_a_bar_as_it_does_in_vllm(capsys: pytest.CaptureFixture[str]) -> None:
+def test_use_tqdm_on_load_hides_the_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
     LLM(num_blocks=16, use_tqdm_on_load=False, swap_space=4, trust_remote_code=True).close()
     assert capsys.readouterr().err == ""
 
@@ -184,25 +183,25 @@ def test_a_model_loads_without_a_bar_as_it_does_in_vllm(capsys: pytest.CaptureFi
 # ---- sampling ----
 
 
-def test_sampling_fields() -> None:
-    check_table("SamplingParams", SAMPLING_HABITS)
+def test_sampling_fields_do_what_the_page_says() -> None:
+    check_table("SamplingParams", SAMPLING_RULES)
     for line in section("SamplingParams"):
         for name in line.names:
             if line.outcome == SAME:
                 value = FIELD_VALUES.get(name, "something")
                 assert getattr(SamplingParams(**{name: value}), name) != getattr(SamplingParams(), name)
                 continue
-            for value in harmless_values(known(SAMPLING_HABITS, name)):
+            for value in harmless_values(rule_of(SAMPLING_RULES, name)):
                 assert SamplingParams(**{name: value}) == SamplingParams(), (name, value)
             if line.outcome == ABSENT:
-                words = f"not supported here: {known(SAMPLING_HABITS, name).reason}"
+                message = f"not supported: {rule_of(SAMPLING_RULES, name).reason}"
                 wrong: dict[str, Any] = {name: "something"}
-                refused(words, ParameterError, lambda wrong=wrong: SamplingParams(**wrong))
+                assert_raises(message, ParameterError, lambda wrong=wrong: SamplingParams(**wrong))
     same = {name for line in section("SamplingParams") if line.outcome == SAME for name in line.names}
     assert same == {item.name for item in fields(SamplingParams)}
 
 
-def test_a_request_keeps_its_own_params(llm: LLM) -> None:
+def test_request_keeps_its_own_params(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=2)
     prepared = llm._frontend.prepare("r", TEXT, params)
     params.max_tokens = 9
@@ -212,7 +211,7 @@ def test_a_request_keeps_its_own_params(llm: LLM) -> None:
 # ---- methods ----
 
 
-def test_methods(llm: LLM) -> None:
+def test_methods_exist_or_name_a_replacement(llm: LLM) -> None:
     lines = section("LLM methods")
     for line in lines:
         for name in line.names:
@@ -233,21 +232,29 @@ def test_methods(llm: LLM) -> None:
         _ = llm.colour
 
 
-def test_arguments_of_methods(llm: LLM) -> None:
-    check_table("Arguments of methods", METHOD_HABITS)
+def test_method_arguments_do_what_the_page_says(llm: LLM) -> None:
+    check_table("Arguments of methods", METHOD_RULES)
     nothing: dict[str, Any] = {}
-    for habit in METHOD_HABITS.rows:
-        for name in habit.names:
-            nothing[name] = harmless_values(habit)[0]
-            if habit.becomes is not TAKEN:
-                given = {name: "something"}
-                refused(habit.reason, ParameterError, lambda given=given: llm.generate(TEXT, GREEDY, **given))
-                refused(habit.reason, ParameterError, lambda given=given: llm.chat([USER], GREEDY, **given))
+    for rule in METHOD_RULES.rows:
+        for name in rule.names:
+            nothing[name] = harmless_values(rule)[0]
+            if rule.mapping is not IGNORED:
+                extra = {name: "something"}
+                assert_raises(
+                    rule.reason,
+                    ParameterError,
+                    lambda extra=extra: llm.generate(TEXT, GREEDY, **extra),
+                )
+                assert_raises(
+                    rule.reason,
+                    ParameterError,
+                    lambda extra=extra: llm.chat([USER], GREEDY, **extra),
+                )
     assert llm.generate(TEXT, GREEDY, use_tqdm=False, **nothing)
-    refused("unknown argument colour", ParameterError, lambda: llm.generate(TEXT, GREEDY, colour=1))
+    assert_raises("unknown argument colour", ParameterError, lambda: llm.generate(TEXT, GREEDY, colour=1))
 
 
-def test_what_the_methods_do(llm: LLM, output: RequestOutput) -> None:
+def test_methods_behave_as_in_vllm(llm: LLM, output: RequestOutput) -> None:
     names = {metric.name: metric.value for metric in llm.get_metrics()}
     assert names["inflight:generation_tokens"] >= 4
     assert llm.reset_prefix_cache() is True
@@ -256,8 +263,8 @@ def test_what_the_methods_do(llm: LLM, output: RequestOutput) -> None:
     assert llm.is_sleeping()
     llm.wake_up()
     assert llm.generate(TEXT, GREEDY, use_tqdm=False)[0].outputs[0].text == output.outputs[0].text
-    refused("it must be 1", ParameterError, lambda: llm.sleep(2))
-    refused("all wakes up", ParameterError, lambda: llm.wake_up(["weights"]))
+    assert_raises("it must be 1", ParameterError, lambda: llm.sleep(2))
+    assert_raises("all wakes up", ParameterError, lambda: llm.wake_up(["weights"]))
     (beams,) = llm.beam_search([TEXT], BeamSearchParams(beam_width=2, max_tokens=3))
     assert len(beams.sequences) == 2
     assert all(sequence.text and sequence.text.startswith(TEXT) for sequence in beams.sequences)
@@ -283,7 +290,7 @@ def test_the_tokenizer_has_the_methods_of_transformers(llm: LLM) -> None:
     assert tokenizer.apply_chat_template([USER], tokenize=False, add_generation_prompt=True) == answer.prompt
     two = tokenizer.apply_chat_template([[USER], [USER]], add_generation_prompt=True)
     assert two == [answer.prompt_token_ids] * 2
-    refused(
+    assert_raises(
         "with the checkpoint",
         ParameterError,
         lambda: tokenizer.apply_chat_template([USER], chat_template="x"),
@@ -293,12 +300,12 @@ def test_the_tokenizer_has_the_methods_of_transformers(llm: LLM) -> None:
 # ---- outputs ----
 
 
-def test_outputs(output: RequestOutput) -> None:
+def test_outputs_have_the_attributes_on_the_page(output: RequestOutput) -> None:
     answer = output.outputs[0]
     vector = np.ones(3, np.float32)
     logprobs = answer.logprobs
     assert logprobs is not None
-    found: dict[str, Any] = {
+    outputs: dict[str, Any] = {
         "RequestOutput": output,
         "CompletionOutput": answer,
         "RequestMetrics": output.metrics,
@@ -307,23 +314,23 @@ def test_outputs(output: RequestOutput) -> None:
         "ClassificationOutput": ClassificationOutput(vector, ("a", "b", "c"), "softmax"),
         "ScoringOutput": ScoreOutput(0.5, "sigmoid"),
     }
-    assert isinstance(found["Logprob"], Logprob)
+    assert isinstance(outputs["Logprob"], Logprob)
     for line in section("Outputs"):
         for name in line.names:
             kind, _, attribute = name.partition(".")
-            value = getattr(found[kind], line.code[0] if line.outcome == OTHER_NAME else attribute)
+            value = getattr(outputs[kind], line.code[0] if line.outcome == OTHER_NAME else attribute)
             assert (not value) if line.outcome == ACCEPTED else (value is not None or attribute in NONE)
     assert answer.finished
     assert answer.finished() is True
 
 
-NONE = {"prompt_logprobs", "stop_reason"}  # of this answer
+NONE = {"prompt_logprobs", "stop_reason"}  # None in this answer
 
 
 # ---- asyncio ----
 
 
-async def test_async_llm_has_the_shape_of_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_async_llm_has_vllm_methods(monkeypatch: pytest.MonkeyPatch) -> None:
     assert inflight.AsyncLLMEngine is AsyncLLM
     args = inflight.EngineArgs(num_blocks=64, disable_log_stats=True, speculative_config=None)
     assert isinstance(args, AsyncEngineArgs)
