@@ -163,14 +163,14 @@ COLUMNS = {
     "chunks": {
         "chunk": ("tokens per step", "{:,}"),
         "longest_gap_ms": ("longest gap", "{:.0f} ms"),
-        "median_gap_ms": ("usual gap", "{:.1f} ms"),
-        "long_prompt_first_token_ms": ("first token of the long prompt", "{:.0f} ms"),
+        "median_gap_ms": ("typical gap", "{:.1f} ms"),
+        "long_prompt_first_token_ms": ("time to first token of the long prompt", "{:.0f} ms"),
     },
     "prefix": {
         "prefix_cache": ("prefix cache", "{}"),
         "first_ms": ("first question", "{:.0f} ms"),
-        "later_median_ms": ("the next fifteen, median", "{:.0f} ms"),
-        "hits": ("tokens found", "{:.0%}"),
+        "later_median_ms": ("next fifteen, median", "{:.0f} ms"),
+        "hits": ("cached tokens", "{:.0%}"),
     },
 }
 LESSONS = {"curve": curve, "chunks": chunks, "prefix": prefix}
