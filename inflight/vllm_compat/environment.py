@@ -13,7 +13,7 @@ from inflight.errors import ConfigError
 from inflight.vllm_compat.rules import ANY, IGNORED, CompatRule, CompatRules
 
 PREFIX = "VLLM_"
-# Variables that Kubernetes sets in every container for a service called "vllm" or "inflight".
+# Variables that Kubernetes sets in every container for a service, which may be called "vllm" or "inflight".
 SERVICE_LINK = re.compile(r"[A-Z]+_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_\w+)")
 
 VARIABLE_RULES = CompatRules(

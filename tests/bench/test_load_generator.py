@@ -182,9 +182,9 @@ async def test_faults_are_classified(handler: object, kind: str, num_tokens: int
 
 
 async def test_unreachable_server_is_reported() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # but it does not listen
-        target = Target("127.0.0.1", taken.getsockname()[1], "/")
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # but it does not listen
+        target = Target("127.0.0.1", unused.getsockname()[1], "/")
         run = summarise(1.0, await drive(LoadPlan(target, jobs(3))))
     assert (run.num_complete, run.problems["connect"].count, run.ttft) == (0, 3, None)
 

@@ -52,7 +52,7 @@ def result(records: list[Record] = RECORDS, **more: Any) -> LoadResult:
     return LoadResult(**{"records": records, "loop_lags": [0.0], "cpu_share": 0.1, **more})
 
 
-def test_figures_of_hand_made_records() -> None:
+def test_figures_of_hand_made_records_are_exact() -> None:
     run = summarise(8.0, result())
     assert (run.num_requests, run.num_complete, run.num_failed) == (6, 3, 3)
     assert run.seconds == 4.0
@@ -76,7 +76,7 @@ def test_percentiles_match_numpy(values: list[float], share: float) -> None:
     assert percentile(values, share) == pytest.approx(np.percentile(values, share * 100), rel=1e-9, abs=1e-9)
 
 
-def test_spread_of_values() -> None:
+def test_spread_has_mean_percentiles_and_maximum() -> None:
     values = [float(value) for value in range(101)]
     random.Random(0).shuffle(values)
     assert Spread.of(values) == Spread(statistics.fmean(values), 50.0, 90.0, 99.0, 100.0)

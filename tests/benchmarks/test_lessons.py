@@ -1,4 +1,4 @@
-"""docs/continuous-batching.md has its figures under the names that the commands print."""
+"""docs/continuous-batching.md labels its figures as the commands do."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def test_flags_do_what_the_page_says(title: str) -> None:
 
 
 @pytest.mark.parametrize("title", [*FLAG_TABLES, VARIABLES])
-def test_page_lists_every_rule(title: str) -> None:
+def test_page_has_a_line_for_every_rule(title: str) -> None:
     rules = FLAG_TABLES[title][1] if title in FLAG_TABLES else VARIABLE_RULES
     on_page = {line.names: line for line in section(title)}
     assert sum(map(len, on_page)) > (150 if title == "Serve flags" else 20)
@@ -184,7 +184,7 @@ MISSING = {
 
 
 @pytest.mark.parametrize("feature", MISSING)
-def test_features_missing_from_the_readme_are_rejected(feature: str) -> None:
+def test_features_listed_as_missing_in_the_readme_are_rejected(feature: str) -> None:
     readme = (PAGE.parent.parent / "README.md").read_text(encoding="utf-8")
     listed = readme.partition("## What it does not do (yet)\n")[2].partition("\n## ")[0]
     assert f"**{feature}**" in listed

@@ -271,7 +271,7 @@ def test_methods_behave_as_in_vllm(llm: LLM, output: RequestOutput) -> None:
     assert beams.sequences[0].cum_logprob >= beams.sequences[1].cum_logprob
 
 
-def test_the_tokenizer_has_the_methods_of_transformers(llm: LLM) -> None:
+def test_tokenizer_has_the_methods_of_transformers(llm: LLM) -> None:
     tokenizer = llm.get_tokenizer()
     ids = tokenizer.encode(TEXT)
     assert tokenizer(TEXT).input_ids == tokenizer(TEXT)["input_ids"] == ids
