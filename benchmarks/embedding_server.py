@@ -22,7 +22,7 @@ from benchmarks.report import show
 from benchmarks.serving import running
 from inflight import LLM
 from inflight.bench.server import ServerAddress
-from inflight.bench.words import WORDS
+from inflight.bench.workload import WORDS
 
 HEAD = "POST /v1/embeddings HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
 

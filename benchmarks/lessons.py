@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import show
-from inflight.compare.axis import ticks
-from inflight.compare.figures import figures
-from inflight.compare.measure import measure
+from inflight.compare.measure import compute_figures, measure
+from inflight.compare.timeline import ticks
 from inflight.compare.workload import Workload, build_jobs
 from inflight.config import EngineConfig
 from inflight.events import StepRecord
@@ -42,7 +41,7 @@ def curve(engine: LoadedEngine) -> list[dict[str, Any]]:
             for request in run.requests
             if len(request.token_ids) > 1
         ]
-        found = asdict(figures(run))
+        found = asdict(compute_figures(run))
         rows.append({"slots": slots, "between_tokens_ms": statistics.fmean(gaps) * 1e3, **found})
     return rows
 
@@ -164,14 +163,14 @@ COLUMNS = {
     "chunks": {
         "chunk": ("tokens per step", "{:,}"),
         "longest_gap_ms": ("longest gap", "{:.0f} ms"),
-        "median_gap_ms": ("usual gap", "{:.1f} ms"),
-        "long_prompt_first_token_ms": ("first token of the long prompt", "{:.0f} ms"),
+        "median_gap_ms": ("typical gap", "{:.1f} ms"),
+        "long_prompt_first_token_ms": ("time to first token of the long prompt", "{:.0f} ms"),
     },
     "prefix": {
         "prefix_cache": ("prefix cache", "{}"),
         "first_ms": ("first question", "{:.0f} ms"),
-        "later_median_ms": ("the next fifteen, median", "{:.0f} ms"),
-        "hits": ("tokens found", "{:.0%}"),
+        "later_median_ms": ("next fifteen, median", "{:.0f} ms"),
+        "hits": ("cached tokens", "{:.0%}"),
     },
 }
 LESSONS = {"curve": curve, "chunks": chunks, "prefix": prefix}

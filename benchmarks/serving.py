@@ -36,10 +36,9 @@ from rich.console import Console
 from benchmarks.dummy import write_checkpoint
 from benchmarks.report import show
 from benchmarks.shapes import SHAPES
-from inflight.bench.crew import measure_with
+from inflight.bench.load_generator import LoadPlan, measure_with_workers
 from inflight.bench.plot import write_plot
 from inflight.bench.report import Run, summarise
-from inflight.bench.serve import LoadPlan
 from inflight.bench.server import ServerAddress
 from inflight.bench.terminal import print_runs
 from inflight.bench.workload import Range, ServingWorkload, parse_rate
@@ -90,7 +89,7 @@ def measure(
     address: ServerAddress, workload: ServingWorkload, rate: float, label: str, processes: int
 ) -> Run:
     plan = LoadPlan(address.target(workload.endpoint), workload.jobs(rate, label))
-    run = summarise(rate, measure_with(processes, plan))
+    run = summarise(rate, measure_with_workers(processes, plan))
     if run.num_failed:
         raise SystemExit(f"{run.num_failed} requests failed: {run.problems}")
     return run

@@ -74,7 +74,7 @@ def __getattr__(name: str) -> Any:
     if name in _ALIASES:
         module, _, found = _ALIASES[name].partition(":")
         return getattr(import_module(module), found)
-    from inflight.habits.python_names import MISSING_NAMES
+    from inflight.vllm_compat.python_api import MISSING_NAMES
 
     if name in MISSING_NAMES:  # no AttributeError, whose words `from inflight import` would drop
         raise ImportError(f"inflight has no {name}: {MISSING_NAMES[name]}", name=__name__)

@@ -96,7 +96,7 @@ class AsyncEngine(AsyncPoolingCalls):
         """Outputs as they grow: all so far ("cumulative"), what is new ("delta"), or once at the end ("final").
 
         A reader slower than the engine gets several tokens at a time; the engine never waits for it. Arguments of vLLM
-        that change nothing are taken (`habits/python_names.py`).
+        that change nothing are taken (`vllm_compat/python_api.py`).
         """
         check_arguments(foreign)
         prepare = partial(

@@ -9,10 +9,9 @@ from typing import Any
 from typer.core import TyperCommand, TyperGroup
 
 from inflight.errors import ConfigError
-from inflight.habits.arguments import ArgumentReader, KnownFlag
-from inflight.habits.commands import COMMANDS
-from inflight.habits.habit import Habits
-from inflight.habits.serve_flags import SERVE_HABITS
+from inflight.vllm_compat.arguments import ArgumentReader, KnownFlag
+from inflight.vllm_compat.cli_flags import COMMANDS, SERVE_RULES
+from inflight.vllm_compat.rules import CompatRules
 
 logger = logging.getLogger(__name__)
 
@@ -24,11 +23,13 @@ NAME_WIDTH = 26  # of flags beside which their help begins; that of longer ones 
 class InflightCommand(TyperCommand):
     """A command that knows the flags of other engines as well as its own."""
 
-    habits = SERVE_HABITS
+    compat_rules = SERVE_RULES
     tells_notes = True  # before it begins; else it does so itself
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        reader = ArgumentReader(self._known_flags(ctx), self.habits, ctx.command_path, self._has_model())
+        reader = ArgumentReader(
+            self._known_flags(ctx), self.compat_rules, ctx.command_path, self._has_model()
+        )
         rest: list[str] = super().parse_args(ctx, reader.read(args))
         ctx.meta[NOTES] = reader.notes
         return rest
@@ -79,7 +80,7 @@ class InflightCommand(TyperCommand):
 class Command(InflightCommand):
     """One that has nothing to do with engines."""
 
-    habits = Habits()
+    compat_rules = CompatRules()
 
 
 class InflightGroup(TyperGroup):

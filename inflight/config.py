@@ -13,8 +13,8 @@ from os import PathLike, fspath
 from typing import Any
 
 from inflight.errors import ConfigError
-from inflight.habits.python_names import LLM_HABITS, understood
 from inflight.option import LIMITS, MEMORY, MODEL, PYTHON, SCHEDULING, check, option, options_of
+from inflight.vllm_compat.python_api import LLM_RULES, translate_arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,12 +189,12 @@ _PARTS = {
 ENGINE_OPTIONS = {name: found for part in _PARTS.values() for name, found in options_of(part).items()}
 
 
-def _understood(given: Mapping[str, Any]) -> dict[str, Any]:
+def _translate_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """Options by our names. Those of vLLM that change nothing are left out, and None is the default of what has one."""
     dtype = given.get("dtype")
     if dtype is not None:
         given = {**given, "dtype": str(dtype).removeprefix("torch.")}
-    ours = understood(given, LLM_HABITS, ConfigError)
+    ours = translate_arguments(given, LLM_RULES, ConfigError)
     unknown = ours.keys() - ENGINE_OPTIONS.keys()
     if unknown:
         from difflib import get_close_matches  # which those who make no mistake need not wait for
@@ -219,7 +219,7 @@ class EngineConfig:
     @classmethod
     def create(cls, model: str | PathLike[str] | None = None, **options: Any) -> EngineConfig:
         """From flat names, as users give them: ours, or vLLM's. Without a model, the built-in one."""
-        options = _understood(options)
+        options = _translate_options(options)
         options["model"] = None if model is None else fspath(model)
         parts: dict[str, Any] = {
             part: kind(**{name: options[name] for name in options_of(kind) if name in options})

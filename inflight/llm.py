@@ -23,7 +23,6 @@ from inflight.frontend import (
     check_arguments,
     split_prompts,
 )
-from inflight.habits.python_names import LLM_METHODS
 from inflight.llm_pooling import PoolingCalls
 from inflight.loading import load_engine
 from inflight.local_engine import LocalEngine
@@ -33,6 +32,7 @@ from inflight.process_config import RouterConfig
 from inflight.progress_bars import loading_bar
 from inflight.replicated import ReplicatedEngine
 from inflight.sampling_params import SamplingParams
+from inflight.vllm_compat.python_api import LLM_METHODS
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class LLM(PoolingCalls):
         Parameters, priority (smaller first) and tenant are one for all prompts, or a list with one for each.
         Outputs come in the order of the prompts. If one prompt is refused, none is run. A request that fails
         while it runs fails alone, with finish reason "error"; only if all fail is EngineError raised. Arguments of vLLM
-        that change nothing are taken (`habits/python_names.py`).
+        that change nothing are taken (`vllm_compat/python_api.py`).
         """
         check_arguments(foreign)
         items = split_prompts(prompts)

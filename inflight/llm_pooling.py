@@ -34,7 +34,7 @@ from inflight.request import Request
 
 
 class PoolingCalls(ABC):
-    """Needs an engine to run requests on. Arguments of vLLM that change nothing are taken (`habits/`)."""
+    """Needs an engine to run requests on. Arguments of vLLM that change nothing are taken (`vllm_compat/`)."""
 
     _frontend: Frontend
     _num_requests: int

@@ -12,10 +12,10 @@ from typing import Annotated, Any
 import typer
 
 from inflight.errors import ConfigError
-from inflight.habits.arguments import SIMILAR, UNSET, listed
-from inflight.habits.habit import Habits, as_text
-from inflight.habits.variables import SERVICE_LINK, habitual
 from inflight.option import Option
+from inflight.vllm_compat.arguments import SIMILAR, UNSET, parse_list
+from inflight.vllm_compat.environment import SERVICE_LINK, translate_environment
+from inflight.vllm_compat.rules import CompatRules, as_text
 
 PREFIX = "INFLIGHT_"
 OTHER_VARIABLES = ("CONFIG", "CACHE", "NATIVE", "BENCH_API_KEY")  # of ours that are no options
@@ -29,17 +29,17 @@ def gather(
     flags: Mapping[str, Any],
     environment: Mapping[str, str],
     file: str | None = None,
-    habits: Habits | None = None,
+    compat_rules: CompatRules | None = None,
 ) -> dict[str, Any]:
     """The values given for these options, by name. `flags` holds only what was given; the file may also be named by
     a variable, and have lines of other engines."""
     file = file or environment.get(f"{PREFIX}CONFIG")
-    from_habit: dict[str, Any] = {}
-    for arguments, _ in habitual(environment) if habits is not None else ():
-        from_habit |= from_arguments(options, arguments)
-    habits = habits or Habits()
-    from_file = read_file(options, Path(file), habits) if file else {}
-    return {**from_file, **from_habit, **read_environment(options, environment, habits), **flags}
+    from_vllm: dict[str, Any] = {}
+    for arguments, _ in translate_environment(environment) if compat_rules is not None else ():
+        from_vllm |= from_arguments(options, arguments)
+    compat_rules = compat_rules or CompatRules()
+    from_file = read_file(options, Path(file), compat_rules) if file else {}
+    return {**from_file, **from_vllm, **read_environment(options, environment, compat_rules), **flags}
 
 
 # ---- flags ----
@@ -111,16 +111,16 @@ def from_arguments(options: Mapping[str, Option], arguments: list[str]) -> dict[
 
 
 def read_environment(
-    options: Mapping[str, Option], environment: Mapping[str, str], habits: Habits
+    options: Mapping[str, Option], environment: Mapping[str, str], compat_rules: CompatRules
 ) -> dict[str, Any]:
     """Variables of these options. Others of our prefix may be meant for someone else."""
     values = {}
     for name, option in options.items():
         variable = f"{PREFIX}{name.upper()}"
         text = environment.get(variable)
-        habit = habits.find(name)
-        if text is not None and habit is not None:
-            _, text = habit.arguments(option.flag, text) or ("", UNSET)
+        rule = compat_rules.find(name)
+        if text is not None and rule is not None:
+            _, text = rule.arguments(option.flag, text) or ("", UNSET)
         if text is not None and (text != UNSET or option.kind is tuple):
             values[name] = option.chosen(_parse(variable, text, option.kind))
     return values
@@ -130,11 +130,12 @@ def unread(options: Mapping[str, Option], environment: Mapping[str, str]) -> lis
     """What to tell about variables that look as if they were meant, and do nothing."""
     known = {f"{PREFIX}{name.upper()}": option for name, option in options.items()}
     names = [*known, *(f"{PREFIX}{name}" for name in OTHER_VARIABLES)]
-    found = [told for _, told in habitual(environment) if told]
+    found = [warning for _, warning in translate_environment(environment) if warning]
     for name in sorted(name for name in environment if name.startswith(PREFIX)):
         if name not in names and not SERVICE_LINK.fullmatch(name):
-            alike = get_close_matches(name, names, n=1, cutoff=SIMILAR)
-            found.append(f"{name} is set: nothing reads it{f'; {alike[0]} is meant?' if alike else ''}")
+            similar = get_close_matches(name, names, n=1, cutoff=SIMILAR)
+            hint = f": did you mean {similar[0]}?" if similar else ""
+            found.append(f"{name} is set, but has no effect{hint}")
         elif name in known and known[name].kind is tuple and not environment[name].strip(" ,"):
             found.append(f"{name} is empty: that is as if it were not set")
     return found
@@ -147,7 +148,7 @@ def _parse(name: str, text: str, kind: type) -> Any:
             return text.lower() in _TRUE
         raise ConfigError(f"{name} is {text!r}: it must be true or false")
     if kind is tuple:
-        return tuple(listed(text) or (item.strip() for item in text.split(",") if item.strip()))
+        return tuple(parse_list(text) or (item.strip() for item in text.split(",") if item.strip()))
     if kind in (int, float):
         try:
             return kind(text)
@@ -159,7 +160,7 @@ def _parse(name: str, text: str, kind: type) -> Any:
 # ---- files ----
 
 
-def read_file(options: Mapping[str, Option], path: Path, habits: Habits) -> dict[str, Any]:
+def read_file(options: Mapping[str, Option], path: Path, compat_rules: CompatRules) -> dict[str, Any]:
     """Options from a YAML file (JSON is YAML too), by the names of the flags."""
     found = read_yaml(path, "the configuration file")
     if found is None:
@@ -169,9 +170,9 @@ def read_file(options: Mapping[str, Option], path: Path, habits: Habits) -> dict
     values: dict[str, Any] = {}
     for key, value in found.items():
         name = str(key).replace("-", "_")
-        habit = habits.find(flag := f"--{name.replace('_', '-')}")
-        if habit is not None and (name not in options or isinstance(value, str | int)):
-            values |= from_arguments(options, habit.arguments(flag, as_text(value)))
+        rule = compat_rules.find(flag := f"--{name.replace('_', '-')}")
+        if rule is not None and (name not in options or isinstance(value, str | int)):
+            values |= from_arguments(options, rule.arguments(flag, as_text(value)))
             continue
         if name not in options:
             raise ConfigError(f"{path}: unknown option {key!r}: allowed are {', '.join(options)}")

@@ -10,9 +10,9 @@ from functools import wraps
 from typing import Any, TypeVar
 
 from inflight.errors import ParameterError, shown
-from inflight.habits.python_names import SAMPLING_HABITS, understood
 from inflight.structured_outputs import KINDS, StructuredOutputs
 from inflight.structured_outputs import PARAM as STRUCTURED_OUTPUTS
+from inflight.vllm_compat.python_api import SAMPLING_RULES, translate_arguments
 
 T = TypeVar("T")
 
@@ -93,7 +93,7 @@ def _takes_foreign_fields(cls: type[T]) -> type[T]:
     @wraps(constructor)
     def construct(self: Any, *args: Any, **given: Any) -> None:
         if not given.keys() <= defaults.keys():
-            given = understood(given, SAMPLING_HABITS, ParameterError)
+            given = translate_arguments(given, SAMPLING_RULES, ParameterError)
         if args or not given.keys() <= defaults.keys():  # which it knows to read, or to refuse
             constructor(self, *args, **given)
             return

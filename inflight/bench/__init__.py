@@ -1,1 +1,1 @@
-"""`inflight bench serve`: load for any server that speaks OpenAI's API, and what it measured."""
+"""The `inflight bench serve` command: a load generator for any server with OpenAI's streaming API."""

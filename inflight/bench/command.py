@@ -1,4 +1,4 @@
-"""`inflight bench serve`."""
+"""The `inflight bench serve` command."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from rich.console import Console
 from inflight.command import InflightCommand, InflightGroup
 from inflight.console import check_writable, needs_extra, progress_bar
 from inflight.errors import ConfigError, EngineError, ParameterError
-from inflight.habits.bench_flags import BENCH_HABITS
+from inflight.vllm_compat.cli_flags import BENCH_RULES
 
 if TYPE_CHECKING:
+    from inflight.bench.load_generator import Progress as Advance
     from inflight.bench.report import Run
-    from inflight.bench.serve import Progress as Advance
     from inflight.bench.server import ServerAddress
     from inflight.bench.workload import ServingWorkload
 
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8000
 DEFAULT_URL = f"http://{DEFAULT_HOST}:{DEFAULT_PORT}"
 DEFAULT_REQUESTS = 400
-MAX_ID = 10_000  # ids below it are in nearly every vocabulary
+MAX_ID = 10_000  # nearly every vocabulary contains the token ids below this
 
-app = typer.Typer(cls=InflightGroup, help="Measure.", no_args_is_help=True)
+app = typer.Typer(cls=InflightGroup, help="Measure the performance of a server.", no_args_is_help=True)
 
 
 @app.callback()
 def root() -> None:
-    """Measure."""
+    """Measure the performance of a server."""
 
 
 class BenchCommand(InflightCommand):
-    habits = BENCH_HABITS
+    compat_rules = BENCH_RULES
 
 
 def _load(text: str, *names: str, **more: Any) -> Any:
@@ -52,80 +52,87 @@ def _output(text: str, *names: str) -> Any:
     return typer.Option(*names, rich_help_panel="Output", help=text)
 
 
-_RATE = _load("Requests per second, or inf for all at once; several are measured one after the other.")
-_PARAMETERS = _load("More parameters for every request, as JSON: '{\"top_p\": 0.9}'.")
-_DATASET = _load("JSON lines with prompt or messages, and max_tokens if it is fixed.")
-_NUMBER = _load("Number of requests.", min=1, show_default="400, or those of the dataset")
+_RATE = _load("Requests per second, or inf for all at once; several rates are measured one after the other.")
+_PARAMETERS = _load("Additional parameters of every request, as JSON: '{\"top_p\": 0.9}'.")
+_DATASET = _load("JSON Lines file; each line has prompt or messages, and optionally max_tokens.")
+_NUMBER = _load("Number of requests.", min=1, show_default="400, or the size of the dataset")
 
 
 @app.command(cls=BenchCommand)
 def serve(
-    url: Annotated[str | None, _target("Where the server is.", show_default=DEFAULT_URL)] = None,
-    host: Annotated[str | None, _target("In place of --url: the server's name or address.")] = None,
-    port: Annotated[int | None, _target("In place of --url: its port.", min=1, max=65535)] = None,
+    url: Annotated[str | None, _target("Base URL of the server.", show_default=DEFAULT_URL)] = None,
+    host: Annotated[str | None, _target("Host name or address of the server, instead of --url.")] = None,
+    port: Annotated[int | None, _target("Port of the server, instead of --url.", min=1, max=65535)] = None,
     model: Annotated[
-        str | None, _target("The model's name there.", show_default="the first that is served")
+        str | None, _target("Name of the model.", show_default="the first model the server lists")
     ] = None,
     endpoint: Annotated[
-        Literal["completions", "chat"], _target("Prompts are ids, or conversations of random words.")
+        Literal["completions", "chat"],
+        _target("Send token ids as prompts, or conversations of random words."),
     ] = "completions",
     api_key: Annotated[
-        str | None, _target("Sent as a bearer token.", envvar="INFLIGHT_BENCH_API_KEY")
+        str | None, _target("API key, sent as a bearer token.", envvar="INFLIGHT_BENCH_API_KEY")
     ] = None,
-    timeout: Annotated[float, _target("Seconds for one request.", min=0.001)] = 600.0,
+    timeout: Annotated[float, _target("Timeout of a request in seconds.", min=0.001)] = 600.0,
     rate: Annotated[list[str] | None, _RATE] = None,
     num_requests: Annotated[int | None, _NUMBER] = None,
-    prompt_len: Annotated[str, _load("Tokens of a prompt, LOW:HIGH.")] = "100:1024",
-    output_len: Annotated[str, _load("Tokens of an answer, LOW:HIGH.")] = "32:256",
+    prompt_len: Annotated[str, _load("Prompt length in tokens, LOW:HIGH.")] = "100:1024",
+    output_len: Annotated[str, _load("Answer length in tokens, LOW:HIGH.")] = "32:256",
     dataset: Annotated[Path | None, _DATASET] = None,
-    seed: Annotated[int, _load("Seed of lengths, prompts and moments.")] = 0,
-    concurrency: Annotated[int | None, _load("Most requests at a time (closed loop).", min=1)] = None,
-    ramp: Annotated[float, _load("Seconds in which the rate grows from zero.", min=0.0)] = 0.0,
-    warmup: Annotated[int, _load("Requests beforehand that are not counted.", min=0)] = 8,
-    temperature: Annotated[float, _load("0 is greedy.")] = 0.0,
-    ignore_eos: Annotated[bool, _load("Answers have the length asked for.")] = True,
-    parameters: Annotated[str | None, _PARAMETERS] = None,
-    processes: Annotated[int, _load("Processes of the client, one core each.", min=1, max=256)] = 1,
-    as_json: Annotated[
-        str | None, _output("Write the figures to a file, or - to print them.", "--json")
+    seed: Annotated[int, _load("Seed for lengths, prompts and arrival times.")] = 0,
+    concurrency: Annotated[
+        int | None, _load("Maximum number of requests in flight (closed loop).", min=1)
     ] = None,
-    plot: Annotated[Path | None, _output("Draw latency over rate, as .svg or .png.")] = None,
-    quiet: Annotated[bool, _output("Print no table.", "--quiet", "-q")] = False,
+    ramp: Annotated[float, _load("Seconds over which the rate grows from zero.", min=0.0)] = 0.0,
+    warmup: Annotated[int, _load("Number of warm-up requests, which are not measured.", min=0)] = 8,
+    temperature: Annotated[float, _load("Sampling temperature; 0 is greedy.")] = 0.0,
+    ignore_eos: Annotated[
+        bool, _load("Generate the full answer length instead of stopping at the end token.")
+    ] = True,
+    parameters: Annotated[str | None, _PARAMETERS] = None,
+    processes: Annotated[
+        int, _load("Number of load generator processes; each uses up to one core.", min=1, max=256)
+    ] = 1,
+    as_json: Annotated[
+        str | None, _output("Write the figures to this file; - prints them.", "--json")
+    ] = None,
+    plot: Annotated[Path | None, _output("Plot latency over rate to this .svg or .png file.")] = None,
+    quiet: Annotated[bool, _output("Do not print the table.", "--quiet", "-q")] = False,
 ) -> None:
-    """Send requests to a server at random moments and measure how it answers.
+    """Send requests to a server at random times and measure its latency and throughput.
 
-    An open loop: requests come at their rate whether or not earlier ones are answered, as users do. Works with any
-    server that streams OpenAI's API.
+    The load is an open loop: like users, requests arrive at their rate whether or not earlier ones have been answered.
+    Works with any server that has OpenAI's streaming API.
     """
     _check_files(as_json, plot)
     with needs_extra("server"):
         from inflight.bench.server import ServerAddress
         from inflight.bench.workload import Range, ServingWorkload, parse_rate, read_dataset
 
-    rates = [parse_rate(text) for given in rate or ["inf"] for text in given.split(",")]
+    rates = [parse_rate(text) for item in rate or ["inf"] for text in item.split(",")]
     prompts, outputs = Range.parse("prompt_len", prompt_len), Range.parse("output_len", output_len)
     lines = () if dataset is None else read_dataset(dataset, endpoint)
-    more = {"temperature": temperature, **_parse_parameters(parameters)}
+    extra = {"temperature": temperature, **_parse_parameters(parameters)}
     server = ServerAddress.parse(_url(url, host, port), api_key)
     server.wait_until_loaded()
     name = model or server.model()
-    drawn = endpoint == "completions" and not lines
+    sends_ids = endpoint == "completions" and not lines
     workload = ServingWorkload(
         model=name,
         endpoint=endpoint,
         num_requests=num_requests or len(lines) or DEFAULT_REQUESTS,
         prompt_len=prompts,
         output_len=outputs,
-        vocab_size=server.vocab_size(name, MAX_ID) if drawn else MAX_ID,
+        vocab_size=server.vocab_size(name, MAX_ID) if sends_ids else MAX_ID,
         seed=seed,
         ramp=ramp,
         ignore_eos=ignore_eos,
-        parameters=more,
+        parameters=extra,
         dataset=lines,
     )
-    how = {"concurrency": concurrency, "timeout": timeout}
-    runs = _measure(server, workload, rates, warmup, processes, how, sys.stderr.isatty() and not quiet)
-    _tell(runs, workload, server.url, as_json, plot, quiet)
+    limits = {"concurrency": concurrency, "timeout": timeout}
+    runs = _measure(server, workload, rates, warmup, processes, limits, sys.stderr.isatty() and not quiet)
+    _report(runs, workload, server.url, as_json, plot, quiet)
 
 
 def _url(url: str | None, host: str | None, port: int | None) -> str:
@@ -133,7 +140,7 @@ def _url(url: str | None, host: str | None, port: int | None) -> str:
         name = host or DEFAULT_HOST
         return f"http://{f'[{name}]' if ':' in name else name}:{port or DEFAULT_PORT}"
     if host is not None or port is not None:
-        raise ConfigError("url is given together with host or port: give the one or the others")
+        raise ConfigError("url cannot be combined with host or port: give either url, or host and port")
     return url
 
 
@@ -143,12 +150,11 @@ def _measure(
     rates: list[float],
     warmup: int,
     processes: int,
-    how: dict[str, Any],
+    limits: dict[str, Any],
     show: bool,
 ) -> list[Run]:
-    from inflight.bench.crew import measure_with
+    from inflight.bench.load_generator import LoadPlan, measure, measure_with_workers
     from inflight.bench.report import summarise
-    from inflight.bench.serve import LoadPlan, measure
     from inflight.bench.terminal import rate_name
     from inflight.bench.workload import PlannedRequest
 
@@ -157,41 +163,43 @@ def _measure(
         jobs = [
             PlannedRequest(index, 0.0, body) for index, body in enumerate(workload.bodies(warmup, "warmup"))
         ]
-        _check_any(summarise(0.0, measure(LoadPlan(target, jobs, **how))))
+        _check_any_completed(summarise(0.0, measure(LoadPlan(target, jobs, **limits))))
     runs = []
     for index, rate in enumerate(rates):
-        plan = LoadPlan(target, workload.jobs(rate, str(index)), **how)
+        plan = LoadPlan(target, workload.jobs(rate, str(index)), **limits)
         with _progress(rate_name(rate), len(plan.jobs), show and processes == 1) as advance:
-            runs.append(summarise(rate, measure_with(processes, plan, advance)))
-        _check_any(runs[-1])
+            runs.append(summarise(rate, measure_with_workers(processes, plan, advance)))
+        _check_any_completed(runs[-1])
     return runs
 
 
-def _check_any(run: Run) -> None:
+def _check_any_completed(run: Run) -> None:
     if not run.num_complete:
         kind, problem = next(iter(run.problems.items()))
-        raise EngineError(f"all {run.num_requests} requests failed; the first with {kind}: {problem.example}")
+        raise EngineError(
+            f"all {run.num_requests} requests failed; the most frequent error is {kind}: {problem.example}"
+        )
 
 
 def _parse_parameters(text: str | None) -> dict[str, Any]:
     try:
-        found = {} if text is None else json.loads(text)
+        parameters = {} if text is None else json.loads(text)
     except ValueError:
-        found = None
-    if not isinstance(found, dict):
+        parameters = None
+    if not isinstance(parameters, dict):
         raise ParameterError(f"parameters is {text!r:.200}: it must be a JSON object")
-    return found
+    return parameters
 
 
 def _check_files(as_json: str | None, plot: Path | None) -> None:
-    """What can be known to be wrong before anything is measured."""
+    """Check the output files before anything is measured."""
     for path in (None if as_json in (None, "-") else Path(str(as_json)), plot):
         if path is not None:
             check_writable(path)
     if plot is not None and plot.suffix not in (".svg", ".png"):
         raise ConfigError(f"plot is {str(plot)!r}: its name must end in .svg or .png")
     if plot is not None and plot.suffix == ".png":
-        from inflight.compare.png import require_pillow
+        from inflight.compare.drawing import require_pillow
 
         require_pillow()
 
@@ -206,14 +214,14 @@ def _progress(name: str, total: int, show: bool) -> Iterator[Advance | None]:
         yield lambda: bar.advance(task)
 
 
-def _tell(
+def _report(
     runs: list[Run], workload: ServingWorkload, url: str, as_json: str | None, plot: Path | None, quiet: bool
 ) -> None:
     from inflight.bench.terminal import print_runs
 
     lengths = f"prompts {workload.prompt_len}, answers {workload.output_len} tokens"
-    asked = "from a file" if workload.dataset else lengths
-    title = f"{workload.num_requests:,} requests to {workload.model}, {workload.endpoint}, {asked}"
+    source = "from a file" if workload.dataset else lengths
+    title = f"{workload.num_requests:,} requests to {workload.model}, {workload.endpoint}, {source}"
     data = {
         "benchmark": "serve",
         "url": url,

@@ -1,4 +1,4 @@
-"""Latency over rate as a picture: for every rate a bar from the median to the 99th percentile, on a log scale."""
+"""A plot of latency over request rate: a bar per rate from the median to the 99th percentile, on a log scale."""
 
 from __future__ import annotations
 
@@ -7,35 +7,31 @@ from pathlib import Path
 
 from inflight.bench.report import Run, Spread
 from inflight.bench.terminal import rate_name
-from inflight.compare.drawing import Drawing, Rect, Text
+from inflight.compare.drawing import Drawing, Rect, Text, to_svg, write_png
 from inflight.errors import ConfigError
 
 WIDTH, LEFT, RIGHT, HEIGHT = 900, 70, 20, 170
 P50, P90, P99 = "#1f5fa8", "#4f93d8", "#a9cbee"
 THROUGHPUT = "#3c9a5f"
-_PANELS = (("Time to first token", "ttft"), ("Between events", "itl"), ("Whole request", "e2e"))
+_PANELS = (("Time to first token", "ttft"), ("Inter-token latency", "itl"), ("End-to-end latency", "e2e"))
 
 
 def write_plot(runs: list[Run], title: str, path: Path) -> None:
-    """As SVG or PNG, by the name of the file."""
+    """Write the plot as SVG or PNG, depending on the file's suffix."""
     drawing = draw(runs, title)
     try:
         if path.suffix == ".png":
-            from inflight.compare.png import write_png
-
             write_png(drawing, path)
         else:
-            from inflight.compare.svg import to_svg
-
             path.write_text(to_svg(drawing), encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"the picture {str(path)!r} cannot be written: {error.strerror}") from error
+        raise ConfigError(f"cannot write the plot {str(path)!r}: {error.strerror}") from error
 
 
 def draw(runs: list[Run], title: str) -> Drawing:
     drawing = Drawing(WIDTH, 0)
     drawing.items += [
-        Text(LEFT, 34, "Latency and throughput over the rate of requests", size=20, bold=True),
+        Text(LEFT, 34, "Latency and throughput over request rate", size=20, bold=True),
         Text(LEFT, 56, title, "muted", 13),
     ]
     _legend(drawing, 70)
@@ -69,7 +65,7 @@ def _latencies(drawing: Drawing, y: float, title: str, runs: list[Run], spreads:
         drawing.items.append(Rect(LEFT, at, WIDTH - LEFT - RIGHT, 1, "rule"))
         drawing.items.append(Text(LEFT - 8, at + 4, _number(value), "muted", 10, "end"))
     for index, spread in enumerate(spreads):
-        centre, width = _place(index, len(runs))
+        centre, width = _bar_position(index, len(runs))
         if spread is not None:
             _bar(drawing, scale, spread, centre, width)
         _rate(drawing, runs[index], centre, top)
@@ -78,12 +74,12 @@ def _latencies(drawing: Drawing, y: float, title: str, runs: list[Run], spreads:
 def _bar(drawing: Drawing, scale: _LogScale, spread: Spread, centre: float, width: float) -> None:
     p50, p90, p99 = (scale.y(value * 1e3) for value in (spread.p50, spread.p90, spread.p99))
     values = (_number(value * 1e3) for value in (spread.p50, spread.p90, spread.p99))
-    told = "p50 {} ms, p90 {}, p99 {}".format(*values)
+    tooltip = "p50 {} ms, p90 {}, p99 {}".format(*values)
     x = centre - width / 2
     drawing.items += [
-        Rect(x, p99, width, max(p90 - p99, 0.5), P99, told),
-        Rect(x, p90, width, max(p50 - p90, 0.5), P90, told),
-        Rect(x - 5, p50 - 1.5, width + 10, 3, P50, told),
+        Rect(x, p99, width, max(p90 - p99, 0.5), P99, tooltip),
+        Rect(x, p90, width, max(p50 - p90, 0.5), P90, tooltip),
+        Rect(x - 5, p50 - 1.5, width + 10, 3, P50, tooltip),
         Text(centre, p50 + 15, _number(spread.p50 * 1e3), size=11, anchor="middle"),
         Text(centre, p99 - 5, _number(spread.p99 * 1e3), "muted", 11, "middle"),
     ]
@@ -94,22 +90,22 @@ def _number(value: float) -> str:
 
 
 def _throughput(drawing: Drawing, y: float, runs: list[Run]) -> None:
-    drawing.items.append(Text(LEFT, y + 20, "Output tokens a second", size=15, bold=True))
+    drawing.items.append(Text(LEFT, y + 20, "Output tokens per second", size=15, bold=True))
     top = y + 32
     most = max(run.output_tokens_per_s for run in runs) or 1.0
     drawing.items.append(Rect(LEFT, top + HEIGHT, WIDTH - LEFT - RIGHT, 1, "rule"))
     for index, run in enumerate(runs):
-        centre, width = _place(index, len(runs))
+        centre, width = _bar_position(index, len(runs))
         height = (HEIGHT - 20) * run.output_tokens_per_s / most
         at = top + HEIGHT - height
-        told = f"{run.output_tokens_per_s:,.0f}"
-        drawing.items.append(Rect(centre - width / 2, at, width, height, THROUGHPUT, told))
-        drawing.items.append(Text(centre, at - 5, told, size=11, anchor="middle"))
+        text = f"{run.output_tokens_per_s:,.0f}"
+        drawing.items.append(Rect(centre - width / 2, at, width, height, THROUGHPUT, text))
+        drawing.items.append(Text(centre, at - 5, text, size=11, anchor="middle"))
         _rate(drawing, run, centre, top)
 
 
-def _place(index: int, count: int) -> tuple[float, float]:
-    """The centre of a rate's bar, and its width."""
+def _bar_position(index: int, count: int) -> tuple[float, float]:
+    """Return the centre and the width of a rate's bar."""
     share = (WIDTH - LEFT - RIGHT) / count
     return LEFT + share * (index + 0.5), min(share * 0.3, 40.0)
 
@@ -119,12 +115,12 @@ def _rate(drawing: Drawing, run: Run, centre: float, top: float) -> None:
 
 
 class _LogScale:
-    """Values to pixels, upwards, with at least a decade so that small differences stay small."""
+    """Maps values to pixels. It spans at least a decade, so that small differences look small."""
 
     def __init__(self, low: float, high: float, top: float) -> None:
         low = max(low, 1e-3)
         middle = math.sqrt(low * max(high, low))
-        self._low = min(low / 1.5, middle / math.sqrt(10))  # room for the numbers below and above
+        self._low = min(low / 1.5, middle / math.sqrt(10))  # leaves space for the numbers below and above
         self._high = max(high * 1.5, middle * math.sqrt(10))
         self._top = top
 
@@ -134,5 +130,5 @@ class _LogScale:
 
     def ticks(self) -> list[float]:
         first, last = math.floor(math.log10(self._low)), math.ceil(math.log10(self._high))
-        found = [factor * 10.0**power for power in range(first, last) for factor in (1, 2, 5)]
-        return [value for value in found if self._low <= value <= self._high]
+        values = [factor * 10.0**power for power in range(first, last) for factor in (1, 2, 5)]
+        return [value for value in values if self._low <= value <= self._high]

@@ -1,4 +1,4 @@
-"""Figures of a run, as JSON and for people."""
+"""The figures of a benchmark run."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from inflight.bench.serve import Measured, Record
+from inflight.bench.load_generator import LoadResult, Record
 
-LATE = 0.010  # seconds of lag from which on the client may be what is measured
-BUSY = 0.9  # of a core
+LATE = 0.010  # seconds: with more lag, the client rather than the server may be what is measured
+BUSY = 0.9  # share of a core
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """How values lie, in their own unit."""
+    """The distribution of some values, in their own unit."""
 
     mean: float
     p50: float
@@ -27,7 +27,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread | None:
-        """None where there is nothing to tell."""
+        """Return the distribution of the values, or None if there are none."""
         if not values:
             return None
         ordered = sorted(values)
@@ -44,16 +44,16 @@ class Spread:
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
-    """Of sorted values, with the way between two of them divided."""
-    place = share * (len(ordered) - 1)
-    low = math.floor(place)
+    """Return a percentile of sorted values, with linear interpolation."""
+    position = share * (len(ordered) - 1)
+    low = math.floor(position)
     high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Requests that failed in the same way."""
+    """A group of requests that failed in the same way."""
 
     count: int
     example: str
@@ -61,22 +61,22 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One rate, measured. Latencies and tokens are those of complete answers."""
+    """The figures of one rate. Latencies and token counts cover completed requests only."""
 
     rate: float
     num_requests: int
     num_complete: int
-    seconds: float  # from the first request to the end of the last
+    seconds: float  # from sending the first request to the end of the last answer
     num_prompt_tokens: int
     num_cached_tokens: int
     num_output_tokens: int
-    num_events: int  # that brought tokens
+    num_events: int  # events that contained tokens
     ttft: Spread | None  # from sending to the first token
-    itl: Spread | None  # between two successive events of an answer
-    tpot: Spread | None  # between two tokens, on average over an answer
+    itl: Spread | None  # between two consecutive events of an answer
+    tpot: Spread | None  # mean time between the tokens of an answer
     e2e: Spread | None  # from sending to the end of the answer
-    lag: Spread | None  # between the moment to send and sending
-    loop_lag: Spread | None  # of the client's event loop
+    lag: Spread | None  # how late requests were sent
+    loop_lag: Spread | None  # lag of the client's event loop
     cpu_share: float
     problems: dict[str, Problem]
 
@@ -93,19 +93,19 @@ class Run:
         return self.num_requests - self.num_complete
 
     def warnings(self) -> list[str]:
-        """Reasons to doubt the figures."""
-        found = []
+        """Return reasons to doubt the figures."""
+        warnings = []
         if self.lag is not None and self.lag.p99 > LATE and not math.isinf(self.rate):
-            found.append(f"1% of the requests were sent {self.lag.p99 * 1e3:.0f} ms late or more")
+            warnings.append(f"1% of the requests were sent at least {self.lag.p99 * 1e3:.0f} ms late")
         if self.loop_lag is not None and self.loop_lag.p99 > LATE:
-            found.append(f"1% of the time the client was {self.loop_lag.p99 * 1e3:.0f} ms late or more")
+            warnings.append(f"1% of the time the client was at least {self.loop_lag.p99 * 1e3:.0f} ms late")
         if self.cpu_share > BUSY:
-            found.append(f"the client used {self.cpu_share:.0%} of a core")
-        if found:
-            found.append(
-                "the client itself may be the bottleneck: try --processes, or another machine for it"
+            warnings.append(f"the client used {self.cpu_share:.0%} of a core")
+        if warnings:
+            warnings.append(
+                "the client itself may be the bottleneck: try --processes, or run it on another machine"
             )
-        return found
+        return warnings
 
     def to_json(self) -> dict[str, Any]:
         spreads = {name: getattr(self, name) for name in ("ttft", "itl", "tpot", "e2e", "lag", "loop_lag")}
@@ -127,8 +127,8 @@ class Run:
         }
 
 
-def summarise(rate: float, measured: Measured) -> Run:
-    records = measured.records
+def summarise(rate: float, result: LoadResult) -> Run:
+    records = result.records
     complete = [record for record in records if record.error is None]
     start = min(record.sent for record in records)
     return Run(
@@ -145,8 +145,8 @@ def summarise(rate: float, measured: Measured) -> Run:
         tpot=Spread.of(_per_token(complete)),
         e2e=Spread.of([record.ended - record.sent for record in complete]),
         lag=Spread.of([record.lag for record in records if record.lag is not None]),
-        loop_lag=Spread.of(measured.loop_lags),
-        cpu_share=measured.cpu_share,
+        loop_lag=Spread.of(result.loop_lags),
+        cpu_share=result.cpu_share,
         problems=_problems(records),
     )
 
@@ -158,7 +158,7 @@ def _per_token(records: list[Record]) -> list[float]:
 
 
 def _problems(records: list[Record]) -> dict[str, Problem]:
-    """By kind, the most frequent first."""
+    """Group failed requests by the kind of error, the most frequent kind first."""
     counts = Counter(record.error for record in records if record.error is not None)
     examples = {record.error: record.detail for record in reversed(records)}
     return {kind: Problem(count, examples[kind]) for kind, count in counts.most_common()}

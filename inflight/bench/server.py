@@ -1,4 +1,4 @@
-"""What is asked of a server before it is measured: its address, its model's name, its vocabulary."""
+"""The server under test: its address, and the requests made before measuring (readiness, model, vocabulary)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from inflight.bench.connection import Target
-from inflight.bench.events import message_of
+from inflight.bench.client import Target, error_message
 from inflight.bench.workload import PATHS, Endpoint
 from inflight.errors import ConfigError, EngineError
 
-SECONDS = 60.0
+TIMEOUT_SECONDS = 60.0
 POLL_SECONDS = 0.2
 SMALLEST_VOCABULARY = 64
 
@@ -30,10 +29,12 @@ class ServerAddress:
         parts = urlsplit(url)
         try:
             ok = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
-        except ValueError:  # a port that is none
+        except ValueError:  # an invalid port
             ok = False
         if not ok or parts.query or parts.fragment:
-            raise ConfigError(f"url is {url!r}: it must be like http://127.0.0.1:8000")
+            raise ConfigError(
+                f"url is {url!r}: it must be an http or https URL such as http://127.0.0.1:8000"
+            )
         return cls(url.rstrip("/").removesuffix("/v1"), api_key)
 
     def target(self, endpoint: Endpoint) -> Target:
@@ -45,47 +46,49 @@ class ServerAddress:
         return Target(parts.hostname, port, parts.path + PATHS[endpoint], tls, headers)
 
     def wait_until_loaded(self) -> None:
-        """A server that still loads its model says so; one that says anything else is not waited for."""
-        while _is_loading(*self._ask("/v1/models")):
+        """Wait while the server says that it is loading its model. Any other answer ends the wait."""
+        while _is_loading(*self._request("/v1/models")):
             time.sleep(POLL_SECONDS)
 
     def model(self) -> str:
-        """The first model that is served."""
-        status, answer = self._ask("/v1/models")
+        """Return the name of the first model that the server lists."""
+        status, answer = self._request("/v1/models")
         try:
             name = answer["data"][0]["id"]
         except (LookupError, TypeError):
             raise EngineError(
-                f"{self.url}/v1/models names no model (status {status}): give its name with --model"
+                f"{self.url}/v1/models lists no model (status {status}): give its name with --model"
             ) from None
         return str(name)
 
     def vocab_size(self, model: str, most: int) -> int:
-        """How many ids may be drawn from: `most`, halved until the server takes the highest of them. Servers do not
-        tell the size of their vocabulary, but refuse an id outside it."""
+        """Return how many token ids can be used: `most`, halved until the server accepts the highest one.
+
+        Servers do not report the size of their vocabulary, but they reject ids outside it.
+        """
         size = most
         while True:
             body = {"model": model, "prompt": [size - 1], "max_tokens": 1}
-            status, answer = self._ask(PATHS["completions"], body)
+            status, answer = self._request(PATHS["completions"], body)
             if status == 200:
                 return size
-            told = message_of(answer.get("error") if isinstance(answer, dict) else answer)
-            if status != 400:  # no such model, a wrong key
-                raise EngineError(f"{self.url} refuses a request with status {status}: {told}")
+            message = error_message(answer.get("error") if isinstance(answer, dict) else answer)
+            if status != 400:  # an unknown model or a wrong key, for example
+                raise EngineError(f"{self.url} rejected a request with status {status}: {message}")
             if size < 2 * SMALLEST_VOCABULARY:
                 raise EngineError(
-                    f"{self.url} does not take token ids as a prompt ({told}): use --endpoint chat"
+                    f"{self.url} does not accept token ids as a prompt ({message}): use --endpoint chat"
                 )
             size //= 2
 
-    def _ask(self, path: str, body: Any = None) -> tuple[int, Any]:
+    def _request(self, path: str, body: Any = None) -> tuple[int, Any]:
         headers = {"Content-Type": "application/json"}
         if self.api_key is not None:
             headers["Authorization"] = f"Bearer {self.api_key}"
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, headers)
         try:
-            with urllib.request.urlopen(request, timeout=SECONDS) as response:
+            with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as response:
                 return response.status, json.loads(response.read())
         except urllib.error.HTTPError as error:
             with error:

@@ -1,4 +1,4 @@
-"""Runs as tables."""
+"""Benchmark results as tables in a terminal."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from inflight.bench.report import Run, Spread
 
 _SPREADS = (
     ("time to first token (TTFT)", "ttft"),
-    ("between events (ITL)", "itl"),
-    ("per output token (TPOT)", "tpot"),
-    ("whole request (E2E)", "e2e"),
-    ("late sending (client)", "lag"),
+    ("inter-token latency (ITL)", "itl"),
+    ("time per output token (TPOT)", "tpot"),
+    ("end-to-end latency (E2E)", "e2e"),
+    ("client send delay", "lag"),
 )
 
 
@@ -32,12 +32,12 @@ def print_runs(runs: list[Run], title: str, console: Console) -> None:
     else:
         console.print(_side_by_side(runs))
     for run in runs:
-        where = f"{rate_name(run.rate)}: " if len(runs) > 1 else ""
+        prefix = f"{rate_name(run.rate)}: " if len(runs) > 1 else ""
         for kind, problem in run.problems.items():
-            told = f"{where}{problem.count} failed, {kind}: {problem.example}"
-            console.print(f"[red]{escape(told)}[/red]", highlight=False)
+            message = f"{prefix}{problem.count} failed, {kind}: {problem.example}"
+            console.print(f"[red]{escape(message)}[/red]", highlight=False)
         for warning in run.warnings():
-            console.print(f"[yellow]{escape(where + warning)}[/yellow]", highlight=False)
+            console.print(f"[yellow]{escape(prefix + warning)}[/yellow]", highlight=False)
 
 
 def _print_one(run: Run, console: Console) -> None:
@@ -45,7 +45,7 @@ def _print_one(run: Run, console: Console) -> None:
     table.add_column()
     table.add_column(justify="right")
     for name, value in (
-        ("requests complete", f"{run.num_complete:,} of {run.num_requests:,}"),
+        ("completed requests", f"{run.num_complete:,} of {run.num_requests:,}"),
         ("time", f"{run.seconds:,.2f} s"),
         ("requests/s", f"{run.requests_per_s:,.2f}"),
         ("output tokens/s", f"{run.output_tokens_per_s:,.0f}"),

@@ -1,4 +1,4 @@
-"""What is asked of a server, and when: requests and their moments, the same for the same seed."""
+"""The requests sent to a server and their arrival times, which depend only on the seed."""
 
 from __future__ import annotations
 
@@ -10,16 +10,24 @@ from typing import Any, Literal
 
 import msgspec
 
-from inflight.bench.words import WORDS
 from inflight.errors import ConfigError, ParameterError
 
 Endpoint = Literal["completions", "chat"]
 PATHS: dict[Endpoint, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+# Common short words, most of which are one token in most vocabularies, for prompts that must be text.
+_WORD_LIST = (
+    "the of and to in is you that it he was for on are as with his they at be this have from or one had "
+    "by word but not what all were we when your can said there use an each which she do how their if will "
+    "up other about out many then them these so some her would make like him into time has look two more "
+    "write go see number no way could people my than first water been call who oil its now find long down "
+    "day did get come made may part "
+)
+WORDS = tuple(_WORD_LIST.split())
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Lengths from `low` to `high`, both included."""
+    """Lengths from `low` to `high`, inclusive."""
 
     low: int
     high: int
@@ -28,14 +36,14 @@ class Range:
     def parse(cls, name: str, text: str) -> Range:
         low, colon, high = text.partition(":")
         try:
-            found = cls(int(low), int(high if colon else low))
+            lengths = cls(int(low), int(high if colon else low))
         except ValueError:
-            found = cls(0, 0)
-        if not 1 <= found.low <= found.high:
+            lengths = cls(0, 0)
+        if not 1 <= lengths.low <= lengths.high:
             raise ParameterError(
                 f"{name} is {text!r}: it must be a length, or LOW:HIGH with 1 <= LOW <= HIGH"
             )
-        return found
+        return lengths
 
     def draw(self, rng: Random) -> int:
         return rng.randint(self.low, self.high)
@@ -45,32 +53,34 @@ class Range:
 
 
 class PlannedRequest(msgspec.Struct, frozen=True, gc=False):
-    """One request before it is sent."""
+    """A request that is yet to be sent."""
 
     index: int
-    at: float  # seconds after the start
+    at: float  # when it is due, in seconds after the start
     body: bytes
 
 
 @dataclass(frozen=True)
 class ServingWorkload:
-    """The requests of every run."""
+    """The requests of a benchmark; each rate is a run of its own."""
 
     model: str
     endpoint: Endpoint = "completions"
     num_requests: int = 400
     prompt_len: Range = Range(100, 1024)
     output_len: Range = Range(32, 256)
-    vocab_size: int = 10_000  # ids are drawn from below it
+    vocab_size: int = 10_000  # token ids are below this
     seed: int = 0
-    ramp: float = 0.0  # seconds in which the rate grows from nothing
+    ramp: float = 0.0  # seconds over which the rate grows from zero
     ignore_eos: bool = True
-    parameters: dict[str, Any] = field(default_factory=dict)  # of every body, besides the usual ones
+    parameters: dict[str, Any] = field(default_factory=dict)  # additional parameters of every request
     dataset: tuple[dict[str, Any], ...] = ()
 
     def jobs(self, rate: float, label: str) -> list[PlannedRequest]:
-        """Requests at `rate` a second. Lengths are the same for every label; prompts are not, so that no run finds
-        the prefixes of the one before in a cache."""
+        """Return the requests of a run at `rate` requests per second.
+
+        Lengths are the same for every label. Prompts are not, so that no run hits the prefix cache of an earlier one.
+        """
         times = arrival_times(self.num_requests, rate, self.seed, self.ramp)
         bodies = self.bodies(self.num_requests, label)
         return [
@@ -80,14 +90,14 @@ class ServingWorkload:
 
     def bodies(self, count: int, label: str) -> list[bytes]:
         lengths, ids = Random(f"{self.seed}/lengths"), Random(f"{self.seed}/{label}")
-        found = []
+        bodies = []
         for index in range(count):
             num_prompt, num_output = self.prompt_len.draw(lengths), self.output_len.draw(lengths)
-            asked = {"max_tokens": num_output, **self._asked(index, num_prompt, ids)}
-            found.append(msgspec.json.encode({**self._common(), **asked}))
-        return found
+            fields = {"max_tokens": num_output, **self._prompt_fields(index, num_prompt, ids)}
+            bodies.append(msgspec.json.encode({**self._common_fields(), **fields}))
+        return bodies
 
-    def _asked(self, index: int, num_prompt: int, rng: Random) -> dict[str, Any]:
+    def _prompt_fields(self, index: int, num_prompt: int, rng: Random) -> dict[str, Any]:
         if self.dataset:
             return self.dataset[index % len(self.dataset)]
         if self.endpoint == "completions":
@@ -95,7 +105,7 @@ class ServingWorkload:
         text = " ".join(rng.choices(WORDS, k=num_prompt))
         return {"messages": [{"role": "user", "content": text}]}
 
-    def _common(self) -> dict[str, Any]:
+    def _common_fields(self) -> dict[str, Any]:
         ending = {"ignore_eos": True} if self.ignore_eos else {}
         return {
             "model": self.model,
@@ -107,19 +117,24 @@ class ServingWorkload:
 
 
 def arrival_times(count: int, rate: float, seed: int, ramp: float = 0.0) -> list[float]:
-    """A Poisson process: seconds after the start, ascending. With an infinite rate all come at once or, with a ramp,
-    evenly within it."""
+    """Return the arrival times of a Poisson process, in seconds after the start and in ascending order.
+
+    With an infinite rate all requests arrive at once or, with a ramp, evenly spread over it.
+    """
     if math.isinf(rate):
         return [ramp * index / count for index in range(count)]
     rng, expected, times = Random(f"{seed}/arrivals"), 0.0, []
     for _ in range(count):
-        expected += rng.expovariate(1.0)  # arrivals that a steady rate would have brought by then
+        expected += rng.expovariate(1.0)  # expected number of arrivals at this point, for a unit rate
         times.append(_moment(expected, rate, ramp))
     return times
 
 
 def _moment(expected: float, rate: float, ramp: float) -> float:
-    """When so many arrivals are due, at a rate that grows evenly from 0 during the ramp: rate * t^2 / (2 * ramp)."""
+    """Return when `expected` arrivals are due.
+
+    The rate grows linearly from 0 during the ramp, so rate * t^2 / (2 * ramp) arrivals are due after t seconds of it.
+    """
     within = rate * ramp / 2
     if expected < within:
         return math.sqrt(2 * ramp * expected / rate)
@@ -132,7 +147,7 @@ def parse_rate(text: str) -> float:
     except ValueError:
         rate = math.nan
     if not rate > 0:
-        raise ParameterError(f"rate is {text!r}: it must be a positive number of requests a second, or inf")
+        raise ParameterError(f"rate is {text!r}: it must be a positive number of requests per second, or inf")
     return rate
 
 
@@ -143,32 +158,34 @@ class _Line(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def read_dataset(path: Path, endpoint: Endpoint) -> tuple[dict[str, Any], ...]:
-    """Requests from a file of JSON objects, one a line: a prompt or messages, and max_tokens if it is fixed."""
+    """Read requests from a JSON Lines file: each has a prompt or messages, and optionally max_tokens."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
-        raise ConfigError(f"the dataset {str(path)!r} cannot be read: {error.strerror}") from error
-    found = []
+        raise ConfigError(f"cannot read the dataset {str(path)!r}: {error.strerror}") from error
+    requests = []
     for number, line in enumerate(lines, 1):
         if line.strip():
-            found.append(_read_line(f"{path}, line {number}", line, endpoint))
-    if not found:
-        raise ConfigError(f"the dataset {str(path)!r} is empty: it must have a JSON object a line")
-    return tuple(found)
+            requests.append(_read_line(f"{path}, line {number}", line, endpoint))
+    if not requests:
+        raise ConfigError(f"the dataset {str(path)!r} is empty: it must contain one JSON object per line")
+    return tuple(requests)
 
 
 def _read_line(where: str, line: bytes, endpoint: Endpoint) -> dict[str, Any]:
     try:
-        given = msgspec.json.decode(line, type=_Line)
+        item = msgspec.json.decode(line, type=_Line)
     except msgspec.MsgspecError as error:
         raise ConfigError(f"{where}: {error}") from None
-    asked: dict[str, Any] = {} if given.max_tokens is None else {"max_tokens": given.max_tokens}
+    limit: dict[str, Any] = {} if item.max_tokens is None else {"max_tokens": item.max_tokens}
     if endpoint == "completions":
-        if given.prompt is None:
-            raise ConfigError(f"{where}: completions need a prompt")
-        return {**asked, "prompt": given.prompt}
-    if given.messages is not None:
-        return {**asked, "messages": given.messages}
-    if not isinstance(given.prompt, str):
-        raise ConfigError(f"{where}: a chat needs messages, or a prompt that is a text")
-    return {**asked, "messages": [{"role": "user", "content": given.prompt}]}
+        if item.prompt is None:
+            raise ConfigError(f"{where}: prompt is missing: --endpoint completions needs it")
+        return {**limit, "prompt": item.prompt}
+    if item.messages is not None:
+        return {**limit, "messages": item.messages}
+    if not isinstance(item.prompt, str):
+        raise ConfigError(
+            f"{where}: messages are missing: --endpoint chat needs them, or a prompt that is a string"
+        )
+    return {**limit, "messages": [{"role": "user", "content": item.prompt}]}

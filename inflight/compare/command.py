@@ -1,4 +1,4 @@
-"""`inflight compare`."""
+"""The `inflight compare` command."""
 
 from __future__ import annotations
 
@@ -17,32 +17,31 @@ from inflight.command import InflightCommand
 from inflight.config import ENGINE_OPTIONS, EngineConfig
 from inflight.console import check_writable, progress_bar
 from inflight.errors import ConfigError, ParameterError
-from inflight.habits.habit import ANY, Habit, Habits
-from inflight.habits.serve_flags import SERVE_HABITS
 from inflight.interrupts import interrupts_end_at_once
 from inflight.option_sources import argument
+from inflight.vllm_compat.cli_flags import SERVE_RULES
+from inflight.vllm_compat.rules import ANY, CompatRule, CompatRules
 
 if TYPE_CHECKING:
     from inflight.compare.report import Comparison
     from inflight.compare.rerank import PairWorkload, RerankComparison
-    from inflight.compare.shown import Shown
     from inflight.compare.workload import Workload
 
 
 class CompareCommand(InflightCommand):
-    """Its options were called otherwise once."""
+    """Accepts vLLM's engine flags and this command's former option names."""
 
-    habits = Habits(
+    compat_rules = CompatRules(
         (
-            *SERVE_HABITS.rows,
-            Habit("--requests N", {ANY: "--num-requests {}"}),
-            Habit("--batch-size N", {ANY: "--max-num-seqs {}"}),
+            *SERVE_RULES.rows,
+            CompatRule("--requests N", {ANY: "--num-requests {}"}),
+            CompatRule("--batch-size N", {ANY: "--max-num-seqs {}"}),
         )
     )
 
 
 DEFAULT_STRATEGIES = "sequential,static,continuous"
-Progress = Callable[[str, int], None]  # a strategy, and how many of its requests are done
+Progress = Callable[[str, int], None]  # called with the strategy and its number of finished requests
 
 
 def _workload(text: str, *names: str, **more: Any) -> Any:
@@ -53,19 +52,17 @@ def _output(text: str, *names: str) -> Any:
     return typer.Option(*names, rich_help_panel="Output", help=text)
 
 
-_KIND = _workload(
-    "Answers that are generated, or pairs of a question and a passage that are scored.", metavar="chat|rerank"
-)
+_KIND = _workload("Generate answers, or score pairs of a question and a passage.", metavar="chat|rerank")
 _ARRIVAL = _workload(
-    "All at once, or at random moments, RATE a second on average.", metavar="burst|poisson:RATE"
+    "All requests at once, or at random times, RATE per second on average.", metavar="burst|poisson:RATE"
 )
 _LENGTHS = _workload(
-    "Chat prompts with answers that end by themselves, or random ids and fixed lengths.",
+    "Chat prompts whose answers end naturally, or random token ids with fixed lengths.",
     metavar="real|ragged",
 )
-_MAX_NUM_SEQS = _workload("Slots: most requests in the running batch.", min=1)
-_MAX_TOKENS = _workload("Longest answer.", show_default="768, ragged 256")
-_TEMPERATURE = _workload("0 is greedy.", show_default="the checkpoint's")
+_MAX_NUM_SEQS = _workload("Number of slots: the maximum number of requests in the running batch.", min=1)
+_MAX_TOKENS = _workload("Maximum length of an answer.", show_default="768; 256 for ragged")
+_TEMPERATURE = _workload("Sampling temperature; 0 is greedy.", show_default="the checkpoint's")
 
 
 def compare(
@@ -77,72 +74,79 @@ def compare(
     lengths: Annotated[str, _LENGTHS] = "real",
     max_tokens: Annotated[int | None, _MAX_TOKENS] = None,
     temperature: Annotated[float | None, _TEMPERATURE] = None,
-    seed: Annotated[int, _workload("Seed of prompts, arrivals and sampling.")] = 0,
-    strategies: Annotated[str, _workload("Names of policies, with commas between.")] = DEFAULT_STRATEGIES,
-    as_json: Annotated[bool, _output("Print one JSON object.", "--json")] = False,
-    html: Annotated[Path | None, _output("Write a page to this file.")] = None,
-    svg: Annotated[Path | None, _output("Write the picture as SVG.")] = None,
-    png: Annotated[Path | None, _output("Write the picture as PNG.")] = None,
-    quiet: Annotated[bool, _output("Print no table, no picture.", "--quiet", "-q")] = False,
+    seed: Annotated[int, _workload("Seed for prompts, arrivals and sampling.")] = 0,
+    strategies: Annotated[
+        str, _workload("Scheduling policies to compare, separated by commas.")
+    ] = DEFAULT_STRATEGIES,
+    as_json: Annotated[bool, _output("Print the results as one JSON object.", "--json")] = False,
+    html: Annotated[Path | None, _output("Write an HTML page to this file.")] = None,
+    svg: Annotated[Path | None, _output("Write the picture to this file, as SVG.")] = None,
+    png: Annotated[Path | None, _output("Write the picture to this file, as PNG.")] = None,
+    quiet: Annotated[bool, _output("Print neither table nor picture.", "--quiet", "-q")] = False,
 ) -> None:
-    """Run the same requests one at a time, in static batches and with continuous batching, and show why it matters."""
+    """Run the same requests one at a time, in static batches and with continuous batching, and show the difference."""
     names = _check(strategies, html, svg, png)
     if workload not in ("chat", "rerank"):
-        raise ParameterError(f"workload is {workload!r}: allowed are chat and rerank")
+        raise ParameterError(f"workload is {workload!r}: it must be chat or rerank")
     if workload == "rerank" and (lengths, max_tokens, temperature) != ("real", None, None):
         raise ParameterError(
-            "lengths, max_tokens and temperature are for answers: the workload rerank has none"
+            "lengths, max_tokens and temperature apply to generated answers: the rerank workload has none"
         )
     with interrupts_end_at_once():
-        from inflight.compare.rerank import PairWorkload  # torch is loaded only now
+        from inflight.compare.rerank import PairWorkload  # imports torch
         from inflight.compare.workload import Arrival, Workload
 
-    coming = Arrival.parse(arrival)
-    asked = Workload(num_requests, coming, lengths, max_tokens, temperature, seed)
-    pairs = PairWorkload(num_requests, coming, seed) if workload == "rerank" else None
+    arrivals = Arrival.parse(arrival)
+    requests: Workload | PairWorkload = Workload(
+        num_requests, arrivals, lengths, max_tokens, temperature, seed
+    )
+    if workload == "rerank":
+        requests = PairWorkload(num_requests, arrivals, seed)
     with_progress = partial(_progress, num_requests, not quiet and sys.stderr.isatty())
-    comparison = _measure(model, asked if pairs is None else pairs, names, max_num_seqs, with_progress)
+    comparison = _measure(model, requests, names, max_num_seqs, with_progress)
     _write(comparison, html, svg, png)
-    _show(comparison, as_json, quiet)
-    written = [str(file) for file in (html, svg, png) if file is not None]
-    if written and not quiet:
-        print(f"written: {', '.join(written)}", file=sys.stderr)
+    _print(comparison, as_json, quiet)
+    paths = [str(path) for path in (html, svg, png) if path is not None]
+    if paths and not quiet:
+        print(f"wrote {', '.join(paths)}", file=sys.stderr)
 
 
 def _measure(
     model: str | None,
-    asked: Workload | PairWorkload,
+    workload: Workload | PairWorkload,
     names: list[str],
     max_num_seqs: int,
     with_progress: Callable[[], AbstractContextManager[Progress | None]],
 ) -> Comparison | RerankComparison:
-    """The same requests under every policy, on one engine."""
+    """Run the same requests under every policy, on one engine."""
     from inflight.compare.report import compare as compare_generating
     from inflight.compare.rerank import PairWorkload, compare_reranking
     from inflight.loading import load_engine
     from inflight.models.builtin import builtin_folder
 
-    shown = "the built-in model" if model is None else model
-    if model is None and isinstance(asked, PairWorkload):
-        model, shown = str(builtin_folder("reranker")), "the built-in reranker"
+    model_name = "the built-in model" if model is None else model
+    if model is None and isinstance(workload, PairWorkload):
+        model, model_name = str(builtin_folder("reranker")), "the built-in reranker"
     engine = load_engine(EngineConfig.create(model, max_num_seqs=max_num_seqs, policy=names[0]))
     try:
         with with_progress() as progress:
-            if isinstance(asked, PairWorkload):
-                return compare_reranking(engine, asked, names, max_num_seqs, shown, progress)
-            return compare_generating(engine, asked, names, max_num_seqs, shown, progress)
+            if isinstance(workload, PairWorkload):
+                return compare_reranking(engine, workload, names, max_num_seqs, model_name, progress)
+            return compare_generating(engine, workload, names, max_num_seqs, model_name, progress)
     finally:
         engine.close()
 
 
 def _check(strategies: str, *files: Path | None) -> list[str]:
-    """What can be known to be wrong before the model is loaded."""
-    from inflight.compare.png import require_pillow
+    """Return the strategies' names, after checking everything that can be checked before the model is loaded."""
+    from inflight.compare.drawing import require_pillow
     from inflight.scheduling.policy import make_policy
 
     names = [name.strip() for name in strategies.split(",") if name.strip()]
     if not names or len(set(names)) < len(names):
-        raise ParameterError(f"strategies is {strategies!r}: it must name at least one, and none twice")
+        raise ParameterError(
+            f"strategies is {strategies!r}: it must name at least one policy, and none of them twice"
+        )
     for name in names:
         make_policy(name)
     for path in files:
@@ -169,11 +173,12 @@ def _progress(total: int, show: bool) -> Iterator[Progress | None]:
         yield advance
 
 
-def _write(comparison: Shown, html: Path | None, svg: Path | None, png: Path | None) -> None:
-    from inflight.compare.drawing import draw
-    from inflight.compare.html import to_html
-    from inflight.compare.png import write_png
-    from inflight.compare.svg import to_svg
+def _write(
+    comparison: Comparison | RerankComparison, html: Path | None, svg: Path | None, png: Path | None
+) -> None:
+    from inflight.compare.drawing import to_svg, write_png
+    from inflight.compare.page import to_html
+    from inflight.compare.picture import draw
 
     try:
         if html is not None:
@@ -183,10 +188,10 @@ def _write(comparison: Shown, html: Path | None, svg: Path | None, png: Path | N
         if png is not None:
             write_png(draw(comparison), png)
     except OSError as error:
-        raise ConfigError(f"a picture cannot be written: {error}") from error
+        raise ConfigError(f"cannot write the picture: {error}") from error
 
 
-def _show(comparison: Comparison | RerankComparison, as_json: bool, quiet: bool) -> None:
+def _print(comparison: Comparison | RerankComparison, as_json: bool, quiet: bool) -> None:
     from inflight.compare.terminal import print_comparison
 
     if as_json:

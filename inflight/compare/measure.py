@@ -1,14 +1,18 @@
-"""One strategy over the workload, watched."""
+"""Run a workload under one strategy, record every step, and reduce the run to figures."""
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
+from threading import Event, Thread
 
-from inflight.compare.gpu import GpuMonitor
+import numpy as np
+
 from inflight.compare.workload import Job
 from inflight.engine import EngineCore
 from inflight.errors import EngineError
@@ -17,14 +21,18 @@ from inflight.loading import LoadedEngine
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
 
-WARM_UP_TOKENS = 4
+logger = logging.getLogger(__name__)
 
-Progress = Callable[[int], None]  # requests finished so far
+WARM_UP_TOKENS = 4
+GPU_INTERVAL = 0.1  # seconds between readings; the driver averages over about the same time
+MIN_GPU_READINGS = 20  # with fewer, the beginning and the end of a run would weigh as much as its middle
+
+Progress = Callable[[int], None]  # called with the number of finished requests
 
 
 @dataclass(slots=True)
 class RequestRun:
-    """One request's life under one strategy; times are seconds after the start."""
+    """One request under one strategy. Times are seconds after the start."""
 
     request_id: str
     num_prompt_tokens: int
@@ -36,20 +44,20 @@ class RequestRun:
 
 @dataclass(slots=True)
 class StrategyRun:
-    """What was seen of one strategy."""
+    """A recorded run of one strategy."""
 
     strategy: str
     num_slots: int
     requests: list[RequestRun]
     steps: list[StepRecord]
-    begins: list[float]  # of the steps, in seconds after the start
+    begins: list[float]  # when each step began and ended, in seconds after the start
     ends: list[float]
     gpu_utilization: float | None = None  # share of the time; None without a GPU
 
 
 @dataclass(slots=True)
-class StepWatch:
-    """Keeps the steps and when they began: at the end of the one before, or when work came after a pause."""
+class StepRecorder:
+    """Records steps and when they began: at the end of the previous step, or when work arrived after a pause."""
 
     origin: float = 0.0
     resumed_at: float = 0.0
@@ -66,64 +74,69 @@ class StepWatch:
 def measure(
     engine: LoadedEngine, jobs: list[Job], strategy: str, num_slots: int, progress: Progress | None = None
 ) -> StrategyRun:
-    """Run the jobs under a strategy on an engine of its own over the same weights."""
+    """Run the jobs under a strategy, on a fresh engine core with the same weights."""
     core = engine.use(policy=strategy, max_num_seqs=num_slots)
     _warm_up(core, engine)
     requests = [
         engine.input_processor.requests(job.request_id, job.prompt_ids, job.params)[1][0] for job in jobs
     ]
-    watch = StepWatch()
-    core.observers.append(watch)
+    recorder = StepRecorder()
+    core.observers.append(recorder)
     device = engine.platform.device
     with GpuMonitor(device.index or 0 if device.type == "cuda" else None) as monitor:
-        serve(core, [job.arrives_at for job in jobs], requests, watch, progress or (lambda _: None))
+        serve(core, [job.arrives_at for job in jobs], requests, recorder, progress or (lambda _: None))
     utilization = monitor.utilization
     if utilization is None and device.type == "cuda":
-        utilization = _busy_share(watch)
+        utilization = _busy_share(recorder)
     return StrategyRun(
         strategy,
         num_slots,
-        [_request_run(job, request, watch.origin) for job, request in zip(jobs, requests, strict=True)],
-        watch.steps,
-        watch.begins,
-        watch.ends,
+        [_request_run(job, request, recorder.origin) for job, request in zip(jobs, requests, strict=True)],
+        recorder.steps,
+        recorder.begins,
+        recorder.ends,
         utilization,
     )
 
 
-def _busy_share(watch: StepWatch) -> float:
-    """Share of the time that the steps themselves took, for a run too short for the driver's readings."""
-    busy = sum(record.finished_at - record.began_at for record in watch.steps)
-    return busy / watch.ends[-1]
+def _busy_share(recorder: StepRecorder) -> float:
+    """Return the share of the time spent in steps, for runs too short for the driver's readings."""
+    busy = sum(record.finished_at - record.began_at for record in recorder.steps)
+    return busy / recorder.ends[-1]
 
 
 def serve(
-    core: EngineCore, times: list[float], requests: list[Request], watch: StepWatch, progress: Progress
+    core: EngineCore, times: list[float], requests: list[Request], recorder: StepRecorder, progress: Progress
 ) -> list[Delta]:
-    """Add requests when they are due and step while there is work. An open loop: arrivals wait for no answer.
-    Returns the last delta of each, in the order in which they ended."""
+    """Add requests when they are due and step while there is work.
+
+    This is an open loop: arrivals do not wait for answers. Returns the last delta of each request, in the order in
+    which the requests ended.
+    """
     due = deque(zip(times, requests, strict=True))
-    ended: list[Delta] = []
-    watch.origin = core.clock()
+    last_deltas: list[Delta] = []
+    recorder.origin = core.clock()
     while due or core.has_work:
-        now = core.clock() - watch.origin
+        now = core.clock() - recorder.origin
         while due and due[0][0] <= now:
             core.add(due.popleft()[1])
         if core.has_work:
-            newly_ended = [delta for delta in core.step() if delta.finish_reason is not None]
-            if newly_ended:
-                ended += newly_ended
-                progress(len(ended))
+            ended = [delta for delta in core.step() if delta.finish_reason is not None]
+            if ended:
+                last_deltas += ended
+                progress(len(last_deltas))
         else:
             time.sleep(due[0][0] - now)
-            watch.resumed_at = core.clock() - watch.origin
-    return ended
+            recorder.resumed_at = core.clock() - recorder.origin
+    return last_deltas
 
 
 def _request_run(job: Job, request: Request, origin: float) -> RequestRun:
     record = request.record
     if record.finish_reason not in ("stop", "length"):
-        raise EngineError(f"request {job.request_id} ({job.title!r}) ended with {record.finish_reason!r}")
+        raise EngineError(
+            f"request {job.request_id} ({job.title!r}) ended with finish reason {record.finish_reason!r}"
+        )
     assert record.first_token_at is not None
     assert record.last_token_at is not None
     return RequestRun(
@@ -137,7 +150,7 @@ def _request_run(job: Job, request: Request, origin: float) -> RequestRun:
 
 
 def _warm_up(core: EngineCore, engine: LoadedEngine) -> None:
-    """What only the first step of a process or an engine pays is no strategy's fault."""
+    """Run a few tokens so that no strategy pays for the first step of a process or an engine."""
     rng = Random(0)
     size = min(WARM_UP_TOKENS, engine.max_model_len - WARM_UP_TOKENS)
     ids = [rng.randrange(engine.input_processor.vocab_size) for _ in range(max(size, 1))]
@@ -146,3 +159,110 @@ def _warm_up(core: EngineCore, engine: LoadedEngine) -> None:
     while core.has_work:
         core.step()
     core.scheduler.blocks.drop_cache()
+
+
+# ---- figures ----
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """A run in numbers; times are seconds.
+
+    Time to first token and latency are measured from a request's arrival and include queueing. Latency ends with the
+    last token of the answer, even if the policy keeps the finished request in its slot.
+    """
+
+    total_time: float
+    num_output_tokens: int
+    tokens_per_second: float
+    mean_ttft: float
+    p99_ttft: float
+    p50_latency: float
+    p99_latency: float
+    slot_use: float  # share of slot-steps (steps x slots) that produced a token which the answer keeps
+    kv_waste: float  # share of the positions in used KV blocks that hold no token, averaged over steps
+    num_steps: int
+    gpu_utilization: float | None
+
+
+def compute_figures(run: StrategyRun) -> Figures:
+    requests = run.requests
+    ttft = [request.first_token_at - request.arrived_at for request in requests]
+    latency = [request.last_token_at - request.arrived_at for request in requests]
+    total_time = max(request.last_token_at for request in requests)
+    num_tokens = sum(len(request.token_ids) for request in requests)
+    return Figures(
+        total_time=total_time,
+        num_output_tokens=num_tokens,
+        tokens_per_second=num_tokens / total_time,
+        mean_ttft=float(np.mean(ttft)),
+        p99_ttft=float(np.percentile(ttft, 99)),
+        p50_latency=float(np.percentile(latency, 50)),
+        p99_latency=float(np.percentile(latency, 99)),
+        slot_use=num_tokens / (len(run.steps) * run.num_slots),
+        kv_waste=float(np.mean([step.kv.waste for step in run.steps])),
+        num_steps=len(run.steps),
+        gpu_utilization=run.gpu_utilization,
+    )
+
+
+# ---- GPU utilisation ----
+
+
+class _Utilization(ctypes.Structure):
+    _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))  # per cent
+
+
+class GpuMonitor:
+    """Averages the utilisation of a CUDA device over a `with` block.
+
+    Readings come from the driver's own library (NVML), so no extra package is needed. With device None, nothing is
+    monitored.
+    """
+
+    def __init__(self, device: int | None) -> None:
+        self._device = device
+        self._readings: list[int] = []
+        self._stop = Event()
+        self._thread: Thread | None = None
+
+    @property
+    def utilization(self) -> float | None:
+        """The share of the time in which the GPU was computing; None if unknown or if the block was too short."""
+        enough = len(self._readings) >= MIN_GPU_READINGS
+        return sum(self._readings) / len(self._readings) / 100 if enough else None
+
+    def __enter__(self) -> GpuMonitor:
+        if self._device is not None:
+            try:
+                library = ctypes.CDLL("libnvidia-ml.so.1")
+                handle = _open_device(library, self._device)
+            except OSError as error:
+                logger.warning("GPU utilisation is not available: %s", error)
+                return self
+            self._thread = Thread(target=self._read, args=(library, handle), daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _read(self, library: ctypes.CDLL, handle: ctypes.c_void_p) -> None:
+        rates = _Utilization()
+        while not self._stop.wait(GPU_INTERVAL):
+            if library.nvmlDeviceGetUtilizationRates(handle, ctypes.byref(rates)) == 0:
+                self._readings.append(int(rates.gpu))
+
+
+def _open_device(library: ctypes.CDLL, device: int) -> ctypes.c_void_p:
+    """Return the driver's handle for torch's device, looked up by UUID since the two may number devices differently."""
+    import torch
+
+    handle = ctypes.c_void_p()
+    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode()
+    status = library.nvmlInit_v2() or library.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(handle))
+    if status:
+        raise OSError(f"NVML returned error {status}")
+    return handle

@@ -1,8 +1,9 @@
-"""What the requests of a comparison ask, and in which mix.
+"""The prompts of a comparison and how they are mixed.
 
-Traffic is heavy-tailed: most questions have short answers, and a few long ones make up most of the tokens. The
-shares below are those of a chat service for everyday use, not tuned to any strategy: four questions in ten are
-answered in some words, three in a sentence or two, two in a paragraph, one with a story of several.
+Chat traffic is heavy-tailed: most answers are short, and a few long ones make up most of the tokens. The shares below
+resemble an everyday chat service and are not tuned to any strategy: of ten questions, four are answered in a few words,
+three in a sentence or two, two in a paragraph, and one with a story of several paragraphs. Passages for rerankers have
+the mix of lengths that search results have: most are short.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ from random import Random
 
 @dataclass(frozen=True, slots=True)
 class PromptKind:
-    """Questions whose answers have about the same length."""
+    """Questions whose answers are about equally long."""
 
     name: str
-    share: int  # of ten requests
+    share: int  # out of ten requests
     prompts: tuple[str, ...]
 
 
 KINDS = (
     PromptKind(
-        "some words",
+        "a few words",
         4,
         (
             "What is the opposite of hot?",
@@ -121,7 +122,10 @@ KINDS = (
 
 
 def draw_prompts(count: int, seed: int) -> list[str]:
-    """`count` prompts in the mix above; within a kind none comes twice before all came once."""
+    """Return `count` prompts in the mix above.
+
+    Within a kind, no prompt is repeated before every other one has been used.
+    """
     rng = Random(seed)
     decks: dict[str, list[str]] = {kind.name: [] for kind in KINDS}
     drawn = []
@@ -131,3 +135,52 @@ def draw_prompts(count: int, seed: int) -> list[str]:
             deck += rng.sample(kind.prompts, len(kind.prompts))
         drawn.append(deck.pop())
     return drawn
+
+
+# ---- pairs for rerankers ----
+
+QUESTIONS = (
+    "why does it rain?",
+    "how do bees make honey?",
+    "what is continuous batching?",
+    "how is bread baked?",
+    "why is the sky blue?",
+    "how do plants grow?",
+)
+
+SENTENCES = (
+    "Warm air takes up water from seas and lakes and carries it upwards.",
+    "When the air cools, the water gathers into drops, and the drops fall as rain.",
+    "Clouds are made of very small drops that float until they join.",
+    "In the mountains it rains more often, since the air must rise to cross them.",
+    "Bees collect nectar from flowers and bring it to the hive.",
+    "In the hive the nectar is passed from bee to bee until most of its water is gone.",
+    "The comb is closed with wax, and the honey keeps for years.",
+    "A baker mixes flour, water, salt and yeast and lets the dough rest.",
+    "In a hot oven the crust turns brown while the inside stays soft.",
+    "Sunlight is scattered by the air, and blue light is scattered most.",
+    "In the evening the light takes a longer way, and what is left of it is red.",
+    "Plants take up water through their roots and light through their leaves.",
+    "A seed holds enough food for the first leaves, and then the plant feeds itself.",
+    "A server that batches requests at every step need not wait for the longest of them.",
+    "Requests join and leave the batch at every step, so no slot stands empty.",
+    "Memory is given out in small blocks, so that long and short texts share it well.",
+    "The harbour was quiet, and the boats lay side by side.",
+    "She closed the book, put on her coat and went out into the street.",
+    "The train leaves at nine and arrives before noon.",
+    "Two cups of rice are enough for four people.",
+)
+
+# Number of sentences per passage, and the weight of that number.
+PASSAGE_LENGTHS = ((1, 30), (2, 25), (3, 15), (5, 12), (8, 10), (14, 8))
+
+
+def draw_pairs(count: int, seed: int) -> list[tuple[str, str]]:
+    """Return `count` pairs of a question and a passage."""
+    rng = Random(f"{seed}/pairs")
+    sizes, weights = zip(*PASSAGE_LENGTHS, strict=True)
+    pairs = []
+    for size in rng.choices(sizes, weights=weights, k=count):
+        passage = " ".join(rng.choice(SENTENCES) for _ in range(size))
+        pairs.append((rng.choice(QUESTIONS), passage))
+    return pairs

@@ -1,4 +1,4 @@
-"""A whole comparison: the strategies over one workload, as numbers, as timelines and as JSON."""
+"""Run strategies over the same generation workload and put their figures and timelines side by side."""
 
 from __future__ import annotations
 
@@ -7,24 +7,28 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from inflight.compare.figures import Figures, figures
-from inflight.compare.layout import Span, SpanKind, Timeline, lay_out
-from inflight.compare.measure import StrategyRun, measure
-from inflight.compare.palette import label
-from inflight.compare.shown import LegendEntry, listed
-from inflight.compare.table import rows
+from inflight.compare.measure import Figures, StrategyRun, compute_figures, measure
+from inflight.compare.timeline import (
+    LegendEntry,
+    Span,
+    SpanKind,
+    Timeline,
+    join_words,
+    lay_out,
+    request_label,
+)
 from inflight.compare.workload import Job, Workload, build_jobs
 from inflight.loading import LoadedEngine
 
 STRATEGIES = ("sequential", "static", "continuous")
 CLOSE_STEPS = 96
 
-Progress = Callable[[str, int], None]  # the strategy that runs, and its requests finished so far
+Progress = Callable[[str, int], None]  # called with the strategy and its number of finished requests
 
 
 @dataclass(frozen=True, slots=True)
 class RequestInfo:
-    """What a reader of the picture may ask of a request."""
+    """The facts about a request that accompany the picture."""
 
     label: str
     title: str
@@ -36,37 +40,54 @@ class RequestInfo:
 class StrategyResult:
     figures: Figures
     timeline: Timeline
-    speedup: float  # how many times its tokens/s the reference strategy reaches
+    speedup: float  # tokens/s of the reference strategy divided by this strategy's
 
 
 LEGEND = (
-    LegendEntry(SpanKind.PREFILL, "computing a prompt (prefill)", "begins"),
-    LegendEntry(SpanKind.DECODE, "producing a token a step (decode)", "decodes"),
-    LegendEntry(SpanKind.HELD, "finished, but its slot is not given on", "done, slot held"),
+    LegendEntry(SpanKind.PREFILL, "computing a prompt (prefill)", "prefill"),
+    LegendEntry(SpanKind.DECODE, "producing one token per step (decode)", "decode"),
+    LegendEntry(SpanKind.HELD, "finished, but its slot is not released", "finished, slot held"),
     LegendEntry(None, "empty slot", ""),
 )
 DEFINITIONS = (
-    ("time to first token, latency", "From the arrival of a request to its first and to its last token."),
+    ("time to first token, latency", "Time from a request's arrival to its first and its last token."),
     ("slot use", "Share of slot-steps (steps × slots) that produced a token which the answer keeps."),
-    ("KV waste", "Share of the places in used KV blocks that hold no token, mean over steps."),
+    ("KV waste", "Share of the positions in used KV blocks that hold no token, averaged over steps."),
     (
         "the picture",
-        "A row is a slot, a colour is a request. Point at a cell to see which one, or read it in words below.",
+        "Each row is a slot and each colour a request. Hover over a cell for details, or read the text version below.",
     ),
+)
+
+
+def _seconds(value: float) -> str:
+    return f"{value:,.2f} s"
+
+
+ROWS: tuple[tuple[str, Callable[[StrategyResult], str]], ...] = (
+    ("total time", lambda result: _seconds(result.figures.total_time)),
+    ("output tokens/s", lambda result: f"{result.figures.tokens_per_second:,.0f}"),
+    ("time to first token, mean", lambda result: _seconds(result.figures.mean_ttft)),
+    ("time to first token, p99", lambda result: _seconds(result.figures.p99_ttft)),
+    ("latency, p50", lambda result: _seconds(result.figures.p50_latency)),
+    ("latency, p99", lambda result: _seconds(result.figures.p99_latency)),
+    ("slot use", lambda result: f"{result.figures.slot_use:.1%}"),
+    ("KV waste", lambda result: f"{result.figures.kv_waste:.1%}"),
+    ("steps", lambda result: f"{result.figures.num_steps:,}"),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Implements `Shown`."""
+    """The result of a comparison; implements `ComparisonView`."""
 
     model: str
     workload: Workload
     num_slots: int
     reference: str
     requests: list[RequestInfo]
-    results: dict[str, StrategyResult]  # by strategy, in the order of the runs
-    identical_tokens: bool  # every request has the same tokens under every strategy
+    results: dict[str, StrategyResult]  # strategy -> result, in the order of the runs
+    identical_tokens: bool  # whether every request has the same tokens under every strategy
 
     legend = LEGEND
     definitions = DEFINITIONS
@@ -82,70 +103,75 @@ class Comparison:
 
     @property
     def title(self) -> str:
-        return f"The same requests under {listed(list(self.results))}"
+        return f"The same requests under {join_words(list(self.results))}"
 
     @property
     def headline(self) -> str:
         others = [
-            f"{result.speedup:.1f} times as many tokens a second as {name}"
+            f"{result.speedup:.1f} times as many tokens per second as {name}"
             for name, result in self.results.items()
             if name != self.reference
         ]
-        return f"{self.reference.capitalize()} gives {listed(others)}." if others else ""
+        return f"{self.reference.capitalize()} produces {join_words(others)}." if others else ""
 
     @property
     def verdict(self) -> str:
         if self.identical_tokens:
             return "Every request has the same tokens under every strategy: only the scheduling differs."
-        return "WARNING: the strategies gave different tokens."
+        return "WARNING: the strategies produced different tokens."
 
     def rows(self) -> list[tuple[str, list[str]]]:
-        return rows(self)
+        results = list(self.results.values())
+        rows = [(name, [cell(result) for result in results]) for name, cell in ROWS]
+        utilization = [result.figures.gpu_utilization for result in results]
+        if any(share is not None for share in utilization):
+            cells = ["" if share is None else f"{share:.0%}" for share in utilization]
+            rows.append(("GPU utilisation", cells))
+        rows.append((f"{self.reference} is faster by", [f"{result.speedup:.2f} x" for result in results]))
+        return rows
 
-    def told(self, strategy: str) -> str:
-        seen = self.results[strategy].figures
-        return (
-            f"{self.told_briefly(strategy)}, {seen.num_steps:,} steps, {seen.slot_use:.0%} of slot-steps used"
-        )
+    def summary(self, strategy: str) -> str:
+        figures = self.results[strategy].figures
+        steps = f"{figures.num_steps:,} steps, {figures.slot_use:.0%} of slot-steps used"
+        return f"{self.short_summary(strategy)}, {steps}"
 
-    def told_briefly(self, strategy: str) -> str:
-        seen = self.results[strategy].figures
-        return f"{seen.total_time:.2f} s, {seen.tokens_per_second:,.0f} tokens/s"
+    def short_summary(self, strategy: str) -> str:
+        figures = self.results[strategy].figures
+        return f"{figures.total_time:.2f} s, {figures.tokens_per_second:,.0f} tokens/s"
 
     def label(self, request: int) -> str:
         return self.requests[request].label
 
-    def told_of(self, request: int) -> str:
-        found = self.requests[request]
+    def describe_request(self, request: int) -> str:
+        info = self.requests[request]
         return (
-            f"{found.label}: {found.title}\n"
-            f"{found.num_prompt_tokens} prompt tokens, {found.num_output_tokens} output tokens"
+            f"{info.label}: {info.title}\n"
+            f"{info.num_prompt_tokens} prompt tokens, {info.num_output_tokens} output tokens"
         )
 
-    def about(self, span: Span) -> str:
+    def describe_span(self, span: Span) -> str:
         steps = (
             f"step {span.first}" if span.last == span.first + 1 else f"steps {span.first} to {span.last - 1}"
         )
-        did = {
+        activity = {
             SpanKind.PREFILL: "prompt",
             SpanKind.DECODE: f"{span.num_tokens} tokens",
             SpanKind.HELD: "finished, slot held",
         }
-        return f"{self.told_of(span.request)}\nslot {span.slot + 1}, {steps}: {did[span.kind]}"
+        return f"{self.describe_request(span.request)}\nslot {span.slot + 1}, {steps}: {activity[span.kind]}"
 
     @property
     def subtitle(self) -> str:
-        """What was run, in a line."""
         lengths = sorted(request.num_output_tokens for request in self.requests)
         rate = self.workload.arrival.rate
-        come = "in one burst" if rate is None else f"at random moments, {rate:g} a second"
+        arrival = "in one burst" if rate is None else f"arriving at random, {rate:g} per second"
         return (
-            f"{len(lengths)} requests {come}, {self.num_slots} slots, {self.model}; "
+            f"{len(lengths)} requests {arrival}, {self.num_slots} slots, {self.model}; "
             f"answers of {lengths[0]} to {lengths[-1]} tokens, median {median(lengths):g}"
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Every figure, and what redraws the picture."""
+        """Return every figure and what is needed to draw the picture again."""
         return {
             "model": self.model,
             "num_requests": len(self.requests),
@@ -174,19 +200,19 @@ def compare(
     model: str = "",
     progress: Progress | None = None,
 ) -> Comparison:
-    """Run every strategy over the same requests, one after the other, and put what was seen side by side."""
+    """Run the same requests under every strategy, one after the other."""
     jobs = build_jobs(workload, engine)
     runs = []
     for strategy in strategies:
-        seen = None if progress is None else lambda count, name=strategy: progress(name, count)
-        runs.append(measure(engine, jobs, strategy, num_slots, seen))
+        advance = None if progress is None else lambda count, name=strategy: progress(name, count)
+        runs.append(measure(engine, jobs, strategy, num_slots, advance))
     return summarise(runs, jobs, workload, model)
 
 
 def summarise(runs: Sequence[StrategyRun], jobs: Sequence[Job], workload: Workload, model: str) -> Comparison:
-    found = {run.strategy: figures(run) for run in runs}
-    reference = "continuous" if "continuous" in found else runs[-1].strategy
-    best = found[reference].tokens_per_second
+    figures = {run.strategy: compute_figures(run) for run in runs}
+    reference = "continuous" if "continuous" in figures else runs[-1].strategy
+    best = figures[reference].tokens_per_second
     answers = [[request.token_ids for request in run.requests] for run in runs]
     return Comparison(
         model=model,
@@ -194,12 +220,12 @@ def summarise(runs: Sequence[StrategyRun], jobs: Sequence[Job], workload: Worklo
         num_slots=runs[0].num_slots,
         reference=reference,
         requests=[
-            RequestInfo(label(index), job.title, len(job.prompt_ids), len(answers[0][index]))
+            RequestInfo(request_label(index), job.title, len(job.prompt_ids), len(answers[0][index]))
             for index, job in enumerate(jobs)
         ],
         results={
             run.strategy: StrategyResult(
-                found[run.strategy], lay_out(run), best / found[run.strategy].tokens_per_second
+                figures[run.strategy], lay_out(run), best / figures[run.strategy].tokens_per_second
             )
             for run in runs
         },

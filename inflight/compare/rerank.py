@@ -1,47 +1,56 @@
-"""The same pairs of texts scored one at a time, in padded static batches and packed at every step."""
+"""Score the same pairs of texts one at a time, in padded static batches, and packed at every step."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from inflight.compare.layout import Span, SpanKind, Timeline
-from inflight.compare.palette import label
-from inflight.compare.passages import draw_pairs
+import numpy as np
+
+from inflight.compare.measure import StepRecorder, serve
+from inflight.compare.prompts import draw_pairs
 from inflight.compare.report import Progress
-from inflight.compare.rerank_run import RerankFigures, RerankRun, lay_out_pairs, measure_pairs, pair_figures
-from inflight.compare.shown import LegendEntry, listed
+from inflight.compare.timeline import LegendEntry, Span, SpanKind, Timeline, join_words, request_label
 from inflight.compare.workload import Arrival
-from inflight.errors import ParameterError
+from inflight.errors import EngineError, ParameterError
+from inflight.events import StepRecord
+from inflight.execution.packed_texts import TextRunner
 from inflight.frontend import RequestContext
 from inflight.loading import LoadedEngine
+from inflight.request import Request
 
-CLOSE_STEPS = 12  # a step scores many pairs
+CLOSE_STEPS = 12  # each step scores many pairs
+PADDED = "static"  # the strategy whose batches are padded to their longest text
 
 LEGEND = (
-    LegendEntry(SpanKind.PREFILL, "a pair is computed", "computes"),
-    LegendEntry(SpanKind.PADDING, "padding is computed", "padding"),
+    LegendEntry(SpanKind.PREFILL, "computing a pair", "compute"),
+    LegendEntry(SpanKind.PADDING, "computing padding", "padding"),
     LegendEntry(None, "empty slot", ""),
 )
 DEFINITIONS = (
-    ("first and last result", "From the arrival of the first pair to the first score, and to the last."),
-    ("latency", "From the arrival of a pair to its score."),
-    ("padding", "Share of the computed token places that held no text."),
-    ("the picture", "A row is a slot, a colour is a pair. In a padded step, a bar is as long as its text."),
+    ("first and last result", "Time from the arrival of the first pair to the first and the last score."),
+    ("latency", "Time from a pair's arrival to its score."),
+    ("padding", "Share of the computed token positions that held no text."),
+    (
+        "the picture",
+        "Each row is a slot and each colour a pair. In a padded step, a bar is as long as its text.",
+    ),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class PairWorkload:
+    """The pairs that every strategy scores."""
+
     num_pairs: int
     arrival: Arrival
     seed: int = 0
 
     def __post_init__(self) -> None:
         if self.num_pairs < 1:
-            raise ParameterError(f"the number of requests is {self.num_pairs}: it must be at least 1")
+            raise ParameterError(f"num_requests is {self.num_pairs}: it must be at least 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +64,12 @@ class PairInfo:
 class RerankStrategyResult:
     figures: RerankFigures
     timeline: Timeline
-    speedup: float  # how many times its pairs/s the reference strategy reaches
+    speedup: float  # pairs/s of the reference strategy divided by this strategy's
 
 
 @dataclass(frozen=True, slots=True)
 class RerankComparison:
-    """Implements `Shown`."""
+    """The result of a comparison; implements `ComparisonView`."""
 
     model: str
     workload: PairWorkload
@@ -84,68 +93,68 @@ class RerankComparison:
 
     @property
     def title(self) -> str:
-        return f"The same pairs of texts under {listed(list(self.results))}"
+        return f"The same pairs of texts under {join_words(list(self.results))}"
 
     @property
     def subtitle(self) -> str:
         lengths = sorted(request.num_tokens for request in self.requests)
         rate = self.workload.arrival.rate
-        come = "in one burst" if rate is None else f"at random moments, {rate:g} a second"
+        arrival = "in one burst" if rate is None else f"arriving at random, {rate:g} per second"
         return (
-            f"{len(lengths)} pairs {come}, {self.num_slots} slots, {self.model}; "
-            f"of {lengths[0]} to {lengths[-1]} tokens, median {median(lengths):g}"
+            f"{len(lengths)} pairs {arrival}, {self.num_slots} slots, {self.model}; "
+            f"{lengths[0]} to {lengths[-1]} tokens, median {median(lengths):g}"
         )
 
     @property
     def headline(self) -> str:
         others = [
-            f"{result.speedup:.1f} times as many pairs a second as {name}"
+            f"{result.speedup:.1f} times as many pairs per second as {name}"
             for name, result in self.results.items()
             if name != self.reference
         ]
-        return f"{self.reference.capitalize()} scores {listed(others)}." if others else ""
+        return f"{self.reference.capitalize()} scores {join_words(others)}." if others else ""
 
     @property
     def verdict(self) -> str:
         if self.identical_scores:
             return "Every pair has the same score under every strategy: only the scheduling differs."
-        return "WARNING: the strategies gave different scores."
+        return "WARNING: the strategies produced different scores."
 
     def rows(self) -> list[tuple[str, list[str]]]:
-        found = [result.figures for result in self.results.values()]
+        columns = [result.figures for result in self.results.values()]
         return [
-            ("total time", [f"{figures.total_time:,.2f} s" for figures in found]),
-            ("pairs/s", [f"{figures.pairs_per_second:,.0f}" for figures in found]),
-            ("first result", [f"{figures.first_result:,.3f} s" for figures in found]),
-            ("last result", [f"{figures.last_result:,.3f} s" for figures in found]),
-            ("latency, p50", [f"{figures.p50_latency:,.3f} s" for figures in found]),
-            ("latency, p99", [f"{figures.p99_latency:,.3f} s" for figures in found]),
-            ("padding", [f"{figures.padding:.1%}" for figures in found]),
-            ("steps", [f"{figures.num_steps:,}" for figures in found]),
+            ("total time", [f"{figures.total_time:,.2f} s" for figures in columns]),
+            ("pairs/s", [f"{figures.pairs_per_second:,.0f}" for figures in columns]),
+            ("first result", [f"{figures.first_result:,.3f} s" for figures in columns]),
+            ("last result", [f"{figures.last_result:,.3f} s" for figures in columns]),
+            ("latency, p50", [f"{figures.p50_latency:,.3f} s" for figures in columns]),
+            ("latency, p99", [f"{figures.p99_latency:,.3f} s" for figures in columns]),
+            ("padding", [f"{figures.padding:.1%}" for figures in columns]),
+            ("steps", [f"{figures.num_steps:,}" for figures in columns]),
             (
                 f"{self.reference} is faster by",
                 [f"{result.speedup:.2f} x" for result in self.results.values()],
             ),
         ]
 
-    def told(self, strategy: str) -> str:
+    def summary(self, strategy: str) -> str:
         figures = self.results[strategy].figures
-        return f"{self.told_briefly(strategy)}, {figures.num_steps:,} steps, {figures.padding:.0%} padding"
+        return f"{self.short_summary(strategy)}, {figures.num_steps:,} steps, {figures.padding:.0%} padding"
 
-    def told_briefly(self, strategy: str) -> str:
+    def short_summary(self, strategy: str) -> str:
         figures = self.results[strategy].figures
         return f"{figures.total_time:.2f} s, {figures.pairs_per_second:,.0f} pairs/s"
 
     def label(self, request: int) -> str:
         return self.requests[request].label
 
-    def told_of(self, request: int) -> str:
+    def describe_request(self, request: int) -> str:
         return f"{self.requests[request].label}: {self.requests[request].title}"
 
-    def about(self, span: Span) -> str:
+    def describe_span(self, span: Span) -> str:
         pair = self.requests[span.request]
-        did = "padding" if span.kind is SpanKind.PADDING else f"{pair.num_tokens} tokens"
-        return f"{self.told_of(span.request)}\nslot {span.slot + 1}, step {span.first}: {did}"
+        activity = "padding" if span.kind is SpanKind.PADDING else f"{pair.num_tokens} tokens"
+        return f"{self.describe_request(span.request)}\nslot {span.slot + 1}, step {span.first}: {activity}"
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -178,8 +187,8 @@ def compare_reranking(
     processor = engine.pooling_processor("rerank")
     if processor.facts.scores != "pair" or processor.facts.splittable:
         raise ParameterError(
-            "the workload rerank is for cross-encoders, which read a question and a passage in one step: "
-            "this model is none"
+            "the rerank workload needs a cross-encoder, which reads a question and a passage together in one step: "
+            "this model is not one"
         )
     pairs = draw_pairs(workload.num_pairs, workload.seed)
     queries, passages = (list(texts) for texts in zip(*pairs, strict=True))
@@ -189,10 +198,10 @@ def compare_reranking(
     runs = []
     for strategy in strategies:
         requests = [processor.request(str(index), text, RequestContext()) for index, text in enumerate(texts)]
-        seen = None if progress is None else lambda count, name=strategy: progress(name, count)
-        runs.append(measure_pairs(engine, requests, times, strategy, num_slots, seen))
+        advance = None if progress is None else lambda count, name=strategy: progress(name, count)
+        runs.append(measure_pairs(engine, requests, times, strategy, num_slots, advance))
     infos = [
-        PairInfo(label(index), f"{query} / {passage[:60]}", len(text.ids))
+        PairInfo(request_label(index), f"{query} / {passage[:60]}", len(text.ids))
         for index, ((query, passage), text) in enumerate(zip(pairs, texts, strict=True))
     ]
     return _summarise(runs, infos, workload, num_slots, model)
@@ -201,9 +210,9 @@ def compare_reranking(
 def _summarise(
     runs: Sequence[RerankRun], infos: list[PairInfo], workload: PairWorkload, num_slots: int, model: str
 ) -> RerankComparison:
-    found = {run.strategy: pair_figures(run) for run in runs}
-    reference = "continuous" if "continuous" in found else runs[-1].strategy
-    best = found[reference].pairs_per_second
+    figures = {run.strategy: pair_figures(run) for run in runs}
+    reference = "continuous" if "continuous" in figures else runs[-1].strategy
+    best = figures[reference].pairs_per_second
     return RerankComparison(
         model=model,
         workload=workload,
@@ -212,11 +221,114 @@ def _summarise(
         requests=infos,
         results={
             run.strategy: RerankStrategyResult(
-                found[run.strategy],
+                figures[run.strategy],
                 lay_out_pairs(run, num_slots),
-                best / found[run.strategy].pairs_per_second,
+                best / figures[run.strategy].pairs_per_second,
             )
             for run in runs
         },
         identical_scores=all(run.vectors == runs[0].vectors for run in runs),
     )
+
+
+# ---- one strategy ----
+
+
+@dataclass(frozen=True, slots=True)
+class RerankFigures:
+    """A run in numbers; times are seconds."""
+
+    total_time: float
+    pairs_per_second: float
+    first_result: float
+    last_result: float
+    p50_latency: float
+    p99_latency: float
+    padding: float  # share of the computed positions
+    num_steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class RerankRun:
+    """A recorded run of one strategy."""
+
+    strategy: str
+    recorder: StepRecorder
+    latencies: list[float]
+    ended_at: list[float]
+    vectors: list[bytes]
+    arrivals: list[float]
+
+
+def measure_pairs(
+    engine: LoadedEngine,
+    requests: list[Request],
+    times: list[float],
+    strategy: str,
+    num_slots: int,
+    progress: Callable[[int], None] | None,
+) -> RerankRun:
+    """Score the pairs under a strategy, on a fresh engine core with the same weights."""
+    longest = max(len(request.token_ids) for request in requests)
+    # Every slot can be used in every step, even if all texts are padded to the longest.
+    max_tokens = max(num_slots * longest, engine.max_model_len)
+    core = engine.use(policy=strategy, max_num_seqs=num_slots, max_num_batched_tokens=max_tokens)
+    runner = core.runner
+    assert isinstance(runner, TextRunner)
+    runner.warm_up(longest, longest)  # so that no strategy pays for the first step of a process
+    runner.padded = strategy == PADDED
+    recorder = StepRecorder()
+    core.observers.append(recorder)
+    deltas = serve(core, times, requests, recorder, progress or (lambda _: None))
+    last_deltas = {delta.request_id: delta for delta in deltas}
+    vectors, ended_at = [], []
+    for request in requests:
+        vector, finished_at = last_deltas[request.request_id].vector, request.record.finished_at
+        if vector is None or finished_at is None:
+            reason = request.record.finish_reason
+            raise EngineError(f"pair {request.request_id} ended with finish reason {reason!r}")
+        vectors.append(vector)
+        ended_at.append(finished_at - recorder.origin)
+    latencies = [end - arrival for end, arrival in zip(ended_at, times, strict=True)]
+    return RerankRun(strategy, recorder, latencies, ended_at, vectors, times)
+
+
+def pair_figures(run: RerankRun) -> RerankFigures:
+    steps = run.recorder.steps
+    computed = sum(_num_positions(step, run.strategy) for step in steps)
+    filled = sum(slot.num_tokens for step in steps for slot in step.slots)
+    total = max(run.ended_at)
+    return RerankFigures(
+        total_time=total,
+        pairs_per_second=len(run.latencies) / total,
+        first_result=min(run.ended_at) - min(run.arrivals),
+        last_result=total - min(run.arrivals),
+        p50_latency=float(np.percentile(run.latencies, 50)),
+        p99_latency=float(np.percentile(run.latencies, 99)),
+        padding=1 - filled / computed,
+        num_steps=len(steps),
+    )
+
+
+def _num_positions(step: StepRecord, strategy: str) -> int:
+    sizes = [slot.num_tokens for slot in step.slots]
+    return max(sizes) * len(sizes) if strategy == PADDED else sum(sizes)
+
+
+def lay_out_pairs(run: RerankRun, num_slots: int) -> Timeline:
+    """Build the timeline of a run.
+
+    In a padded step, a bar's length is that of its text relative to the longest one, and padding follows.
+    """
+    spans = []
+    for number, step in enumerate(run.recorder.steps):
+        longest = max(slot.num_tokens for slot in step.slots)
+        for row, slot in enumerate(step.slots):
+            request, share = int(slot.request_id), slot.num_tokens / longest
+            if run.strategy != PADDED:
+                share = 1.0
+            spans.append(Span(row, request, SpanKind.PREFILL, number, number + 1, 1, 0.0, share))
+            if share < 1:
+                spans.append(Span(row, request, SpanKind.PADDING, number, number + 1, 0, share, 1.0))
+    spans.sort(key=lambda span: (span.slot, span.first, span.begin))
+    return Timeline(run.strategy, num_slots, run.recorder.begins, run.recorder.ends, spans)

@@ -1,4 +1,4 @@
-"""The table and the picture for a terminal: a line a slot, a column a moment."""
+"""The table and the picture in a terminal: one line per slot, one column per interval of time."""
 
 from __future__ import annotations
 
@@ -11,16 +11,14 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from inflight.compare.axis import TimeAxis, ticks
-from inflight.compare.layout import SpanKind, Timeline
-from inflight.compare.palette import decode_colour, prefill_colour
-from inflight.compare.shown import Shown
+from inflight.compare.picture import decode_colour, prefill_colour
+from inflight.compare.timeline import ComparisonView, SpanKind, TimeAxis, Timeline, ticks
 
 GUTTER = 4  # columns for the slots' numbers
 MIN_COLUMNS = 10
-FOLD = 2  # more never used slots than this are told in one line
+FOLD = 2  # if more slots than this are never used, they share one line
 
-# Where there is no colour to tell them apart.
+# How spans are told apart without colour.
 _MARKS = {SpanKind.PREFILL: "▓", SpanKind.DECODE: "━", SpanKind.HELD: "·", SpanKind.PADDING: "·", None: " "}
 _ASCII_MARKS = {
     SpanKind.PREFILL: "#",
@@ -34,23 +32,23 @@ _WASTED = (SpanKind.HELD, SpanKind.PADDING)
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    """One column of one slot: what took most of it."""
+    """One column of one slot: the request and kind that took most of it."""
 
     request: int = -1
     kind: SpanKind | None = None
 
 
-def print_comparison(comparison: Shown, console: Console) -> None:
+def print_comparison(comparison: ComparisonView, console: Console) -> None:
     console.print(comparison.subtitle, highlight=False)
     console.print()
     for line in picture(comparison, console):
-        # Rich would wrap at the last column, and read nothing else into our text.
+        # Keep Rich from wrapping at the last column and from highlighting numbers.
         console.print(line, no_wrap=True, overflow="crop", highlight=False)
     console.print(table(comparison))
     console.print(comparison.verdict, highlight=False)
 
 
-def table(comparison: Shown) -> Table:
+def table(comparison: ComparisonView) -> Table:
     grid = Table(box=SIMPLE_HEAD, pad_edge=False)
     grid.add_column("")
     for timeline in comparison.timelines:
@@ -60,8 +58,8 @@ def table(comparison: Shown) -> Table:
     return grid
 
 
-def picture(comparison: Shown, console: Console) -> Iterator[Text]:
-    """Every strategy's slots over the same time, scaled to the console's width."""
+def picture(comparison: ComparisonView, console: Console) -> Iterator[Text]:
+    """Draw every strategy's slots on the same time scale, as wide as the console."""
     axis = TimeAxis.over(comparison.timelines)
     num_columns = max(console.width - GUTTER, MIN_COLUMNS)
     coloured = console.color_system is not None
@@ -81,17 +79,20 @@ def picture(comparison: Shown, console: Console) -> Iterator[Text]:
     yield _axis_line(axis, num_columns)
 
 
-def _title(comparison: Shown, timeline: Timeline, axis: TimeAxis) -> Text:
+def _title(comparison: ComparisonView, timeline: Timeline, axis: TimeAxis) -> Text:
     text = Text(timeline.strategy, style="bold")
-    text.append(f"  {comparison.told_briefly(timeline.strategy)}", style="not bold")
+    text.append(f"  {comparison.short_summary(timeline.strategy)}", style="not bold")
     if timeline.duration > axis.limit:
-        done = timeline.num_done(axis.limit)
-        text.append(f"; shown to {axis.limit:.2f} s, {done} done", style="not bold dim")
+        num_done = timeline.num_done(axis.limit)
+        text.append(f"; shown up to {axis.limit:.2f} s, {num_done} done", style="not bold dim")
     return text
 
 
 def _columns(timeline: Timeline, axis: TimeAxis, num_columns: int) -> list[list[_Cell]]:
-    """For every slot, what took most of each column. Where a request begins is shown however short its prompt is."""
+    """Return, for every slot, what took most of each column.
+
+    The beginning of a request is always visible, however short its prompt is.
+    """
     cells = [[_Cell()] * num_columns for _ in range(timeline.num_slots)]
     taken = [[0.0] * num_columns for _ in range(timeline.num_slots)]
     width = axis.limit / num_columns
@@ -102,7 +103,7 @@ def _columns(timeline: Timeline, axis: TimeAxis, num_columns: int) -> list[list[
             share = min(high, (column + 1) * width) - max(low, column * width)
             if share <= 0:
                 break
-            if line[column].request == span.request:  # the same request did something else before
+            if line[column].request == span.request:  # the same request, earlier in this column
                 line[column] = _Cell(span.request, span.kind)
                 most[column] += share
             elif share > most[column]:
@@ -115,7 +116,7 @@ def _columns(timeline: Timeline, axis: TimeAxis, num_columns: int) -> list[list[
 
 
 def _slot_line(
-    comparison: Shown, line: list[_Cell], coloured: bool, marks: dict[SpanKind | None, str]
+    comparison: ComparisonView, line: list[_Cell], coloured: bool, marks: dict[SpanKind | None, str]
 ) -> Text:
     text = Text()
     column = 0
@@ -148,13 +149,13 @@ def _style(cell: _Cell, coloured: bool) -> Style:
     return Style(color="#101214", bgcolor=decode_colour(cell.request))
 
 
-def _legend(comparison: Shown, coloured: bool, marks: dict[SpanKind | None, str]) -> Text:
+def _legend(comparison: ComparisonView, coloured: bool, marks: dict[SpanKind | None, str]) -> Text:
     text = Text()
-    for kind, _, told in comparison.legend:
-        if told:
-            cell = _Cell(0, kind)
+    for entry in comparison.legend:
+        if entry.short_text:
+            cell = _Cell(0, entry.kind)
             text.append(_mark(cell, coloured, marks) * 2, _style(cell, coloured))
-            text.append(f" {told}   ")
+            text.append(f" {entry.short_text}   ")
     return text
 
 

@@ -1,4 +1,4 @@
-"""The requests of a comparison: what they ask, how long they may run, when they arrive."""
+"""The requests of a comparison: their prompts, their lengths and their arrival times."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from inflight.loading import LoadedEngine
 from inflight.sampling_params import SamplingParams
 
 LENGTHS = ("real", "ragged")
-REAL_MAX_TOKENS = 768  # the built-in model's longest answers have about 600
+REAL_MAX_TOKENS = 768  # the built-in model's longest answers have about 600 tokens
 RAGGED_MAX_TOKENS = 256
-RAGGED_SPREAD = 10  # the longest prompt and answer have this many times the tokens of the shortest
-MIN_RATE = 0.001  # requests a second: nobody waits for hours to see a comparison
+RAGGED_SPREAD = 10  # the longest prompts and answers have this many times the tokens of the shortest
+MIN_RATE = 0.001  # requests per second: at lower rates a comparison would take hours
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """When requests come: all at once, or as a Poisson process that does not wait for answers."""
+    """When requests arrive: all at once, or as a Poisson process that does not wait for answers."""
 
-    rate: float | None = None  # requests a second; None: a burst
+    rate: float | None = None  # requests per second; None: all at once
 
     @classmethod
     def parse(cls, text: str) -> Arrival:
-        name, _, given = text.partition(":")
+        name, _, number = text.partition(":")
         if text == "burst":
             return cls()
         try:
-            rate = float(given)
+            rate = float(number)
         except ValueError:
             rate = math.nan
         if name != "poisson" or not MIN_RATE <= rate < math.inf:
             raise ParameterError(
-                f"arrival is {text!r}: allowed is burst, or poisson:RATE with a number of requests a second, "
-                f"at least {MIN_RATE}"
+                f"arrival is {text!r}: it must be burst, or poisson:RATE with a RATE of at least {MIN_RATE} "
+                "requests per second"
             )
         return cls(rate)
 
     def times(self, count: int, seed: int) -> list[float]:
-        """Seconds after the start, ascending."""
+        """Return `count` arrival times in seconds after the start, in ascending order."""
         if self.rate is None:
             return [0.0] * count
         rng, now, times = Random(f"{seed}/arrivals"), 0.0, []
@@ -58,18 +58,18 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is asked of every strategy alike."""
+    """The requests that every strategy runs."""
 
     num_requests: int = 64
     arrival: Arrival = Arrival()
     lengths: str = "real"
     max_tokens: int | None = None  # None: the default of `lengths`
-    temperature: float | None = None  # None: what the checkpoint recommends
+    temperature: float | None = None  # None: the checkpoint's default
     seed: int = 0
 
     def __post_init__(self) -> None:
         if self.num_requests < 1:
-            raise ParameterError(f"the number of requests is {self.num_requests}: it must be at least 1")
+            raise ParameterError(f"num_requests is {self.num_requests}: it must be at least 1")
         if self.lengths not in LENGTHS:
             raise ParameterError(f"lengths is {self.lengths!r}: allowed are {', '.join(LENGTHS)}")
         SamplingParams(max_tokens=self.token_limit, temperature=self.temperature or 0.0)
@@ -83,64 +83,69 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One request, before it is one: every strategy makes its own from it."""
+    """The description of one request, from which each strategy creates its own `Request`."""
 
     request_id: str
-    title: str  # what a person reads
+    title: str  # shown to people
     prompt_ids: list[int]
     params: SamplingParams
     arrives_at: float  # seconds after the start
 
 
 def build_jobs(workload: Workload, engine: LoadedEngine) -> list[Job]:
-    """The same for the same workload and model. Every request has a seed of its own, so its tokens are fixed."""
+    """Return the jobs of a workload, which are the same for the same workload and model.
+
+    Every job has its own seed, so its tokens do not depend on the strategy.
+    """
     if not engine.generates:
         raise cannot("generate", engine.pooling, generates=False)
     rng = Random(workload.seed)
-    asked = _real(workload, engine) if workload.lengths == "real" else _ragged(workload, engine)
+    prompts = (
+        _real_prompts(workload, engine) if workload.lengths == "real" else _ragged_prompts(workload, engine)
+    )
     times = workload.arrival.times(workload.num_requests, workload.seed)
     return [
-        Job(str(index), title, ids, _params(workload, engine, rng.getrandbits(63), fixed), time)
-        for index, ((title, ids, fixed), time) in enumerate(zip(asked, times, strict=True))
+        Job(str(index), title, ids, _params(workload, engine, rng.getrandbits(63), num_output), time)
+        for index, ((title, ids, num_output), time) in enumerate(zip(prompts, times, strict=True))
     ]
 
 
-# A title, the prompt's ids, and the answer's length where it is fixed.
-_Asked = tuple[str, list[int], int | None]
+# A title, the prompt's token ids, and the answer's length if it is fixed.
+_Prompt = tuple[str, list[int], int | None]
 
 
-def _params(workload: Workload, engine: LoadedEngine, seed: int, fixed: int | None) -> SamplingParams:
+def _params(workload: Workload, engine: LoadedEngine, seed: int, num_output: int | None) -> SamplingParams:
     options: dict[str, Any] = {**engine.default_params, "seed": seed}
     if workload.temperature is not None:
         options["temperature"] = workload.temperature
-    options["max_tokens"] = workload.token_limit if fixed is None else fixed
-    return SamplingParams(**options, ignore_eos=fixed is not None)
+    options["max_tokens"] = workload.token_limit if num_output is None else num_output
+    return SamplingParams(**options, ignore_eos=num_output is not None)
 
 
-def _real(workload: Workload, engine: LoadedEngine) -> list[_Asked]:
-    """Chat prompts; answers end where the model ends them."""
+def _real_prompts(workload: Workload, engine: LoadedEngine) -> list[_Prompt]:
+    """Return chat prompts whose answers end when the model ends them."""
     tokenizer = engine.tokenizer
     if tokenizer is None:
-        raise ConfigError("this model has no tokenizer, so it cannot be asked anything: use --lengths ragged")
-    asked: list[_Asked] = []
+        raise ConfigError("this model has no tokenizer, which chat prompts need: use --lengths ragged")
+    prompts: list[_Prompt] = []
     for text in draw_prompts(workload.num_requests, workload.seed):
         if engine.chat_template:
             rendered = engine.chat_template.render([{"role": "user", "content": text}])
             ids = tokenizer.encode(rendered, add_special_tokens=False)
         else:
             ids = tokenizer.encode(text)
-        asked.append((text, ids, None))
-    return asked
+        prompts.append((text, ids, None))
+    return prompts
 
 
-def _ragged(workload: Workload, engine: LoadedEngine) -> list[_Asked]:
-    """Random ids, and answers of a fixed length each: prompts and answers of uniformly spread lengths."""
+def _ragged_prompts(workload: Workload, engine: LoadedEngine) -> list[_Prompt]:
+    """Return prompts of random token ids; the lengths of prompts and answers are fixed and uniformly distributed."""
     rng = Random(f"{workload.seed}/ragged")
     high = min(workload.token_limit, engine.max_model_len // 2)
     low = max(1, high // RAGGED_SPREAD)
-    asked: list[_Asked] = []
+    prompts: list[_Prompt] = []
     for _ in range(workload.num_requests):
         num_prompt, num_output = rng.randint(low, high), rng.randint(low, high)
         ids = [rng.randrange(engine.input_processor.vocab_size) for _ in range(num_prompt)]
-        asked.append((f"{num_prompt} random tokens", ids, num_output))
-    return asked
+        prompts.append((f"{num_prompt} random tokens", ids, num_output))
+    return prompts

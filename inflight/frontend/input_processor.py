@@ -15,10 +15,10 @@ import numpy as np
 from inflight.constraints import GrammarCompiler, GrammarValidator
 from inflight.errors import ParameterError, PromptError, shown
 from inflight.frontend.vocabulary import vocabulary_of
-from inflight.habits.python_names import METHOD_HABITS, PROMPT_HABITS, understood
 from inflight.request import MAX_SALT_LENGTH, Request
 from inflight.sampling_params import SamplingParams
 from inflight.text import Tokenizer, bad_word_ids
+from inflight.vllm_compat.python_api import METHOD_RULES, PROMPT_RULES, translate_arguments
 
 # Text, token ids, or {"prompt": text} / {"prompt_token_ids": ids}, with an optional "cache_salt".
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -32,7 +32,7 @@ PRIORITY_RANGE = (-(2**31), 2**31 - 1)
 
 def check_arguments(foreign: Mapping[str, Any]) -> None:
     """Arguments that only vLLM's methods have: raises ParameterError for those that would change something."""
-    unknown = understood(foreign, METHOD_HABITS, ParameterError)
+    unknown = translate_arguments(foreign, METHOD_RULES, ParameterError)
     if unknown:
         raise ParameterError(f"unknown argument {', '.join(unknown)}", param=min(unknown))
 
@@ -217,7 +217,7 @@ def _read_mapping(prompt: Mapping[str, Any]) -> tuple[str | Sequence[int], Any]:
     """The text or the ids of a prompt given as a mapping, and its salt."""
     unknown = set(prompt) - _PROMPT_KEYS
     if unknown:
-        prompt = understood(prompt, PROMPT_HABITS, PromptError)
+        prompt = translate_arguments(prompt, PROMPT_RULES, PromptError)
         unknown = set(prompt) - _PROMPT_KEYS
     if unknown or ("prompt" in prompt) == ("prompt_token_ids" in prompt):
         raise PromptError(

@@ -9,10 +9,10 @@ import typer
 
 from inflight.command import NOTES, InflightCommand
 from inflight.console import needs_extra
-from inflight.habits.serve_flags import SERVE_HABITS
 from inflight.interrupts import interrupts_end_at_once
 from inflight.option_sources import argument, gather, unread, with_flags
 from inflight.server.config import SERVE_OPTIONS, ServerConfig
+from inflight.vllm_compat.cli_flags import SERVE_RULES
 
 
 class ServeCommand(InflightCommand):
@@ -39,7 +39,7 @@ def serve(
     if model is not None:
         flags["model"] = model
     with needs_extra("server"):
-        options = ServerConfig.create(**gather(SERVE_OPTIONS, flags, os.environ, config, SERVE_HABITS))
+        options = ServerConfig.create(**gather(SERVE_OPTIONS, flags, os.environ, config, SERVE_RULES))
         with interrupts_end_at_once():
             if not options.in_process and not options.router.is_wanted:
                 # The engine imports torch while this process imports the server.

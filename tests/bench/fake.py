@@ -1,4 +1,4 @@
-"""A server of a few lines that streams what a test tells it to."""
+"""A minimal HTTP server whose answers are written by the test."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from inflight.bench.connection import Target
+from inflight.bench.client import Target
 from inflight.bench.workload import PlannedRequest
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -31,15 +31,15 @@ def token(text: str, finish_reason: str | None = None) -> bytes:
 
 def usage(num_prompt: int, num_output: int, num_cached: int = 0) -> bytes:
     details = {"cached_tokens": num_cached}
-    told = {
+    counts = {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_output,
         "prompt_tokens_details": details,
     }
-    return event({"choices": [], "usage": told})
+    return event({"choices": [], "usage": counts})
 
 
-def refusal(status: int, message: str) -> bytes:
+def error_response(status: int, message: str) -> bytes:
     body = json.dumps({"error": {"message": message, "type": "x", "param": None, "code": None}}).encode()
     head = f"HTTP/1.1 {status} No\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     return head.encode() + body
@@ -47,9 +47,9 @@ def refusal(status: int, message: str) -> bytes:
 
 @dataclass
 class Exchange:
-    """One request and the way to answer it."""
+    """One request, and how to answer it."""
 
-    number: int  # in the order in which requests came
+    number: int  # in the order of arrival
     body: dict[str, Any]
     headers: dict[str, str]
     path: str
@@ -60,7 +60,7 @@ class Exchange:
         await self.writer.drain()
 
     async def stream(self, *events: bytes, seconds: float = 0.0) -> None:
-        """A whole answer, a chunk each event, with a pause before each."""
+        """Send a complete answer with one chunk per event and a pause before each."""
         await self.write(HEAD)
         for data in (*events, DONE):
             if seconds:
@@ -76,14 +76,14 @@ Handler = Callable[[Exchange], Awaitable[None]]
 
 
 @dataclass
-class Fake:
+class FakeServer:
     handler: Handler
     target: Target = field(init=False)
-    seen: list[Exchange] = field(default_factory=list)
+    exchanges: list[Exchange] = field(default_factory=list)
     tasks: list[asyncio.Task[Any]] = field(default_factory=list)
     num_connections: int = 0
-    num_at_once: int = 0
-    most_at_once: int = 0
+    num_concurrent: int = 0
+    max_concurrent: int = 0
 
     async def talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.num_connections += 1
@@ -99,19 +99,19 @@ class Fake:
         head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
         headers = dict(line.lower().split(": ", 1) for line in head[1:] if line)
         body = json.loads(await reader.readexactly(int(headers["content-length"])))
-        exchange = Exchange(len(self.seen), body, headers, head[0].split()[1], writer)
-        self.seen.append(exchange)
-        self.num_at_once += 1
-        self.most_at_once = max(self.most_at_once, self.num_at_once)
+        exchange = Exchange(len(self.exchanges), body, headers, head[0].split()[1], writer)
+        self.exchanges.append(exchange)
+        self.num_concurrent += 1
+        self.max_concurrent = max(self.max_concurrent, self.num_concurrent)
         try:
             await self.handler(exchange)
         finally:
-            self.num_at_once -= 1
+            self.num_concurrent -= 1
 
 
 @contextlib.asynccontextmanager
-async def serving(handler: Handler) -> AsyncIterator[Fake]:
-    fake = Fake(handler)
+async def serving(handler: Handler) -> AsyncIterator[FakeServer]:
+    fake = FakeServer(handler)
     server = await asyncio.start_server(fake.talk, "127.0.0.1", 0)
     fake.target = Target("127.0.0.1", server.sockets[0].getsockname()[1], "/v1/completions")
     try:

@@ -1,4 +1,4 @@
-"""`inflight bench serve` against `inflight serve`, as their user sees them."""
+"""`inflight bench serve` against `inflight serve`, both from the command line."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SMALL = (
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """Where a server with the built-in model listens."""
+    """The URL of a server with the built-in model."""
     command = [sys.executable, "-m", "inflight.cli", "serve", "--port", "0", "--in-process"]
     limits = [
         "--num-blocks",
@@ -49,10 +49,10 @@ def url() -> Iterator[str]:
         assert server.stderr is not None
         try:
             for line in server.stderr:
-                if found := re.search(r"(http://\S+)/ to chat", line):
+                if match := re.search(r"(http://\S+)/ to chat", line):
                     break
-            assert found, "the server did not say where it is"
-            yield found[1]
+            assert match, "the server did not print its URL"
+            yield match[1]
         finally:
             server.send_signal(signal.SIGTERM)
             server.communicate()
@@ -65,7 +65,7 @@ def bench(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
     return int(exit_.value.code or 0)
 
 
-def test_a_table_a_file_and_a_picture(
+def test_writes_table_json_and_plot(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, url: str
 ) -> None:
     files = ("--json", tmp_path / "x.json", "--plot", tmp_path / "x.svg")
@@ -74,18 +74,18 @@ def test_a_table_a_file_and_a_picture(
     assert "6 requests to inflight-builtin" in text
     for words in ("50/s", "100/s", "all at once"):
         assert words in text
-    found = json.loads((tmp_path / "x.json").read_text())
-    assert [run["rate"] for run in found["runs"]] == [50, 100, "inf"]
-    for run in found["runs"]:
+    report = json.loads((tmp_path / "x.json").read_text())
+    assert [run["rate"] for run in report["runs"]] == [50, 100, "inf"]
+    for run in report["runs"]:
         assert (run["num_complete"], run["errors"]) == (6, {})
         assert 12 <= run["num_output_tokens"] <= 30
         assert run["ttft_ms"]["p50"] > 0
     # The lengths are the same at every rate.
-    assert len({(run["num_prompt_tokens"], run["num_output_tokens"]) for run in found["runs"]}) == 1
+    assert len({(run["num_prompt_tokens"], run["num_output_tokens"]) for run in report["runs"]}) == 1
     assert (tmp_path / "x.svg").read_text().startswith("<svg")
 
 
-def test_a_chat_from_several_processes(
+def test_chat_load_from_several_processes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], url: str
 ) -> None:
     options = ("--endpoint", "chat", "--processes", "2", "--concurrency", "3", "--json", "-")
@@ -94,7 +94,7 @@ def test_a_chat_from_several_processes(
     assert (run["num_complete"], run["rate"]) == (6, "inf")
 
 
-def test_a_dataset(
+def test_dataset_is_sent(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, url: str
 ) -> None:
     path = tmp_path / "x.jsonl"
@@ -105,28 +105,30 @@ def test_a_dataset(
     assert (run["num_requests"], run["num_output_tokens"]) == (2, 7)
 
 
-def test_requests_that_all_fail_are_an_error(
+def test_failure_of_all_requests_is_an_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], url: str
 ) -> None:
     assert bench(monkeypatch, "--url", url, *SMALL, "--parameters", '{"nonsense": 1}') == 1
-    told = capsys.readouterr().err
-    assert "all 2 requests failed; the first with http_400" in told
-    assert "nonsense" in told
+    message = capsys.readouterr().err
+    assert "all 2 requests failed; the most frequent error is http_400" in message
+    assert "nonsense" in message
 
 
-def test_a_wrong_key(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], url: str) -> None:
+def test_wrong_key_is_reported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], url: str
+) -> None:
     assert bench(monkeypatch, "--url", url, "--api-key", "wrong") == 1
-    assert "names no model (status 401)" in capsys.readouterr().err
+    assert "lists no model (status 401)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (("--rate", "sometimes"), "rate is 'sometimes'"),
         (("--rate", "4", "0"), "rate is '0'"),
         (("--prompt-len", "9:3"), "prompt_len is '9:3'"),
         (("--parameters", "[1]"), "must be a JSON object"),
-        (("--dataset", "no/such/file"), "cannot be read"),
+        (("--dataset", "no/such/file"), "cannot read the dataset"),
         (("--json", "no/such/folder/x.json"), "a folder that exists"),
         (("--plot", "x.pdf"), "must end in .svg or .png"),
         (("--url", "localhost:8000"), "url is 'localhost:8000'"),
@@ -134,18 +136,21 @@ def test_a_wrong_key(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
         (("--url", "http://127.0.0.1:1"), "no answer from http://127.0.0.1:1"),
     ],
 )
-def test_what_is_wrong_is_told_in_a_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], told: str
+def test_invalid_options_are_reported_in_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    message: str,
 ) -> None:
     assert bench(monkeypatch, *arguments) == 1
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith("inflight: ")
-    assert told in printed.err
+    assert message in printed.err
     assert printed.err.count("\n") == 1
 
 
-def test_the_command_line_starts_without_what_measures() -> None:
+def test_command_line_starts_without_the_load_generator() -> None:
     code = "import sys, inflight.cli; print({'msgspec', 'httptools', 'asyncio', 'ssl'} & set(sys.modules))"
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert shown.stdout.strip() == "set()"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "set()"

@@ -1,4 +1,4 @@
-"""Figures of records made by hand."""
+"""Figures, tables and plots of hand-made records."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from inflight.bench.load_generator import LoadResult, Record
 from inflight.bench.plot import draw
 from inflight.bench.report import Spread, percentile, summarise
-from inflight.bench.serve import Measured, Record
 from inflight.bench.terminal import print_runs
-from inflight.compare.drawing import Rect
-from inflight.compare.svg import to_svg
+from inflight.compare.drawing import Rect, to_svg
 
 
 def record(index: int, sent: float, *times: float, num_tokens: int | None = None, **more: object) -> Record:
@@ -49,12 +48,12 @@ RECORDS = [
 ]
 
 
-def measured(records: list[Record] = RECORDS, **more: Any) -> Measured:
-    return Measured(**{"records": records, "loop_lags": [0.0], "cpu_share": 0.1, **more})
+def result(records: list[Record] = RECORDS, **more: Any) -> LoadResult:
+    return LoadResult(**{"records": records, "loop_lags": [0.0], "cpu_share": 0.1, **more})
 
 
-def test_figures() -> None:
-    run = summarise(8.0, measured())
+def test_figures_of_hand_made_records_are_exact() -> None:
+    run = summarise(8.0, result())
     assert (run.num_requests, run.num_complete, run.num_failed) == (6, 3, 3)
     assert run.seconds == 4.0
     assert (run.num_output_tokens, run.output_tokens_per_s, run.requests_per_s) == (8, 2.0, 0.75)
@@ -64,7 +63,7 @@ def test_figures() -> None:
     assert run.itl is not None
     assert (run.itl.mean, run.itl.max) == (1.25, 2.0)
     assert run.tpot is not None
-    assert (run.tpot.max, run.tpot.p50) == (1.25, 0.625)  # one has a single token, one no times
+    assert (run.tpot.max, run.tpot.p50) == (1.25, 0.625)  # one request has a single token, one has no times
     assert run.e2e is not None
     assert run.e2e.max == 4.0
     assert list(run.problems) == ["http_429", "broken"]
@@ -72,70 +71,76 @@ def test_figures() -> None:
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=50), st.floats(0, 1))
-def test_percentiles_are_numpys(values: list[float], share: float) -> None:
+def test_percentiles_match_numpy(values: list[float], share: float) -> None:
     values = sorted(values)
     assert percentile(values, share) == pytest.approx(np.percentile(values, share * 100), rel=1e-9, abs=1e-9)
 
 
-def test_a_spread() -> None:
+def test_spread_has_mean_percentiles_and_maximum() -> None:
     values = [float(value) for value in range(101)]
     random.Random(0).shuffle(values)
     assert Spread.of(values) == Spread(statistics.fmean(values), 50.0, 90.0, 99.0, 100.0)
     assert Spread.of([]) is None
 
 
-def test_json_has_every_figure() -> None:
-    found = json.loads(json.dumps(summarise(math.inf, measured()).to_json()))
-    assert found["rate"] == "inf"
-    assert found["ttft_ms"]["p50"] == 500
-    assert found["errors"]["broken"] == {"count": 1, "example": "gone"}
-    assert found["warnings"] == []
-    nothing = summarise(4.0, measured([failed(0, "connect", "no")])).to_json()
+def test_json_contains_every_figure() -> None:
+    report = json.loads(json.dumps(summarise(math.inf, result()).to_json()))
+    assert report["rate"] == "inf"
+    assert report["ttft_ms"]["p50"] == 500
+    assert report["errors"]["broken"] == {"count": 1, "example": "gone"}
+    assert report["warnings"] == []
+    nothing = summarise(4.0, result([failed(0, "connect", "no")])).to_json()
     assert nothing["ttft_ms"] is None
 
 
 @pytest.mark.parametrize(
-    ("more", "told"),
+    ("more", "message"),
     [
         ({"cpu_share": 0.97}, "97% of a core"),
         ({"loop_lags": [0.0] * 50 + [0.3] * 50}, "300 ms late"),
-        ({"records": [record(0, 1.0, 2.0, lag=0.05)]}, "sent 50 ms late"),
+        ({"records": [record(0, 1.0, 2.0, lag=0.05)]}, "sent at least 50 ms late"),
     ],
 )
-def test_a_client_in_trouble_says_so(more: dict[str, Any], told: str) -> None:
-    warnings = summarise(8.0, measured(**more)).warnings()
-    assert told in warnings[0]
+def test_overloaded_client_is_reported(more: dict[str, Any], message: str) -> None:
+    warnings = summarise(8.0, result(**more)).warnings()
+    assert message in warnings[0]
     assert "--processes" in warnings[-1]
 
 
-def test_a_burst_cannot_be_sent_at_one_moment() -> None:
-    assert summarise(math.inf, measured([record(0, 1.0, 2.0, lag=0.05)])).warnings() == []
+def test_burst_causes_no_lag_warning() -> None:
+    assert summarise(math.inf, result([record(0, 1.0, 2.0, lag=0.05)])).warnings() == []
 
 
-def shown(*rates: float) -> str:
+def printed(*rates: float) -> str:
     console = Console(width=140, file=io.StringIO())
-    print_runs([summarise(rate, measured()) for rate in rates], "Title [x]", console)
+    print_runs([summarise(rate, result()) for rate in rates], "Title [x]", console)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
 
-def test_one_run_is_shown_in_full() -> None:
-    text = shown(8.0)
+def test_single_run_is_printed_in_full() -> None:
+    text = printed(8.0)
     for words in ("Title [x]", "3 of 6", "TTFT", "ITL", "TPOT", "E2E", "2 failed, http_429: first"):
         assert words in text
 
 
-def test_several_runs_are_shown_side_by_side() -> None:
-    text = shown(8.0, 16.0, math.inf)
+def test_several_runs_are_printed_side_by_side() -> None:
+    text = printed(8.0, 16.0, math.inf)
     for words in ("8/s", "16/s", "all at once", "500 / 990", "all at once: 1 failed, broken: gone"):
         assert words in text
 
 
-def test_a_picture() -> None:
-    runs = [summarise(rate, measured()) for rate in (8.0, 16.0, math.inf)]
+def test_plot_shows_every_rate_within_its_bounds() -> None:
+    runs = [summarise(rate, result()) for rate in (8.0, 16.0, math.inf)]
     drawing = draw(runs, "Title <x>")
     svg = to_svg(drawing)
-    for words in ("Time to first token", "Between events", "Whole request", "Title &lt;x&gt;", "all at once"):
+    for words in (
+        "Time to first token",
+        "Inter-token latency",
+        "End-to-end latency",
+        "Title &lt;x&gt;",
+        "all at once",
+    ):
         assert words in svg
     for item in drawing.items:
         assert 0 <= item.x <= drawing.width
@@ -145,13 +150,13 @@ def test_a_picture() -> None:
             assert item.height > 0
 
 
-def test_a_slower_run_is_drawn_higher() -> None:
+def test_slower_run_is_drawn_higher() -> None:
     slow = [record(0, 0.0, 4.0, 5.0)]
-    runs = [summarise(1.0, measured([record(0, 0.0, 1.0, 2.0)])), summarise(2.0, measured(slow))]
+    runs = [summarise(1.0, result([record(0, 0.0, 1.0, 2.0)])), summarise(2.0, result(slow))]
     medians = [item for item in draw(runs, "").items if isinstance(item, Rect) and item.height == 3]
-    assert medians[0].y > medians[1].y  # y goes down
+    assert medians[0].y > medians[1].y  # y grows downwards
 
 
-def test_a_picture_of_a_run_without_gaps_between_events() -> None:
-    run = summarise(8.0, measured([record(0, 1.0, 2.0)]))
-    assert "Between events" not in to_svg(draw([run], ""))
+def test_plot_omits_inter_token_latency_without_gaps() -> None:
+    run = summarise(8.0, result([record(0, 1.0, 2.0)]))
+    assert "Inter-token latency" not in to_svg(draw([run], ""))

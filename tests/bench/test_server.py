@@ -1,4 +1,4 @@
-"""What is asked of a server before it is measured."""
+"""Requests made before measuring."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ MODELS = (200, {"data": [{"id": "m"}]})
 
 @contextmanager
 def answering(*answers: tuple[int, Any]) -> Iterator[tuple[ServerAddress, list[str]]]:
-    """A server that gives these answers in turn, and the paths that it was asked for."""
-    asked: list[str] = []
+    """Serve these answers in turn; yields the address and the list of requested paths."""
+    paths: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            status, answer = answers[len(asked)]
-            asked.append(self.path)
+            status, answer = answers[len(paths)]
+            paths.append(self.path)
             self.send_response(status)
             self.end_headers()
             self.wfile.write(json.dumps(answer).encode())
@@ -37,32 +37,32 @@ def answering(*answers: tuple[int, Any]) -> Iterator[tuple[ServerAddress, list[s
         def log_message(self, *_: Any) -> None:
             pass
 
-    with HTTPServer(("127.0.0.1", 0), Handler) as found:
-        thread = threading.Thread(target=found.serve_forever)
+    with HTTPServer(("127.0.0.1", 0), Handler) as http_server:
+        thread = threading.Thread(target=http_server.serve_forever)
         thread.start()
         try:
-            yield ServerAddress.parse(f"http://127.0.0.1:{found.server_port}", None), asked
+            yield ServerAddress.parse(f"http://127.0.0.1:{http_server.server_port}", None), paths
         finally:
-            found.shutdown()
+            http_server.shutdown()
             thread.join()
 
 
-def test_a_server_that_loads_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waits_while_the_server_is_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "POLL_SECONDS", 0.0)
-    with answering(LOADING, LOADING, MODELS, MODELS) as (address, asked):
+    with answering(LOADING, LOADING, MODELS, MODELS) as (address, paths):
         address.wait_until_loaded()
-        assert len(asked) == 3
+        assert len(paths) == 3
         assert address.model() == "m"
 
 
 @pytest.mark.parametrize("answer", [MODELS, (503, None), (503, {"error": "draining"}), (404, [])])
-def test_no_other_answer_is_waited_for(answer: tuple[int, Any]) -> None:
-    with answering(answer) as (address, asked):
+def test_does_not_wait_after_any_other_answer(answer: tuple[int, Any]) -> None:
+    with answering(answer) as (address, paths):
         address.wait_until_loaded()
-        assert asked == ["/v1/models"]
+        assert paths == ["/v1/models"]
 
 
-def test_what_a_server_refuses_is_told() -> None:
+def test_rejected_requests_are_reported() -> None:
     no_model = {"error": {"message": "the model 'x' is not served here"}}
     with (
         answering((404, no_model)) as (address, _),
@@ -70,6 +70,6 @@ def test_what_a_server_refuses_is_told() -> None:
     ):
         address.vocab_size("x", 128)
     no_ids = {"error": {"message": "text only"}}
-    refused = pytest.raises(EngineError, match=r"token ids as a prompt \(text only\): use --endpoint chat")
-    with answering((400, no_ids), (400, no_ids)) as (address, _), refused:
+    rejected = pytest.raises(EngineError, match=r"token ids as a prompt \(text only\): use --endpoint chat")
+    with answering((400, no_ids), (400, no_ids)) as (address, _), rejected:
         address.vocab_size("m", 128)

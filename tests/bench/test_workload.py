@@ -1,4 +1,4 @@
-"""Requests and their moments."""
+"""Requests and their arrival times."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ def bodies(jobs: list[PlannedRequest]) -> list[dict[str, Any]]:
     return [json.loads(job.body) for job in jobs]
 
 
-def test_moments_are_a_poisson_process_of_the_seed() -> None:
+def test_arrivals_are_a_seeded_poisson_process() -> None:
     times = arrival_times(4000, 20.0, seed=3)
     assert times == arrival_times(4000, 20.0, seed=3)
     assert times != arrival_times(4000, 20.0, seed=4)
     assert times == sorted(times)
     gaps = [later - earlier for earlier, later in pairwise(times)]
     assert statistics.fmean(gaps) == pytest.approx(1 / 20, rel=0.1)
-    assert statistics.stdev(gaps) == pytest.approx(1 / 20, rel=0.1)  # of exponential gaps it equals the mean
+    assert statistics.stdev(gaps) == pytest.approx(1 / 20, rel=0.1)  # for exponential gaps it equals the mean
 
 
-def test_another_rate_is_the_same_process_faster() -> None:
+def test_higher_rate_compresses_the_same_arrivals() -> None:
     slow, fast = arrival_times(50, 4.0, 0), arrival_times(50, 8.0, 0)
     assert slow == pytest.approx([2 * moment for moment in fast])
 
 
-def test_all_at_once() -> None:
+def test_infinite_rate_arrives_at_once_or_within_the_ramp() -> None:
     assert arrival_times(5, math.inf, 0) == [0.0] * 5
     assert arrival_times(4, math.inf, 0, ramp=2.0) == [0.0, 0.5, 1.0, 1.5]
 
 
-def test_a_ramp_begins_slowly_and_ends_at_the_rate() -> None:
+def test_ramp_starts_slowly_and_reaches_the_rate() -> None:
     times = arrival_times(4000, 100.0, 0, ramp=10.0)
     early, late, after = (sum(low <= t < low + 5 for t in times) for low in (0.0, 5.0, 20.0))
     assert early == pytest.approx(125, abs=40)
@@ -54,28 +54,28 @@ def test_a_ramp_begins_slowly_and_ends_at_the_rate() -> None:
     assert after == pytest.approx(500, abs=70)
 
 
-def test_requests_are_those_of_the_seed() -> None:
+def test_requests_depend_only_on_the_seed() -> None:
     workload = ServingWorkload(
         "m", num_requests=30, prompt_len=Range(3, 9), output_len=Range(2, 5), vocab_size=50
     )
     jobs = workload.jobs(8.0, "0")
     assert jobs == workload.jobs(8.0, "0")
     assert [job.at for job in jobs] == arrival_times(30, 8.0, 0)
-    found = bodies(jobs)
-    assert {len(body["prompt"]) for body in found} == set(range(3, 10))
-    assert {body["max_tokens"] for body in found} == set(range(2, 6))
-    assert all(0 <= token_id < 50 for body in found for token_id in body["prompt"])
-    assert found[0] == {
+    requests = bodies(jobs)
+    assert {len(body["prompt"]) for body in requests} == set(range(3, 10))
+    assert {body["max_tokens"] for body in requests} == set(range(2, 6))
+    assert all(0 <= token_id < 50 for body in requests for token_id in body["prompt"])
+    assert requests[0] == {
         "model": "m",
         "stream": True,
         "stream_options": {"include_usage": True},
         "ignore_eos": True,
-        "prompt": found[0]["prompt"],
-        "max_tokens": found[0]["max_tokens"],
+        "prompt": requests[0]["prompt"],
+        "max_tokens": requests[0]["max_tokens"],
     }
 
 
-def test_another_run_has_the_same_lengths_and_other_prompts() -> None:
+def test_runs_share_lengths_but_not_prompts() -> None:
     workload = ServingWorkload("m", num_requests=20)
     first, second = bodies(workload.jobs(8.0, "0")), bodies(workload.jobs(16.0, "1"))
     for one, other in zip(first, second, strict=True):
@@ -84,7 +84,7 @@ def test_another_run_has_the_same_lengths_and_other_prompts() -> None:
         assert one["prompt"] != other["prompt"]
 
 
-def test_a_chat_sends_words() -> None:
+def test_chat_prompts_are_words() -> None:
     workload = ServingWorkload("m", "chat", num_requests=3, prompt_len=Range(4, 4), ignore_eos=False)
     for body in bodies(workload.jobs(math.inf, "0")):
         (message,) = body["messages"]
@@ -92,24 +92,24 @@ def test_a_chat_sends_words() -> None:
         assert "ignore_eos" not in body
 
 
-def test_parameters_go_into_every_body() -> None:
+def test_parameters_are_added_to_every_request() -> None:
     workload = ServingWorkload("m", num_requests=2, parameters={"top_p": 0.5, "ignore_eos": False})
     assert all(
         body["top_p"] == 0.5 and body["ignore_eos"] is False for body in bodies(workload.jobs(1.0, ""))
     )
 
 
-def test_a_dataset_goes_round(tmp_path: Path) -> None:
+def test_dataset_is_repeated(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text('{"prompt": "a", "max_tokens": 3}\n\n{"prompt": [1, 2]}\n')
     lines = read_dataset(path, "completions")
-    found = bodies(
+    requests = bodies(
         ServingWorkload("m", num_requests=3, output_len=Range(9, 9), dataset=lines).jobs(math.inf, "0")
     )
-    assert [(body["prompt"], body["max_tokens"]) for body in found] == [("a", 3), ([1, 2], 9), ("a", 3)]
+    assert [(body["prompt"], body["max_tokens"]) for body in requests] == [("a", 3), ([1, 2], 9), ("a", 3)]
 
 
-def test_a_dataset_of_conversations(tmp_path: Path) -> None:
+def test_dataset_may_contain_conversations(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text('{"prompt": "a"}\n{"messages": [{"role": "system", "content": "b"}]}')
     assert [line["messages"] for line in read_dataset(path, "chat")] == [
@@ -119,39 +119,39 @@ def test_a_dataset_of_conversations(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("", "is empty"),
         ("{", "line 1"),
         ('{"prompt": "a"}\n{"text": "a"}', "line 2.*unknown field"),
-        ('{"messages": []}', "need a prompt"),
-        (None, "cannot be read"),
+        ('{"messages": []}', "prompt is missing"),
+        (None, "cannot read the dataset"),
     ],
 )
-def test_a_bad_dataset(tmp_path: Path, text: str | None, told: str) -> None:
+def test_invalid_datasets_are_rejected(tmp_path: Path, text: str | None, message: str) -> None:
     path = tmp_path / "x.jsonl"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         read_dataset(path, "completions")
 
 
 @pytest.mark.parametrize("text", ["0", "x", "", "5:3", "0:4", "3:", ":3", "-1:2"])
-def test_bad_lengths(text: str) -> None:
+def test_invalid_lengths_are_rejected(text: str) -> None:
     with pytest.raises(ParameterError, match="prompt_len is"):
         Range.parse("prompt_len", text)
 
 
-def test_lengths() -> None:
+def test_lengths_are_parsed_and_printed() -> None:
     assert (Range.parse("x", "7"), Range.parse("x", "7:9")) == (Range(7, 7), Range(7, 9))
     assert (str(Range(7, 7)), str(Range(7, 9))) == ("7", "7:9")
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "x", "nan"])
-def test_bad_rates(text: str) -> None:
+def test_invalid_rates_are_rejected(text: str) -> None:
     with pytest.raises(ParameterError, match="rate is"):
         parse_rate(text)
 
 
-def test_rates() -> None:
+def test_rates_are_parsed() -> None:
     assert (parse_rate("0.5"), parse_rate("inf")) == (0.5, math.inf)

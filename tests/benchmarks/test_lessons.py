@@ -1,4 +1,4 @@
-"""docs/continuous-batching.md has its figures under the names that the commands print."""
+"""docs/continuous-batching.md labels its figures as the commands do."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import kv_waste
 from benchmarks.lessons import COLUMNS
-from inflight.compare.table import ROWS
+from inflight.compare.report import ROWS
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "continuous-batching.md").read_text()
 

@@ -15,7 +15,7 @@ NUM_SLOTS = 4
 
 @pytest.fixture(scope="session")
 def engine() -> Iterator[LoadedEngine]:
-    """The built-in model."""
+    """An engine with the built-in model."""
     loaded = load_engine(EngineConfig.create(max_num_seqs=NUM_SLOTS))
     yield loaded
     loaded.close()
@@ -23,6 +23,6 @@ def engine() -> Iterator[LoadedEngine]:
 
 @pytest.fixture(scope="session")
 def comparison(engine: LoadedEngine) -> Comparison:
-    """A dozen real requests under the three strategies."""
+    """A comparison of the three strategies over a dozen real requests."""
     workload = Workload(num_requests=NUM_REQUESTS, max_tokens=48)
     return compare(engine, workload, num_slots=NUM_SLOTS, model="<the & model>")

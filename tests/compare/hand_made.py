@@ -1,8 +1,8 @@
-"""Two slots, three requests, step by step:
+"""A hand-made run of four requests in two slots:
 
-step      0  1  2  3  4
-slot 0    P  a  a  P  c        a has 3 tokens, c 2
-slot 1    P  b  .  .  p        b has 2 tokens and holds its slot until step 3 is over; c2 is still in its prompt
+step      0  1  2  3  4  5
+slot 0    P  a  a  P  c           a has 3 tokens, c has 2
+slot 1    P  b  .  .  P  P        b has 2 tokens and holds its slot until step 3 is over; d's prompt takes two steps
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def prompt(row: int, request_id: str, start: int = 0, count: int = PROMPT) -> Sl
 
 
 def token(row: int, request_id: str, number: int) -> SlotRecord:
-    """The step that computes output `number` and produces the next."""
+    """Return the slot of a step that computes output `number` and produces the next one."""
     return SlotRecord(row, request_id, PROMPT + number, 1, samples=True, decodes=True)
 
 
@@ -32,7 +32,7 @@ def run() -> StrategyRun:
         step(0, [prompt(0, "a"), prompt(1, "b")], num_tokens=16),
         step(1, [token(0, "a", 0), token(1, "b", 0)], idle=(1,)),
         step(2, [token(0, "a", 1)], idle=(1,)),
-        # What ends here ends the batch: the row is given back in this step's update, but was held during it.
+        # The batch ends here: the row is released in this step's update, but was held during the step.
         step(3, [prompt(0, "c")], idle=()),
         step(4, [token(0, "c", 0), prompt(1, "d", 0, 4)], num_tokens=0),
         step(5, [prompt(1, "d", 4, 6)], num_tokens=0),

@@ -1,4 +1,4 @@
-"""`inflight compare` as its user sees it."""
+"""`inflight compare` from the command line."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
     return int(exit_.value.code or 0)
 
 
-def test_the_table_and_the_picture_are_printed(
+def test_prints_table_and_picture(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(monkeypatch, *SMALL) == 0
@@ -38,19 +38,19 @@ def test_the_table_and_the_picture_are_printed(
     assert "the same tokens under every strategy" in " ".join(text.split())
 
 
-def test_json_is_all_that_is_printed_and_files_are_written(
+def test_json_is_the_only_output_and_files_are_written(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     files = [tmp_path / f"x.{kind}" for kind in ("html", "svg", "png")]
     options = [part for path in files for part in (f"--{path.suffix[1:]}", path)]
     assert run(monkeypatch, *SMALL, "--json", "--strategies", "static,continuous", *options) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert list(found["strategies"]) == ["static", "continuous"]
-    assert found["model"] == "the built-in model"
+    report = json.loads(capsys.readouterr().out)
+    assert list(report["strategies"]) == ["static", "continuous"]
+    assert report["model"] == "the built-in model"
     assert [path.read_bytes()[:8] for path in files] == [b"<!doctyp", b"<svg xml", b"\x89PNG\r\n\x1a\n"]
 
 
-def test_pairs_are_compared_with_the_built_in_reranker(
+def test_rerank_workload_uses_the_built_in_reranker(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     page = tmp_path / "x.html"
@@ -65,7 +65,7 @@ def test_pairs_are_compared_with_the_built_in_reranker(
     ):
         assert words in text
     assert "the same score under every strategy" in " ".join(text.split())
-    assert "padding is computed" in page.read_text(encoding="utf-8")
+    assert "computing padding" in page.read_text(encoding="utf-8")
 
 
 def test_quiet_prints_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,46 +76,49 @@ def test_quiet_prints_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
-        (("--arrival", "sometimes"), "allowed is burst, or poisson:RATE"),
-        (("--arrival", "poisson:-3"), "allowed is burst, or poisson:RATE"),
+        (("--arrival", "sometimes"), "it must be burst, or poisson:RATE"),
+        (("--arrival", "poisson:-3"), "it must be burst, or poisson:RATE"),
         (("--lengths", "endless"), "allowed are real, ragged"),
         (("--strategies", "best"), "best"),
         (("--strategies", ","), "at least one"),
-        (("--strategies", "static,static"), "none twice"),
+        (("--strategies", "static,static"), "none of them twice"),
         (("--max-tokens", "0"), "max_tokens is 0"),
         (("--temperature", "-1"), "temperature is -1"),
         (("--html", "no/such/folder/x.html"), "a folder that exists"),
         (("--png", "."), "a folder that exists"),
-        (("--workload", "sums"), "allowed are chat and rerank"),
-        (("--workload", "rerank", "--max-tokens", "8"), "are for answers"),
+        (("--workload", "sums"), "it must be chat or rerank"),
+        (("--workload", "rerank", "--max-tokens", "8"), "apply to generated answers"),
     ],
 )
-def test_what_is_wrong_is_told_in_a_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], told: str
+def test_invalid_options_are_reported_in_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    message: str,
 ) -> None:
     assert run(monkeypatch, "compare", *arguments) == 1
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.startswith("inflight: ")
-    assert told in printed.err
+    assert message in printed.err
     assert printed.err.count("\n") == 1
 
 
 @pytest.mark.parametrize("option", ["--num-requests", "--max-num-seqs"])
-def test_numbers_out_of_range_are_a_usage_error(monkeypatch: pytest.MonkeyPatch, option: str) -> None:
+def test_out_of_range_numbers_are_usage_errors(monkeypatch: pytest.MonkeyPatch, option: str) -> None:
     assert run(monkeypatch, "compare", option, "0") == 2
 
 
-def test_a_folder_that_is_no_model(
+def test_folder_without_a_model_is_reported_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert run(monkeypatch, "compare", tmp_path) == 1
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_a_png_without_pillow_says_what_to_install(
+def test_png_without_pillow_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "PIL", None)
@@ -123,7 +126,7 @@ def test_a_png_without_pillow_says_what_to_install(
     assert "pip install 'inflight-llm[pictures]'" in capsys.readouterr().err
 
 
-def test_the_command_line_starts_without_torch() -> None:
+def test_command_line_starts_without_torch() -> None:
     code = "import sys, inflight.cli; print('torch' in sys.modules, 'PIL' in sys.modules)"
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert shown.stdout.split() == ["False", "False"]
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["False", "False"]

@@ -1,4 +1,4 @@
-"""The page of a comparison, in a real browser and in words."""
+"""The HTML page of a comparison in a real browser, and its text version."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from inflight.compare.html import to_html
-from inflight.compare.layout import lay_out
+from inflight.compare.page import requests_as_text, slots_as_text, to_html
 from inflight.compare.report import Comparison
-from inflight.compare.words import requests_in_words, slots_in_words
+from inflight.compare.timeline import lay_out
 from tests.browser import LOOKS, NARROW, Page
 from tests.compare import hand_made
 
@@ -18,71 +17,79 @@ PICTURE = "document.querySelector('[role=region]')"
 
 
 @pytest.fixture
-def shown(page: Page, comparison: Comparison, tmp_path: Path) -> Page:
-    """The page is open."""
+def open_page(page: Page, comparison: Comparison, tmp_path: Path) -> Page:
+    """A browser in which the page is open."""
     (tmp_path / "compare.html").write_text(to_html(comparison), encoding="utf-8")
     page.open(f"file://{tmp_path}/compare.html")
     return page
 
 
-def test_all_is_seen_on_a_desk_and_on_a_phone(shown: Page) -> None:
+def test_page_fits_desktop_and_phone_screens(open_page: Page) -> None:
     for scheme, width in LOOKS:
-        shown.show_as(scheme, width, 1000)
-        assert shown.run("document.documentElement.scrollWidth") <= width
-        assert not shown.cut()
-        right = shown.run("document.querySelector('thead th:last-child').getBoundingClientRect().right")
-        assert shown.text("thead th:last-child") == "continuous"
+        open_page.show_as(scheme, width, 1000)
+        assert open_page.run("document.documentElement.scrollWidth") <= width
+        assert not open_page.cut()
+        right = open_page.run("document.querySelector('thead th:last-child').getBoundingClientRect().right")
+        assert open_page.text("thead th:last-child") == "continuous"
         assert right <= width  # and not only after scrolling
-        assert shown.text(".legend").splitlines()[-1] == "empty slot"
-        scrolls = shown.run(f"{PICTURE}.scrollWidth > {PICTURE}.clientWidth")
-        hinted = shown.run("document.querySelector('.hint').offsetHeight > 0")
+        assert open_page.text(".legend").splitlines()[-1] == "empty slot"
+        scrolls = open_page.run(f"{PICTURE}.scrollWidth > {PICTURE}.clientWidth")
+        hinted = open_page.run("document.querySelector('.hint').offsetHeight > 0")
         assert scrolls == hinted == (width == NARROW)
-        paper = shown.run("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")
+        paper = open_page.run("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")
         assert max(paper) < 64 if scheme == "dark" else min(paper) > 192
-        shown.picture(f"compare-{scheme}-{width}")
+        open_page.picture(f"compare-{scheme}-{width}")
 
 
-def test_a_keyboard_reaches_the_picture_and_its_words(shown: Page) -> None:
-    shown.show_as("light", NARROW, 1000)
-    shown.press("Tab")
-    if shown.run(f"document.activeElement !== {PICTURE}"):  # a table that scrolls would come before it
-        shown.press("Tab")
-    assert shown.run(f"document.activeElement === {PICTURE}")
-    shown.press("ArrowRight")
-    shown.wait_for(f"{PICTURE}.scrollLeft > 0")
-    shown.press("Tab")
-    shown.press("Enter")
-    shown.wait_for("document.querySelector('details').open")
-    assert "slot 1: A in step" in shown.text("details")
+def test_keyboard_reaches_the_picture_and_its_text_version(open_page: Page) -> None:
+    open_page.show_as("light", NARROW, 1000)
+    open_page.press("Tab")
+    if open_page.run(f"document.activeElement !== {PICTURE}"):  # a table that scrolls would come before it
+        open_page.press("Tab")
+    assert open_page.run(f"document.activeElement === {PICTURE}")
+    open_page.press("ArrowRight")
+    open_page.wait_for(f"{PICTURE}.scrollLeft > 0")
+    open_page.press("Tab")
+    open_page.press("Enter")
+    open_page.wait_for("document.querySelector('details').open")
+    assert "slot 1: A in step" in open_page.text("details")
 
 
-def test_a_screen_reader_is_told_what_the_picture_shows(shown: Page, comparison: Comparison) -> None:
-    spoken = {node["role"]["value"]: node for node in reversed(tree(shown)) if not node["ignored"]}
-    told = spoken["image"]["name"]["value"]
+def test_screen_reader_reads_the_summaries(open_page: Page, comparison: Comparison) -> None:
+    nodes = {
+        node["role"]["value"]: node
+        for node in reversed(accessibility_nodes(open_page))
+        if not node["ignored"]
+    }
+    label = nodes["image"]["name"]["value"]
     for strategy in comparison.results:
-        assert f"{strategy}: {comparison.told(strategy)}" in told
-    assert spoken["region"]["name"]["value"] == "Who held which slot"
-    headers = {node["name"]["value"] for node in tree(shown) if node["role"]["value"] == "rowheader"}
+        assert f"{strategy}: {comparison.summary(strategy)}" in label
+    assert nodes["region"]["name"]["value"] == "Which request held which slot"
+    headers = {
+        node["name"]["value"]
+        for node in accessibility_nodes(open_page)
+        if node["role"]["value"] == "rowheader"
+    }
     assert headers == {name for name, _ in comparison.rows()}
 
 
-def tree(page: Page) -> list[dict[str, dict[str, str]]]:
+def accessibility_nodes(page: Page) -> list[dict[str, dict[str, str]]]:
     page.call("Accessibility.enable")
-    found: list[dict[str, dict[str, str]]] = page.call("Accessibility.getFullAXTree")["nodes"]
-    return found
+    nodes: list[dict[str, dict[str, str]]] = page.call("Accessibility.getFullAXTree")["nodes"]
+    return nodes
 
 
-def test_slots_in_words(comparison: Comparison) -> None:
+def test_text_version_lists_requests_and_slots(comparison: Comparison) -> None:
     timeline = lay_out(hand_made.run())
-    assert slots_in_words(comparison, timeline) == [
+    assert slots_as_text(comparison, timeline) == [
         "slot 1: A in steps 0 to 2; C in steps 3 to 4",
         "slot 2: B in steps 0 to 3, finished before step 2; D in steps 4 to 5",
     ]
     first = timeline.spans[0]
     alone = replace(timeline, num_slots=3, spans=[replace(first, last=first.first + 1)])
-    assert slots_in_words(comparison, alone) == ["slot 1: A in step 0", "never used: 2 of 3 slots"]
-    assert len(requests_in_words(comparison)) == comparison.num_requests
+    assert slots_as_text(comparison, alone) == ["slot 1: A in step 0", "never used: 2 of 3 slots"]
+    assert len(requests_as_text(comparison)) == comparison.num_requests
     title = comparison.requests[0].title
-    assert requests_in_words(comparison)[0].startswith(
+    assert requests_as_text(comparison)[0].startswith(
         f"A: {title}; {comparison.requests[0].num_prompt_tokens} prompt"
     )

@@ -5,8 +5,7 @@ from dataclasses import fields
 
 import pytest
 
-from inflight.compare.figures import Figures
-from inflight.compare.measure import measure
+from inflight.compare.measure import Figures, measure
 from inflight.compare.report import Comparison, compare, summarise
 from inflight.compare.workload import Arrival, Workload, build_jobs
 from inflight.errors import EngineError
@@ -15,39 +14,39 @@ from inflight.sampling_params import SamplingParams
 from tests.compare.conftest import NUM_REQUESTS, NUM_SLOTS
 
 
-def test_the_three_strategies_give_identical_tokens(engine: LoadedEngine) -> None:
+def test_strategies_produce_identical_tokens(engine: LoadedEngine) -> None:
     jobs = build_jobs(Workload(num_requests=12, max_tokens=40, seed=5), engine)
     runs = [measure(engine, jobs, name, 5) for name in ("sequential", "static", "continuous")]
     answers = [[request.token_ids for request in run.requests] for run in runs]
     assert answers[0] == answers[1] == answers[2]
-    assert len({tuple(answer) for answer in answers[0]}) > 6  # they are answers, not one and the same
+    assert len({tuple(answer) for answer in answers[0]}) > 6  # the answers differ from each other
     assert summarise(runs, jobs, Workload(), "").identical_tokens
     runs[1].requests[3].token_ids[-1] += 1
     assert not summarise(runs, jobs, Workload(), "").identical_tokens
 
 
-def test_a_comparison_is_one_of_like_with_like(comparison: Comparison) -> None:
+def test_strategies_differ_only_in_scheduling(comparison: Comparison) -> None:
     assert comparison.identical_tokens
-    found = {name: result.figures for name, result in comparison.results.items()}
-    assert list(found) == ["sequential", "static", "continuous"]
-    assert len({figures.num_output_tokens for figures in found.values()}) == 1
-    # What the schedule alone decides, whatever the machine.
-    assert found["sequential"].num_steps > found["static"].num_steps > found["continuous"].num_steps
-    assert found["sequential"].slot_use < found["static"].slot_use < found["continuous"].slot_use <= 1
-    assert found["static"].kv_waste > found["continuous"].kv_waste
+    figures = {name: result.figures for name, result in comparison.results.items()}
+    assert list(figures) == ["sequential", "static", "continuous"]
+    assert len({item.num_output_tokens for item in figures.values()}) == 1
+    # These follow from the schedule alone, on any machine.
+    assert figures["sequential"].num_steps > figures["static"].num_steps > figures["continuous"].num_steps
+    assert figures["sequential"].slot_use < figures["static"].slot_use < figures["continuous"].slot_use <= 1
+    assert figures["static"].kv_waste > figures["continuous"].kv_waste
     assert comparison.results["continuous"].speedup == 1
 
 
-def test_json_carries_every_figure_and_the_picture(comparison: Comparison) -> None:
-    found = json.loads(json.dumps(comparison.to_json()))
-    assert found["num_requests"] == NUM_REQUESTS
-    assert found["batch_size"] == NUM_SLOTS
-    assert found["identical_tokens"] is True
+def test_json_contains_every_figure_and_timeline(comparison: Comparison) -> None:
+    report = json.loads(json.dumps(comparison.to_json()))
+    assert report["num_requests"] == NUM_REQUESTS
+    assert report["batch_size"] == NUM_SLOTS
+    assert report["identical_tokens"] is True
     for name, result in comparison.results.items():
-        figures = found["strategies"][name]
+        figures = report["strategies"][name]
         assert set(figures) == {field.name for field in fields(Figures)} | {"speedup_of_reference"}
         assert figures["gpu_utilization"] is None
-        timeline = found["timelines"][name]
+        timeline = report["timelines"][name]
         assert len(timeline["step_ends"]) == figures["num_steps"]
         assert timeline["pauses"] == []
         slots, _, _, firsts, lasts, tokens = zip(*timeline["spans"], strict=True)
@@ -57,20 +56,20 @@ def test_json_carries_every_figure_and_the_picture(comparison: Comparison) -> No
         assert sum(tokens) == result.figures.num_output_tokens
 
 
-def test_an_open_loop_waits_for_arrivals(engine: LoadedEngine) -> None:
+def test_open_loop_waits_for_arrivals(engine: LoadedEngine) -> None:
     workload = Workload(4, Arrival(rate=30.0), max_tokens=3, seed=2)
-    found = compare(engine, workload, ["continuous"], num_slots=2)
+    comparison = compare(engine, workload, ["continuous"], num_slots=2)
     times = workload.arrival.times(4, seed=2)
-    timeline = found.timelines[0]
-    # The first step cannot begin before the first request has come.
+    timeline = comparison.timelines[0]
+    # The first step cannot begin before the first request has arrived.
     assert timeline.begins[0] >= times[0]
-    assert found.results["continuous"].figures.total_time >= times[-1]
-    assert found.results["continuous"].figures.mean_ttft > 0
-    assert found.reference == "continuous"
-    assert found.to_json()["timelines"]["continuous"]["pauses"][0][0] == 0
+    assert comparison.results["continuous"].figures.total_time >= times[-1]
+    assert comparison.results["continuous"].figures.mean_ttft > 0
+    assert comparison.reference == "continuous"
+    assert comparison.to_json()["timelines"]["continuous"]["pauses"][0][0] == 0
 
 
-def test_the_engine_cannot_be_replaced_under_its_requests(engine: LoadedEngine) -> None:
+def test_engine_core_is_replaced_only_when_idle(engine: LoadedEngine) -> None:
     core = engine.use(policy="continuous", max_num_seqs=3)
     assert core.scheduler.limits.max_num_seqs == 3
     core.add(engine.input_processor.requests("x", [5, 6, 7], SamplingParams(max_tokens=2))[1][0])
@@ -80,10 +79,12 @@ def test_the_engine_cannot_be_replaced_under_its_requests(engine: LoadedEngine) 
     replaced = engine.use(policy="static")
     assert replaced is engine.core
     assert replaced is not core
-    assert not core.runner.forward.caches  # type: ignore[attr-defined]  # its memory was given back
+    assert not core.runner.forward.caches  # type: ignore[attr-defined]  # its memory was freed
 
 
-def test_another_reference_where_continuous_does_not_run(engine: LoadedEngine) -> None:
-    found = compare(engine, Workload(3, lengths="ragged", max_tokens=4), ["sequential", "fair"], num_slots=2)
-    assert found.reference == "fair"
-    assert found.results["fair"].speedup == 1
+def test_last_strategy_is_the_reference_without_continuous(engine: LoadedEngine) -> None:
+    comparison = compare(
+        engine, Workload(3, lengths="ragged", max_tokens=4), ["sequential", "fair"], num_slots=2
+    )
+    assert comparison.reference == "fair"
+    assert comparison.results["fair"].speedup == 1

@@ -1,4 +1,4 @@
-"""The same pairs one at a time, padded and packed, with the built-in reranker."""
+"""Rerank comparisons with the built-in reranker."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from inflight.compare.drawing import draw
-from inflight.compare.layout import SpanKind
-from inflight.compare.passages import draw_pairs
+from inflight.compare.drawing import to_svg
+from inflight.compare.picture import draw
+from inflight.compare.prompts import draw_pairs
 from inflight.compare.report import STRATEGIES, compare
-from inflight.compare.rerank import PairWorkload, RerankComparison, compare_reranking
-from inflight.compare.rerank_run import RerankFigures
-from inflight.compare.svg import to_svg
+from inflight.compare.rerank import PairWorkload, RerankComparison, RerankFigures, compare_reranking
+from inflight.compare.timeline import SpanKind
 from inflight.compare.workload import Arrival, Workload
 from inflight.config import EngineConfig
 from inflight.errors import ParameterError, RequestError
@@ -39,27 +38,27 @@ def reranking(reranker: LoadedEngine) -> RerankComparison:
     )
 
 
-def test_a_comparison_of_like_with_like(reranking: RerankComparison) -> None:
+def test_scores_are_identical_and_only_static_batches_are_padded(reranking: RerankComparison) -> None:
     assert reranking.identical_scores
-    found = {name: result.figures for name, result in reranking.results.items()}
-    assert [figures.num_steps for figures in found.values()] == [10, 3, 3]
+    by_strategy = {name: result.figures for name, result in reranking.results.items()}
+    assert [figures.num_steps for figures in by_strategy.values()] == [10, 3, 3]
     sizes = [pair.num_tokens for pair in reranking.requests]
     batches = [sizes[start : start + NUM_SLOTS] for start in range(0, NUM_PAIRS, NUM_SLOTS)]
-    places = sum(max(batch) * len(batch) for batch in batches)
-    assert found["static"].padding == pytest.approx(1 - sum(sizes) / places)
-    assert found["static"].padding > 0.3
-    assert found["sequential"].padding == found["continuous"].padding == 0
-    for figures in found.values():
+    num_positions = sum(max(batch) * len(batch) for batch in batches)
+    assert by_strategy["static"].padding == pytest.approx(1 - sum(sizes) / num_positions)
+    assert by_strategy["static"].padding > 0.3
+    assert by_strategy["sequential"].padding == by_strategy["continuous"].padding == 0
+    for figures in by_strategy.values():
         assert 0 < figures.first_result <= figures.p99_latency <= figures.last_result
         assert figures.pairs_per_second == pytest.approx(NUM_PAIRS / figures.total_time)
     assert reranking.results["continuous"].speedup == 1
 
 
-def test_the_picture_shows_padding_behind_texts(reranking: RerankComparison) -> None:
+def test_picture_shows_padding_after_texts(reranking: RerankComparison) -> None:
     spans = {timeline.strategy: timeline.spans for timeline in reranking.timelines}
     assert {span.kind for span in spans["continuous"]} == {SpanKind.PREFILL}
     padding = [span for span in spans["static"] if span.kind is SpanKind.PADDING]
-    assert len(padding) == NUM_PAIRS - 3  # behind all but the longest of each batch
+    assert len(padding) == NUM_PAIRS - 3  # after all but the longest text of each batch
     texts = {span.request: span for span in spans["static"] if span.kind is SpanKind.PREFILL}
     for span in padding:
         text = texts[span.request]
@@ -68,27 +67,31 @@ def test_the_picture_shows_padding_behind_texts(reranking: RerankComparison) -> 
     assert any(title.endswith(", step 0: padding") for title in titles)
 
 
-def test_json_has_every_figure(reranking: RerankComparison) -> None:
-    found = json.loads(json.dumps(reranking.to_json()))
-    assert (found["workload"], found["num_requests"], found["batch_size"]) == ("rerank", NUM_PAIRS, NUM_SLOTS)
-    assert found["identical_scores"] is True
+def test_json_contains_every_figure(reranking: RerankComparison) -> None:
+    report = json.loads(json.dumps(reranking.to_json()))
+    assert (report["workload"], report["num_requests"], report["batch_size"]) == (
+        "rerank",
+        NUM_PAIRS,
+        NUM_SLOTS,
+    )
+    assert report["identical_scores"] is True
     for name in STRATEGIES:
-        figures = found["strategies"][name]
+        figures = report["strategies"][name]
         assert set(figures) == {field.name for field in fields(RerankFigures)} | {"speedup_of_reference"}
-        assert len(found["timelines"][name]["step_ends"]) == figures["num_steps"]
+        assert len(report["timelines"][name]["step_ends"]) == figures["num_steps"]
 
 
-def test_pairs_are_drawn_by_the_seed() -> None:
+def test_pairs_depend_only_on_the_seed() -> None:
     assert draw_pairs(20, seed=1) == draw_pairs(20, seed=1) != draw_pairs(20, seed=2)
 
 
-def test_models_of_another_kind_are_refused(reranker: LoadedEngine, engine: LoadedEngine) -> None:
+def test_unsuitable_models_are_rejected(reranker: LoadedEngine, engine: LoadedEngine) -> None:
     with pytest.raises(RequestError, match="cannot generate: it can classify, score, rerank"):
         compare(reranker, Workload(2))
     pairs = PairWorkload(2, Arrival(None))
     with pytest.raises(RequestError, match="cannot rerank: it can generate"):
         compare_reranking(engine, pairs, STRATEGIES, 2)
     embedder = load_engine(EngineConfig.create(builtin_folder("embedder")))
-    with pytest.raises(ParameterError, match="for cross-encoders"):
+    with pytest.raises(ParameterError, match="needs a cross-encoder"):
         compare_reranking(embedder, pairs, STRATEGIES, 2)
     embedder.close()

@@ -19,20 +19,20 @@ def test_prompts_are_seeded_and_mixed() -> None:
     for kind in KINDS:
         share = sum(counts[prompt] for prompt in kind.prompts) / 1000
         assert share == pytest.approx(kind.share / 10, abs=0.05)
-        # None comes again before all came once.
+        # No prompt is repeated before all have been used.
         assert (
             max(counts[prompt] for prompt in kind.prompts) - min(counts[prompt] for prompt in kind.prompts)
             <= 1
         )
 
 
-def test_no_prompt_stands_twice() -> None:
+def test_prompts_are_unique_and_shares_add_up() -> None:
     prompts = [prompt for kind in KINDS for prompt in kind.prompts]
     assert len(set(prompts)) == len(prompts)
     assert sum(kind.share for kind in KINDS) == 10
 
 
-def test_poisson_arrivals_are_seeded_and_of_the_rate_asked_for() -> None:
+def test_poisson_arrivals_are_seeded_and_match_the_rate() -> None:
     arrival = Arrival.parse("poisson:20")
     times = arrival.times(4000, seed=1)
     assert times == arrival.times(4000, seed=1)
@@ -40,12 +40,12 @@ def test_poisson_arrivals_are_seeded_and_of_the_rate_asked_for() -> None:
     assert times == sorted(times)
     assert 4000 / times[-1] == pytest.approx(20, rel=0.1)
     gaps = [later - earlier for earlier, later in pairwise(times)]
-    # In a Poisson process the gaps' spread is as large as their mean.
+    # In a Poisson process the standard deviation of the gaps equals their mean.
     mean = sum(gaps) / len(gaps)
     assert (sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) ** 0.5 == pytest.approx(mean, rel=0.1)
 
 
-def test_a_burst_comes_at_once() -> None:
+def test_burst_arrives_at_once() -> None:
     assert Arrival.parse("burst").times(3, seed=0) == [0.0, 0.0, 0.0]
     assert str(Arrival.parse("burst")) == "burst"
     assert str(Arrival.parse("poisson:2.5")) == "poisson:2.5"
@@ -66,12 +66,12 @@ def test_a_burst_comes_at_once() -> None:
         "burst:2",
     ],
 )
-def test_other_arrivals_are_refused(text: str) -> None:
-    with pytest.raises(ParameterError, match="allowed is burst, or poisson:RATE"):
+def test_invalid_arrivals_are_rejected(text: str) -> None:
+    with pytest.raises(ParameterError, match="it must be burst, or poisson:RATE"):
         Arrival.parse(text)
 
 
-def test_real_prompts_go_through_the_chat_template(engine: LoadedEngine) -> None:
+def test_real_prompts_are_rendered_with_the_chat_template(engine: LoadedEngine) -> None:
     jobs = build_jobs(Workload(num_requests=5, seed=1), engine)
     assert engine.tokenizer is not None
     for job in jobs:

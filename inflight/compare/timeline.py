@@ -1,0 +1,275 @@
+"""The model behind every picture: which request held which slot in which step.
+
+    slot 0   |P A A A A|P E E E|          P  a prompt is computed (prefill)
+    slot 1   |P B B . . . . .  |          A  a token is produced (decode)
+             step 0 ...                   .  a finished request still holds the slot
+
+Adjacent cells of the same kind and request are merged into one span. An axis maps spans to a picture's width, and
+`ComparisonView` is what tables, pictures and pages need to know about a comparison.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from inflight.events import SlotRecord
+
+if TYPE_CHECKING:
+    from inflight.compare.measure import StrategyRun
+
+CUT = 1.5  # a strategy that takes this many times as long as all others is not shown to its end
+
+
+class SpanKind(enum.StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+    HELD = "held"  # the request has all its tokens, but its slot has not been released
+    PADDING = "padding"  # positions after the end of a text, computed for nothing
+
+
+@dataclass(slots=True)
+class Span:
+    """Steps [first, last) of one request in one slot."""
+
+    slot: int
+    request: int  # index in the workload
+    kind: SpanKind
+    first: int
+    last: int
+    num_tokens: int  # tokens produced here that the answer keeps
+    begin: float = 0.0  # the part of these steps that the span covers, from `begin` to `end`
+    end: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """One strategy's slots over its steps. Step i lasts from begins[i] to ends[i], in seconds after the start."""
+
+    strategy: str
+    num_slots: int
+    begins: list[float]
+    ends: list[float]
+    spans: list[Span]  # ordered by slot, then by step
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.ends)
+
+    @property
+    def duration(self) -> float:
+        return self.ends[-1]
+
+    @property
+    def num_slots_used(self) -> int:
+        return 1 + max(span.slot for span in self.spans)
+
+    def num_done(self, moment: float) -> int:
+        """Return how many requests had all their tokens at the given moment."""
+        num_steps = bisect_right(self.ends, moment)
+        last_steps: dict[int, int] = {}
+        for span in self.spans:
+            if span.num_tokens:
+                last_steps[span.request] = max(last_steps.get(span.request, 0), span.last)
+        return sum(last <= num_steps for last in last_steps.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what is needed to draw the timeline again.
+
+        That is the end of each step, the steps that began later than the previous one ended, and the spans as
+        [slot, request, kind, first step, end, tokens].
+        """
+        earlier = [0.0, *self.ends]
+        return {
+            "step_ends": [round(moment, 5) for moment in self.ends],
+            "pauses": [
+                [step, round(begin, 5)] for step, begin in enumerate(self.begins) if begin > earlier[step]
+            ],
+            "spans": [
+                [span.slot, span.request, span.kind.value, span.first, span.last, span.num_tokens]
+                for span in self.spans
+            ],
+        }
+
+
+def lay_out(run: StrategyRun) -> Timeline:
+    """Build the timeline of a measured run."""
+    index = {request.request_id: number for number, request in enumerate(run.requests)}
+    totals = {r.request_id: r.num_prompt_tokens + len(r.token_ids) for r in run.requests}
+    owners: dict[int, int] = {}  # slot -> the last request that was in it
+    open_spans: dict[int, Span] = {}
+    spans: list[Span] = []
+    held: frozenset[int] = frozenset()  # slots of finished requests after the previous step
+    for number, step in enumerate(run.steps):
+        for slot in step.slots:
+            owners[slot.row] = index[slot.request_id]
+            kind, num_kept = _classify(slot, totals[slot.request_id])
+            _extend(spans, open_spans, Span(slot.row, owners[slot.row], kind, number, number + 1, num_kept))
+        for row in sorted(held - {slot.row for slot in step.slots}):
+            _extend(spans, open_spans, Span(row, owners[row], SpanKind.HELD, number, number + 1, 0))
+        held = frozenset(step.idle_rows)
+    spans.sort(key=lambda span: (span.slot, span.first))
+    return Timeline(run.strategy, run.num_slots, run.begins, run.ends, spans)
+
+
+def _classify(slot: SlotRecord, total: int) -> tuple[SpanKind, int]:
+    """Return what a slot did in a step and how many of the resulting tokens the answer keeps."""
+    produced = slot.start + slot.num_tokens  # position of the sampled token, if one was sampled
+    if slot.samples and produced >= total:  # in flight when the request ended, so the token was dropped
+        return SpanKind.HELD, 0
+    decodes = slot.decodes and slot.num_tokens == 1
+    return (SpanKind.DECODE if decodes else SpanKind.PREFILL), int(slot.samples)
+
+
+def _extend(spans: list[Span], open_spans: dict[int, Span], cell: Span) -> None:
+    """Add a cell to the span it continues, or start a new span with it."""
+    last = open_spans.get(cell.slot)
+    same = last is not None and (last.request, last.kind, last.last) == (cell.request, cell.kind, cell.first)
+    if last is not None and same:
+        last.last = cell.last
+        last.num_tokens += cell.num_tokens
+    else:
+        open_spans[cell.slot] = cell
+        spans.append(cell)
+
+
+# ---- axes ----
+
+
+@dataclass(frozen=True, slots=True)
+class TimeAxis:
+    """The whole run, from its start to `limit` seconds later."""
+
+    limit: float
+    unit: str = "s"
+
+    def interval(self, timeline: Timeline, span: Span) -> tuple[float, float]:
+        """Return where a span begins and ends on this axis."""
+        return _part(span, timeline.begins[span.first], timeline.ends[span.last - 1])
+
+    def end(self, timeline: Timeline) -> float:
+        return timeline.duration
+
+    @classmethod
+    def over(cls, timelines: Sequence[Timeline]) -> TimeAxis:
+        """Return an axis that ends with the slowest strategy.
+
+        If that strategy is so slow that all others would become slivers, the axis ends with the second slowest.
+        """
+        durations = sorted((timeline.duration for timeline in timelines), reverse=True)
+        cut = len(durations) > 1 and durations[0] > CUT * durations[1]
+        return cls(durations[1] if cut else durations[0])
+
+
+@dataclass(frozen=True, slots=True)
+class StepAxis:
+    """The first `limit` steps, each equally wide."""
+
+    limit: float
+    unit: str = "steps"
+
+    def interval(self, timeline: Timeline, span: Span) -> tuple[float, float]:  # noqa: ARG002
+        return _part(span, span.first, span.last)
+
+    def end(self, timeline: Timeline) -> float:
+        return timeline.num_steps
+
+
+Axis = TimeAxis | StepAxis
+
+
+def _part(span: Span, low: float, high: float) -> tuple[float, float]:
+    return low + span.begin * (high - low), low + span.end * (high - low)
+
+
+def ticks(limit: float, most: int = 12) -> list[float]:
+    """Return about `most` round numbers or fewer, from 0 to the limit."""
+    rough = limit / most
+    power = 10 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
+    return [number * step for number in range(int(limit / step + 1e-9) + 1)]
+
+
+# ---- what renderers need to know ----
+
+
+class LegendEntry(NamedTuple):
+    kind: SpanKind | None  # None: an empty slot
+    text: str  # for pictures
+    short_text: str  # for terminals; "" leaves the entry out
+
+
+class ComparisonView(Protocol):
+    """A finished comparison as tables, pictures and pages see it, whatever was compared."""
+
+    @property
+    def title(self) -> str:
+        """The title of a page."""
+
+    @property
+    def subtitle(self) -> str:
+        """The workload in one line."""
+
+    @property
+    def headline(self) -> str:
+        """The result in one sentence."""
+
+    @property
+    def verdict(self) -> str:
+        """A sentence that says whether all strategies gave the same results."""
+
+    @property
+    def num_slots(self) -> int: ...
+
+    @property
+    def num_requests(self) -> int: ...
+
+    @property
+    def timelines(self) -> list[Timeline]:
+        """One timeline per strategy, in the order of the runs."""
+
+    @property
+    def close_steps(self) -> int:
+        """How many steps the close-up shows."""
+
+    @property
+    def legend(self) -> tuple[LegendEntry, ...]: ...
+
+    @property
+    def definitions(self) -> tuple[tuple[str, str], ...]:
+        """The table's terms and their meanings."""
+
+    def rows(self) -> list[tuple[str, list[str]]]:
+        """Return the table's rows: a name and one cell per strategy."""
+
+    def summary(self, strategy: str) -> str:
+        """Return a strategy's figures in one line."""
+
+    def short_summary(self, strategy: str) -> str:
+        """Return a strategy's most important figures."""
+
+    def label(self, request: int) -> str:
+        """Return a request's letter."""
+
+    def describe_request(self, request: int) -> str:
+        """Return a request's letter and what the request is."""
+
+    def describe_span(self, span: Span) -> str:
+        """Return the text shown when the mouse hovers over a span."""
+
+
+def request_label(index: int) -> str:
+    """Return A to Z, then AA, AB and so on."""
+    text = ""
+    while index >= 0:
+        text = chr(ord("A") + index % 26) + text
+        index = index // 26 - 1
+    return text
+
+
+def join_words(items: list[str]) -> str:
+    return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} and {items[-1]}"
