@@ -72,7 +72,7 @@ class AsyncEngine(AsyncPoolingCalls):
             return cls.of(await asyncio.to_thread(_load, config, progress))
         client = await _start_client(config, routing, process, progress)
         try:
-            front = await asyncio.to_thread(Frontend.of, config, client.facts)
+            front = await asyncio.to_thread(Frontend.of, config, client.facts, routing.on_this_machine)
             await asyncio.to_thread(front.warm_up)
         except BaseException:
             await client.close()

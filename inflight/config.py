@@ -89,7 +89,11 @@ class CacheConfig:
     kv_cache_memory: int | None = option(None, MEMORY, "Memory for keys and values, in bytes.", at_least=1)
     num_blocks: int | None = option(None, MEMORY, "KV blocks, in place of the memory figures.", at_least=1)
     gpu_memory_utilization: float = option(
-        0.9, MEMORY, "Share of the GPU's memory to use in all.", above=0, at_most=1
+        0.9,
+        MEMORY,
+        "Share of the GPU's memory that the engine may hold; replicas on one GPU divide it.",
+        above=0,
+        at_most=1,
     )
 
     num_neighbours: int = option(

@@ -10,6 +10,7 @@ import torch
 from inflight.config import MAX_RANKS, EngineConfig
 from inflight.errors import ConfigError
 from inflight.execution.platforms.cpu import MEMORY_SHARE
+from inflight.kv.budget import CONTEXT_MEMORY
 from inflight.loading import open_model
 from inflight.models.decoder_heads import plan_decoder
 from inflight.models.defaults import resolve_context, resolve_dtype
@@ -21,7 +22,6 @@ from inflight.native.library import native_library
 
 # As the platforms have them, which need a device to ask.
 GPU_ROWS, GPU_TOKENS, CPU_ROWS = 1024, 8192, 256
-GPU_CONTEXT = 600 << 20  # bytes that CUDA takes for itself
 GPU_GRAPHS = 256 << 20
 
 
@@ -101,7 +101,7 @@ def _fit(
     shares = rank_shares(spec, tensor, pipeline, context, storage)
     if devices.kind == "cuda":
         utilization = config.cache.gpu_memory_utilization
-        beside = GPU_CONTEXT + _gpu_step(config, spec, context, storage, tensor)
+        beside = CONTEXT_MEMORY + _gpu_step(config, spec, context, storage, tensor)
         room = [int(devices.memory * utilization) - beside - share.weights for share in shares]
     else:
         left = devices.memory - sum(share.weights for share in shares)

@@ -129,6 +129,11 @@ class RouterConfig:
         """Whether there is a router at all."""
         return self.replicas is not None or self.ray_address is not None
 
+    @property
+    def on_this_machine(self) -> bool:
+        """Whether engines see the files that this process sees."""
+        return self.ray_address is None
+
     @staticmethod
     def taken_from(options: dict[str, Any]) -> RouterConfig:
         """What of these options, flat names, is the router's; it is not among them any more."""

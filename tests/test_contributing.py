@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+import subprocess
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parent.parent
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+RunShell = Callable[[str], subprocess.CompletedProcess[str]]
 
 
 def _read(path: str) -> Any:
@@ -28,7 +33,65 @@ def test_the_workflow_runs_the_gate() -> None:
     assert commands == {"test": [".ci/run"], "docs": ["make docs"]}
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
-    assert script.read_text(encoding="utf-8").endswith("exec make test\n")
+    assert "\nexec .ci/new-machine make test" in script.read_text(encoding="utf-8")
+
+
+@pytest.fixture(params=["mounts", "no-mounts"])
+def new_machine(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunShell:
+    """A function that runs a shell command by the script in a repository below the temporary directory."""
+    repository, tools = tmp_path / "repository", tmp_path / "tools"
+    (repository / ".ci").mkdir(parents=True)
+    (repository / "marker").write_text("visible")
+    script = shutil.copy(ROOT / ".ci" / "new-machine", repository / ".ci")
+    tools.mkdir()
+    monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
+    for name in ("TMPDIR", "PIP_CONFIG_FILE", "PIP_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    if request.param == "no-mounts":
+        (tools / "unshare").write_text("#!/bin/sh\nexit 1\n")
+        (tools / "unshare").chmod(0o755)
+    elif subprocess.run(
+        ["unshare", "--mount", "mount", "--bind", "/var", "/var"], capture_output=True
+    ).returncode:
+        pytest.skip("mounts are not allowed here")
+
+    def run(command: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([script, "sh", "-c", command], capture_output=True, text=True, timeout=60)
+
+    return run
+
+
+def test_a_new_machine_has_an_empty_home_and_temporary_directory(new_machine: RunShell) -> None:
+    files = 'ls -A "$HOME"; find "${TMPDIR:-/tmp}" -type f | grep -v /marker$ | grep -v /.ci/new-machine$'
+    done = new_machine(
+        f'echo "$HOME"; echo "${{TMPDIR:-/tmp}}"; cat marker; echo; {files}; touch "$HOME/left"; exit 7'
+    )
+    home, temporary, *rest = done.stdout.splitlines()
+    assert (rest, done.returncode) == (["visible"], 7), done
+    assert home != os.environ["HOME"]
+    assert ("empty /tmp" in done.stderr) == (temporary == "/tmp")
+    assert not Path(home).exists(), "removed at the end"
+    assert temporary == "/tmp" or not Path(temporary).exists()
+
+
+def test_a_new_machine_leaves_the_repository_in_place(new_machine: RunShell, tmp_path: Path) -> None:
+    assert new_machine('touch made; touch "${TMPDIR:-/tmp}/temporary"').returncode == 0
+    assert {path.name for path in (tmp_path / "repository").iterdir()} == {".ci", "marker", "made"}
+
+
+def test_a_new_machine_gets_packages_from_where_the_old_one_does(
+    new_machine: RunShell, tmp_path: Path
+) -> None:
+    home = tmp_path / "home"
+    (home / ".config/pip").mkdir(parents=True)
+    (home / ".config/pip/pip.conf").touch()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(home))
+        done = new_machine(
+            'echo "$PIP_CONFIG_FILE"; echo "$PIP_CACHE_DIR"; ls "$PIP_CONFIG_FILE"; ls -A "$HOME"'
+        )
+    configuration = str(home / ".config/pip/pip.conf")
+    assert done.stdout.splitlines() == [configuration, str(home / ".cache/pip"), configuration], done
 
 
 def test_hooks_before_a_commit_are_the_gates() -> None:

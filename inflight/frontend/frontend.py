@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from inflight.agents import MessageParser, answer_grammar
-from inflight.config import EngineConfig
+from inflight.config import EngineConfig, ModelConfig
 from inflight.engine import ModelFacts
 from inflight.errors import ConfigError, ParameterError
 from inflight.frontend.chat import ChatRequest, NamedTool, template_messages, template_tools
@@ -17,6 +17,8 @@ from inflight.frontend.input_processor import InputProcessor, Prompt
 from inflight.frontend.output_processor import ChatAnswers, OutputProcessor
 from inflight.frontend.pooling import PoolingProcessor, cannot
 from inflight.frontend.pooling_inputs import PoolingInputs
+from inflight.models.builtin import checkpoint_folder
+from inflight.models.checkpoint import locate_checkpoint
 from inflight.pooling import PoolingFacts, Task
 from inflight.sampling_params import SamplingParams
 from inflight.text import ChatTemplate, Tokenizer, check_messages, encode_chat
@@ -34,11 +36,15 @@ class Frontend:
     pooling: PoolingFacts | None = field(default=None, kw_only=True)  # of its head, where it has one
 
     @classmethod
-    def of(cls, config: EngineConfig, facts: ModelFacts) -> Frontend:
-        """Before an engine elsewhere, which told its facts."""
+    def of(cls, config: EngineConfig, facts: ModelFacts, on_this_machine: bool = True) -> Frontend:
+        """Create the frontend of an engine in another process, on this machine or on another one."""
         check_parsers(config.model)
-        folder = facts.tokenizer_folder
-        tokenizer = None if folder is None else Tokenizer.load(Path(folder), config.model.chat_template)
+        tokenizer = None
+        if facts.tokenizer_folder is not None:
+            folder = Path(facts.tokenizer_folder)
+            if not on_this_machine:
+                folder = _local_tokenizer(config.model, folder)
+            tokenizer = Tokenizer.load(folder, config.model.chat_template)
         input_processor = InputProcessor.create(
             tokenizer, facts.vocab_size, facts.max_model_len, facts.eos_token_ids, config.model.seed
         )
@@ -204,3 +210,13 @@ class Frontend:
         self.input_processor.grammars.close()
         if "chat_template" in self.__dict__:
             self.chat_template.close()
+
+
+def _local_tokenizer(model: ModelConfig, folder: Path) -> Path:
+    """Return the folder on this machine with the tokenizer that is in `folder` on the engine's machine."""
+    name = model.tokenizer or model.model
+    if name is None:
+        return checkpoint_folder()
+    # The hub's cache names a snapshot after its commit: a branch may have moved since the engine downloaded it.
+    revision = folder.name if folder.parent.name == "snapshots" else model.revision
+    return locate_checkpoint(name, revision, model.download_dir, weights=False)

@@ -2,7 +2,68 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from inflight.config import CacheConfig
 from inflight.errors import KVBudgetError
+
+# The most that a process is charged for GPU memory outside torch's allocator: the CUDA context and loaded kernels.
+CONTEXT_MEMORY = 768 << 20
+# The same for the buffers of a rank that exchanges sums with others.
+PEER_MEMORY = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class GpuMemory:
+    """Bytes of a GPU, as one of the processes that share it sees them."""
+
+    device: str
+    total: int
+    free: int  # not in use by any process
+    reserved: int  # by the torch allocator of this process
+    most_outside: int = CONTEXT_MEMORY  # that this process may hold outside its allocator
+
+    @property
+    def own(self) -> int:
+        """Return what this process holds.
+
+        CUDA does not report how much a process holds outside its allocator, only what all processes hold together.
+        On a GPU of its own that is the measured difference. On a shared GPU the difference includes the other
+        processes, so it is bounded by what a process can need.
+        """
+        outside = self.total - self.free - self.reserved
+        return self.reserved + min(max(0, outside), self.most_outside)
+
+    @property
+    def others(self) -> int:
+        """Return what other processes hold, or a little less."""
+        return max(0, self.total - self.free - self.own)
+
+
+def gpu_kv_memory(memory: GpuMemory, cache: CacheConfig, step: int, bytes_per_block: int) -> int:
+    """Return the bytes for KV blocks of an engine whose largest step takes `step` bytes.
+
+    Memory of other processes does not reduce the result, so engines that share a GPU get the same in whatever order
+    they start. Too little free memory is an error instead.
+    """
+    share = f"gpu_memory_utilization is {cache.gpu_memory_utilization:g}"
+    requested = cache.kv_cache_memory if cache.num_blocks is None else cache.num_blocks * bytes_per_block
+    if requested is None:
+        kv_memory = int(memory.total * cache.gpu_memory_utilization) - memory.own - step
+        if kv_memory < bytes_per_block:
+            raise KVBudgetError(
+                f"{share}: of {memory.total:,} bytes on {memory.device}, this process holds {memory.own:,} and its "
+                f"largest step takes {step:,}; none are left for KV blocks"
+            )
+    else:
+        kv_memory = requested
+        share = f"num_blocks is {cache.num_blocks} and kv_cache_memory {cache.kv_cache_memory}"
+    if kv_memory + step > memory.free:
+        raise KVBudgetError(
+            f"{share}: that is {kv_memory:,} bytes of KV memory beside {step:,} for the largest step, and "
+            f"{memory.free:,} are free on {memory.device}; other processes hold {memory.others:,}"
+        )
+    return kv_memory
 
 
 def blocks_for_memory(

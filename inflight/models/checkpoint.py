@@ -41,7 +41,7 @@ def open_checkpoint(
     dummy = load_format == "dummy"
     if dummy and hf_config is not None and not Path(model).is_dir():
         return Checkpoint(None, dict(hf_config))
-    folder = _folder(model, revision, download_dir, weights=not dummy)
+    folder = locate_checkpoint(model, revision, download_dir, weights=not dummy)
     config = dict(hf_config) if hf_config is not None else read_object(folder, CONFIG)
     if config is None:
         raise ModelError(f"{folder} has no {CONFIG}: is it the folder of a checkpoint?")
@@ -49,7 +49,8 @@ def open_checkpoint(
     return Checkpoint(folder, config, generation_config, () if dummy else _weight_files(folder))
 
 
-def _folder(model: str, revision: str | None, download_dir: str | None, weights: bool) -> Path:
+def locate_checkpoint(model: str, revision: str | None, download_dir: str | None, weights: bool) -> Path:
+    """Return the folder of `model`, a folder or a hub id, on this machine. What is missing is downloaded."""
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder

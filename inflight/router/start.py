@@ -86,18 +86,21 @@ class MachineShares:
         self.count = count
         self._config = config
         self._environment = environment
-        gpus = visible_gpus() if config.model.device in ("auto", "cuda") else []
+        device = config.model.device
+        gpus = visible_gpus() if device in ("auto", "cuda") else []
         self._gpus = gpu_groups(gpus, config.parallel.num_ranks)
+        # All replicas are on the GPU that the device names, or each group of GPUs has some of them.
+        self._num_on_gpu = count if device.startswith("cuda:") else -(-count // max(1, len(self._gpus)))
 
     async def close(self) -> None:
         """Nothing is held."""
 
     def of(self, index: int) -> tuple[EngineConfig, ChildHost]:
         config, environment = self._config, dict(self._environment)
-        if self._gpus:
-            environment[DEVICES] = self._gpus[index % len(self._gpus)]
-            num_on_it = -(-self.count // len(self._gpus))
-            share = config.cache.gpu_memory_utilization / num_on_it
+        if self._gpus or config.model.device.startswith("cuda:"):
+            if self._gpus:
+                environment[DEVICES] = self._gpus[index % len(self._gpus)]
+            share = config.cache.gpu_memory_utilization / self._num_on_gpu
             config = replace(config, cache=replace(config.cache, gpu_memory_utilization=share))
         else:
             config = replace(config, cache=replace(config.cache, num_neighbours=self.count - 1))

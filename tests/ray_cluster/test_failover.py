@@ -45,9 +45,11 @@ def cluster() -> Iterator[Any]:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_memory_monitor_refresh_ms", "0")  # what else runs here is not its business
         folder = tempfile.mkdtemp(prefix="ray-")  # not pytest's, whose names are too long for sockets
+        # Not `temp_dir`: Cluster also writes its address to Ray's default folder, and fails where that does not exist.
+        patch.setenv("RAY_TMPDIR", folder)
         from ray.cluster_utils import Cluster
 
-        head = {"num_cpus": 1, "include_dashboard": False, "temp_dir": folder}
+        head = {"num_cpus": 1, "include_dashboard": False}
         made = started(lambda: Cluster(initialize_head=True, head_node_args=dict(head)))
         try:
             started(lambda: made.add_node(num_cpus=1))

@@ -221,6 +221,15 @@ def test_gpus_are_given_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     assert visible_gpus() == []
 
 
+def test_replicas_on_a_named_gpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    config, host = MachineShares(EngineConfig.create(device="cuda:1", gpu_memory_utilization=0.8), {}, 4).of(
+        3
+    )
+    assert (config.model.device, config.cache.gpu_memory_utilization) == ("cuda:1", 0.2)
+    assert "CUDA_VISIBLE_DEVICES" not in host.environment
+
+
 def test_ranks_of_a_replica_get_gpus_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4")
     config = EngineConfig.create(tensor_parallel_size=2, gpu_memory_utilization=0.8)

@@ -17,14 +17,14 @@ from inflight.attention.triton.sequences import TritonSequenceAttention
 from inflight.attention.triton.tuning import choose, choose_sequences
 from inflight.config import EngineConfig
 from inflight.constraints import GrammarCompiler
-from inflight.errors import ConfigError, KVBudgetError
+from inflight.errors import ConfigError
 from inflight.execution.forward import StageLinks
 from inflight.execution.gpu.encoder_runner import GpuEncoderRunner
 from inflight.execution.gpu.graphs import StepGraphs
 from inflight.execution.gpu.runner import GpuRunner
 from inflight.execution.gpu.shapes import token_sizes
 from inflight.execution.platforms import EncoderKernels
-from inflight.kv.budget import blocks_for_memory
+from inflight.kv.budget import CONTEXT_MEMORY, PEER_MEMORY, GpuMemory, blocks_for_memory, gpu_kv_memory
 from inflight.layers.kernels import Kernels
 from inflight.layers.torch_kernels import TorchKernels
 from inflight.layers.triton_kernels import TritonKernels
@@ -72,28 +72,26 @@ class CudaPlatform:
     def num_blocks(self, config: EngineConfig, decoder: Decoder, context: int) -> int:
         cache, options = config.cache, config.scheduler
         bytes_per_block = decoder.kv_shape(cache.block_size).bytes_per_block
-        needed = step_memory(lambda: self.runner(config, decoder, PROBE_BLOCKS, context, graphs=False))
-        free, total = torch.cuda.mem_get_info(self.device)
-        left = int(total * cache.gpu_memory_utilization) - (total - free) - needed
-        given = cache.kv_cache_memory if cache.num_blocks is None else cache.num_blocks * bytes_per_block
-        if given is not None and given > free - needed:
-            raise KVBudgetError(
-                f"num_blocks is {cache.num_blocks} and kv_cache_memory {cache.kv_cache_memory}: that is "
-                f"{given:,} bytes of KV memory, and {max(0, free - needed):,} are free on {self.device}"
-            )
-        if given is None and left < bytes_per_block:
-            raise KVBudgetError(
-                f"gpu_memory_utilization is {cache.gpu_memory_utilization}: of {total:,} bytes on {self.device}, "
-                f"{total - free:,} are in use and the largest step takes {needed:,}; none are left for KV blocks"
-            )
+        step = step_memory(lambda: self.runner(config, decoder, PROBE_BLOCKS, context, graphs=False))
+        memory = self._memory(exchanges=decoder.shard.collective is not None)
+        logger.info(
+            "%s: of %.2f GiB, this process holds %.2f and other processes %.2f; the largest step takes %.2f",
+            *(self.device, *(size / (1 << 30) for size in (memory.total, memory.own, memory.others, step))),
+        )
         return blocks_for_memory(
-            memory=left if given is None else given,
+            memory=gpu_kv_memory(memory, cache, step, bytes_per_block),
             bytes_per_block=bytes_per_block,
             block_size=cache.block_size,
             max_num_seqs=options.max_num_seqs or self.max_num_seqs,
             max_model_len=context,
             exact=True,
         )
+
+    def _memory(self, exchanges: bool) -> GpuMemory:
+        free, total = torch.cuda.mem_get_info(self.device)
+        reserved = torch.cuda.memory_reserved(self.device)
+        outside = CONTEXT_MEMORY + (PEER_MEMORY if exchanges else 0)
+        return GpuMemory(str(self.device), total, free, reserved, outside)
 
     def step_sizes(self, max_tokens: int) -> Sequence[int]:
         return token_sizes(max_tokens)

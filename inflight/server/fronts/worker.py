@@ -21,7 +21,6 @@ import msgspec
 import uvloop
 
 from inflight.async_engine import AsyncEngine
-from inflight.config import EngineConfig
 from inflight.engine import ModelFacts
 from inflight.engine.lifeline import die_with, ignore_signals
 from inflight.engine.process import ProcessClient
@@ -155,7 +154,7 @@ class FrontWorker:
     ) -> tuple[AsyncEngine, ServerState]:
         ready = await self._ready
         keys = Keys.of_told(start.keys)
-        frontend = await asyncio.to_thread(_frontend, options.engine, ready.facts, start.launch)
+        frontend = await asyncio.to_thread(_frontend, options, ready.facts, start.launch)
         engine = AsyncEngine(frontend, ProcessClient.over(self._link, ready))
         self._state = state = ServerState(
             engine,
@@ -177,10 +176,11 @@ class FrontWorker:
         return await self._asking.ask(request, RelayedResponse)
 
 
-def _frontend(config: EngineConfig, facts: ModelFacts, launch: int) -> Frontend:
+def _frontend(options: ServerConfig, facts: ModelFacts, launch: int) -> Frontend:
+    config = options.engine
     # Requests without a seed get one by their number: those of several processes must not be the same.
     model = replace(config.model, seed=config.model.seed + launch)
-    frontend = Frontend.of(replace(config, model=model), facts)
+    frontend = Frontend.of(replace(config, model=model), facts, options.router.on_this_machine)
     frontend.warm_up()
     with contextlib.suppress(InflightError):  # whoever chats is told what is wrong
         _ = frontend.chat_formats
