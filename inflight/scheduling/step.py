@@ -49,6 +49,16 @@ class ScheduledStep:
             self.completed.append(len(self.requests) - 1)
         request.num_in_flight += catches_up
 
+    def move_to_end(self, first: int, count: int) -> None:
+        """Put the `count` entries from `first` on behind all others."""
+        batch, num_entries, end = self.batch, len(self.requests), first + count
+        if not count or end == num_entries:
+            return
+        for entries in (self.requests, batch.rows, batch.starts, batch.counts, batch.samples):
+            entries[first:] = entries[end:] + entries[first:end]  # type: ignore[index, operator]
+        places = [*range(first), *range(num_entries - count, num_entries), *range(first, num_entries - count)]
+        self.completed = [places[entry] for entry in self.completed]
+
     def withdraw(self, request: Request) -> None:
         """Take back the request's part in the step being formed, if it has one."""
         if request not in self.requests:
