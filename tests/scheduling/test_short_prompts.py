@@ -223,3 +223,19 @@ def test_fair_charges_a_prompt_once_though_it_was_preempted() -> None:
     engine.run()
     assert engine.core.stats().num_preemptions > 0
     assert policy.counters["a"] == 6 * 20
+
+
+def test_fair_serves_a_new_tenant_before_the_running_prompts_of_many_others() -> None:
+    engine = make_engine("fair", caching=False)
+    for number in range(20):
+        add_long(engine, 1, length=3500 + number, tenant=f"t{number}")
+    for _ in range(20):  # all of them run now
+        engine.step()
+    engine.add(
+        make_request([8], 100, tenant="reader")
+    )  # the last to leave the queue, and charged in every step
+    for _ in range(10):
+        engine.step()
+    assert engine.scheduler.pool.num_waiting == 0
+    short = engine.add(make_request([7] * 3, 1, tenant="new"))
+    assert steps_to_first_token(engine, short) == 1

@@ -36,6 +36,8 @@ class Fair(Policy):
         self._queues: dict[str, WaitingQueue] = {}  # of tenants with a request waiting: the active ones
         self._heap: list[tuple[float, str]] = []  # (a counter once true, tenant); counters only grow
         self._in_heap: set[str] = set()
+        self._prefilling: set[str] = set()  # tenants whose prompts are partly computed, as of the last step
+        self._next_prefilling: set[str] = set()  # as far as known of the step that is being formed
         self._last_active = ""  # the tenant whose requests were the last to leave the queue
         self._num_waiting = 0
 
@@ -68,12 +70,15 @@ class Fair(Policy):
     def _forget(self) -> None:
         """Drop the counters that lifting would override anyway."""
         floor = self._floor()
-        kept = {*self._queues, self._last_active}
+        kept = {*self._queues, *self._prefilling, self._last_active}
         self.counters = {t: count for t, count in self.counters.items() if count > floor or t in kept}
 
     def _floor(self) -> float:
-        """What a newly active tenant is lifted to: the least active one, or the last that was active."""
-        return self.counters.get(self._least() or self._last_active, 0.0)
+        """What a newly active tenant is lifted to: the least of those who wait or whose prompts run, or the last that
+        was active."""
+        least = self._least()
+        active = self._prefilling if least is None else {*self._prefilling, least}
+        return min(self.counters.get(tenant, 0.0) for tenant in active or (self._last_active,))
 
     def _least(self) -> str | None:
         """The active tenant with the smallest counter."""
@@ -118,6 +123,7 @@ class Fair(Policy):
         return self._queues[tenant].first()
 
     def prompts(self, running: Sequence[Request]) -> Sequence[Request]:
+        self._next_prefilling.update(request.tenant for request in running)
         if len(running) < 2:
             return running
         counters = self.counters
@@ -135,8 +141,11 @@ class Fair(Policy):
 
     def on_admit(self, request: Request) -> None:
         self._charge_prompt(request)
+        if request.num_computed < request.num_prompt_tokens:
+            self._next_prefilling.add(request.tenant)
 
     def on_batch(self, step: ScheduledStep) -> None:
+        self._prefilling, self._next_prefilling = self._next_prefilling, set()
         for request, samples in zip(step.requests, step.samples, strict=True):
             if request.num_charged < request.num_prompt_tokens:
                 self._charge_prompt(request)
