@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from inflight.events import KVUsage, Preemption
 from inflight.request import Request
@@ -54,8 +55,15 @@ class ScheduledStep:
         batch, num_entries, end = self.batch, len(self.requests), first + count
         if not count or end == num_entries:
             return
-        for entries in (self.requests, batch.rows, batch.starts, batch.counts, batch.samples):
-            entries[first:] = entries[end:] + entries[first:end]  # type: ignore[index, operator]
+        columns: tuple[list[Any], ...] = (
+            self.requests,
+            batch.rows,
+            batch.starts,
+            batch.counts,
+            batch.samples,
+        )
+        for column in columns:
+            column[first:] = column[end:] + column[first:end]
         places = [*range(first), *range(num_entries - count, num_entries), *range(first, num_entries - count)]
         self.completed = [places[entry] for entry in self.completed]
 
