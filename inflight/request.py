@@ -87,9 +87,10 @@ class Request:
     phase_at: float = 0.0  # when it began
     phase_clocks: tuple[float, ...] = ()  # where the engine's clocks stood then
 
-    # The policy's: its place in the queue, and how often others went before it.
+    # The policy's: its place in the queue, how often others went before it, and the prompt tokens its tenant paid for.
     order: float = 0.0
     num_passed: int = 0
+    num_charged: int = 0
 
     # The block manager's.
     block_ids: list[int] = field(default_factory=list)

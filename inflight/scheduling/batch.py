@@ -70,7 +70,8 @@ class Batch:
     """One step. Entry i computes tokens [starts[i], starts[i] + counts[i]) of the request in rows[i].
 
     A token the host does not know yet (sampled by a step still in flight) is known to the row:
-    runners write every sampled token into the row that it belongs to.
+    runners write every sampled token into the row that it belongs to. The entries of requests that are admitted
+    in this step come last: they may share blocks that it fills.
     """
 
     step: int

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
@@ -98,7 +98,7 @@ class CheckedPolicy(Policy):
             yield from super().candidates()
             if len(self.queue):  # one that the policy failed to take does not fit yet
                 return
-            makes_sense = yield from self._offers(offered)
+            makes_sense = yield from self._offers("candidates", offered)
             if makes_sense:
                 return
         while len(offered) < len(self._waiting):
@@ -110,14 +110,14 @@ class CheckedPolicy(Policy):
                 return
             offered.discard(request)
 
-    def _offers(self, offered: set[Request]) -> Generator[Request, bool, bool]:
-        """The policy's candidates. False as soon as one of them makes no sense."""
+    def _offers(self, question: str, offered: set[Request], *given: object) -> Generator[Request, bool, bool]:
+        """The waiting requests that the policy answers. False as soon as one of them makes no sense."""
         try:
-            candidates = iter(self.policy.candidates())
+            candidates = iter(getattr(self.policy, question)(*given))
             request = next(candidates, None)
             while request is not None:
                 if request not in self._waiting or request in offered:
-                    self._nonsense("candidates", request)
+                    self._nonsense(question, request)
                     return False
                 offered.add(request)
                 admitted = yield request
@@ -125,9 +125,38 @@ class CheckedPolicy(Policy):
                     offered.discard(request)
                 request = answer(candidates, admitted)
         except Exception:
-            self._complain("candidates", "it raised an exception", with_traceback=True)
+            self._complain(question, "it raised an exception", with_traceback=True)
             return False
         return True
+
+    # ---- prompts that wait against prompts that run ----
+
+    def reserved(self, prompts: Sequence[Request], budget: int) -> int:
+        if self._overruled:
+            return 0
+        found = self._ask("reserved", prompts, budget)
+        count = _integer(found)
+        if count is not None and 0 <= count <= budget:
+            return count
+        self._nonsense("reserved", found)
+        return 0
+
+    def ahead(self, prompts: Sequence[Request]) -> Generator[Request, bool, None]:
+        yield from self._offers("ahead", set(), prompts)
+
+    def prompts(self, running: Sequence[Request]) -> Sequence[Request]:
+        found = running if self._overruled else self._ask("prompts", running)
+        if found is running:
+            return running
+        try:
+            chosen = list(islice(found, len(running) + 1))
+            makes_sense = len(set(chosen)) == len(chosen) and set(running).issuperset(chosen)
+        except Exception:  # no requests, or not even a sequence
+            makes_sense = False
+        if not makes_sense:
+            self._nonsense("prompts", found)
+            return running
+        return chosen
 
     # ---- the decisions ----
 
@@ -190,6 +219,9 @@ class CheckedPolicy(Policy):
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
         self.policy.set_weights(weights)
+
+    def set_num_left(self, num_left: Callable[[Request], int]) -> None:
+        self._ask("set_num_left", num_left)
 
     def on_admit(self, request: Request) -> None:
         self._ask("on_admit", request)

@@ -1,8 +1,8 @@
 """The seam between mechanism and choice: the scheduler asks, the policy answers.
 
 The scheduler enforces limits, hands out memory and guarantees progress whatever the answers are. The
-policy decides the order of the queue, who is admitted beside whom, how the step's tokens are divided,
-how much memory is set aside, who is preempted and when a finished request leaves.
+policy decides the order of the queue, who is admitted beside whom and who ahead of running prompts, how the step's
+tokens are divided, how much memory is set aside, who is preempted and when a finished request leaves.
 """
 
 from __future__ import annotations
@@ -50,6 +50,24 @@ class Policy:
             if not admitted:
                 return
 
+    # Prompts that wait against prompts that run.
+
+    def reserved(self, prompts: Sequence[Request], budget: int) -> int:  # noqa: ARG002
+        """How many tokens of the step waiting requests may take ahead of the running `prompts` (requests that are
+        several tokens behind). What they do not take is left to the others. `budget` is what decodes leave of the
+        step. Asked only when there is a free row."""
+        return 0
+
+    def ahead(self, prompts: Sequence[Request]) -> Generator[Request, bool, None]:  # noqa: ARG002
+        """Waiting requests to try ahead of the running `prompts`, in the manner of `candidates`. Asked only when
+        `reserved` is not 0. A request is admitted only if memory for the rest of these prompts is left."""
+        yield from ()
+
+    def prompts(self, running: Sequence[Request]) -> Sequence[Request]:
+        """The running requests that are several tokens behind, in the order in which they get their chunks of the step.
+        A request that is left out gets none."""
+        return running
+
     # The decisions.
 
     def admits(self, request: Request, running: Sequence[Request]) -> bool:  # noqa: ARG002
@@ -85,6 +103,10 @@ class Policy:
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
         """The shares of tenants, before the first request."""
+
+    def set_num_left(self, num_left: Callable[[Request], int]) -> None:
+        """A function that looks into the prefix cache: how many tokens of a waiting request are left to compute.
+        Set before the first request."""
 
     def on_admit(self, request: Request) -> None:
         """The request runs. Called after `remove`."""

@@ -97,6 +97,9 @@ class Quarantine(Policy):
     def set_weights(self, weights: Mapping[str, float]) -> None:
         self.policy.set_weights(weights)
 
+    def set_num_left(self, num_left: Callable[[Request], int]) -> None:
+        self.policy.set_num_left(num_left)
+
     def on_admit(self, request: Request) -> None:
         self.policy.on_admit(request)
 

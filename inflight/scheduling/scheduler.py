@@ -2,10 +2,13 @@
 
 There are no phases. A request has `num_tokens` and `num_computed`; every step lets computed catch up with
 total, and where it has caught up the step samples one more. Requests one token behind (decodes) are served
-first, those further behind (prompts, resumed requests) share what is left of the step, then the queue is asked.
+first, those further behind (prompts, resumed requests) share what is left of the step, then the queue is asked. A
+policy may reserve a part of the step for waiting requests, which are then admitted ahead of running prompts.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 from inflight.errors import EngineError, RequestError
 from inflight.events import Delta, Preemption, RequestFailure
@@ -31,6 +34,7 @@ class Scheduler:
         self.blocks = blocks
         self.token_budget = token_budget or TokenBudget(limits.max_num_batched_tokens)
         self._checked = CheckedPolicy(policy)
+        self._checked.set_num_left(self._num_left)
         self._quarantine = Quarantine(self._checked, self._lift_quarantine)
         self.pool = RequestPool(limits, self._checked, blocks)
         self._num_steps = 0
@@ -87,13 +91,18 @@ class Scheduler:
                 self._preempt(request, step, "policy")
         behind = self._schedule_decodes(step)
         max_tokens = self.token_budget.limit(len(step), len(behind) + len(self.policy))
-        for request in behind:
-            if request.status is Status.RUNNING:  # an older one may have preempted it meanwhile
-                self._schedule_chunk(request, step, max_tokens)
-        for request in behind:
-            self.pool.publish(request)
+        num_decodes, num_ahead = len(step), 0
+        if someone_waits and not step.preempted and self.pool.num_free_rows:
+            num_ahead = self._admit_ahead(behind, step, max_tokens)
+        if behind:
+            for request in self.policy.prompts(behind):
+                if request.status is Status.RUNNING:  # an older one may have preempted it meanwhile
+                    self._schedule_chunk(request, step, max_tokens)
+            for request in behind:
+                self.pool.publish(request)
+            step.move_to_end(num_decodes, num_ahead)
         if someone_waits:
-            cause = "memory" if step.preempted else self._admit(step, max_tokens)
+            cause = "memory" if step.preempted else self._admit(self.policy.candidates(), step, max_tokens)
         self.pool.attribution.blame(cause if len(self.policy) else "step", self._now)
         return step
 
@@ -173,7 +182,8 @@ class Scheduler:
     # ---- memory ----
 
     def _make_room(self, request: Request, count: int, step: ScheduledStep) -> bool:
-        """Blocks for `count` more tokens, preempting others where needed. False if the request itself must yield."""
+        """Blocks for `count` more tokens, preempting others where needed. False if the request itself must yield, or if
+        requests have been admitted to this step: then it has to wait for the next."""
         pool = self.pool
         num_tokens = request.num_computed + count
         while True:
@@ -188,6 +198,8 @@ class Scheduler:
             if finished is not None:  # its place may be kept, its memory is not worth a preemption
                 pool.release(finished)
                 continue
+            if step.batch.admissions:  # their blocks may be shared already: nobody is preempted any more
+                return False
             victim = self._choose_victim(request)
             self._preempt(victim, step, "memory")
             if victim is request:
@@ -212,9 +224,27 @@ class Scheduler:
 
     # ---- admission ----
 
-    def _admit(self, step: ScheduledStep, max_tokens: int) -> str:
-        """Let in who fits. Why those who are left are left: the first reason that was met."""
-        candidates = self.policy.candidates()
+    def _num_left(self, request: Request) -> int:
+        """How many tokens of a waiting request are left to compute after prefix hits."""
+        return request.num_tokens - len(self.blocks.match(request)) * self.blocks.block_size
+
+    def _admit_ahead(self, prompts: list[Request], step: ScheduledStep, max_tokens: int) -> int:
+        """Admit requests to the part of the step that the policy reserves for them, ahead of the running prompts.
+        They leave these prompts memory for all their tokens, so that nobody has to be preempted for it. Returns how
+        many were admitted."""
+        num_tokens = step.batch.num_tokens
+        reserved = self.policy.reserved(prompts, max_tokens - num_tokens) if max_tokens > num_tokens else 0
+        if reserved:
+            num_left = sum(request.num_tokens - request.num_computed for request in prompts)
+            num_kept = num_left + self.blocks.block_size * len(prompts)  # each may begin another block
+            self._admit(self.policy.ahead(prompts), step, num_tokens + reserved, num_kept)
+        return len(step.batch.admissions)
+
+    def _admit(
+        self, candidates: Iterator[Request], step: ScheduledStep, max_tokens: int, num_kept: int = 0
+    ) -> str:
+        """Admit the candidates that fit and leave memory for `num_kept` tokens of others. Returns the first reason that
+        was met for not admitting one."""
         request, cause = next(candidates, None), ""
         while request is not None:
             budget = max_tokens - step.batch.num_tokens
@@ -224,19 +254,20 @@ class Scheduler:
                 return cause or "slots"
             if not self.policy.admits(request, self.pool.running):
                 return cause or "policy"
-            refusal = self._try_admit(request, budget, step)
+            refusal = self._try_admit(request, budget, step, num_kept)
             cause = cause or refusal
             request = answer(candidates, not refusal)
         return cause or "policy"
 
-    def _try_admit(self, request: Request, budget: int, step: ScheduledStep) -> str:
+    def _try_admit(self, request: Request, budget: int, step: ScheduledStep, num_kept: int) -> str:
         """Move a waiting request into the step. Why not, if it is not."""
         if request.num_in_flight:  # preempted a moment ago, its last result is still to come
             return "memory"
         pool, policy = self.pool, self.policy
         hits = self.blocks.match(request)
         reserved = max(policy.reserve(request, pool.running), request.num_tokens)
-        if pool.num_resident + reserved > self.limits.max_kv_tokens or not self.blocks.fits(hits, reserved):
+        needed = reserved + num_kept
+        if pool.num_resident + needed > self.limits.max_kv_tokens or not self.blocks.fits(hits, needed):
             return "memory"
         num_cached = len(hits) * self.blocks.block_size
         count = self._share(request, request.num_tokens - num_cached, budget, step)

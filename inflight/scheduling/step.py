@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from inflight.events import KVUsage, Preemption
 from inflight.request import Request
@@ -48,6 +49,23 @@ class ScheduledStep:
         elif catches_up:
             self.completed.append(len(self.requests) - 1)
         request.num_in_flight += catches_up
+
+    def move_to_end(self, first: int, count: int) -> None:
+        """Put the `count` entries from `first` on behind all others."""
+        batch, num_entries, end = self.batch, len(self.requests), first + count
+        if not count or end == num_entries:
+            return
+        columns: tuple[list[Any], ...] = (
+            self.requests,
+            batch.rows,
+            batch.starts,
+            batch.counts,
+            batch.samples,
+        )
+        for column in columns:
+            column[first:] = column[end:] + column[first:end]
+        places = [*range(first), *range(num_entries - count, num_entries), *range(first, num_entries - count)]
+        self.completed = [places[entry] for entry in self.completed]
 
     def withdraw(self, request: Request) -> None:
         """Take back the request's part in the step being formed, if it has one."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,15 @@ class Contrary(Policy):
 
     def tokens(self, request: Request, wanted: int, budget: int) -> int:  # noqa: ARG002
         return min(wanted, max(1, budget // 2))
+
+    def reserved(self, prompts: Sequence[Request], budget: int) -> int:  # noqa: ARG002
+        return budget
+
+    def ahead(self, prompts: Sequence[Request]) -> Generator[Request, bool, None]:  # noqa: ARG002
+        yield from self.candidates()
+
+    def prompts(self, running: Sequence[Request]) -> Sequence[Request]:
+        return running[::-1]
 
     def victim(self, candidates: Sequence[Request]) -> Request:
         return candidates[0]
@@ -111,6 +120,15 @@ class Erratic(Policy):
         self._random.shuffle(waiting)
         for request in waiting:
             yield self._maybe(request)
+
+    def reserved(self, prompts: Sequence[Request], budget: int) -> Any:  # noqa: ARG002
+        return self._maybe(self._random.randint(0, budget))
+
+    def ahead(self, prompts: Sequence[Request]) -> Any:  # noqa: ARG002
+        return self.candidates()
+
+    def prompts(self, running: Sequence[Request]) -> Any:
+        return self._maybe(self._random.sample(running, self._random.randint(0, len(running))))
 
     def admits(self, request: Request, running: Sequence[Request]) -> Any:  # noqa: ARG002
         return self._maybe(self._random.random() < 0.5)

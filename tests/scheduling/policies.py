@@ -15,6 +15,7 @@ POLICIES: tuple[str | Callable[[], Policy], ...] = (
     "static",
     "continuous",
     partial(Continuous, headroom=0),
+    partial(Continuous, headroom=0, short=3),  # so that there are long prompts among those of a few tokens
     partial(Priority, headroom=0),
     partial(Fair, headroom=0),
 )

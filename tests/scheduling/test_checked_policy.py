@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
@@ -37,6 +38,8 @@ def checked(question: str, answer: Any) -> CheckedPolicy:
 
 
 NONSENSE: dict[str, tuple[Any, ...]] = {
+    "reserved": (-1, 6, 1 << 80, 2.0, "3", None, [], RuntimeError("no")),
+    "prompts": (None, 7, [[]], [WAITING[0]], [*RUNNING, *RUNNING], np.zeros(2), RuntimeError("no")),
     "tokens": (-1, 9, 1 << 80, 2.0, "3", None, [], RuntimeError("no")),
     "reserve": (-1, None, 4.5, "x", RuntimeError("no")),
     "admits": (None, "yes", 1, RuntimeError("no")),
@@ -49,6 +52,8 @@ NONSENSE: dict[str, tuple[Any, ...]] = {
 
 def ask(policy: Policy, question: str) -> Any:
     given: dict[str, tuple[Any, ...]] = {
+        "reserved": (RUNNING, 5),
+        "prompts": (RUNNING,),
         "tokens": (RUNNING[0], 8, 5),
         "victim": (RUNNING[1:],),
         "yields": (RUNNING,),
@@ -79,6 +84,10 @@ def test_nonsense_is_replaced_and_told_once(
 @pytest.mark.parametrize(
     ("question", "answer"),
     [
+        ("reserved", 0),
+        ("reserved", 5),
+        ("prompts", [RUNNING[2], RUNNING[0]]),
+        ("prompts", []),
         ("tokens", 0),
         ("tokens", 5),
         ("tokens", np.int64(3)),
@@ -133,6 +142,23 @@ def test_candidates_that_make_no_sense_are_replaced() -> None:
     assert offered(lambda: [second, second]) == [second, first, third], "it is not waiting any more"
     assert offered(lambda: [second, second], refused=[second]) == [second, first, third], "it had its turn"
     assert offered(lambda: [[]]) == WAITING
+
+
+def test_requests_ahead_that_make_no_sense_are_not_replaced(caplog: pytest.LogCaptureFixture) -> None:
+    first, second, _ = WAITING
+    for answer in ([second, RUNNING[0], first], [second, [], first]):
+        policy = checked("ahead", answer)
+        candidates, found = policy.ahead(RUNNING), []
+        with contextlib.suppress(StopIteration):
+            request = next(candidates)
+            while True:
+                found.append(request)
+                policy.remove(request)
+                request = candidates.send(True)
+        assert found == [second], "those behind wait until the queue is asked"
+    assert list(checked("ahead", RuntimeError("no")).ahead(RUNNING)) == []
+    assert len(caplog.records) == 3
+    assert list(checked("ahead", None).ahead(RUNNING)) == []
 
 
 def test_who_was_not_taken_into_the_queue_waits_all_the_same() -> None:

@@ -178,6 +178,8 @@ class EngineMachine(RuleBasedStateMachine):
             assert sum(slot.num_tokens for slot in record.slots) <= engine.max_num_batched_tokens
             assert len({slot.row for slot in record.slots}) == len(record.slots)
             assert all(slot.num_tokens > 0 for slot in record.slots)
+            is_new = [slot.request_id in record.admitted_ids for slot in record.slots]
+            assert is_new == sorted(is_new), "admissions come last"
             for slot in record.slots:
                 request = self.requests[slot.request_id]
                 prompt = request.num_prompt_tokens

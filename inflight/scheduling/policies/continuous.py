@@ -1,22 +1,58 @@
-"""Requests join and leave at every step, first come first served.
+"""Requests join and leave at every step, first come first served, and short prompts do not wait for long ones.
+
+A prompt is short while at most `short` of its tokens are left to compute; tokens in the prefix cache are not left. A
+quarter of what decodes leave of a step is reserved for short prompts whenever a long one runs or is first in line, so
+that a short prompt begins in the next step however many long ones there are. Unused tokens of the reserve go to the
+long prompts, and short ones never take more than the reserve from them.
 
 When the first in line needs more memory than is free, smaller requests close behind it may go first, so that
 memory is not left idle; each time, it ages, and at `ageing` no one passes it any more. `ageing=0` is strict
 first come first served.
 """
 
-from collections.abc import Generator
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
 
 from inflight.request import Request
 from inflight.scheduling.policy import HEADROOM, Policy
+from inflight.scheduling.queue import WaitingQueue
 
 LOOKAHEAD = 8
+SHORT = 256
+RESERVED_PART = 4  # one token in so many is reserved for short prompts
 
 
 class Continuous(Policy):
-    def __init__(self, ageing: int = 16, headroom: int = HEADROOM) -> None:
+    def __init__(self, ageing: int = 16, headroom: int = HEADROOM, short: int = SHORT) -> None:
         super().__init__(headroom)
         self.ageing = ageing
+        self.short = short
+        self._short_queue = WaitingQueue()  # the short ones among those in the queue
+        self._unsorted: deque[Request] = (
+            deque()
+        )  # waiting prompts that are short only if they have prefix hits
+        self._num_ahead = 0  # requests that passed the first in line in this step
+        self._num_left: Callable[[Request], int] = lambda request: request.num_tokens
+
+    def set_num_left(self, num_left: Callable[[Request], int]) -> None:
+        self._num_left = num_left
+
+    # ---- the queue ----
+
+    def push(self, request: Request, step: int) -> None:
+        super().push(request, step)
+        # A short request that was preempted would only be preempted again by the prompt that needed its memory.
+        if request.record.num_preemptions == 0:
+            if request.num_tokens <= self.short:
+                self._short_queue.push(request)
+            else:
+                self._unsorted.append(request)
+
+    def remove(self, request: Request) -> None:
+        super().remove(request)
+        self._short_queue.remove(request)
+        if not len(self.queue):
+            self._unsorted.clear()
 
     def candidates(self) -> Generator[Request, bool, None]:
         yield from super().candidates()
@@ -27,6 +63,58 @@ class Continuous(Policy):
                 for older in passed:
                     older.num_passed += 1
             else:
+                if not passed:
+                    request.num_passed += self._num_ahead
                 passed.append(request)
             if any(older.num_passed >= self.ageing for older in passed):
                 return
+
+    # ---- short prompts ----
+
+    def reserved(self, prompts: Sequence[Request], budget: int) -> int:
+        self._num_ahead = 0
+        self._find_short()
+        if not len(self._short_queue):
+            return 0
+        first = self.queue.first()
+        assert first is not None
+        is_long = first.num_tokens > self.short and first not in self._short_queue
+        num_left = [request.num_tokens - request.num_computed for request in prompts]
+        if not is_long and max(num_left, default=0) <= self.short:
+            return 0  # there is no long prompt in the way
+        return max(0, budget // RESERVED_PART - sum(left for left in num_left if left <= self.short))
+
+    def _find_short(self) -> None:
+        """Look up prefix hits of the next few prompts, a bounded number in each step: prompts are hashed for it."""
+        num_found = 0
+        while self._unsorted and num_found < LOOKAHEAD:
+            request = self._unsorted.popleft()
+            if request in self.queue:
+                num_found += 1
+                if self._num_left(request) <= self.short:
+                    self._short_queue.push(request)
+
+    def ahead(self, prompts: Sequence[Request]) -> Generator[Request, bool, None]:  # noqa: ARG002
+        first = self.queue.first()
+        while (request := self._short_queue.first()) is not None:
+            if (
+                request is not first
+                and first is not None
+                and first.num_passed + self._num_ahead >= self.ageing
+            ):
+                return
+            if request.num_tokens > self.short < self._num_left(request):  # its prefix has been evicted
+                self._short_queue.remove(request)
+                continue
+            admitted = yield request
+            if not admitted:
+                return
+            if request is first:
+                first = self.queue.first()
+            else:
+                self._num_ahead += 1
+
+    def prompts(self, running: Sequence[Request]) -> Sequence[Request]:
+        if len(running) < 2:
+            return running
+        return sorted(running, key=lambda request: request.num_tokens - request.num_computed > self.short)

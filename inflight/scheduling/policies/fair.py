@@ -1,8 +1,10 @@
 """Tenants share by service received, not by requests sent.
 
-Every tenant has a virtual token counter: prompt tokens when a request is first admitted, output tokens as they
-come, divided by the tenant's weight. The tenant with the smallest counter goes next; among its requests, first
-come first served. A tenant that becomes active is lifted to the least active one, so idle time is not saved up.
+Every tenant has a virtual token counter: prompt tokens as they are first computed or found in the prefix cache,
+output tokens as they come, divided by the tenant's weight. In every step the tenant with the smallest counter goes
+next, whether its prompt is running or waiting, so no tenant waits for the rest of another's prompt. The requests of
+one tenant are served first come first served. A tenant that becomes active is lifted to the least active one, so idle
+time is not saved up.
 """
 
 from __future__ import annotations
@@ -34,6 +36,8 @@ class Fair(Policy):
         self._queues: dict[str, WaitingQueue] = {}  # of tenants with a request waiting: the active ones
         self._heap: list[tuple[float, str]] = []  # (a counter once true, tenant); counters only grow
         self._in_heap: set[str] = set()
+        self._prefilling: set[str] = set()  # tenants whose prompts are partly computed, as of the last step
+        self._next_prefilling: set[str] = set()  # as far as known of the step that is being formed
         self._last_active = ""  # the tenant whose requests were the last to leave the queue
         self._num_waiting = 0
 
@@ -66,12 +70,15 @@ class Fair(Policy):
     def _forget(self) -> None:
         """Drop the counters that lifting would override anyway."""
         floor = self._floor()
-        kept = {*self._queues, self._last_active}
+        kept = {*self._queues, *self._prefilling, self._last_active}
         self.counters = {t: count for t, count in self.counters.items() if count > floor or t in kept}
 
     def _floor(self) -> float:
-        """What a newly active tenant is lifted to: the least active one, or the last that was active."""
-        return self.counters.get(self._least() or self._last_active, 0.0)
+        """What a newly active tenant is lifted to: the least of those who wait or whose prompts run, or the last that
+        was active."""
+        least = self._least()
+        active = self._prefilling if least is None else {*self._prefilling, least}
+        return min(self.counters.get(tenant, 0.0) for tenant in active or (self._last_active,))
 
     def _least(self) -> str | None:
         """The active tenant with the smallest counter."""
@@ -95,6 +102,33 @@ class Fair(Policy):
             if not admitted:
                 return
 
+    def reserved(self, prompts: Sequence[Request], budget: int) -> int:
+        return budget if self._next_ahead({request.tenant for request in prompts}) is not None else 0
+
+    def ahead(self, prompts: Sequence[Request]) -> Generator[Request, bool, None]:
+        running = {request.tenant for request in prompts}
+        while (request := self._next_ahead(running)) is not None:
+            admitted = yield request
+            if not admitted:
+                return
+
+    def _next_ahead(self, running: set[str]) -> Request | None:
+        """The first request of the active tenant with the smallest counter, unless that tenant or one with a smaller
+        counter has a running prompt."""
+        tenant = self._least()
+        if not running or tenant is None or tenant in running:
+            return None
+        if self.counters[tenant] > min(self.counters.get(other, 0.0) for other in running):
+            return None
+        return self._queues[tenant].first()
+
+    def prompts(self, running: Sequence[Request]) -> Sequence[Request]:
+        self._next_prefilling.update(request.tenant for request in running)
+        if len(running) < 2:
+            return running
+        counters = self.counters
+        return sorted(running, key=lambda request: counters.get(request.tenant, 0.0))
+
     def victim(self, candidates: Sequence[Request]) -> Request:
         counters = self.counters
         return max(candidates, key=lambda request: (counters.get(request.tenant, 0.0), request.arrival))
@@ -106,10 +140,21 @@ class Fair(Policy):
         self.counters[tenant] = self.counters.get(tenant, 0.0) + cost / self.weights.get(tenant, 1.0)
 
     def on_admit(self, request: Request) -> None:
-        if request.record.num_preemptions == 0:
-            self._charge(request.tenant, self.prompt_cost * request.num_prompt_tokens)
+        self._charge_prompt(request)
+        if request.num_computed < request.num_prompt_tokens:
+            self._next_prefilling.add(request.tenant)
 
     def on_batch(self, step: ScheduledStep) -> None:
+        self._prefilling, self._next_prefilling = self._next_prefilling, set()
         for request, samples in zip(step.requests, step.samples, strict=True):
+            if request.num_charged < request.num_prompt_tokens:
+                self._charge_prompt(request)
             if samples:
                 self._charge(request.tenant, self.output_cost)
+
+    def _charge_prompt(self, request: Request) -> None:
+        """Charge for the prompt tokens that have been scheduled for the first time."""
+        num_tokens = min(request.num_computed, request.num_prompt_tokens)
+        if num_tokens > request.num_charged:
+            self._charge(request.tenant, self.prompt_cost * (num_tokens - request.num_charged))
+            request.num_charged = num_tokens
