@@ -39,7 +39,8 @@ class InputPage(msgspec.Struct, frozen=True):
         """Raise ApiError where no item has the id after which the page begins."""
         ordered = items if query.order == "asc" else items[::-1]
         start = 0 if query.after is None else _place(ordered, query.after) + 1
-        page, num_bytes = [], 0
+        page: list[StoredItem] = []
+        num_bytes = 0
         for item in ordered[start : start + query.limit]:
             num_bytes += len(item.data)
             if page and num_bytes > MAX_PAGE_BYTES:
@@ -49,10 +50,10 @@ class InputPage(msgspec.Struct, frozen=True):
 
     def encode(self) -> bytes:
         """Return the JSON of an `InputItemList`; the items are JSON already."""
-        ids = [item.item_id for item in self.items[:1] + self.items[-1:]] or [None, None]
+        first_id, last_id = (self.items[0].item_id, self.items[-1].item_id) if self.items else (None, None)
         return b'{"object":"list","data":[%b],"first_id":%b,"last_id":%b,"has_more":%b}' % (
             b",".join([item.data for item in self.items]),
-            *map(msgspec.json.encode, (ids[0], ids[-1], self.has_more)),
+            *map(msgspec.json.encode, (first_id, last_id, self.has_more)),
         )
 
 

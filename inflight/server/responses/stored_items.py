@@ -101,13 +101,14 @@ def _reduced(item: InputItem) -> ConversationItem:
         case InputMessage():
             return ConversationItem(**common, role=item.role, content=list(map(_part, item.content)))
         case FunctionCallItem():
-            call = {"call_id": item.call_id, "name": item.name, "arguments": item.arguments}
-            return ConversationItem(**common, **call)
-        case FunctionCallOutput(output=output):
-            text = output if isinstance(output, str) else list(map(_part, output))
-            return ConversationItem(**common, call_id=item.call_id, output=text)
-        case ReasoningItem(content=[_, *_]):
-            return ConversationItem(**common, summary=[], content=list(map(_part, item.content)))
+            call_id, name, arguments = item.call_id, item.name, item.arguments
+            return ConversationItem(**common, call_id=call_id, name=name, arguments=arguments)
+        case FunctionCallOutput(call_id=call_id, output=str(text)):
+            return ConversationItem(**common, call_id=call_id, output=text)
+        case FunctionCallOutput(call_id=call_id):
+            return ConversationItem(**common, call_id=call_id, output=list(map(_part, item.output)))
+        case ReasoningItem(content=[_, *_] as parts):
+            return ConversationItem(**common, summary=[], content=list(map(_part, parts)))
         case ReasoningItem():  # a summary is rendered only where there is nothing else
             return ConversationItem(**common, summary=list(map(_part, item.summary or ())))
 
