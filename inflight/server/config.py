@@ -140,6 +140,12 @@ class ServerConfig:
     max_stored_bytes: int = option(
         64 << 20, LIMITS, "Bytes that these may take, with the conversations before them.", at_least=0
     )
+    max_unsent_bytes: int = option(
+        128 << 20,
+        LIMITS,
+        "Bytes of answers over 64 KiB, other than the engine's, that clients have not read yet; a key may have half.",
+        at_least=0,
+    )
     max_connections: int = option(
         4096, LIMITS, "Most open connections; a few of them are kept for /health and /ready.", at_least=1
     )

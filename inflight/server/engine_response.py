@@ -17,6 +17,7 @@ from inflight.server.errors import ApiError, of_exception
 from inflight.server.keys import Caller
 from inflight.server.request_log import LoggedRequest
 from inflight.server.state import ServerState
+from inflight.server.unsent import PAID
 
 ABORT_SECONDS = 5.0  # to hear how many blocks came back; an engine that hangs is not waited for
 ERROR_SECONDS = 5.0  # for a client to take it
@@ -47,6 +48,7 @@ class EngineResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state, head, options = self._state, self._head, self._state.options
+        scope[PAID] = True
         cancel_scope = CancelScope(receive, options.first_token_timeout, options.request_timeout)
         self._send = send
         self._cancel_scope = cancel_scope

@@ -34,6 +34,7 @@ class GenerationSpec:
     is_long: bool
     has_long_answer: bool  # to write down: logprobs are many times the text
     formatter: Callable[[int], ResponseFormatter]  # by the time of creation
+    before_prepare: Callable[[], Awaitable[None]] | None = None  # fetches what the body refers to
     before_end: Callable[[], Awaitable[None]] | None = None  # the last byte waits for it
 
 
@@ -50,6 +51,8 @@ class GenerationResponse(EngineResponse):
     async def _run(self) -> None:
         state, spec = self._state, self._spec
         self._formatter = self._logged.formatter = spec.formatter(self._logged.created)
+        if spec.before_prepare is not None:
+            await spec.before_prepare()
         prompts = await state.in_thread_if(spec.is_long, spec.prepare)
         self._generation = generation = Generation(state.client, prompts)
         state.request_log.set_generation(self._logged, generation)

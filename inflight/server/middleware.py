@@ -19,6 +19,7 @@ from inflight.server.error_shapes import error_at, is_anthropic
 from inflight.server.errors import ApiError, of_exception
 from inflight.server.keys import Caller
 from inflight.server.origins import Origins
+from inflight.server.unsent import PacedSend
 
 if TYPE_CHECKING:
     from inflight.server.state import ServerState
@@ -53,12 +54,11 @@ class AccessMiddleware:
         current_request_id.set(name)
         seen: dict[str, Any] = {"status": 0, "id": name}
 
-        async def watched(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                seen["status"] = message["status"]
-                self._name(message, seen, b"request-id" if is_anthropic(scope["path"]) else None)
-            await send(message)
+        def started_with(message: Message) -> None:
+            seen["status"] = message["status"]
+            self._name(message, seen, b"request-id" if is_anthropic(scope["path"]) else None)
 
+        paced = PacedSend(scope, send, self._state.unsent, started_with)
         try:
             self._state.hosts.check(scope)
             self._origins.check(scope)
@@ -66,18 +66,22 @@ class AccessMiddleware:
         except ApiError as error:
             scope["inflight.caller"] = None
             self._state.metrics.refused[error.code or "denied"] += 1
-            await error_at(scope["path"], error)(scope, receive, watched)
+            await error_at(scope["path"], error)(scope, receive, paced)
         else:
-            await self._pass(scope, receive, watched, seen)
+            await self._pass(scope, receive, paced, seen)
         self._log(scope, seen, time.perf_counter() - started)
 
-    async def _pass(self, scope: Scope, receive: Receive, send: Send, seen: dict[str, Any]) -> None:
+    async def _pass(self, scope: Scope, receive: Receive, send: PacedSend, seen: dict[str, Any]) -> None:
         try:
             await self._app(scope, receive, send)
         except Exception as error:
             # The framework has logged it and answered, where it could; here it ends.
             if not seen["status"]:
                 await error_at(scope["path"], of_exception(error))(scope, receive, send)
+        finally:
+            send.close()
+            if send.refusal is not None:
+                self._state.metrics.refused[send.refusal.code or "denied"] += 1
 
     def _caller(self, scope: Scope) -> Caller:
         if scope["path"] in OPEN and scope["method"] in ("GET", "HEAD"):

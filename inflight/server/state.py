@@ -31,6 +31,7 @@ from inflight.server.middleware import Hosts
 from inflight.server.request_log import RequestLog
 from inflight.server.responses.store import LocalResponses, Responses, ResponseStore
 from inflight.server.tracing import NoTracer, Tracer
+from inflight.server.unsent import UnsentBytes
 
 T = TypeVar("T")
 
@@ -68,6 +69,7 @@ class ServerState:
         # Where there are replicas: who they are.
         self.replicas: Replicas | None = self.client.replicas if isinstance(self.client, Router) else None
         self.admin_key = AdminKey(self.options.admin_key, self.keys)
+        self.unsent = UnsentBytes(self.options.max_unsent_bytes)
         self.request_log = RequestLog(self.options.request_history)
         limits = self.options.max_stored_responses, self.options.max_stored_bytes
         self.responses: Responses = self.stored or LocalResponses(ResponseStore(*limits))

@@ -13,7 +13,9 @@ from inflight.sampling_params import MAX_BAD_WORDS, MAX_LOGPROBS, MAX_N, MAX_STO
 from inflight.server.body import MAX_PARTS, MAX_VALUES
 from inflight.server.config import SERVE_OPTIONS
 from inflight.server.connection_places import MAX_RESERVED, ConnectionPlaces
+from inflight.server.responses.input_listing import MAX_PAGE_BYTES
 from inflight.server.schemas.chat import MAX_ARGUMENTS
+from inflight.server.unsent import PIECE
 from inflight.server.write_timer import MIN_PROGRESS
 from inflight.text.chat import MAX_MESSAGES
 from inflight.text.render import RenderLimits
@@ -22,7 +24,7 @@ PACKAGE = Path(inflight.__file__).parent
 PAGE = (PACKAGE.parent / "docs" / "server.md").read_text()
 FLAG = re.compile(r"`(--[a-z-]+)`")
 RENDER = RenderLimits()
-BYTES = {"max_body_size", "max_header_size", "max_stored_bytes"}
+BYTES = {"max_body_size", "max_header_size", "max_stored_bytes", "max_unsent_bytes"}
 
 # What the table says where the declaration's default is not all of it, or there is no declaration.
 AT_MOST = {
@@ -33,6 +35,8 @@ AT_MOST = {
 CONSTANTS = {
     "keys, objects and lists of a body, together": f"{MAX_PARTS:,}",
     "values of a body, as the ids of prompts": f"{MAX_VALUES:,}",
+    "a conversation of `/v1/responses`, with the turns and items that it refers to": "what one body may have",
+    "bytes of a page of `input_items`": f"{MAX_PAGE_BYTES >> 20} MiB, but at least one item",
     "requests of a connection behind the one that is answered": "1",
     "of these, kept for `GET /health` and `/ready`": f"an eighth, at most {MAX_RESERVED}",
     "`n`, whatever `--max-answers`": str(MAX_N),
@@ -86,6 +90,7 @@ def test_every_limit_is_there_as_it_is_declared() -> None:
 
 def test_figures_inside_the_rows() -> None:
     text = "\n".join(" ".join(row) for row in rows())
+    assert f"answers over {PIECE >> 10} KiB" in text
     assert f"(less than {MIN_PROGRESS >> 10} KiB)" in text
     assert ConnectionPlaces(max_connections=80).num_reserved == 10
     assert f"after {RENDER.seconds:g} s" in text

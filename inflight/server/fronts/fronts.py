@@ -27,9 +27,11 @@ from inflight.server.fronts.wire import (
     Drain,
     EngineHealth,
     Enter,
+    FindConversation,
+    FindInputPage,
+    FindItems,
     FindRequest,
     FindResponse,
-    FindResponseItem,
     KeepResponse,
     Question,
     RelayedRequest,
@@ -40,6 +42,7 @@ from inflight.server.fronts.wire import (
 )
 from inflight.server.keys import Caller, Keys
 from inflight.server.metric_counts import MetricCounts, add_counts
+from inflight.server.responses.store import ResponseContent
 from inflight.server.state import ServerState
 
 logger = logging.getLogger(__name__)
@@ -226,13 +229,22 @@ class Fronts:
                 await front.enter(caller, request_id)
                 if request_id is not None:
                     self._remember(caller, request_id, front)
-            case FindRequest(caller, request_id):
+            case FindRequest(caller, request_id, only_running):
                 place = self._places.get((caller, request_id))
-                return None if place is None else place.number
-            case FindResponse(caller, response_id):
-                return await state.responses.find(Caller(caller), response_id)
-            case FindResponseItem(caller, item_id):
-                return await state.responses.find_item(Caller(caller), item_id)
+                if place is None or (only_running and not place.has_running(caller, request_id)):
+                    return None
+                return place.number
+            case FindResponse(caller, response_id, version):
+                content = await state.responses.content(Caller(caller), response_id)
+                if content is not None and content.version == version:
+                    return ResponseContent(b"", content.version)
+                return content
+            case FindConversation(caller, response_id):
+                return await state.responses.conversation(Caller(caller), response_id)
+            case FindInputPage(caller, response_id, query):
+                return await state.responses.input_page(Caller(caller), response_id, query)
+            case FindItems(caller, item_ids, max_bytes):
+                return await state.responses.find_items(Caller(caller), item_ids, max_bytes)
             case KeepResponse(caller, stored):
                 await state.responses.add(Caller(caller), stored)
             case RemoveResponse(caller, response_id):
@@ -273,4 +285,5 @@ def _told(options: ServerConfig, count: int) -> dict[str, Any]:
         "keys": None,
         "admin_key": None,
         "max_connections": -(-options.max_connections // count),
+        "max_unsent_bytes": -(-options.max_unsent_bytes // count),
     }

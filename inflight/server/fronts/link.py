@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import zmq
 
@@ -15,15 +16,19 @@ from inflight.engine.wire import Codec, ConnectionInfo, Message, Ready, StepOutp
 from inflight.server.fronts.asking import Asking
 from inflight.server.fronts.wire import (
     Enter,
+    FindConversation,
+    FindInputPage,
+    FindItems,
     FindResponse,
-    FindResponseItem,
     FromMain,
     KeepResponse,
     Leave,
     RemoveResponse,
 )
 from inflight.server.keys import Caller
-from inflight.server.responses.store import StoredResponse
+from inflight.server.responses.input_listing import InputPage, PageQuery
+from inflight.server.responses.store import ResponseContent, StoredResponse
+from inflight.server.responses.stored_items import StoredItem
 
 MAX_FRAMES = 64  # taken at a time, so that others get their turn
 
@@ -127,16 +132,42 @@ class RemoteAdmission:
 
 
 class RemoteResponses:
-    """Stored responses, in the main process."""
+    """Stored responses, in the main process. Contents that are being sent are here too, once each."""
 
     def __init__(self, asking: Asking) -> None:
         self._ask = asking.ask
+        self._contents: WeakValueDictionary[tuple[str, str], ResponseContent] = WeakValueDictionary()
+        self._fetches: dict[tuple[str, str], asyncio.Task[ResponseContent | None]] = {}
 
-    async def find(self, caller: Caller, response_id: str) -> StoredResponse | None:
-        return await self._ask(FindResponse(caller.name, response_id), StoredResponse | None)
+    async def content(self, caller: Caller, response_id: str) -> ResponseContent | None:
+        key = caller.name, response_id
+        fetch = self._fetches.get(key)
+        if fetch is None:
+            fetch = self._fetches[key] = asyncio.create_task(self._fetch(*key))
+            fetch.add_done_callback(lambda _: self._fetches.pop(key))
+        return await asyncio.shield(fetch)  # others may wait for it too
 
-    async def find_item(self, caller: Caller, item_id: str) -> StoredResponse | None:
-        return await self._ask(FindResponseItem(caller.name, item_id), StoredResponse | None)
+    async def _fetch(self, name: str, response_id: str) -> ResponseContent | None:
+        held = self._contents.get((name, response_id))
+        question = FindResponse(name, response_id, None if held is None else held.version)
+        content: ResponseContent | None = await self._ask(question, ResponseContent | None)
+        if content is not None and held is not None and content.version == held.version:
+            return held
+        if content is not None:
+            self._contents[name, response_id] = content
+        return content
+
+    async def conversation(self, caller: Caller, response_id: str) -> Sequence[StoredItem] | None:
+        return await self._ask(FindConversation(caller.name, response_id), list[StoredItem] | None)
+
+    async def input_page(self, caller: Caller, response_id: str, query: PageQuery) -> InputPage | None:
+        return await self._ask(FindInputPage(caller.name, response_id, query), InputPage | None)
+
+    async def find_items(
+        self, caller: Caller, item_ids: Sequence[str], max_bytes: int
+    ) -> dict[str, StoredItem | None]:
+        question = FindItems(caller.name, list(item_ids), max_bytes)
+        return await self._ask(question, dict[str, StoredItem | None])
 
     async def add(self, caller: Caller, stored: StoredResponse) -> None:
         await self._ask(KeepResponse(caller.name, stored), None)

@@ -12,23 +12,25 @@ from inflight.errors import EngineDeadError
 from inflight.server.error_shapes import error_at
 from inflight.server.errors import ApiError, of_exception
 from inflight.server.fronts.wire import MAIN, RelayedRequest, RelayedResponse
-from inflight.server.keys import Keys
 from inflight.server.middleware import ADMIN, ADMIN_ALONE
+from inflight.server.state import ServerState
+from inflight.server.unsent import PacedSend
 
 # What the main process answers, and what is below ADMIN. No other has the admin key.
 COMMON = frozenset({"/health", "/ping", "/ready", "/metrics", "/load", ADMIN}) | ADMIN_ALONE
-ONES_OWN = ("/v1/requests/", "/v1/responses/")  # and an id: what the process that has it answers
+REQUESTS = "/v1/requests/"  # and an id: the process that has or had it answers
+RESPONSES = "/v1/responses/"  # and an id: the process that writes it answers, or any once it is stored
 
 Relay = Callable[[RelayedRequest], Awaitable[RelayedResponse]]
-Find = Callable[[str, str], Awaitable[int | None]]  # caller, request id
+Find = Callable[[str, str, bool], Awaitable[int | None]]  # caller, request id, whether it must be running
 
 
 class RelayMiddleware:
     """Outermost in a front process. What is passed on has passed no check yet: whoever answers makes them."""
 
-    def __init__(self, app: ASGIApp, keys: Keys, number: int, find: Find, relay: Relay) -> None:
+    def __init__(self, app: ASGIApp, state: ServerState, number: int, find: Find, relay: Relay) -> None:
         self._app = app
-        self._keys = keys
+        self._state = state
         self._number = number
         self._find = find
         self._relay = relay
@@ -49,22 +51,27 @@ class RelayMiddleware:
             return await error_at(scope["path"], of_exception(raised))(scope, receive, send)
         response = Response(found.body, found.status)
         response.raw_headers = found.headers
-        return await response(scope, receive, send)
+        paced = PacedSend(scope, send, self._state.unsent)
+        try:
+            return await response(scope, receive, paced)
+        finally:
+            paced.close()
 
     async def _target(self, scope: Scope) -> int:
         path: str = scope["path"]
         if path in COMMON or path.startswith(f"{ADMIN}/"):
             return MAIN
-        own = next((prefix for prefix in ONES_OWN if path.startswith(prefix)), None)
+        own = next((prefix for prefix in (REQUESTS, RESPONSES) if path.startswith(prefix)), None)
         if own is None:
             return self._number
         headers = Headers(scope=scope)
         try:
-            caller = self._keys.find(headers.get("authorization"), headers.get("x-api-key"))
+            caller = self._state.keys.find(headers.get("authorization"), headers.get("x-api-key"))
         except ApiError:  # it is refused here as well as anywhere
             return self._number
         request_id = path.removeprefix(own).partition("/")[0]
-        found = await self._find(caller.name, request_id)
+        scope["inflight.caller"] = caller
+        found = await self._find(caller.name, request_id, own == RESPONSES)
         return self._number if found is None else found
 
 

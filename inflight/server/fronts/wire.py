@@ -24,6 +24,7 @@ from inflight.engine.wire import (
 from inflight.server.errors import ApiError
 from inflight.server.keys import ToldKeys
 from inflight.server.metric_counts import MetricCounts
+from inflight.server.responses.input_listing import PageQuery
 from inflight.server.responses.store import StoredResponse
 
 MAIN = -1  # the number of the main process, where front processes have theirs
@@ -39,13 +40,32 @@ class Enter(Message, frozen=True):
 
 
 class FindResponse(Message, frozen=True):
+    """Which content has a stored response? It is left out where the asker has this version."""
+
+    caller: str
+    response_id: str
+    version: str | None
+
+
+class FindConversation(Message, frozen=True):
+    """Which items has a stored response, its own included?"""
+
     caller: str
     response_id: str
 
 
-class FindResponseItem(Message, frozen=True):
+class FindInputPage(Message, frozen=True):
     caller: str
-    item_id: str
+    response_id: str
+    query: PageQuery
+
+
+class FindItems(Message, frozen=True):
+    """Which items have these ids? Refused where together they have more bytes than allowed."""
+
+    caller: str
+    item_ids: list[str]
+    max_bytes: int
 
 
 class KeepResponse(Message, frozen=True):
@@ -59,10 +79,11 @@ class RemoveResponse(Message, frozen=True):
 
 
 class FindRequest(Message, frozen=True):
-    """Which front process has the request, running or ended? Its number, or None."""
+    """Which front process has the request? Its number, or None."""
 
     caller: str
     request_id: str
+    only_running: bool  # else it may have ended
 
 
 class RelayedRequest(Message, frozen=True):
@@ -83,7 +104,9 @@ class TakeCounts(Message, frozen=True):
 Question = (
     Enter
     | FindResponse
-    | FindResponseItem
+    | FindConversation
+    | FindInputPage
+    | FindItems
     | KeepResponse
     | RemoveResponse
     | FindRequest

@@ -124,7 +124,7 @@ class FrontWorker:
             loaded = await server.wait_for(self._load(start, options, listener))
             if loaded is not None:
                 engine, state = loaded
-                relay = RelayMiddleware(self._app, state.keys, start.number, self._find, self._relay)
+                relay = RelayMiddleware(self._app, state, start.number, self._find, self._relay)
                 server.open(state, relay)
                 gc.collect()
                 gc.freeze()
@@ -169,8 +169,8 @@ class FrontWorker:
         self._app = create_app(state)
         return engine, state
 
-    async def _find(self, caller: str, request_id: str) -> int | None:
-        return await self._asking.ask(FindRequest(caller, request_id), int | None)
+    async def _find(self, caller: str, request_id: str, only_running: bool) -> int | None:
+        return await self._asking.ask(FindRequest(caller, request_id, only_running), int | None)
 
     async def _relay(self, request: RelayedRequest) -> RelayedResponse:
         return await self._asking.ask(request, RelayedResponse)

@@ -9,14 +9,8 @@ from inflight.frontend.chat import ChatRequest, NamedTool, ToolChoice, checked_t
 from inflight.server.constraints import ContentConstraint
 from inflight.server.conversation import Conversation
 from inflight.server.errors import ApiError
-from inflight.server.schemas.response_items import (
-    FunctionCallItem,
-    FunctionCallOutput,
-    InputItem,
-    InputMessage,
-    ItemReference,
-    ReasoningItem,
-)
+from inflight.server.responses.stored_items import ConversationItem, TextPart
+from inflight.server.schemas.response_items import InputItem, InputMessage
 from inflight.server.schemas.responses import (
     AllowedTools,
     ChosenFunction,
@@ -26,7 +20,7 @@ from inflight.server.schemas.responses import (
 )
 
 
-def chat_of(body: ResponsesBody, items: Iterable[InputItem]) -> ChatRequest:
+def chat_of(body: ResponsesBody, items: Iterable[ConversationItem]) -> ChatRequest:
     """The conversation of all items, those of earlier responses first. Raises ApiError where it makes no sense."""
     tools, choice = _offered(body)
     return ChatRequest(
@@ -60,7 +54,7 @@ def text_constraint(body: ResponsesBody) -> ContentConstraint | None:
     return None
 
 
-def _messages(instructions: str | None, items: Iterable[InputItem]) -> list[dict[str, Any]]:
+def _messages(instructions: str | None, items: Iterable[ConversationItem]) -> list[dict[str, Any]]:
     conversation = Conversation()
     if instructions:
         conversation.system(instructions)
@@ -69,29 +63,31 @@ def _messages(instructions: str | None, items: Iterable[InputItem]) -> list[dict
     return conversation.messages
 
 
-def _add(conversation: Conversation, item: InputItem) -> None:
-    match item:
-        case InputMessage(role="user"):
+def _add(conversation: Conversation, item: ConversationItem) -> None:
+    match item.type:
+        case "message" if item.role == "user":
             conversation.user(_text(item.content))
-        case InputMessage(role="assistant"):
+        case "message" if item.role == "assistant":
             conversation.answer(_text(item.content))
-        case InputMessage():  # a developer's are instructions too, and few templates know that role
+        case "message":  # a developer's are instructions too, and few templates know that role
             conversation.system(_text(item.content))
-        case ReasoningItem():
-            # What a client got as a summary only is better than nothing.
-            thoughts = item.content or item.summary
-            if thoughts:
-                conversation.reasoning("\n\n".join(part.text for part in thoughts))
-        case FunctionCallItem():
-            conversation.call(item.call_id, item.name, item.arguments)
-        case FunctionCallOutput():
-            conversation.result(item.call_id, _text(item.output), "input.call_id")
-        case ItemReference():
-            raise AssertionError("references are resolved before")
+        case "reasoning":
+            # A client that has nothing but a summary sends that.
+            parts = item.content or item.summary
+            if parts:
+                conversation.reasoning("\n\n".join(map(_part_text, parts)))
+        case "function_call":
+            conversation.call(item.call_id or "", item.name or "", item.arguments)
+        case "function_call_output":
+            conversation.result(item.call_id or "", _text(item.output), "input.call_id")
 
 
-def _text(content: Any) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+def _text(content: str | list[TextPart] | None) -> str:
+    return content if isinstance(content, str) else "".join(map(_part_text, content or ()))
+
+
+def _part_text(part: TextPart) -> str:
+    return part.text or part.refusal or ""
 
 
 def _offered(body: ResponsesBody) -> tuple[list[dict[str, Any]], ToolChoice]:

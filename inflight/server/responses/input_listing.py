@@ -1,70 +1,67 @@
-"""What a stored response was made from, a page at a time: `GET /v1/responses/{id}/input_items`."""
+"""Pages of what a stored response was made from: `GET /v1/responses/{id}/input_items`."""
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+
+import msgspec
 
 from inflight.server.errors import ApiError
-from inflight.server.responses.store import StoredResponse
-from inflight.server.schemas.response_items import InputItem
-from inflight.server.schemas.responses import InputItemList
+from inflight.server.responses.stored_items import StoredItem
 
 DEFAULT_LIMIT, MAX_LIMIT = 20, 100
-_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+MAX_PAGE_BYTES = 1 << 20  # a page ends before the item that would exceed it, but has at least one
 
 
-def with_id(item: InputItem) -> InputItem:
-    """The item with an id to find it by, where its client gave it none."""
-    if item.id is not None:
-        return item
-    return item.model_copy(update={"id": f"{_PREFIXES[item.type]}_{secrets.token_hex(24)}"})
+class PageQuery(msgspec.Struct, frozen=True):
+    limit: int
+    order: str
+    after: str | None
+
+    @classmethod
+    def of(cls, query: Mapping[str, str]) -> PageQuery:
+        """Raise ApiError for a query that makes no sense."""
+        limit = query.get("limit", str(DEFAULT_LIMIT))
+        if not (limit.isascii() and limit.isdigit() and len(limit) < 4 and 1 <= int(limit) <= MAX_LIMIT):
+            raise _wrong("limit", f"limit is {limit!r:.100}: it must be an integer from 1 to {MAX_LIMIT}")
+        order = query.get("order", "desc")
+        if order not in ("asc", "desc"):
+            raise _wrong("order", f"order is {order!r:.100}: allowed are asc and desc")
+        return cls(int(limit), order, query.get("after"))
 
 
-def listed(
-    stored: StoredResponse, conversation: list[dict[str, Any]], query: Mapping[str, str]
-) -> InputItemList:
-    """A page of the conversation before the response. Raises ApiError for a query that makes no sense."""
-    items = conversation[: len(conversation) - len(stored.item_ids)]
-    limit, order = _limit(query), query.get("order", "desc")
-    if order not in ("asc", "desc"):
-        raise _wrong("order", f"order is {order!r:.100}: allowed are asc and desc")
-    if order == "desc":
-        items.reverse()
-    if "after" in query:
-        items = items[_place(items, query["after"]) + 1 :]
-    page = [_whole(item) for item in items[:limit]]
-    return InputItemList(
-        data=page,
-        first_id=page[0]["id"] if page else None,
-        last_id=page[-1]["id"] if page else None,
-        has_more=len(items) > limit,
-    )
+class InputPage(msgspec.Struct, frozen=True):
+    items: list[StoredItem]
+    has_more: bool
+
+    @classmethod
+    def of(cls, items: Sequence[StoredItem], query: PageQuery) -> InputPage:
+        """Raise ApiError where no item has the id after which the page begins."""
+        ordered = items if query.order == "asc" else items[::-1]
+        start = 0 if query.after is None else _place(ordered, query.after) + 1
+        page: list[StoredItem] = []
+        num_bytes = 0
+        for item in ordered[start : start + query.limit]:
+            num_bytes += len(item.data)
+            if page and num_bytes > MAX_PAGE_BYTES:
+                break
+            page.append(item)
+        return cls(page, len(ordered) > start + len(page))
+
+    def encode(self) -> bytes:
+        """Return the JSON of an `InputItemList`; the items are JSON already."""
+        first_id, last_id = (self.items[0].item_id, self.items[-1].item_id) if self.items else (None, None)
+        return b'{"object":"list","data":[%b],"first_id":%b,"last_id":%b,"has_more":%b}' % (
+            b",".join([item.data for item in self.items]),
+            *map(msgspec.json.encode, (first_id, last_id, self.has_more)),
+        )
 
 
-def _limit(query: Mapping[str, str]) -> int:
-    given = query.get("limit", str(DEFAULT_LIMIT))
-    if not (given.isascii() and given.isdigit() and len(given) < 4 and 1 <= int(given) <= MAX_LIMIT):
-        raise _wrong("limit", f"limit is {given!r:.100}: it must be an integer from 1 to {MAX_LIMIT}")
-    return int(given)
-
-
-def _place(items: list[dict[str, Any]], item_id: str) -> int:
+def _place(items: Sequence[StoredItem], item_id: str) -> int:
     for place, item in enumerate(items):
-        if item["id"] == item_id:
+        if item.item_id == item_id:
             return place
     raise _wrong("after", f"after is {item_id!r:.200}: there is no such item in this response's input")
-
-
-def _whole(item: dict[str, Any]) -> dict[str, Any]:
-    """As clients get items: contents are lists of parts, whatever shorter form was sent."""
-    found = {"status": "completed", **item}
-    if item["type"] == "message" and isinstance(item["content"], str):
-        by_model = item["role"] == "assistant"
-        part: dict[str, Any] = {"type": "output_text" if by_model else "input_text", "text": item["content"]}
-        found["content"] = [part | ({"annotations": []} if by_model else {})]
-    return found
 
 
 def _wrong(param: str, message: str) -> ApiError:

@@ -3,27 +3,48 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
 from inflight.server.errors import ApiError
 from inflight.server.keys import Caller
+from inflight.server.responses.input_listing import InputPage, PageQuery
+from inflight.server.responses.stored_items import StoredItem, conversation_too_large
 
-OVERHEAD = 1024  # bytes that an entry takes beside its texts
+OVERHEAD = 1024  # bytes that a response takes beside its content and its items
+ITEM_OVERHEAD = 256  # bytes that an item takes beside its JSON
 
 
-@dataclass(frozen=True, slots=True)
-class StoredResponse:
-    """One that has ended. As JSON: so it takes the memory that is counted."""
+class ResponseContent(msgspec.Struct, frozen=True, weakref=True):
+    """The JSON of a response. All who read it at the same time share one copy."""
+
+    data: bytes
+    version: str = ""  # of a stored one: another response of the same id has another
+
+
+class StoredResponse(msgspec.Struct, frozen=True):
+    """A response that has ended, and the conversation up to its end."""
 
     response_id: str
-    content: bytes  # the response itself
-    items: bytes  # the conversation up to its end, a list of items
-    item_ids: tuple[str, ...]  # of its own
+    content: ResponseContent
+    items: tuple[StoredItem, ...]  # shared with the conversation that it continues
+    num_outputs: int  # the last of the items, which are its own
 
     @property
     def size(self) -> int:
-        return len(self.content) + len(self.items) + OVERHEAD
+        num_bytes = sum(len(item.data) for item in self.items)
+        return len(self.content.data) + num_bytes + len(self.items) * ITEM_OVERHEAD + OVERHEAD
+
+    @property
+    def inputs(self) -> tuple[StoredItem, ...]:
+        return self.items[: len(self.items) - self.num_outputs]
+
+    @property
+    def outputs(self) -> tuple[StoredItem, ...]:
+        return self.items[len(self.items) - self.num_outputs :]
 
 
 @dataclass(eq=False, slots=True)
@@ -31,19 +52,19 @@ class _Shelf:
     """One caller's, the oldest first."""
 
     responses: OrderedDict[str, StoredResponse] = field(default_factory=OrderedDict)
-    by_item: dict[str, str] = field(default_factory=dict)  # ids of the responses that the items are of
+    outputs: dict[str, StoredItem] = field(default_factory=dict)  # of all of them, by id
     size: int = 0
 
     def put(self, stored: StoredResponse) -> None:
         self.responses[stored.response_id] = stored
         self.size += stored.size
-        self.by_item.update(dict.fromkeys(stored.item_ids, stored.response_id))
+        self.outputs.update((item.item_id, item) for item in stored.outputs)
 
     def take(self, response_id: str) -> StoredResponse:
         stored = self.responses.pop(response_id)
         self.size -= stored.size
-        for item_id in stored.item_ids:
-            del self.by_item[item_id]
+        for item in stored.outputs:
+            self.outputs.pop(item.item_id, None)
         return stored
 
 
@@ -82,11 +103,16 @@ class ResponseStore:
         shelf = self._shelves.get(caller.name)
         return None if shelf is None else shelf.responses.get(response_id)
 
-    def find_item(self, caller: Caller, item_id: str) -> StoredResponse | None:
-        """The response that has an item of that id."""
+    def find_items(
+        self, caller: Caller, item_ids: Iterable[str], max_bytes: int
+    ) -> dict[str, StoredItem | None]:
+        """Find output items by their ids. Raises ApiError where together they have more bytes than allowed."""
         shelf = self._shelves.get(caller.name)
-        response_id = None if shelf is None else shelf.by_item.get(item_id)
-        return None if shelf is None or response_id is None else shelf.responses[response_id]
+        items = {item_id: None if shelf is None else shelf.outputs.get(item_id) for item_id in item_ids}
+        num_bytes = sum(len(item.data) for item in items.values() if item is not None)
+        if num_bytes > max_bytes:
+            raise conversation_too_large(f"{num_bytes} bytes", f"{max_bytes} (--max-body-size)", "input")
+        return items
 
     def remove(self, caller: Caller, response_id: str) -> None:
         """Raises ApiError 404 where there is none."""
@@ -106,11 +132,17 @@ class ResponseStore:
 
 
 class Responses(Protocol):
-    """A store that may be in another process."""
+    """A store that may be in another process. Each question is answered with no more than it asks for."""
 
-    async def find(self, caller: Caller, response_id: str) -> StoredResponse | None: ...
+    async def content(self, caller: Caller, response_id: str) -> ResponseContent | None: ...
 
-    async def find_item(self, caller: Caller, item_id: str) -> StoredResponse | None: ...
+    async def conversation(self, caller: Caller, response_id: str) -> Sequence[StoredItem] | None: ...
+
+    async def input_page(self, caller: Caller, response_id: str, query: PageQuery) -> InputPage | None: ...
+
+    async def find_items(
+        self, caller: Caller, item_ids: Sequence[str], max_bytes: int
+    ) -> dict[str, StoredItem | None]: ...
 
     async def add(self, caller: Caller, stored: StoredResponse) -> None: ...
 
@@ -118,16 +150,27 @@ class Responses(Protocol):
 
 
 class LocalResponses:
-    """One that is in this process."""
+    """A store in this process."""
 
     def __init__(self, store: ResponseStore) -> None:
         self._store = store
 
-    async def find(self, caller: Caller, response_id: str) -> StoredResponse | None:
-        return self._store.find(caller, response_id)
+    async def content(self, caller: Caller, response_id: str) -> ResponseContent | None:
+        stored = self._store.find(caller, response_id)
+        return None if stored is None else stored.content
 
-    async def find_item(self, caller: Caller, item_id: str) -> StoredResponse | None:
-        return self._store.find_item(caller, item_id)
+    async def conversation(self, caller: Caller, response_id: str) -> Sequence[StoredItem] | None:
+        stored = self._store.find(caller, response_id)
+        return None if stored is None else stored.items
+
+    async def input_page(self, caller: Caller, response_id: str, query: PageQuery) -> InputPage | None:
+        stored = self._store.find(caller, response_id)
+        return None if stored is None else InputPage.of(stored.inputs, query)
+
+    async def find_items(
+        self, caller: Caller, item_ids: Sequence[str], max_bytes: int
+    ) -> dict[str, StoredItem | None]:
+        return self._store.find_items(caller, item_ids, max_bytes)
 
     async def add(self, caller: Caller, stored: StoredResponse) -> None:
         self._store.add(caller, stored)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import secrets
+from collections.abc import Iterator, Sequence
 from typing import Any
-
-from pydantic import TypeAdapter
 
 from inflight.frontend import OutputProcessor
 from inflight.server.errors import ApiError
@@ -13,89 +13,73 @@ from inflight.server.generation_params import GenerationParams
 from inflight.server.keys import Caller
 from inflight.server.prepare import prepare_chat
 from inflight.server.responses.conversation import chat_of, input_items, user_of
-from inflight.server.responses.input_listing import with_id
-from inflight.server.responses.store import Responses, StoredResponse
-from inflight.server.schemas.response_items import InputItem, ItemReference
+from inflight.server.responses.store import ResponseContent, StoredResponse
+from inflight.server.responses.stored_items import StoredItem, check_conversation
+from inflight.server.schemas.response_items import ItemReference
 from inflight.server.schemas.responses import ResponsesBody
 from inflight.server.state import ServerState
 
-_ITEMS: TypeAdapter[list[InputItem]] = TypeAdapter(list[InputItem])
-
 
 class ResponseTurn:
-    """`look_up` before anything else, and before anything of that is forgotten."""
+    """`look_up` once the request is admitted, then `prepare`; `ended` and `keep` after the answer."""
 
     def __init__(self, state: ServerState, caller: Caller, body: ResponsesBody) -> None:
         self._state, self._caller, self._body = state, caller, body
-        self._items = input_items(body)
-        self._earlier = b"[]"  # the items of the conversation that is gone on with
-        self._references: dict[str, bytes] = {}
-        self._conversation = b""  # with all items before the answer
+        self._input = input_items(body)
+        self._earlier: Sequence[StoredItem] = ()  # the conversation that this one continues
+        self._referenced: dict[str, StoredItem] = {}
+        self._conversation: list[StoredItem] = []  # all items before the answer, where they are to be stored
         self._ended: StoredResponse | None = None
 
     async def look_up(self) -> None:
-        """What it refers to. Raises ApiError where what it goes on from is not stored."""
-        responses, caller = self._state.responses, self._caller
-        self._earlier = await _earlier(responses, caller, self._body.previous_response_id)
-        for item in self._items:
-            if isinstance(item, ItemReference):
-                self._references[item.id] = await _referenced(responses, caller, item.id)
+        """Fetch what the body refers to. Raises ApiError where that is not stored."""
+        responses, response_id = self._state.responses, self._body.previous_response_id
+        if response_id is not None:
+            earlier = await responses.conversation(self._caller, response_id)
+            if earlier is None:
+                message = f"there is no response {response_id!r:.200} to go on from"
+                message += ": it was not stored, or is forgotten by now"
+                raise ApiError(400, message, code="previous_response_not_found", param="previous_response_id")
+            self._earlier = earlier
+        item_ids = list(dict.fromkeys(item.id for item in self._input if isinstance(item, ItemReference)))
+        if item_ids:
+            found = await responses.find_items(self._caller, item_ids, self._state.options.max_body_size)
+            for item_id, item in found.items():
+                if item is None:
+                    message = f"there is no item {item_id!r:.200}: its response was not stored, or is forgotten by now"
+                    raise ApiError(400, message, code="item_not_found", param="input")
+                self._referenced[item_id] = item
 
     def prepare(self, params: GenerationParams) -> list[OutputProcessor]:
-        """Takes long."""
+        """Render the conversation. Takes long."""
         body = self._body
-        items = [*_ITEMS.validate_json(self._earlier), *self._resolved()]
+        items = [*self._earlier, *self._own_items()]
+        if self._earlier or self._referenced:  # else all of it was in the body, whose limits are checked
+            param = "previous_response_id" if self._earlier else "input"
+            check_conversation(items, self._state.options.max_body_size, param)
         if body.store is not False:
-            self._conversation = _ITEMS.dump_json([with_id(item) for item in items], exclude_none=True)
+            self._conversation = items
         return prepare_chat(
-            *(self._state, self._caller, chat_of(body, items), params),
+            # Items are decoded one by one, so that no other thread waits long for Python's lock.
+            *(self._state, self._caller, chat_of(body, (item.read() for item in items)), params),
             priority=body.priority or 0,
             user=user_of(body),
             cache_salt=body.cache_salt or "",
         )
 
-    def _resolved(self) -> list[InputItem]:
-        conversations = {data: _ITEMS.validate_json(data) for data in set(self._references.values())}
-        stored = {
-            item_id: [item for item in conversations[data] if item.id == item_id]
-            for item_id, data in self._references.items()
-        }
-        found: list[InputItem] = []
-        for item in self._items:
-            found += stored[item.id] if isinstance(item, ItemReference) else [item]
-        return found
+    def _own_items(self) -> Iterator[StoredItem]:
+        """Yield the items of the body, references replaced by what they refer to."""
+        for item in self._input:
+            yield self._referenced[item.id] if isinstance(item, ItemReference) else StoredItem.of_input(item)
 
     def ended(self, response: dict[str, Any]) -> None:
-        """It is to be kept as it is now."""
-        output = response["output"]
-        before = self._conversation.removesuffix(b"]")
-        self._ended = StoredResponse(
-            response["id"],
-            encode(response),
-            before + b"," + encode(output).removeprefix(b"["),
-            tuple(item["id"] for item in output),
-        )
+        """Remember the response as it is now, to be stored."""
+        outputs = tuple(map(StoredItem.of_output, response["output"]))
+        content = ResponseContent(encode(response), secrets.token_hex(8))
+        items = (*self._conversation, *outputs)
+        self._ended = StoredResponse(response["id"], content, items, len(outputs))
 
     async def keep(self) -> None:
-        """For those who go on from it: once they know of its end, it must be there, whatever process they ask."""
+        """Store the response before its client hears of its end, so that any process can continue from it."""
         if self._ended is not None:
             await self._state.responses.add(self._caller, self._ended)
-
-
-async def _earlier(responses: Responses, caller: Caller, response_id: str | None) -> bytes:
-    """The items of the conversation that is gone on with."""
-    if response_id is None:
-        return b"[]"
-    found = await responses.find(caller, response_id)
-    if found is None:
-        message = f"there is no response {response_id!r:.200} to go on from: it was not stored, or is forgotten by now"
-        raise ApiError(400, message, code="previous_response_not_found", param="previous_response_id")
-    return found.items
-
-
-async def _referenced(responses: Responses, caller: Caller, item_id: str) -> bytes:
-    found = await responses.find_item(caller, item_id)
-    if found is None:
-        message = f"there is no item {item_id!r:.200}: its response was not stored, or is forgotten by now"
-        raise ApiError(400, message, code="item_not_found", param="input")
-    return found.items

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import secrets
+from collections.abc import Awaitable, Callable
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
+from inflight.server.admission import counted
 from inflight.server.body import read_json
 from inflight.server.engine_response import RequestHead
 from inflight.server.errors import ApiError
@@ -19,8 +21,8 @@ from inflight.server.openapi import documented, respond
 from inflight.server.request_log import LoggedRequest
 from inflight.server.responses.conversation import text_constraint, user_of
 from inflight.server.responses.formatter import ResponsesFormatter, head_of
-from inflight.server.responses.input_listing import listed
-from inflight.server.responses.store import not_stored
+from inflight.server.responses.input_listing import PageQuery
+from inflight.server.responses.store import ResponseContent, not_stored
 from inflight.server.responses.turn import ResponseTurn
 from inflight.server.schemas.responses import (
     DeletedResponse,
@@ -55,7 +57,6 @@ async def create_response(request: Request) -> Response:
         ),
     )
     turn = ResponseTurn(state, caller, body)
-    await turn.look_up()
     response_id = body.request_id or f"resp_{secrets.token_hex(24)}"
 
     def formatter(created: int) -> ResponsesFormatter:
@@ -70,34 +71,33 @@ async def create_response(request: Request) -> Response:
         is_long=True,
         has_long_answer=False,
         formatter=formatter,
+        before_prepare=turn.look_up,
         before_end=turn.keep,
     )
     return GenerationResponse(state, caller, spec)
 
 
-@router.get(f"{ROUTE}/{{response_id}}", **documented(None, ResponseObject, 400, 404))
+@router.get(f"{ROUTE}/{{response_id}}", **documented(None, ResponseObject, 400, 404, 429))
 async def response(request: Request) -> Response:
     """A response of yours that is stored, or as far as it is."""
     if request.query_params.get("stream", "false") != "false":
         message = "stream is not supported here: a stream is told once, to whoever asked the question"
         raise ApiError(400, message, code="unsupported_parameter", param="stream")
-    running = _running(request)
-    content = await _stored(request) if running is None else encode(running[1].so_far())
-    return Response(content, media_type="application/json")
+    return CountedResponse(request, lambda: _found(request))
 
 
-@router.get(f"{ROUTE}/{{response_id}}/input_items", **documented(None, InputItemList, 400, 404))
+@router.get(f"{ROUTE}/{{response_id}}/input_items", **documented(None, InputItemList, 400, 404, 429))
 async def list_input_items(request: Request) -> Response:
-    """What a stored response of yours was made from: `limit`, `order` and `after` choose the page."""
-    state, response_id = state_of(request), request.path_params["response_id"]
-    found = await state.responses.find(caller_of(request), response_id)
-    if found is None:
-        raise not_stored(response_id)
+    """List what a stored response of yours was made from: `limit`, `order` and `after` choose the page."""
+    query, response_id = PageQuery.of(request.query_params), request.path_params["response_id"]
 
-    def answer() -> Response:
-        return respond(listed(found, json.loads(found.items), request.query_params))
+    async def read() -> ResponseContent:
+        page = await state_of(request).responses.input_page(caller_of(request), response_id, query)
+        if page is None:
+            raise not_stored(response_id)
+        return ResponseContent(page.encode())
 
-    return await state.in_service_thread(answer)
+    return CountedResponse(request, read)
 
 
 @router.delete(f"{ROUTE}/{{response_id}}", **documented(None, DeletedResponse, 404))
@@ -108,19 +108,19 @@ async def delete_response(request: Request) -> Response:
     return respond(DeletedResponse(id=response_id))
 
 
-@router.post(f"{ROUTE}/{{response_id}}/cancel", **documented(None, ResponseObject, 404, 503))
+@router.post(f"{ROUTE}/{{response_id}}/cancel", **documented(None, ResponseObject, 404, 429, 503))
 async def cancel_response(request: Request) -> Response:
     """End a response of yours; one that has ended stays as it is."""
     running = _running(request)
-    if running is None:
-        return Response(await _stored(request), media_type="application/json")
-    logged, formatter = running
-    await state_of(request).request_log.cancel(logged)
-    return Response(encode(formatter.so_far("cancelled")), media_type="application/json")
+    if running is not None:
+        logged, formatter = running
+        await state_of(request).request_log.cancel(logged)
+        return Response(encode(formatter.so_far("cancelled")), media_type="application/json")
+    return CountedResponse(request, lambda: _found(request))
 
 
 def _running(request: Request) -> tuple[LoggedRequest, ResponsesFormatter] | None:
-    """A response that is being written, be it that an earlier one of the same id is stored."""
+    """Return the response that is being written, even if an earlier one of the same id is stored."""
     response_id = request.path_params["response_id"]
     logged = state_of(request).request_log.find_running(caller_of(request), response_id)
     if logged is None or not isinstance(logged.formatter, ResponsesFormatter):
@@ -128,10 +128,27 @@ def _running(request: Request) -> tuple[LoggedRequest, ResponsesFormatter] | Non
     return logged, logged.formatter
 
 
-async def _stored(request: Request) -> bytes:
-    """One that has ended. Raises ApiError 404 where there is none."""
+async def _found(request: Request) -> ResponseContent:
+    """Return a response that is being written or stored. Raises ApiError 404 where there is none."""
+    running = _running(request)
+    if running is not None:
+        return ResponseContent(encode(running[1].so_far()))
     response_id = request.path_params["response_id"]
-    found = await state_of(request).responses.find(caller_of(request), response_id)
-    if found is None:
+    content = await state_of(request).responses.content(caller_of(request), response_id)
+    if content is None:
         raise not_stored(response_id)
-    return found.content
+    return content
+
+
+class CountedResponse(Response):
+    """A response that counts against the limits of its key until its last byte is written."""
+
+    background = None
+
+    def __init__(self, request: Request, read: Callable[[], Awaitable[ResponseContent]]) -> None:
+        self._state, self._caller, self._read = state_of(request), caller_of(request), read
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with counted(self._state.admission, self._caller):
+            content = await self._read()  # held to the end: other readers share it
+            await Response(content.data, media_type="application/json")(scope, receive, send)

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -193,6 +194,43 @@ def test_what_one_has_stored_the_other_goes_on_from(server: TwoFronts) -> None:
     assert second.get(f"/v1/responses/{streamed['id']}").json() == streamed
     assert second.delete(path).json()["deleted"]
     assert refusal(first.get(path)) == (404, "response_not_found")
+
+
+def test_items_and_pages_are_found_by_every_front(server: TwoFronts) -> None:
+    first, second = server.pair()
+    body = {"input": "Why?", "max_output_tokens": 4, "temperature": 0}
+    stored = answered(first, body, "/v1/responses")
+    item = stored["output"][0]
+    reference = {"type": "item_reference", "id": item["id"]}
+    more = answered(
+        second, {**body, "input": [reference, {"role": "user", "content": "And?"}]}, "/v1/responses"
+    )
+    page = first.get(f"/v1/responses/{more['id']}/input_items", params={"order": "asc"}).json()
+    assert page["data"][0]["id"] == item["id"]
+    assert (len(page["data"]), page["has_more"]) == (2, False)
+    refused = second.post("/v1/responses", json={**body, "input": [{**reference, "id": "none"}]})
+    assert refused.json()["error"]["code"] == "item_not_found"
+    wrong = second.get(f"/v1/responses/{more['id']}/input_items", params={"after": "none"})
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "after")
+
+
+def test_an_answer_that_is_not_read_counts_in_every_front(server: TwoFronts) -> None:
+    first, second = server.pair("one-key")
+    body = {"input": "Why?", "max_output_tokens": 4, "prompt_cache_key": "x" * (4 << 20)}
+    path = f"/v1/responses/{answered(first, body, '/v1/responses')['id']}"
+    url = httpx.URL(server.url)
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect((url.host, url.port or 0))
+        head = f"GET {path} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer one-key\r\n\r\n"
+        connection.sendall(head.encode())
+        assert connection.recv(12) == b"HTTP/1.1 200"
+        for front in (first, second):
+            refused = front.get(path)
+            assert refused.status_code == 429
+            assert refused.json()["error"]["code"] == "concurrency_limit_exceeded"
+    until("the connection's end", lambda: first.get(path).status_code == 200)
+    assert second.get(path).json()["prompt_cache_key"] == body["prompt_cache_key"]
 
 
 def test_the_main_process_answers_for_the_engine(server: TwoFronts) -> None:

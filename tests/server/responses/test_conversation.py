@@ -17,6 +17,7 @@ from inflight.frontend.chat import NamedTool
 from inflight.server.body import parse_body
 from inflight.server.errors import ApiError
 from inflight.server.responses.conversation import chat_of, input_items, text_constraint
+from inflight.server.responses.stored_items import StoredItem
 from inflight.server.schemas.responses import ResponsesBody
 
 TOOL = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": True}
@@ -40,7 +41,7 @@ def body_of(**given: Any) -> ResponsesBody:
 
 def chat(**given: Any) -> Any:
     body = body_of(**given)
-    return chat_of(body, input_items(body))
+    return chat_of(body, [StoredItem.of_input(item).read() for item in input_items(body)])
 
 
 def test_a_text_is_what_the_user_says() -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
-from types import SimpleNamespace
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
@@ -12,7 +13,8 @@ import pytest
 from openai.types.responses import Response
 from pydantic import BaseModel
 
-from inflight.server.responses import turn
+from inflight.server.keys import Caller
+from inflight.server.responses.store import LocalResponses, ResponseStore, StoredResponse
 from tests.server.calling import CALLS, CallingBackend
 from tests.server.live import Backend, Live, live_server
 
@@ -200,24 +202,137 @@ def test_references_to_items(client: openai.OpenAI, scripted: CallingBackend) ->
         client.responses.create(model="m", input=[{"type": "item_reference", "id": "msg_1"}])
 
 
-def test_a_conversation_is_read_once_for_all_references_to_it(
-    client: openai.OpenAI, scripted: CallingBackend, monkeypatch: pytest.MonkeyPatch
+def store_of(server: Live) -> ResponseStore:
+    assert isinstance(server.state.responses, LocalResponses)
+    return server.state.responses._store
+
+
+def find(server: Live, response_id: str) -> StoredResponse:
+    stored = store_of(server).find(Caller("alice"), response_id)
+    assert stored is not None
+    return stored
+
+
+def test_what_is_never_rendered_is_not_stored(
+    server: Live, client: openai.OpenAI, scripted: CallingBackend
+) -> None:
+    unseen = "not rendered " * 100_000
+    said = {"type": "output_text", "text": "A fox.", "annotations": [{"type": unseen}], "logprobs": [unseen]}
+    thought = {"type": "reasoning", "summary": [], "encrypted_content": unseen}
+    sent: Any = [{"role": "assistant", "content": [said]}, thought, {"role": "user", "content": "Why?"}]
+    scripted.say("Because.")
+    first = client.responses.create(model="m", input=sent)
+    assert find(server, first.id).size < 10_000
+    second = client.responses.create(model="m", input="And?", previous_response_id=first.id)
+    assert "<|im_start|>assistant\nA fox.<|im_end|>\n<|im_start|>user\nWhy?" in scripted.prompt
+    assert find(server, second.id).size < 20_000
+    # What the response itself has is there, as it was told.
+    assert client.responses.retrieve(first.id).model_dump() == first.model_dump()
+    listed = list(client.responses.input_items.list(first.id, order="asc"))
+    assert [item.type for item in listed] == ["message", "reasoning", "message"]
+    assert listed[0].model_dump()["content"][0].items() >= {"text": "A fox.", "annotations": []}.items()
+
+
+def test_conversations_share_the_items_of_earlier_turns(
+    server: Live, client: openai.OpenAI, scripted: CallingBackend
+) -> None:
+    scripted.say("One.")
+    first = client.responses.create(model="m", input="first")
+    second = client.responses.create(model="m", input="second", previous_response_id=first.id)
+    earlier, later = find(server, first.id).items, find(server, second.id).items
+    assert (len(earlier), len(later)) == (2, 4)
+    for mine, theirs in zip(earlier, later, strict=False):
+        assert mine is theirs
+
+
+def test_a_conversation_is_bounded_as_a_whole(scripted: CallingBackend) -> None:
+    with live_server(scripted, max_body_size=3072) as live:
+        text = {"input": [{"role": "user", "content": "x" * 1000}]}
+
+        def answer(**body: Any) -> Any:
+            return live.post("/v1/responses", {**text, **body}).json()
+
+        first = answer()
+        second = answer(previous_response_id=first["id"])
+        refused = answer(previous_response_id=second["id"])["error"]
+        assert (refused["code"], refused["param"]) == ("conversation_too_large", "previous_response_id")
+        assert "at most 3072 (--max-body-size) are allowed" in refused["message"]
+        scripted.say("y" * 500)
+        item = {"type": "item_reference", "id": answer()["output"][0]["id"]}
+        answer(input=[item, item])
+        refused = answer(input=[item] * 9)["error"]
+        assert (refused["code"], refused["param"]) == ("conversation_too_large", "input")
+        live.wait_until_idle()
+
+
+class WatchedResponses(LocalResponses):
+    """Tells what is asked for, and how many requests the caller has running at that time."""
+
+    def __init__(self, store: ResponseStore, caller: Caller) -> None:
+        super().__init__(store)
+        self.asked: list[Any] = []
+        self.num_running: list[int] = []
+        self.held: asyncio.Event | None = None  # what look-ups wait for
+        self._owner = caller
+
+    async def _note(self, what: Any) -> None:
+        self.asked.append(what)
+        self.num_running.append(self._owner.num_running)
+        if self.held is not None:
+            await self.held.wait()
+
+    async def conversation(self, caller: Caller, response_id: str) -> Any:
+        await self._note(response_id)
+        return await super().conversation(caller, response_id)
+
+    async def find_items(self, caller: Caller, item_ids: Any, max_bytes: int) -> Any:
+        await self._note(list(item_ids))
+        return await super().find_items(caller, item_ids, max_bytes)
+
+
+@pytest.fixture
+def watched(server: Live, monkeypatch: pytest.MonkeyPatch) -> WatchedResponses:
+    found = WatchedResponses(store_of(server), server.state.keys.named("alice"))
+    monkeypatch.setattr(server.state, "responses", found)
+    return found
+
+
+def test_each_referenced_item_is_fetched_once_and_after_admission(
+    server: Live,
+    client: openai.OpenAI,
+    scripted: CallingBackend,
+    watched: WatchedResponses,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     scripted.say("A fox.")
-    found = client.responses.create(model="m", input="Who?")
-    reference: Any = {"type": "item_reference", "id": found.output[0].id}
-    read, items = [], turn._ITEMS
+    first, second = (client.responses.create(model="m", input="Who?") for _ in range(2))
+    ids = [first.output[0].id, second.output[0].id]
+    references: Any = [{"type": "item_reference", "id": item_id} for item_id in ids] * 3
+    body: Any = {"model": "m", "input": references, "previous_response_id": first.id}
+    client.responses.create(**body)
+    assert scripted.prompt.count("A fox.") == 7
+    assert watched.asked == [first.id, ids]
+    assert watched.num_running == [1, 1]
+    alice = server.state.keys.named("alice")
+    monkeypatch.setattr(alice, "max_concurrent", 0)
+    with pytest.raises(openai.RateLimitError):
+        client.responses.create(**body)
+    assert len(watched.asked) == 2
 
-    def validate_json(data: bytes) -> Any:
-        read.append(data)
-        return items.validate_json(data)
 
-    monkeypatch.setattr(
-        turn, "_ITEMS", SimpleNamespace(validate_json=validate_json, dump_json=items.dump_json)
-    )
-    client.responses.create(model="m", input=[reference, reference, {"role": "user", "content": "Why?"}])
-    assert "assistant\nA fox.\n\nA fox.<|im_end|>" in scripted.prompt
-    assert len(read) == 2  # what it goes on from, which is nothing, and the other
+def test_a_request_that_looks_up_can_be_cancelled(
+    server: Live, client: openai.OpenAI, watched: WatchedResponses
+) -> None:
+    first = client.responses.create(model="m", input="Who?")
+    watched.held = asyncio.Event()
+    body = {"input": "And?", "previous_response_id": first.id, "request_id": "held"}
+    headers = {"authorization": "Bearer alice-secret"}
+    with ThreadPoolExecutor(1) as thread:
+        answer = thread.submit(server.post, "/v1/responses", body, headers=headers)
+        server.wait_until("a look-up", lambda: watched.asked)
+        assert server.http.delete("/v1/requests/held", headers=headers).json()["cancelled"]
+        assert answer.result().status_code == 409
+    assert server.state.keys.named("alice").num_running == 0
 
 
 def test_errors(client: openai.OpenAI) -> None:
