@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inflight.events import Delta, PositionLogprobs, RequestRecord, TokenLogprob
+from inflight.events import Delta, PositionLogprobs, RequestRecord, TokenLogprob, pack_logprobs
 from inflight.frontend import OutputProcessor
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
@@ -25,7 +25,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def position(token_id: int) -> PositionLogprobs:
-    return (TokenLogprob(token_id, -0.5, 2), TokenLogprob(319, -0.25, 1))
+    return pack_logprobs([TokenLogprob(token_id, -0.5, 2), TokenLogprob(319, -0.25, 1)])
 
 
 def assembler_for(
