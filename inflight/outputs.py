@@ -9,7 +9,6 @@ from itertools import repeat
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from inflight.events import PositionLogprobs, RequestRecord, logprob_columns
-from inflight.garbage import paused_collection
 from inflight.pooling import Scale
 
 if TYPE_CHECKING:  # the command line reads this file, and loads numpy later
@@ -48,10 +47,8 @@ class PackedLogprobs:
     def read(self) -> list[Logprobs | None]:
         """Return the candidates by token id. It is the same list each time, brought up to date."""
         read = self._read
-        if len(read) < len(self.positions):
-            with paused_collection():
-                for position in self.positions[len(read) :]:
-                    read.append(None if position is None else self._unpack(position))
+        for position in self.positions[len(read) :]:
+            read.append(None if position is None else self._unpack(position))
         return read
 
     def _unpack(self, position: PositionLogprobs) -> Logprobs:
