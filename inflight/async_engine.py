@@ -176,6 +176,8 @@ class AsyncEngine(AsyncPoolingCalls):
                 async for _, delta in deltas:
                     if delta.error is not None:
                         raise EngineError(delta.error, code=delta.error_code)
+                    if delta.prompt_logprobs is not None:  # others must not wait for those of a long prompt
+                        await asyncio.to_thread(lambda: prepared.prompt_logprobs)
                     finished = prepared.finished
                     if finished or output_kind != "final":
                         output = prepared.output()

@@ -6,7 +6,10 @@ timelines, metrics, benchmarks and the simulator read. All times are seconds of 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from struct import Struct
 from typing import NamedTuple
 
 
@@ -18,8 +21,45 @@ class TokenLogprob(NamedTuple):
     rank: int
 
 
-# The candidates at one position: the token itself first, then the most likely ones in order.
-PositionLogprobs = tuple[TokenLogprob, ...]
+# The candidates at one position as 32-bit numbers, little-endian: all token ids, then all log-probabilities, then all
+# ranks. The token itself is the first; the most likely ones follow in order, and it may be among them once more. One
+# bytes object from the device to whoever reads them: a step has thousands of candidates, and most are never looked at.
+PositionLogprobs = bytes
+
+
+@cache
+def _layout(num_candidates: int) -> Struct:
+    return Struct(f"<{num_candidates}i{num_candidates}f{num_candidates}i")
+
+
+def pack_logprobs(candidates: Sequence[TokenLogprob]) -> PositionLogprobs:
+    """Pack the candidates at one position, the token itself first."""
+    ids, logprobs, ranks = zip(*candidates, strict=True)
+    return _layout(len(candidates)).pack(*ids, *logprobs, *ranks)
+
+
+def logprob_columns(
+    position: PositionLogprobs,
+) -> tuple[tuple[int, ...], tuple[float, ...], tuple[int, ...]]:
+    """Return the token ids, log-probabilities and ranks at a position, as they are packed."""
+    num = len(position) // 12
+    values = _layout(num).unpack(position)
+    return values[:num], values[num : 2 * num], values[2 * num :]
+
+
+def unpack_logprobs(position: PositionLogprobs) -> list[TokenLogprob]:
+    """Return the candidates at a position: the token itself first, every id once."""
+    own, *others = map(TokenLogprob, *logprob_columns(position))
+    return [own, *(candidate for candidate in others if candidate.token_id != own.token_id)]
+
+
+def own_logprob(position: PositionLogprobs) -> float:
+    """Return the log-probability of the token itself."""
+    value: float = _OWN.unpack_from(position, len(position) // 3)[0]
+    return value
+
+
+_OWN = Struct("<f")
 
 
 class RequestFailure(NamedTuple):

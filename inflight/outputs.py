@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
-from inflight.events import RequestRecord
+from inflight.events import PositionLogprobs, RequestRecord, logprob_columns
 from inflight.pooling import Scale
 
 if TYPE_CHECKING:  # the command line reads this file, and loads numpy later
     import numpy as np
     from numpy.typing import NDArray
 
+T = TypeVar("T")
 PooledT = TypeVar("PooledT", bound="EmbeddingOutput | ClassificationOutput | ScoreOutput")
 
 
@@ -26,6 +30,52 @@ class Logprob:
 
 # By token id: the token itself and the most likely ones, the token first.
 Logprobs = dict[int, Logprob]
+
+_SETTERS = [getattr(Logprob, name).__set__ for name in ("logprob", "rank", "decoded_token")]
+
+
+class PackedLogprobs:
+    """The candidates at consecutive positions as the engine sends them. Objects are made of those that are read."""
+
+    __slots__ = ("_read", "_text_of", "positions")
+
+    def __init__(self, text_of: Callable[[int], str | None]) -> None:
+        self.positions: list[PositionLogprobs | None] = []
+        self._text_of = text_of
+        self._read: list[Logprobs | None] = []
+
+    def read(self) -> list[Logprobs | None]:
+        """Return the candidates by token id. It is the same list each time, brought up to date."""
+        read = self._read
+        for position in self.positions[len(read) :]:
+            read.append(None if position is None else self._unpack(position))
+        return read
+
+    def _unpack(self, position: PositionLogprobs) -> Logprobs:
+        ids, logprobs, ranks = logprob_columns(position)
+        # The constructor of a frozen dataclass takes several times as long.
+        found = [*map(object.__new__, repeat(Logprob, len(ids)))]
+        for set_value, values in zip(_SETTERS, (logprobs, ranks, map(self._text_of, ids)), strict=True):
+            deque(map(set_value, found, values), 0)
+        by_id = dict(zip(ids, found, strict=True))
+        by_id[ids[0]] = found[0]  # the token itself, which may be among the most likely ones too
+        return by_id
+
+
+def _read_when_asked(name: str) -> Callable[[type[T]], type[T]]:
+    """Let a field of a dataclass with slots be `PackedLogprobs`: whoever reads it gets what they hold."""
+
+    def decorate(cls: type[T]) -> type[T]:
+        slot: Any = getattr(cls, name)
+
+        def get(self: T) -> Any:
+            value = slot.__get__(self)
+            return value.read() if isinstance(value, PackedLogprobs) else value
+
+        setattr(cls, name, property(get, slot.__set__))
+        return cls
+
+    return decorate
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +122,7 @@ class Answered(int):
         return repr(bool(self))
 
 
+@_read_when_asked("logprobs")
 @dataclass(slots=True)
 class CompletionOutput:
     """One of the `n` answers to a prompt."""
@@ -137,6 +188,7 @@ class RequestMetrics:
         )
 
 
+@_read_when_asked("prompt_logprobs")
 @dataclass(slots=True)
 class RequestOutput:
     """A prompt and its answers, complete or as far as they are."""

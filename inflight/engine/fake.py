@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 from zlib import crc32
 
-from inflight.events import PositionLogprobs, TokenLogprob
+from inflight.events import PositionLogprobs, TokenLogprob, pack_logprobs
 from inflight.scheduling import Batch, RowRequest, Sampled
 
 
@@ -41,7 +41,8 @@ def expected_tokens(
 
 def _score(token_id: int, places: Sequence[int]) -> PositionLogprobs:
     """What the fake model thinks of a token behind these places."""
-    return (TokenLogprob(token_id, -(crc32(repr((token_id, places)).encode()) % 1000) / 100, 1),)
+    logprob = -(crc32(repr((token_id, places)).encode()) % 1000) / 100
+    return pack_logprobs([TokenLogprob(token_id, logprob, 1)])
 
 
 def expected_scores(prompt: Sequence[int]) -> list[PositionLogprobs | None]:

@@ -86,11 +86,7 @@ class Generation:
 
     async def _push(self, delta: Delta) -> Answer:
         answer, prompt = self._answers[delta.request_id]
-        if delta.prompt_logprobs is None:
-            stopped = prompt.push(delta)
-        else:  # the texts of all candidates of a long prompt: others must not wait for them
-            stopped = await asyncio.to_thread(prompt.push, delta)
-        if stopped:
+        if prompt.push(delta):
             await self._client.abort(delta.request_id, "stop")
         return answer
 

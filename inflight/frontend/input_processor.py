@@ -161,6 +161,28 @@ class InputProcessor:
                 code="too_many_listed_tokens",
             )
 
+    def check_logprobs(
+        self, params: SamplingParams, sizes: Sequence[tuple[int, int]], limit: int, name: str = "logprobs"
+    ) -> None:
+        """Check that the log-probabilities of all answers together are at most `limit`, and so are those of prompts.
+
+        `sizes` are the tokens of each prompt and of the longest answer to it; `name` is what the client calls
+        `logprobs`. Raises ParameterError.
+        """
+        prompts, answers = (params.n * sum(column) for column in zip(*sizes, strict=True))
+        asked = (
+            (name, params.logprobs, answers, "tokens of all answers together"),
+            ("prompt_logprobs", params.prompt_logprobs, prompts, "tokens of all prompts, times n,"),
+        )
+        for param, wanted, num_tokens, what in asked:
+            if wanted is not None and num_tokens * (wanted + 1) > limit:
+                raise ParameterError(
+                    f"{param} is {wanted} and the {what} may be {num_tokens}: that is {num_tokens * (wanted + 1)} "
+                    f"log-probabilities (tokens x ({param} + 1)), and at most {limit} are allowed in one request",
+                    param=param,
+                    code="too_many_logprobs",
+                )
+
     def _bad_word_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         if not params.bad_words:
             return ()

@@ -48,9 +48,10 @@ class MessageReader:
 
     @property
     def finish_reason(self) -> str | None:
-        """Why the answer ended: "tool_calls" if it called something and ended by itself."""
-        reason = self._output.finish_reason
-        return "tool_calls" if reason == "stop" and self.message.tool_calls else reason
+        """Why the answer ended: "tool_calls" if it ended by itself, and not inside a call, whose arguments would be
+        broken."""
+        reason, calls = self._output.finish_reason, self.message.tool_calls
+        return "tool_calls" if reason == "stop" and calls and calls[-1].complete else reason
 
     def assistant_message(self) -> AssistantMessage:
         """The message so far."""

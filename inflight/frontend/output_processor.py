@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from inflight.agents import MessageParser
-from inflight.events import Delta, PositionLogprobs, RequestRecord
+from inflight.events import Delta, PositionLogprobs, RequestRecord, own_logprob
 from inflight.frontend.message_reader import MessageReader
 from inflight.outputs import (
     AssistantMessage,
     CompletionOutput,
-    Logprob,
     Logprobs,
+    PackedLogprobs,
     RequestMetrics,
     RequestOutput,
 )
@@ -22,7 +22,7 @@ from inflight.text import IncrementalDetokenizer, StopStrings, Tokenizer
 
 
 class Answer:
-    """One answer as it grows. Text, and the names of candidates, are made when someone looks; text also when stop
+    """One answer as it grows. Text, and objects for candidates, are made when someone looks; text also when stop
     strings have to be found in it."""
 
     def __init__(
@@ -43,11 +43,14 @@ class Answer:
             self._detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens, prompt, shown)
         self._stops = _stops_of(params)
         self._num_read = 0  # tokens whose text has been made
-        self._positions: list[PositionLogprobs] = []  # candidates for each token
+        self.positions: list[PositionLogprobs] = []  # candidates for each token, as the engine sends them
+        self._num_summed = 0  # tokens whose logprobs are part of the sum
         self._stop_ids = request.stop_ids
         self._eos_ids = request.stop_ids.difference(params.stop_token_ids or ())
         if params.logprobs is not None:
-            self.output.logprobs = []
+            packed = PackedLogprobs(_text_of(tokenizer))
+            self.positions = packed.positions  # type: ignore[assignment]  # only those of a prompt may be None
+            self.output.logprobs = packed  # type: ignore[assignment]  # whoever reads it gets a list
             self.output.cumulative_logprob = 0.0
 
     def push(self, delta: Delta) -> bool:
@@ -58,7 +61,7 @@ class Answer:
         first = len(output.token_ids)
         output.token_ids += delta.token_ids
         if delta.logprobs is not None:
-            self._positions += delta.logprobs
+            self.positions += delta.logprobs
         if delta.finish_reason is not None:
             output.finish_reason, output.error = delta.finish_reason, delta.error
             if delta.stop_token_id not in self._eos_ids:
@@ -81,7 +84,7 @@ class Answer:
     def _cut(self, num_tokens: int) -> None:
         output = self.output
         del output.token_ids[num_tokens:]
-        del self._positions[num_tokens:]
+        del self.positions[num_tokens:]
         output.finish_reason, output.stop_reason = "stop", self._stops.matched
 
     def _hides_last(self) -> bool:
@@ -116,7 +119,7 @@ class Answer:
 
     def complete(self) -> None:
         """Bring the output up to date with the tokens; at the end, with all text that was held back."""
-        self._name_candidates()
+        self._sum_logprobs()
         output = self.output
         held = ""
         if self._detokenizer is not None and self._stops.matched is None:
@@ -140,29 +143,20 @@ class Answer:
         text, self.output.text = self.output.text, ""
         return text
 
-    def _name_candidates(self) -> None:
-        output = self.output
-        if output.logprobs is None:
-            return
-        assert output.cumulative_logprob is not None
-        for position in self._positions[
-            len(output.logprobs) :
-        ]:  # and no others: this is called for each token
-            output.logprobs.append(named(position, self._tokenizer))
-            output.cumulative_logprob += position[0].logprob
+    def _sum_logprobs(self) -> None:
+        output, num = self.output, len(self.positions)
+        if output.cumulative_logprob is not None and self._num_summed < num:
+            for position in self.positions[self._num_summed :]:  # one by one: sum() would round otherwise
+                output.cumulative_logprob += own_logprob(position)
+            self._num_summed = num
 
 
 def _stops_of(params: SamplingParams) -> StopStrings:
     return StopStrings(params.stop_strings, params.include_stop_str_in_output)
 
 
-def named(position: PositionLogprobs, tokenizer: Tokenizer | None) -> Logprobs:
-    """Candidates by token id, with their text."""
-
-    def text(token_id: int) -> str | None:
-        return None if tokenizer is None else tokenizer.text_of(token_id)
-
-    return {found.token_id: Logprob(found.logprob, found.rank, text(found.token_id)) for found in position}
+def _text_of(tokenizer: Tokenizer | None) -> Callable[[int], str | None]:
+    return (lambda _: None) if tokenizer is None else tokenizer.text_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,10 +181,10 @@ class OutputProcessor:
         self.request_id = request_id
         self.prompt = prompt
         self.prompt_token_ids = requests[0].token_ids[: requests[0].num_prompt_tokens]
-        self.prompt_logprobs: list[Logprobs | None] | None = None  # once they are computed
-        if requests[0].params.prompt_logprobs is not None and len(self.prompt_token_ids) == 1:
-            self.prompt_logprobs = [None]  # nothing predicts the first token, so no delta will bring any
         self._tokenizer = tokenizer
+        self._prompt_logprobs: PackedLogprobs | None = None  # once they are computed
+        if requests[0].params.prompt_logprobs is not None and len(self.prompt_token_ids) == 1:
+            self._take_prompt([None])  # nothing predicts the first token, so no delta will bring any
         self._is_chat = chat is not None
         self._answers = {
             request.request_id: Answer(index, request, tokenizer, chat)
@@ -207,15 +201,26 @@ class OutputProcessor:
 
     def push(self, delta: Delta) -> bool:
         """Take in a delta of one answer. True when its request must be aborted: a stop string ended it."""
-        if delta.prompt_logprobs is not None and self.prompt_logprobs is None:
-            self.prompt_logprobs = [
-                None if position is None else named(position, self._tokenizer)
-                for position in delta.prompt_logprobs
-            ]
+        if delta.prompt_logprobs is not None and self._prompt_logprobs is None:
+            self._take_prompt(delta.prompt_logprobs)
         answer = self._answers[delta.request_id]
         if delta.record is not None:
             answer.record = delta.record
         return answer.push(delta)
+
+    def _take_prompt(self, positions: list[PositionLogprobs | None]) -> None:
+        self._prompt_logprobs = PackedLogprobs(_text_of(self._tokenizer))
+        self._prompt_logprobs.positions += positions
+
+    @property
+    def prompt_logprobs(self) -> list[Logprobs | None] | None:
+        """None before they are computed. Takes long when it is first read, where the prompt is long."""
+        return None if self._prompt_logprobs is None else self._prompt_logprobs.read()
+
+    @property
+    def prompt_positions(self) -> list[PositionLogprobs | None] | None:
+        """Candidates for each token of the prompt, as the engine sends them; None before they are computed."""
+        return None if self._prompt_logprobs is None else self._prompt_logprobs.positions
 
     def output(self) -> RequestOutput:
         """All answers as far as they are. Later deltas change it: take what you keep."""
@@ -230,7 +235,7 @@ class OutputProcessor:
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
             outputs=[answer.output for answer in answers],
-            prompt_logprobs=self.prompt_logprobs,
+            prompt_logprobs=self._prompt_logprobs,  # type: ignore[arg-type]  # whoever reads it gets a list
             finished=self.finished,
             num_cached_tokens=records[0].num_cached_tokens,
             metrics=RequestMetrics.of(records),

@@ -42,7 +42,8 @@ def take_results(pool: RequestPool, step: ScheduledStep, sampled: Sampled, now: 
         if request.phase is not decoding:
             _begin_decoding(pool, request, delta, now)
         if sampled.logprobs and index in sampled.logprobs:
-            delta.logprobs = sampled.logprobs[index][: len(token_ids)]
+            delta.logprobs = sampled.logprobs[index]
+            del delta.logprobs[len(token_ids) :]
         may_end = token_ids[-1] in request.stop_ids or len(known) >= request.max_total
         if may_end and KINDS[request.kind].ends(request, delta, sampled, index):
             ended.append((request, delta))

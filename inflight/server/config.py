@@ -123,6 +123,12 @@ class ServerConfig:
     max_logprobs: int = option(
         20, LIMITS, "Most likely tokens that a request may ask for at each position.", at_least=0
     )
+    max_answer_logprobs: int = option(
+        1 << 20,
+        LIMITS,
+        "Most logprobs of one request: answers times tokens times (logprobs + 1); the same again for prompts.",
+        at_least=0,
+    )
     max_stop_strings: int = option(16, LIMITS, "Most stop strings of a request.", at_least=0)
     max_stop_length: int = option(256, LIMITS, "Most characters of a stop string or bad word.", at_least=1)
     max_listed_tokens: int = option(

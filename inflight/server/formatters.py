@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,27 @@ from inflight.frontend.output_processor import Answer
 from inflight.server.errors import ApiError
 
 encode = msgspec.json.encode
+
+
+def json_pieces(value: Any) -> Iterator[bytes]:
+    """Write the JSON of a value in pieces. Objects are cut between their items; an iterator is an array, made and cut
+    item by item, where `msgspec.Raw` may be several items with commas between them; other values are one piece."""
+    if isinstance(value, dict):
+        separator = b"{"
+        for name, item in value.items():
+            yield separator + encode(name) + b":"
+            yield from json_pieces(item)
+            separator = b","
+        yield b"}" if value else b"{}"
+    elif isinstance(value, Iterator):
+        separator = b"["
+        for item in value:
+            yield separator
+            yield from json_pieces(item)
+            separator = b","
+        yield b"]" if separator == b"," else b"[]"
+    else:
+        yield encode(value)
 
 
 @dataclass(slots=True, eq=False)
@@ -91,8 +113,8 @@ class ResponseFormatter:
         """What comes after the last answer."""
         raise NotImplementedError
 
-    def whole(self, choices: list[Choice]) -> bytes:
-        """The body of a response without events."""
+    def whole(self, choices: list[Choice]) -> Iterator[bytes]:
+        """The body of a response without events, in pieces that take little time to make."""
         raise NotImplementedError
 
     def error_event(self, error: ApiError) -> bytes:

@@ -55,13 +55,15 @@ def completion_params(state: ServerState, body: CompletionBody) -> GenerationPar
 def chat_params(state: ServerState, body: ChatBody) -> GenerationParams:
     newer = body.max_completion_tokens
     given, name = (body.max_tokens, "max_tokens") if newer is None else (newer, "max_completion_tokens")
-    default = state.frontend.default_params.get("max_tokens")
-    asked: dict[str, Any] = {"max_tokens": _max_tokens(state, given, default, name)}
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs is given: it needs logprobs to be true", param="top_logprobs")
     num_logprobs = _num_logprobs(state, "top_logprobs", body.top_logprobs or 0) if body.logprobs else None
+    default = state.frontend.default_params.get("max_tokens")
+    asked: dict[str, Any] = {}
     if num_logprobs is not None:
         asked["logprobs"] = num_logprobs
+        default = _scored_tokens(state, body.n or 1, num_logprobs, default)
+    asked["max_tokens"] = _max_tokens(state, given, default, name)
     constraint = _read_constraint(body, asked)
     params = _params(state, body, asked)
     return GenerationParams(params, num_logprobs, constraint=constraint, asked_tokens=given, asked_name=name)
@@ -110,6 +112,13 @@ def _max_tokens(
     if limit is not None and given > limit:
         raise ApiError(400, f"{name} is {given}: at most {limit} are allowed here", param=name)
     return given
+
+
+def _scored_tokens(state: ServerState, n: int, num_logprobs: int, default: int | None) -> int:
+    """The longest answer with logprobs where the body does not say it: there may be as many as the limit has room for.
+    A limit without room for one token is left to the check of the request."""
+    room = max(1, state.options.max_answer_logprobs // (max(n, 1) * (num_logprobs + 1)))
+    return room if default is None else min(default, room)
 
 
 def _num_logprobs(state: ServerState, name: str, given: int) -> int:

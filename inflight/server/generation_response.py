@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 
 from starlette.responses import Response
@@ -21,6 +21,10 @@ _EVENTS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+
+
+LONG_ANSWER = 4096  # tokens of all answers together, from which on writing them down is worth a thread
+PART_SIZE = 256 << 10  # bytes of a long answer that are made and sent at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +48,7 @@ class GenerationResponse(EngineResponse):
     def __init__(self, state: ServerState, caller: Caller, spec: GenerationSpec) -> None:
         super().__init__(state, caller, spec.head)
         self._spec = spec
-        self._events_begun = False
+        self._events_begun = self._parts_begun = False
         self._generation: Generation | None = None
         self._choices: dict[str, Choice] = {}  # by the engine's request id
 
@@ -105,11 +109,23 @@ class GenerationResponse(EngineResponse):
                 if choice.reader is not None:  # as it comes: at the end it would be long
                     choice.answer.complete()
         choices = list(self._choices.values())
-        content = await self._state.in_thread_if(
-            self._spec.has_long_answer, lambda: self._formatter.whole(choices)
-        )
+        num_tokens = sum(choice.num_tokens for choice in choices)
+        is_long = self._spec.has_long_answer or num_tokens > LONG_ANSWER
+        pieces = self._formatter.whole(choices)
+        part = await self._state.in_thread_if(is_long, lambda: _next_part(pieces))
+        if len(part) < PART_SIZE:
+            await self._before_end()
+            await self._respond(Response(part, media_type="application/json"))
+            return
+        self._parts_begun = True
+        headers = [(b"content-type", b"application/json")]
+        headers.append((b"x-request-id", self._head.request_id.encode()))
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        while len(part) >= PART_SIZE:  # the client's pace: no more is made before it has read most of this
+            await self._send({"type": "http.response.body", "body": part, "more_body": True})
+            part = await self._state.in_thread_if(is_long, lambda: _next_part(pieces))
         await self._before_end()
-        await self._respond(Response(content, media_type="application/json"))
+        await self._send({"type": "http.response.body", "body": part, "more_body": False})
 
     async def _before_end(self) -> None:
         if self._spec.before_end is not None:
@@ -155,9 +171,22 @@ class GenerationResponse(EngineResponse):
                 self._caller.usage.waited(record, seconds)
 
     async def _write_error(self, error: ApiError) -> None:
-        """As a response of its own or, once events were sent, as the last of them."""
+        """As a response of its own or, once events were sent, as the last of them. JSON that has begun breaks off, and
+        the connection with it: its client sees that the end is missing."""
+        if self._parts_begun:
+            return
         if self._events_begun:
             data = self._formatter.error_event(error)
             await self._send({"type": "http.response.body", "body": data, "more_body": False})
         else:
             await self._respond(self._formatter.error_response(error))
+
+
+def _next_part(pieces: Iterator[bytes]) -> bytes:
+    """Return the next bytes of a body: less than PART_SIZE only at its end."""
+    part = bytearray()
+    for piece in pieces:
+        part += piece
+        if len(part) >= PART_SIZE:
+            break
+    return bytes(part)

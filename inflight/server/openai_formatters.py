@@ -6,6 +6,7 @@ what comes after it once for the request.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from inflight.agents import (
@@ -15,7 +16,7 @@ from inflight.agents import (
     ReasoningDelta,
     ToolCallBegun,
 )
-from inflight.server.formatters import Choice, ResponseFormatter, encode, usage_of
+from inflight.server.formatters import Choice, ResponseFormatter, encode, json_pieces, usage_of
 from inflight.server.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from inflight.text import Tokenizer
 
@@ -40,7 +41,7 @@ class OpenAIFormatter(ResponseFormatter):
         with_ids: bool = False,
         with_usage: bool = False,
         with_usage_so_far: bool = False,
-        with_prompt_logprobs: bool = False,
+        num_prompt_logprobs: int | None = None,
     ) -> None:
         self._head = {
             "id": request_id,
@@ -52,7 +53,7 @@ class OpenAIFormatter(ResponseFormatter):
         self._tokenizer = tokenizer
         self._num_logprobs = num_logprobs
         self._with_ids = with_ids
-        self._with_prompt_logprobs = with_prompt_logprobs
+        self._num_prompt_logprobs = num_prompt_logprobs
         self._plain = num_logprobs is None and not with_ids and not with_usage_so_far
         self._usage = {"usage": None} if with_usage else {}
         self._with_usage_so_far = with_usage_so_far
@@ -90,8 +91,12 @@ class OpenAIFormatter(ResponseFormatter):
         return self._event([fields], **more)
 
     def _event(self, items: list[dict[str, Any]], **more: Any) -> bytes:
-        head = {**self._head, "object": self.object_event, "choices": items, **self._usage, **more}
-        return b"data: " + encode(head) + b"\n\n"
+        head = {**self._head, "object": self.object_event, "choices": iter(items), **self._usage, **more}
+        return b"data: " + b"".join(json_pieces(head)) + b"\n\n"
+
+    def _prompt_logprobs(self, choice: Choice) -> Any:
+        count = self._num_prompt_logprobs or 0
+        return prompt_logprobs(choice.prompt.prompt_positions, count, self._tokenizer)
 
     def _new_ids(self, choice: Choice) -> dict[str, Any]:
         return {"token_ids": choice.answer.output.token_ids[choice.num_sent :]} if self._with_ids else {}
@@ -111,8 +116,9 @@ class CompletionFormatter(OpenAIFormatter):
         echoed = _prompt_text(choice, self._tokenizer) if choice.echoes else ""
         logprobs = None
         if self._num_logprobs is not None:
-            logprobs = completion_logprobs(ids, positions, self._num_logprobs, self._tokenizer, choice.offset)
-            choice.offset += sum(map(len, logprobs["tokens"]))
+            logprobs, choice.offset = completion_logprobs(
+                ids, positions, self._num_logprobs, self._tokenizer, choice.offset
+            )
         more = self._new_ids(choice)
         if self._with_ids and choice.num_sent == 0:
             more["prompt_token_ids"] = choice.prompt.prompt_token_ids
@@ -130,30 +136,30 @@ class CompletionFormatter(OpenAIFormatter):
         """Token ids and their positions' logprobs, as far as they are new."""
         output = choice.answer.output
         ids: list[int] = output.token_ids[choice.num_sent :]
-        positions: list[Any] = (output.logprobs or [])[choice.num_sent :]
+        positions: list[Any] = choice.answer.positions[choice.num_sent :]
         if choice.echoes:
             ids = [*choice.prompt.prompt_token_ids, *ids]
-            positions = [*(choice.prompt.prompt_logprobs or []), *positions]
+            positions = [*(choice.prompt.prompt_positions or []), *positions]
         return ids, positions
 
-    def whole(self, choices: list[Choice]) -> bytes:
-        items = []
-        for choice in choices:
-            output = choice.answer.output
-            choice.num_sent = 0
-            fields = self._fields(choice, choice.answer.take_text())
-            fields |= {"finish_reason": output.finish_reason, "stop_reason": output.stop_reason}
-            if self._with_prompt_logprobs:
-                fields["prompt_logprobs"] = prompt_logprobs(choice.prompt.prompt_logprobs)
-            items.append(fields)
-        return encode(
+    def whole(self, choices: list[Choice]) -> Iterator[bytes]:
+        return json_pieces(
             {
                 **self._head,
                 "object": self.object_whole,
-                "choices": items,
+                "choices": map(self._item, choices),
                 "usage": usage_of(choices),
             }
         )
+
+    def _item(self, choice: Choice) -> dict[str, Any]:
+        output = choice.answer.output
+        choice.num_sent = 0
+        fields = self._fields(choice, choice.answer.take_text())
+        fields |= {"finish_reason": output.finish_reason, "stop_reason": output.stop_reason}
+        if self._num_prompt_logprobs is not None:
+            fields["prompt_logprobs"] = self._prompt_logprobs(choice)
+        return fields
 
 
 class ChatFormatter(OpenAIFormatter):
@@ -219,32 +225,32 @@ class ChatFormatter(OpenAIFormatter):
     def _logprobs(self, choice: Choice) -> dict[str, Any] | None:
         if self._num_logprobs is None:
             return None
-        output = choice.answer.output
-        positions = (output.logprobs or [])[choice.num_sent :]
-        return chat_logprobs(
-            output.token_ids[choice.num_sent :], positions, self._num_logprobs, self._tokenizer
-        )
+        positions = choice.answer.positions[choice.num_sent :]
+        return chat_logprobs(positions, self._num_logprobs, self._tokenizer)
 
-    def whole(self, choices: list[Choice]) -> bytes:
-        items = []
-        for choice in choices:
-            choice.answer.complete()
-            items.append(
-                {
-                    "index": choice.index,
-                    "message": self._message(choice),
-                    "logprobs": self._logprobs(choice),
-                    "finish_reason": choice.finish_reason,
-                    "stop_reason": choice.answer.output.stop_reason,
-                    **self._new_ids(choice),
-                }
-            )
-        answer = {**self._head, "object": self.object_whole, "choices": items, "usage": usage_of(choices)}
+    def whole(self, choices: list[Choice]) -> Iterator[bytes]:
+        answer = {
+            **self._head,
+            "object": self.object_whole,
+            "choices": map(self._item, choices),
+            "usage": usage_of(choices),
+        }
         if self._with_ids:
             answer["prompt_token_ids"] = choices[0].prompt.prompt_token_ids
-        if self._with_prompt_logprobs:
-            answer["prompt_logprobs"] = prompt_logprobs(choices[0].prompt.prompt_logprobs)
-        return encode(answer)
+        if self._num_prompt_logprobs is not None:
+            answer["prompt_logprobs"] = self._prompt_logprobs(choices[0])
+        return json_pieces(answer)
+
+    def _item(self, choice: Choice) -> dict[str, Any]:
+        choice.answer.complete()
+        return {
+            "index": choice.index,
+            "message": self._message(choice),
+            "logprobs": self._logprobs(choice),
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.answer.output.stop_reason,
+            **self._new_ids(choice),
+        }
 
     def _message(self, choice: Choice) -> dict[str, Any]:
         message = choice.answer.message()

@@ -76,7 +76,16 @@ def prepare_completion(
         elif bool in set(map(type, prompt)):  # Python takes them for 0 and 1
             raise _bad_prompt("prompt has true or false among its token ids")
         found.append(_prepared(state, caller, body, params, prompt, text))
+    _check_logprobs(state, params, found)
     return found
+
+
+def _check_logprobs(
+    state: ServerState, params: GenerationParams, found: list[OutputProcessor], name: str = "logprobs"
+) -> None:
+    sizes = [(len(prompt.prompt_token_ids), prompt.answers[0].request.max_tokens) for prompt in found]
+    limit = state.options.max_answer_logprobs
+    state.frontend.input_processor.check_logprobs(params.sampling, sizes, limit, name)
 
 
 def _check_listed(state: ServerState, params: GenerationParams, num_prompts: int) -> None:
@@ -152,6 +161,7 @@ def prepare_chat(
         )
     _check_prompt_tokens(state, len(found.prompt_token_ids))
     _check_room(state, params, found)
+    _check_logprobs(state, params, [found], "top_logprobs")
     return [found]
 
 

@@ -178,6 +178,10 @@ class BoundedProtocol(HttpToolsProtocol):
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > self.limits.max_header_size:
             self._refuse_headers("headers")
+        elif (num_hosts := sum(name == b"host" for name, _ in self.headers)) > 1:
+            # A proxy in front and this server could each believe another one of them.
+            message = f"the request has {num_hosts} Host headers: it must have one"
+            self._refuse(ApiError(400, message, code="invalid_http"))
         elif self.places.is_reserved(self) and self.url.partition(b"?")[0] not in PROBES:
             self.refuse_connection()
         elif not self.transport.is_closing():

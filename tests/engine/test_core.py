@@ -9,7 +9,7 @@ import pytest
 
 from inflight.engine.fake import expected_tokens
 from inflight.errors import DeviceLostError, QueueFullError
-from inflight.events import PositionLogprobs, RequestFailure, TokenLogprob
+from inflight.events import PositionLogprobs, RequestFailure, TokenLogprob, pack_logprobs, unpack_logprobs
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
 from inflight.scheduling import Batch, Policy, Sampled, ScheduledStep
@@ -207,7 +207,9 @@ def test_prompt_logprobs_arrive_once_and_survive_preemption() -> None:
         result = launch(batch)
         for index, (start, count) in enumerate(zip(batch.starts, batch.counts, strict=True)):
             last = min(start + count, 8)
-            found: list[PositionLogprobs] = [(TokenLogprob(i, -1.0, 1),) for i in range(start + 1, last + 1)]
+            found: list[PositionLogprobs] = [
+                pack_logprobs([TokenLogprob(i, -1.0, 1)]) for i in range(start + 1, last + 1)
+            ]
             if found:
                 result.prompt_logprobs[index] = found
         return result
@@ -219,7 +221,7 @@ def test_prompt_logprobs_arrive_once_and_survive_preemption() -> None:
     deltas = [delta for _ in range(8) for delta in engine.core.step()]
     kept = [delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs]
     assert len(kept) == 1
-    assert [None if position is None else position[0].token_id for position in kept[0]] == [
+    assert [None if position is None else unpack_logprobs(position)[0].token_id for position in kept[0]] == [
         None,
         *range(1, 9),
     ]
@@ -234,7 +236,7 @@ def test_prompt_logprobs_of_a_prompt_preempted_with_its_last_chunk_in_flight() -
     def with_logprobs(batch: Batch) -> Sampled:
         result = launch(batch)
         if batch.starts[0] == 0:
-            result.prompt_logprobs[0] = [(TokenLogprob(2, -1.0, 1),), (TokenLogprob(3, -1.0, 1),)]
+            result.prompt_logprobs[0] = [pack_logprobs([TokenLogprob(i, -1.0, 1)]) for i in (2, 3)]
         return result
 
     engine.runner.launch = with_logprobs  # type: ignore[method-assign]
@@ -242,7 +244,9 @@ def test_prompt_logprobs_of_a_prompt_preempted_with_its_last_chunk_in_flight() -
     engine.scheduler._preempt(request, ScheduledStep(Batch(0)), "memory")
     deltas = [delta for _ in range(8) for delta in engine.core.step()]
     kept = [delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs]
-    assert [[position and position[0].token_id for position in found] for found in kept] == [[None, 2, 3]]
+    assert [[position and unpack_logprobs(position)[0].token_id for position in found] for found in kept] == [
+        [None, 2, 3]
+    ]
 
 
 def test_a_finished_request_stays_finished_when_its_surplus_step_fails() -> None:

@@ -6,11 +6,11 @@ import pytest
 
 from inflight.engine.delta_queue import DeltaQueue
 from inflight.errors import EngineDeadError
-from inflight.events import Delta, PositionLogprobs, TokenLogprob
+from inflight.events import Delta, PositionLogprobs, TokenLogprob, pack_logprobs
 
 
 def position(token_id: int) -> PositionLogprobs:
-    return (TokenLogprob(token_id, -1.0, 1),)
+    return pack_logprobs([TokenLogprob(token_id, -1.0, 1)])
 
 
 async def test_a_delta_waits_for_its_reader() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from inflight.engine.outbox import MAX_STEPS, STATS_EVERY, WINDOW, Outbox
 from inflight.engine.wire import Reply, StepOutputs
-from inflight.events import Delta, PositionLogprobs, StepRecord, TokenLogprob
+from inflight.events import Delta, PositionLogprobs, StepRecord, TokenLogprob, pack_logprobs
 from tests.helpers import FakeEngine, make_request
 
 
@@ -30,7 +30,7 @@ class Sender:
 
 def test_plain_tokens_are_columns_and_the_rest_is_whole() -> None:
     sender = Sender()
-    logprobs: list[PositionLogprobs] = [(TokenLogprob(5, -0.5, 1),)]
+    logprobs: list[PositionLogprobs] = [pack_logprobs([TokenLogprob(5, -0.5, 1)])]
     others = [Delta("r1", [5], logprobs), Delta("r2", [6], finish_reason="length")]
     sender.step(Delta("r0", [4]), *others)
     (outputs,) = sender.outputs

@@ -43,6 +43,7 @@ from inflight.events import (
     StepRecord,
     TimeBreakdown,
     TokenLogprob,
+    pack_logprobs,
 )
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
@@ -57,7 +58,11 @@ counts = st.integers(0, LARGEST)
 ids = st.integers(0, 2**31)
 id_lists = st.lists(ids, max_size=5)
 times = st.floats(allow_nan=False)
-positions = st.lists(st.builds(TokenLogprob, ids, times, counts), max_size=3).map(tuple)
+positions = st.lists(
+    st.builds(TokenLogprob, st.integers(0, 2**31 - 1), st.floats(width=32), st.integers(1, 2**31 - 1)),
+    min_size=1,
+    max_size=3,
+).map(pack_logprobs)
 reasons = st.none() | st.sampled_from(["stop", "length", "abort", "error"])
 breakdowns = st.builds(TimeBreakdown, st.dictionaries(texts, times, max_size=2), *[times] * 5)
 records = st.builds(

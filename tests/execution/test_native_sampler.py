@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from inflight.errors import EngineError
+from inflight.events import unpack_logprobs
 from inflight.execution.sampling import HAS_NO_TOKEN, IS_NOT_FINITE, HostSample, cpu_sampler
 from inflight.execution.sampling.native import ROW, NativeSampler
 from inflight.execution.sampling.token_bits import token_bits
@@ -111,9 +112,9 @@ def test_tokens_and_logprobs_are_those_of_the_torch_sampler(vocab: int) -> None:
     assert native.logprobs.keys() == torch_.logprobs.keys()
     for entry, found in native.logprobs.items():
         if not native.bad[entry]:
-            wanted = torch_.logprobs[entry]
-            assert [(c.token_id, c.rank) for c in found] == [(c.token_id, c.rank) for c in wanted]
-            assert [c.logprob for c in found] == pytest.approx([c.logprob for c in wanted], abs=2e-6)
+            candidates, wanted = unpack_logprobs(found), unpack_logprobs(torch_.logprobs[entry])
+            assert [(c.token_id, c.rank) for c in candidates] == [(c.token_id, c.rank) for c in wanted]
+            assert [c.logprob for c in candidates] == pytest.approx([c.logprob for c in wanted], abs=2e-6)
 
 
 @pytest.mark.parametrize("temperature", [1.1e-5, 1e-3, 0.05, 1.0, 40.0, 1e30])
@@ -164,10 +165,11 @@ def test_tokens_that_the_model_forbids_are_named_last_and_only_if_asked_for() ->
     logits = [-math.inf] * 300
     logits[7], logits[290] = 1.0, 2.0
     (few,) = sample_with("native", [job(logits, temperature=0, logprobs=2)]).logprobs.values()
-    assert [(c.token_id, c.rank) for c in few] == [(290, 1), (7, 2)]
+    assert [(c.token_id, c.rank) for c in unpack_logprobs(few)] == [(290, 1), (7, 2)]
     (more,) = sample_with("native", [job(logits, temperature=0, logprobs=4)]).logprobs.values()
-    assert [(c.token_id, c.rank) for c in more] == [(290, 1), (7, 2), (0, 3), (1, 3)]
-    assert more[2].logprob == -math.inf
+    candidates = unpack_logprobs(more)
+    assert [(c.token_id, c.rank) for c in candidates] == [(290, 1), (7, 2), (0, 3), (1, 3)]
+    assert candidates[2].logprob == -math.inf
     assert sample_with("native", [job(logits, top_k=50, top_p=0.9)]).token_ids[0] in (7, 290)
 
 
@@ -176,11 +178,12 @@ def test_logprobs_of_spoiled_logits_are_of_some_tokens(poison: float) -> None:
     jobs = [job([poison, 1.0, 2.0], logprobs=2), job([0.0, 1.0, 2.0], temperature=0, logprobs=2)]
     sampled = sample_with("native", jobs)
     assert (sampled.token_ids, sampled.bad) == ([0, 2], [IS_NOT_FINITE, 0])
-    assert [c.token_id for c in sampled.logprobs[0]] == [0, 1]
-    assert all(math.isnan(c.logprob) for c in sampled.logprobs[0])
+    candidates = unpack_logprobs(sampled.logprobs[0])
+    assert [c.token_id for c in candidates] == [0, 1]
+    assert all(math.isnan(c.logprob) for c in candidates)
     sampler = cpu_sampler(1, 3)
     found = sampler.score_prompt(torch.tensor([[poison, 1.0, 2.0]]), torch.tensor([2]), 1).to_host()
-    assert [c.token_id for c in found[0]] == [2, 0]
+    assert [c.token_id for c in unpack_logprobs(found[0])] == [2, 0]
 
 
 def test_logits_and_tokens_of_another_layout_are_refused() -> None:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inflight.errors import EngineError
-from inflight.events import PositionLogprobs
+from inflight.events import PositionLogprobs, unpack_logprobs
 from inflight.execution.sampling import IS_NOT_FINITE
 from inflight.execution.sampling.triton import (
     DrawRows,
@@ -156,9 +156,9 @@ def agree(jobs: list[Job], group: int) -> list[int]:
     assert found.bad == wanted.bad
     assert found.logprobs.keys() == wanted.logprobs.keys()
     for entry, position in found.logprobs.items():
-        expected = wanted.logprobs[entry]
-        assert [(t.token_id, t.rank) for t in position] == [(t.token_id, t.rank) for t in expected]
-        assert [t.logprob for t in position] == pytest.approx([t.logprob for t in expected], abs=1e-5)
+        candidates, expected = unpack_logprobs(position), unpack_logprobs(wanted.logprobs[entry])
+        assert [(t.token_id, t.rank) for t in candidates] == [(t.token_id, t.rank) for t in expected]
+        assert [t.logprob for t in candidates] == pytest.approx([t.logprob for t in expected], abs=1e-5)
     return found.ids
 
 
@@ -297,9 +297,10 @@ def test_logits_that_nothing_is_drawn_from_are_scored() -> None:
             normalised = x - x.max() - np.log(np.exp(x - x.max()).sum())
             order = np.lexsort((np.arange(700), -x))[:count].tolist()
             ids = [targets[entry], *(i for i in order if i != targets[entry])]
-            assert [t.token_id for t in position] == ids
-            assert [t.rank for t in position] == [1 + int((x > x[i]).sum()) for i in ids]
-            assert [t.logprob for t in position] == pytest.approx([normalised[i] for i in ids], abs=1e-4)
+            candidates = unpack_logprobs(position)
+            assert [t.token_id for t in candidates] == ids
+            assert [t.rank for t in candidates] == [1 + int((x > x[i]).sum()) for i in ids]
+            assert [t.logprob for t in candidates] == pytest.approx([normalised[i] for i in ids], abs=1e-4)
 
 
 def test_a_row_does_not_know_its_neighbours() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from inflight.events import PositionLogprobs
+from inflight.events import PositionLogprobs, unpack_logprobs
 from inflight.execution.sampling import HAS_NO_TOKEN, IS_NOT_FINITE
 from inflight.execution.sampling.triton import RankTokens, draw_by_ranks
 from tests.execution.sampler_oracle import Bench, Job, job
@@ -119,7 +119,8 @@ def check(found: Drawn, expected: Drawn) -> None:
         same_logprobs(position, expected.logprobs[entry])
 
 
-def same_logprobs(found: PositionLogprobs, expected: PositionLogprobs) -> None:
+def same_logprobs(position: PositionLogprobs, other: PositionLogprobs) -> None:
+    found, expected = unpack_logprobs(position), unpack_logprobs(other)
     assert [(t.token_id, t.rank) for t in found] == [(t.token_id, t.rank) for t in expected]
     assert [t.logprob for t in found] == pytest.approx([t.logprob for t in expected], abs=1e-5)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from dataclasses import asdict, replace
 from itertools import pairwise
 from typing import Any
 
@@ -9,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inflight.events import Delta, PositionLogprobs, RequestRecord, TokenLogprob
+from inflight.events import Delta, PositionLogprobs, RequestRecord, TokenLogprob, pack_logprobs
 from inflight.frontend import OutputProcessor
+from inflight.outputs import Logprob, PackedLogprobs
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
 from inflight.text import Tokenizer
@@ -25,7 +29,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def position(token_id: int) -> PositionLogprobs:
-    return (TokenLogprob(token_id, -0.5, 2), TokenLogprob(319, -0.25, 1))
+    return pack_logprobs([TokenLogprob(token_id, -0.5, 2), TokenLogprob(319, -0.25, 1)])
 
 
 def assembler_for(
@@ -153,6 +157,40 @@ def test_logprobs_are_named_and_summed(tokenizer: Tokenizer) -> None:
         assert list(found) == [token_id, 319]
         assert (found[token_id].logprob, found[token_id].rank) == (-0.5, 2)
         assert found[token_id].decoded_token == tokenizer.decode([token_id], skip_special_tokens=False)
+
+
+def test_logprobs_are_read_as_plain_lists_and_dicts(tokenizer: Tokenizer) -> None:
+    output_processor = assembler_for(tokenizer, logprobs=1)
+    output_processor.push(Delta("r", [20], [position(20)]))
+    early = output_processor.output().outputs[0].logprobs
+    output_processor.push(Delta("r", [319], [position(319)]))  # a token that is the most likely one too
+    answer = output_processor.output().outputs[0]
+    text = tokenizer.text_of
+    expected = [
+        {20: Logprob(-0.5, 2, text(20)), 319: Logprob(-0.25, 1, text(319))},
+        {319: Logprob(-0.5, 2, text(319))},
+    ]
+    assert answer.logprobs == expected
+    assert early is answer.logprobs
+    assert (type(answer.logprobs), type(answer.logprobs[0])) == (list, dict)
+    assert repr(expected) in repr(answer)
+    for twin in (replace(answer), copy.deepcopy(answer), pickle.loads(pickle.dumps(answer))):
+        assert twin == answer
+        assert type(twin.logprobs) is list
+    assert asdict(answer)["logprobs"][1] == {319: asdict(expected[1][319])}
+    answer.logprobs = None
+    assert answer.logprobs is None
+
+
+def test_no_object_is_made_of_logprobs_that_no_one_reads(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PackedLogprobs, "read", lambda _: pytest.fail("they were read"))
+    output_processor = assembler_for(tokenizer, logprobs=1, prompt_logprobs=1, stop="never")
+    ids = tokenizer.encode(TEXT)
+    output_processor.push(Delta("r", ids, [position(i) for i in ids], prompt_logprobs=[None, position(5)]))
+    output_processor.push(last("length"))
+    assert output_processor.output().outputs[0].cumulative_logprob == -0.5 * len(ids)
 
 
 def test_logprobs_are_cut_with_the_tokens(tokenizer: Tokenizer) -> None:

@@ -144,6 +144,19 @@ def test_lists_times_answers(name: str, value: Any, size: int, tokenizer: Tokeni
     check(lambda: given.check_listed(params, 4, 3 * size), ParameterError, name, code)
 
 
+def test_logprobs_times_tokens_times_answers() -> None:
+    processor, code = InputProcessor.create(None, 320, 64, (), 0), "too_many_logprobs"
+    params = SamplingParams(n=2, logprobs=4, prompt_logprobs=1, max_tokens=10)
+    # Two prompts of 3 and 5 tokens with two answers of at most 10 tokens each, and 4 + 1 logprobs for a token.
+    sizes = [(3, 10), (5, 10)]
+    processor.check_logprobs(params, sizes, 200)
+    check(lambda: processor.check_logprobs(params, sizes, 199), ParameterError, "logprobs", code)
+    prompts_only = SamplingParams(n=2, prompt_logprobs=1)
+    processor.check_logprobs(prompts_only, sizes, 32)
+    check(lambda: processor.check_logprobs(prompts_only, sizes, 31), ParameterError, "prompt_logprobs", code)
+    processor.check_logprobs(SamplingParams(n=2), sizes, 0)
+
+
 def test_all_lists_count_together() -> None:
     given = InputProcessor.create(None, 320, 64, (), 0)
     params = SamplingParams(stop_token_ids=[5] * 5, logit_bias={5: 1, 6: 1}, allowed_token_ids=[7])

@@ -8,7 +8,7 @@ import pytest
 
 from inflight.engine.fake import expected_scores, expected_tokens, expected_vector
 from inflight.errors import RequestError
-from inflight.events import TokenLogprob
+from inflight.events import TokenLogprob, pack_logprobs, unpack_logprobs
 from inflight.sampling_params import SamplingParams
 from inflight.scheduling import Batch, Sampled
 from tests.helpers import FakeEngine, make_request
@@ -88,7 +88,7 @@ def test_several_tokens_have_as_many_logprobs() -> None:
         def launch(self, batch: Batch) -> Sampled:
             sampled = super().launch(batch)
             sampled.logprobs = {
-                entry: [(TokenLogprob(token_id, -1.0, 1),) for token_id in token_ids]
+                entry: [pack_logprobs([TokenLogprob(token_id, -1.0, 1)]) for token_id in token_ids]
                 for entry, token_ids in enumerate(sampled.token_ids)
                 if token_ids
             }
@@ -100,7 +100,7 @@ def test_several_tokens_have_as_many_logprobs() -> None:
     assert [len(delta.token_ids) for delta in deltas] == [3, 2]
     for delta in deltas:
         assert delta.logprobs is not None
-        assert [position[0].token_id for position in delta.logprobs] == delta.token_ids
+        assert [unpack_logprobs(position)[0].token_id for position in delta.logprobs] == delta.token_ids
 
 
 def test_a_request_that_gets_no_token_ends_with_an_error() -> None:

@@ -17,7 +17,7 @@ from inflight import AsyncEngine
 from inflight.config import EngineConfig
 from inflight.engine import Command, EngineStats, Health, ModelFacts, RequestState
 from inflight.engine.step_records import StepObserver
-from inflight.events import Delta, KVUsage, PositionLogprobs, RequestRecord, TokenLogprob
+from inflight.events import Delta, KVUsage, PositionLogprobs, RequestRecord, TokenLogprob, pack_logprobs
 from inflight.frontend import Frontend
 from inflight.request import Request
 from tests.checkpoints import write_tokenizer
@@ -72,7 +72,9 @@ class ScriptedClient:
         for start, end in pairwise([*range(0, len(given), self.piece), len(given)]):
             while start >= self.num_allowed:
                 await asyncio.sleep(0.002)
-            scored: list[PositionLogprobs] = [(TokenLogprob(i, -0.5, 1),) for i in given[start:end]]
+            scored: list[PositionLogprobs] = [
+                pack_logprobs([TokenLogprob(i, -0.5, 1)]) for i in given[start:end]
+            ]
             yield Delta(
                 request_id, given[start:end], logprobs=scored if request.params.logprobs is not None else None
             )

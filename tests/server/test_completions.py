@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
 from inflight import LLM, SamplingParams
+from inflight.server import generation_response
 from inflight.server.schemas.completions import Completion
 from tests.server.live import Live, stream
 
@@ -51,6 +53,24 @@ def test_events_add_up_to_the_whole(live: Live, llm: LLM) -> None:
     choices = [event["choices"][0] for event in found]
     assert "".join(choice["text"] for choice in choices) == expected(llm).outputs[0].text
     assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["length"]
+
+
+@pytest.mark.parametrize("path", [PATH, "/v1/chat/completions"])
+def test_long_answer_is_sent_in_parts(live: Live, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    body: dict[str, Any] = {**GREEDY, "n": 3, "prompt_logprobs": 2}
+    if path == PATH:
+        body |= {"prompt": PROMPT, "logprobs": 3, "echo": True}
+    else:
+        body |= {"messages": [{"role": "user", "content": PROMPT}], "logprobs": True, "top_logprobs": 3}
+    at_once = live.post(path, body)
+    assert "content-length" in at_once.headers
+    monkeypatch.setattr(generation_response, "PART_SIZE", 1000)
+    with live.http.stream("POST", path, json=body) as response:
+        assert response.headers["transfer-encoding"] == "chunked"
+        assert response.headers["content-type"] == "application/json"
+        in_parts = json.loads(response.read())
+    assert in_parts["choices"] == at_once.json()["choices"]
+    assert in_parts.get("prompt_logprobs") == at_once.json().get("prompt_logprobs")
 
 
 def test_usage_comes_last_when_asked_for(live: Live) -> None:

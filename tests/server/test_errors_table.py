@@ -22,7 +22,13 @@ INSIDE = {"aborted", "logits_not_finite"}  # which a server tells as `cancelled`
 # Where the code is no literal beside the status: it is that of an exception, or chosen before.
 ELSEWHERE = {
     400: {
-        *("context_length_exceeded", "too_many_listed_tokens", "unsupported_task", "no_token_allowed"),
+        *(
+            "context_length_exceeded",
+            "too_many_listed_tokens",
+            "too_many_logprobs",
+            "unsupported_task",
+            "no_token_allowed",
+        ),
         *("unsupported_keyword", "invalid_constraint", "constraint_too_complex", "constraints_unavailable"),
         *("tools_unavailable", "constraint_failed", "unsupported", "last_replica"),
     },

@@ -137,6 +137,12 @@ def named(backend: Backend) -> Iterator[Live]:
         yield live
 
 
+@pytest.fixture(scope="module")
+def any_host(backend: Backend) -> Iterator[Live]:
+    with live_server(backend, allowed_hosts=("*",)) as live:
+        yield live
+
+
 def test_every_route_is_closed_to_other_hosts(live: Live) -> None:
     for path in ("/", "/health", "/ready", "/metrics", "/v1/models", "/openapi.json", "/nothing"):
         status, answer = ask(live, f"GET {path} HTTP/1.1\r\nhost: evil.example")
@@ -158,6 +164,19 @@ def test_odd_headers(live: Live) -> None:
     ):
         assert ask(live, head)[0] in (400, 403), head
     assert ask(live, "GET /health HTTP/1.1\r\nhost:   localhost.:9  ")[0] == 200
+
+
+@pytest.mark.parametrize("second", ["localhost", "evil.example", ""])
+def test_two_host_headers_are_refused_whatever_hosts_are_allowed(any_host: Live, second: str) -> None:
+    status, answer = ask(any_host, f"GET /health HTTP/1.1\r\nhost: localhost\r\nHost: {second}")
+    assert (status, answer["error"]["code"]) == (400, "invalid_http")
+    assert "2 Host headers" in answer["error"]["message"]
+    assert ask(any_host, "GET /health HTTP/1.1\r\nhost: evil.example")[0] == 200
+
+
+def test_a_second_host_header_among_the_trailers_is_not_read(any_host: Live) -> None:
+    head = "POST /health HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\nconnection: close"
+    assert ask(any_host, f"{head}\r\n\r\n0\r\nhost: evil.example")[0] == 405
 
 
 def test_refusals_are_counted(live: Live) -> None:

@@ -296,6 +296,46 @@ def test_lists_are_bounded_times_the_answers(body: dict[str, Any], backend: Back
         assert live.post(PATH, {**GOOD, **first}).status_code == 200
 
 
+# ---- logprobs ----
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"logprobs": 4, "max_tokens": 13}, "logprobs"),
+        ({"logprobs": 4, "n": 4, "max_tokens": 4}, "logprobs"),
+        ({"logprobs": 0, "prompt": [[5], [6], [7]], "n": 3, "max_tokens": 8}, "logprobs"),
+        ({"logprobs": 4, "n": 4, "max_tokens": 4, "stream": True}, "logprobs"),
+        ({"prompt_logprobs": 4, "prompt": [5] * 13}, "prompt_logprobs"),
+        ({"logprobs": 4, "echo": True, "max_tokens": 1, "prompt": [5] * 13}, "prompt_logprobs"),
+        ({"logprobs": 4, "echo": True, "max_tokens": 0, "prompt": [5] * 13}, "prompt_logprobs"),
+    ],
+)
+def test_logprobs_are_bounded_times_the_tokens_and_the_answers(
+    body: dict[str, Any], param: str, backend: Backend
+) -> None:
+    with live_server(backend, max_answer_logprobs=64) as live:
+        response = live.post(PATH, {**GOOD, **body})
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert (error["code"], error["param"]) == ("too_many_logprobs", param)
+        assert "at most 64 are allowed" in error["message"]
+        smaller = {**GOOD, **body, "n": 1, "prompt": [5], "max_tokens": 4}
+        assert live.post(PATH, smaller).status_code == 200
+
+
+def test_logprobs_of_chats_are_bounded(backend: Backend) -> None:
+    with live_server(backend, max_answer_logprobs=64) as live:
+        chat = {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 1, "n": 2}
+        refused = live.post("/v1/chat/completions", {**chat, "max_tokens": 17})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "too_many_logprobs")
+        # An answer whose length the client leaves open gets as many tokens as the limit has room for.
+        open_ended = live.post("/v1/chat/completions", {**chat, "ignore_eos": True}).json()
+        assert [choice["finish_reason"] for choice in open_ended["choices"]] == ["length"] * 2
+        assert open_ended["usage"]["completion_tokens"] == 2 * 16
+        assert live.post("/v1/chat/completions", {**chat, "n": 64}).status_code == 400
+
+
 # ---- the queue and time ----
 
 

@@ -50,6 +50,12 @@ def test_what_is_not_tls(small: Live) -> None:
     assert get(small, "/v1/models").status_code == 200
 
 
+def test_two_host_headers_are_refused(small: Live) -> None:
+    with TRUSTED.wrap_socket(connect(small), server_hostname="localhost") as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\nhost: localhost\r\n\r\n")
+        assert connection.recv(1024).startswith(b"HTTP/1.1 400 ")
+
+
 def test_connections_without_a_handshake_count_and_end(small: Live, silent: list[socket.socket]) -> None:
     open_ = small.server.server_state.connections
     small.wait_until("all of them", lambda: len(open_) == MAX_CONNECTIONS)

@@ -134,6 +134,41 @@ def test_an_answer_that_breaks_off_in_a_call(live: Live, model: ScriptedClient) 
     assert choice["finish_reason"] == "length"
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(
+    ("script", "stop", "expected"),
+    [
+        (call(), '"b"', "stop"),  # in the arguments
+        (call(), '"arguments', "stop"),  # in the head of the call
+        (
+            f"{call()}\n{call('mul')}",
+            '"mul"',
+            "tool_calls",
+        ),  # the first call is whole, and the second never began
+        (f"{call()}\n{call('mul', '[7]')}", "7", "stop"),  # the first call is whole, the second is not
+        (call(), "</tool_call>", "tool_calls"),  # the arguments are whole
+        (f"{call()}\nDone.", "Done", "tool_calls"),
+        (OUTPUTS["a call that breaks off"], "never", "stop"),  # the model itself ended it
+    ],
+)
+def test_broken_call_does_not_finish_with_tool_calls(
+    live: Live, model: ScriptedClient, script: str, stop: str, expected: str, streamed: bool
+) -> None:
+    model.script = script
+    body = {"messages": [USER], "tools": [tool(), tool("mul")], "stop": [stop]}
+    if streamed:
+        events = stream(live, PATH, body)
+        reason, calls = events[-1]["choices"][0]["finish_reason"], added_up(events)["tool_calls"]
+        arguments = [found["arguments"] for found in calls]
+    else:
+        (choice,) = ask(live, **body)["choices"]
+        reason = choice["finish_reason"]
+        arguments = [found["function"]["arguments"] for found in choice["message"].get("tool_calls", ())]
+    assert reason == expected
+    if expected == "tool_calls":
+        assert [json.loads(found) for found in arguments] == [{"a": 1, "b": 2}]
+
+
 def test_without_tools_there_are_no_calls(live: Live, model: ScriptedClient) -> None:
     model.script = call()
     bodies: list[dict[str, Any]] = [

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from inflight.events import PositionLogprobs, TokenLogprob
+from inflight.events import PositionLogprobs
 from inflight.execution.sampling.candidates import row_tiles, top_candidates
 
 
@@ -25,12 +28,11 @@ class LogprobTensors:
         return LogprobTensors(fetch(self.token_ids), fetch(self.logprobs), fetch(self.ranks), self.counts)
 
     def to_host(self) -> list[PositionLogprobs]:
-        """One tuple a position: the target first, then the most likely tokens that are not the target."""
-        columns = (self.token_ids.tolist(), self.logprobs.tolist(), self.ranks.tolist())
-        return [
-            position(ids[: 1 + count], logprobs, ranks)
-            for ids, logprobs, ranks, count in zip(*columns, self.counts, strict=True)
-        ]
+        """Pack each position, as `events.pack_logprobs` does: the target first, then the most likely tokens."""
+        columns = np.empty((len(self.counts), 3, self.token_ids.shape[1]), np.int32)
+        columns[:, 0], columns[:, 2] = self.token_ids.numpy(), self.ranks.numpy()
+        columns[:, 1] = self.logprobs.numpy().view(np.int32)
+        return pack_columns(columns, self.counts)
 
 
 def fetch(tensor: Tensor) -> Tensor:
@@ -63,7 +65,16 @@ def _score_tile(logits: Tensor, token_ids: Tensor, logprobs: Tensor, ranks: Tens
     logprobs.copy_(logits.log_softmax(-1).gather(1, token_ids))
 
 
-def position(token_ids: list[int], logprobs: list[float], ranks: list[int]) -> PositionLogprobs:
-    """The target first, then the most likely tokens that are not the target."""
-    target, *best = map(TokenLogprob, token_ids, logprobs, ranks)
-    return (target, *(candidate for candidate in best if candidate.token_id != target.token_id))
+def pack_columns(columns: NDArray[np.int32], counts: Sequence[int]) -> list[PositionLogprobs]:
+    """Pack positions that want `counts` of the most likely tokens beside the target.
+
+    columns [P, 3, 1 + N]: ids, log-probabilities as bits and ranks, the target's first.
+    """
+    width = columns.shape[2]
+    if min(counts, default=0) < width - 1:
+        return [
+            position[:, : 1 + count].astype("<i4").tobytes()
+            for position, count in zip(columns, counts, strict=True)
+        ]
+    data, size = columns.astype("<i4", copy=False).tobytes(), 12 * width
+    return [data[start : start + size] for start in range(0, len(data), size)]

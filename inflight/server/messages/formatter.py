@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from starlette.responses import Response
@@ -40,10 +41,10 @@ class MessagesFormatter(ResponseFormatter):
         (choice,) = choices
         return event("message_delta", delta=_end(choice), usage=_usage(choice)) + event("message_stop")
 
-    def whole(self, choices: list[Choice]) -> bytes:
+    def whole(self, choices: list[Choice]) -> Iterator[bytes]:
         (choice,) = choices
         self.end(choice)
-        return encode(self._message(_usage(choice)) | {"content": self._blocks.blocks} | _end(choice))
+        yield encode(self._message(_usage(choice)) | {"content": self._blocks.blocks} | _end(choice))
 
     def error_event(self, error: ApiError) -> bytes:
         return b"event: error\ndata: %b\n\n" % error_body(error, self._request_id)

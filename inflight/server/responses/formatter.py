@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from inflight.sampling_params import SamplingParams
@@ -43,10 +43,10 @@ class ResponsesFormatter(ResponseFormatter):
         kind = "completed" if found["status"] == "completed" else "incomplete"
         return self._numbers.event(f"response.{kind}", response=found)
 
-    def whole(self, choices: list[Choice]) -> bytes:
+    def whole(self, choices: list[Choice]) -> Iterator[bytes]:
         (choice,) = choices
         self.end(choice)
-        return encode(self._ended(choice))
+        yield encode(self._ended(choice))
 
     def error_event(self, error: ApiError) -> bytes:
         """What went wrong, and then the response as far as it came."""

@@ -116,5 +116,5 @@ def _common(state: ServerState, body: GenerationBody) -> dict[str, Any]:
         "with_ids": bool(body.return_token_ids),
         "with_usage": bool(asked and asked.include_usage),
         "with_usage_so_far": bool(asked and asked.include_usage and asked.continuous_usage_stats),
-        "with_prompt_logprobs": body.prompt_logprobs is not None,
+        "num_prompt_logprobs": body.prompt_logprobs,
     }

@@ -77,6 +77,16 @@ def test_ends(client: anthropic.Anthropic, scripted: CallingBackend) -> None:
     assert stopped.content[0].text == "Once upon a "
 
 
+def test_stop_sequence_inside_a_call(client: anthropic.Anthropic, scripted: CallingBackend) -> None:
+    scripted.say(CALLS)
+    expected = "stop_sequence", '"b": 4'
+    whole = validated(client.messages.create(**ASKED, stop_sequences=['"b": 4']))
+    assert (whole.stop_reason, whole.stop_sequence) == expected
+    with client.messages.stream(**ASKED, stop_sequences=['"b": 4']) as events:
+        last = [event for event in events if event.type == "message_delta"][-1]
+    assert (last.delta.stop_reason, last.delta.stop_sequence) == expected
+
+
 def test_thoughts_and_calls(client: anthropic.Anthropic, scripted: CallingBackend) -> None:
     scripted.say(CALLS)
     found = validated(client.messages.create(**ASKED))

@@ -129,6 +129,19 @@ def test_an_answer_that_is_cut_short(client: openai.OpenAI, scripted: CallingBac
     assert last.type == "response.incomplete"
 
 
+def test_broken_call_is_never_a_completed_item(client: openai.OpenAI, scripted: CallingBackend) -> None:
+    scripted.say(CALLS.removesuffix("4}}\n</tool_call>"))
+    asked: Any = {"model": "m", "input": "1 + 2?", "tools": [TOOL]}
+    whole = validated(client.responses.create(**asked))
+    with client.responses.stream(**asked) as events:
+        streamed = validated(events.get_final_response())
+    for found in (whole, streamed):
+        assert [item.status for item in found.output if item.type == "function_call"] == [
+            "completed",
+            "incomplete",
+        ]
+
+
 def test_an_error_is_the_end_of_a_stream(client: openai.OpenAI, scripted: CallingBackend) -> None:
     scripted.say("Once upon a time there was a fox.")
     scripted.client.error = "broken", "told to fail"

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from inflight.events import PositionLogprobs
-from inflight.execution.sampling.logprobs import position
+from inflight.execution.sampling.logprobs import pack_columns
 from inflight.execution.sampling.triton.choose import choose_kernel
 from inflight.execution.sampling.triton.logprobs import logprobs_kernel, measure_kernel
 from inflight.execution.sampling.triton.offers import OFFER
@@ -63,11 +63,7 @@ class Offered:
 def read_logprobs(results: Tensor, counts: Sequence[int], width: int) -> list[PositionLogprobs]:
     """Results in host memory, of the entries that want `counts`, in the order of their places."""
     columns = results[: 3 * width * len(counts)].view(len(counts), 3, width)
-    ids, ranks = columns[:, 0].tolist(), columns[:, 2].tolist()
-    logprobs = columns[:, 1].contiguous().view(torch.float32).tolist()
-    return [
-        position(ids[place][: 1 + count], logprobs[place], ranks[place]) for place, count in enumerate(counts)
-    ]
+    return pack_columns(columns.numpy(), counts)
 
 
 def draw(logits: Tensor, draws: Draws, state: DrawRows, tokens: Tensor, workspace: SamplingWorkspace) -> None:
