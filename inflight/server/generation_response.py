@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from starlette.responses import Response
@@ -31,6 +32,7 @@ class GenerationSpec:
     num_answers: int
     echo: bool
     prepare: Callable[[], list[OutputProcessor]]  # takes long with long texts
+    blamed: Callable[[], AbstractContextManager[None]]  # in it, refusals name what the client has written
     is_long: bool
     has_long_answer: bool  # to write down: logprobs are many times the text
     formatter: Callable[[int], ResponseFormatter]  # by the time of creation
@@ -51,6 +53,9 @@ class GenerationResponse(EngineResponse):
         state, spec = self._state, self._spec
         self._formatter = self._logged.formatter = spec.formatter(self._logged.created)
         prompts = await state.in_thread_if(spec.is_long, spec.prepare)
+        with spec.blamed():
+            for prompt in prompts:
+                await state.frontend.validate_async(prompt)
         self._generation = generation = Generation(state.client, prompts)
         state.request_log.set_generation(self._logged, generation)
         pairs = [(prompt, answer) for prompt in prompts for answer in prompt.answers]
