@@ -106,8 +106,8 @@ class Frontend:
         text: str | None = None,
         kind: str = "generate",
     ) -> OutputProcessor:
-        """A prompt that passed all checks but that of its constraint (`validate`), with a request for each answer to it.
-        `text` is that of a prompt that is given as token ids, where it is known."""
+        """A prompt that passed all checks but that of its constraint (`validate`), with a request for each answer to
+        it. `text` is that of a prompt that is given as token ids, where it is known."""
         if not self.generates:
             raise cannot("generate", self.pooling, generates=False)
         found, requests = self.input_processor.requests(
