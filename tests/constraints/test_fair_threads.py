@@ -84,7 +84,11 @@ def test_waiting_jobs_of_an_owner_are_bounded_and_cancelled_ones_free_their_plac
 def test_cleaning_up_delays_the_owner_and_not_the_result() -> None:
     threads = FairThreads("test", num_threads=2)
     clean_up, next_begun = threading.Event(), threading.Event()
-    assert threads.submit("a", lambda: 1, after=lambda: clean_up.wait(SECONDS) and None).result(SECONDS) == 1
+
+    def after() -> None:
+        clean_up.wait(SECONDS)
+
+    assert threads.submit("a", lambda: 1, after).result(SECONDS) == 1
     later = threads.submit("a", next_begun.set)
     threads.submit("b", lambda: None).result(SECONDS)
     assert not next_begun.is_set()

@@ -203,7 +203,9 @@ def test_known_outcome_needs_no_process(monkeypatch: pytest.MonkeyPatch) -> None
             asyncio.run(validator.validate_async(wrong, "another"))
 
 
-def test_interrupted_wait_of_a_thread_ends_its_trial(endless: StructuredOutputs) -> None:
+def test_interrupted_wait_of_a_thread_ends_its_trial(
+    endless: StructuredOutputs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ctrl-C in a script, for example: nothing goes on compiling behind it."""
     with closing(GrammarValidator(vocabulary)) as validator:
 
@@ -214,7 +216,7 @@ def test_interrupted_wait_of_a_thread_ends_its_trial(endless: StructuredOutputs)
         def interrupted() -> None:
             raise InterruptedError
 
-        shared.trial.future.exception = interrupted  # type: ignore[method-assign]
+        monkeypatch.setattr(shared.trial.future, "exception", interrupted)
         with pytest.raises(InterruptedError):
             validator.validate(endless)
         assert not shared.trial.is_cancelled  # someone else still waits
