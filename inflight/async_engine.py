@@ -102,8 +102,7 @@ class AsyncEngine(AsyncPoolingCalls):
         prepare = partial(
             self._frontend.prepare, prompt=prompt, priority=priority, tenant=tenant, cache_salt=cache_salt
         )
-        is_slow = sampling_params is not None and self._frontend.is_slow(sampling_params)
-        outputs = self._outputs(prepare, is_slow, sampling_params, request_id, output_kind)
+        outputs = self._outputs(prepare, False, sampling_params, request_id, output_kind)
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 yield output
@@ -167,6 +166,7 @@ class AsyncEngine(AsyncPoolingCalls):
         prepared = (
             await asyncio.to_thread(prepare, name, params=params) if is_slow else prepare(name, params=params)
         )
+        await self._frontend.validate_async(prepared)
         self._check_free(name)  # it may have been taken meanwhile
         generation = self._calls[name] = Generation(self._client, [prepared])
         sent = _Sent()

@@ -185,6 +185,7 @@ class LLM(PoolingCalls):
             self._num_requests += 1
             try:
                 found.append(prepare(index, request_id, each))
+                self._frontend.validate(found[-1])
             except RequestError as error:
                 if len(items) > 1:
                     error.add_note(f"in prompt {index} of {len(items)}")

@@ -23,6 +23,10 @@ class AttemptDiedError(Exception):
     """A grammar was too much for whoever attempted it. The message says in what way."""
 
 
+class BudgetSpentError(AttemptDiedError):
+    """All attempts of one request together have taken too long."""
+
+
 def first_success(asked: StructuredOutputs, special_texts: Collection[str], attempt: Attempt[T]) -> T:
     """Raises ParameterError if it is no grammar, asks for what is not supported, or is too complex."""
     name, param = f"{PARAM}.{asked.kind}", PARAM
@@ -44,7 +48,10 @@ def _of_answer(answer: AnswerRules, special_texts: Collection[str], attempt: Att
     loosened = answer.unsupported()
     found = attempt(answer_lark(answer, loosened, special_texts))
     if isinstance(found, str):
-        unusable = _unusable(answer, loosened, attempt)
+        try:
+            unusable = _unusable(answer, loosened, attempt)
+        except BudgetSpentError as error:
+            raise _refused_as_a_whole(answer, found) from error
         if unusable:
             found = attempt(answer_lark(answer, loosened | unusable, special_texts))
     return _checked(answer.name, answer.param, found)
@@ -60,6 +67,16 @@ def _unusable(answer: AnswerRules, loosened: frozenset[str], attempt: Attempt[T]
                 raise refusal(schema.param, schema.param, outcome)
             found.add(name)
     return frozenset(found)
+
+
+def _refused_as_a_whole(answer: AnswerRules, message: str) -> ParameterError:
+    """Return the refusal of schemas that cannot be used together, where there was no time to try each alone."""
+    refused = refusal(answer.name, answer.param, message)
+    return ParameterError(
+        f"{refused}; which of the {len(answer.schemas)} schemas is to blame could not be determined in time",
+        param=refused.param,
+        code=refused.code,
+    )
 
 
 def _checked(name: str, param: str, found: T | str) -> T:

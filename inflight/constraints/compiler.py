@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
+from concurrent.futures import Future
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from inflight.constraints.attempts import first_success
+from inflight.constraints.fair_threads import FairThreads
 from inflight.constraints.kept import KeptOutcomes
 from inflight.constraints.matcher import Matcher
 from inflight.constraints.trial_worker import first_error
@@ -62,16 +63,17 @@ class GrammarCompiler:
     def __init__(self, make_vocabulary: Callable[[], Vocabulary]) -> None:
         self._make_vocabulary = make_vocabulary
         self._kept: KeptOutcomes[Grammar] = KeptOutcomes(MAX_KEPT)
-        self._threads = ThreadPoolExecutor(NUM_THREADS, "inflight-grammars")  # that start when first used
+        self._threads = FairThreads("inflight-grammars", NUM_THREADS)
 
     def compile(self, asked: StructuredOutputs) -> Grammar:
         """What is not trusted must be validated first. Raises ParameterError."""
         return self._kept.get(asked, self._compile)
 
-    def begin(self, asked: StructuredOutputs) -> Future[Grammar]:
-        """Compile beside what the caller does. What was compiled before is there at once."""
+    def begin(self, asked: StructuredOutputs, owner: str = "") -> Future[Grammar]:
+        """Compile beside what the caller does, one grammar of an owner at a time. What was compiled before is there at
+        once. Cancelling the future gives up the place in the queue."""
         known = self._kept.known(asked)
-        return self._threads.submit(self.compile, asked) if known is None else known
+        return self._threads.submit(owner, partial(self.compile, asked)) if known is None else known
 
     def is_compiled(self, asked: StructuredOutputs) -> bool:
         """Whether `compile` would answer at once."""

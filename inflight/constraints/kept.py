@@ -27,8 +27,11 @@ class KeptOutcomes(Generic[T]):
 
     def known(self, asked: StructuredOutputs) -> Future[T] | None:
         """The outcome, if it is there already."""
+        key = asked.kind, asked.text
         with self._lock:
-            found = self._outcomes.get((asked.kind, asked.text))
+            found = self._outcomes.get(key)
+            if found is not None:
+                self._outcomes.move_to_end(key)
         return found if found is not None and found.done() else None
 
     def get(self, asked: StructuredOutputs, find: Callable[[StructuredOutputs], T]) -> T:
@@ -42,14 +45,22 @@ class KeptOutcomes(Generic[T]):
                 future: Future[T] = Future()
                 self._keep(key, future)
         if found is not None:
-            return _result(found)
+            return result_of(found)
         try:
             future.set_result(find(asked))
         except BaseException as error:
             if not isinstance(error, ParameterError):
                 self._forget(key, future)  # another time it may go well
             future.set_exception(error)
-        return _result(future)
+        return result_of(future)
+
+    def put(self, asked: StructuredOutputs, outcome: Future[T]) -> None:
+        """Keep an outcome that is there, in place of any other."""
+        key = asked.kind, asked.text
+        with self._lock:
+            if self._outcomes.pop(key, None) is not None:
+                self._num_characters -= len(key[1])
+            self._keep(key, outcome)
 
     def _keep(self, key: tuple[str, str], future: Future[T]) -> None:
         self._outcomes[key] = future
@@ -65,7 +76,7 @@ class KeptOutcomes(Generic[T]):
                 self._num_characters -= len(key[1])
 
 
-def _result(future: Future[T]) -> T:
+def result_of(future: Future[T]) -> T:
     """Everyone gets an exception of their own: tracebacks would pile up on a shared one."""
     error = future.exception()
     if isinstance(error, ParameterError):

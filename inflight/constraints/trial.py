@@ -4,6 +4,9 @@ llguidance counts what it does and stops at its limits, almost everywhere: an in
 it busy without end, in code that cannot be interrupted, and what it has no limit for ends the process that it is in. So
 whatever a user asks for is compiled by a process of its own first. That one waits for work with the vocabulary in its
 hands, and so takes no longer than compiling does; where it dies, another takes its place.
+
+All that one request has tried is one trial, with one process and one budget of time. Trials have threads of their own,
+which their owners share fairly: whoever sends grammars that take long waits for them alone.
 """
 
 from __future__ import annotations
@@ -20,22 +23,60 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, Generic, TypeVar
 
 from inflight.constraints import trial_worker
-from inflight.constraints.attempts import AttemptDiedError
+from inflight.constraints.attempts import Attempt, AttemptDiedError, BudgetSpentError
+from inflight.constraints.compiler import LIMITS
+from inflight.constraints.fair_threads import FairThreads
 from inflight.constraints.vocabulary import Vocabulary
-from inflight.errors import GrammarWorkerError, QueueFullError
+from inflight.errors import GrammarWorkerError
 
 logger = logging.getLogger(__name__)
 
-SECONDS = 1  # of the processor
-WALL_SECONDS = 10  # on a very busy machine
+T = TypeVar("T")
+
+ATTEMPT_SECONDS = 1.0  # of the processor, for one grammar
+TRIAL_SECONDS = 2.0  # of the processor, for all grammars of one request
+WALL_SECONDS = 10.0  # for all of them, on a very busy machine
 START_SECONDS = 60
 MEMORY = 512 << 20  # bytes of address space
 STACK = 1 << 20  # bytes: threads that compile and fill masks have twice as many at least
 NUM_WORKERS = 2  # at once
+MAX_PER_OWNER = 1  # of these
+MAX_WAITING = 256  # trials of one owner
 _INHERITED = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONHOME", "LANG", "LC_ALL")
+
+
+class TrialBudget:
+    """The time that all attempts of one trial may take together."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._cpu_seconds = TRIAL_SECONDS
+        self._deadline = clock() + WALL_SECONDS
+
+    def next_attempt(self) -> tuple[float, float]:
+        """Return the CPU time and the wall-clock time that the next attempt may take, in seconds. Raises
+        BudgetSpentError, or GrammarWorkerError where the machine is too busy."""
+        if self._cpu_seconds <= 0:
+            raise _budget_spent()
+        wall_seconds = self._deadline - self._clock()
+        if wall_seconds <= 0:
+            raise _too_busy()
+        return min(ATTEMPT_SECONDS, self._cpu_seconds), wall_seconds
+
+    def spend(self, cpu_seconds: float) -> None:
+        self._cpu_seconds -= cpu_seconds
+
+
+def _budget_spent() -> BudgetSpentError:
+    return BudgetSpentError(f"compiling it takes more than {TRIAL_SECONDS:g} seconds")
+
+
+def _too_busy() -> GrammarWorkerError:
+    return GrammarWorkerError(f"a grammar could not be tried within {WALL_SECONDS:g} s on this busy machine")
 
 
 class _TrialProcess:
@@ -50,7 +91,7 @@ class _TrialProcess:
         with theirs, tempfile.TemporaryFile() as file:
             file.write(vocabulary)
             file.seek(0)
-            limits = map(str, (SECONDS, MEMORY, STACK, file.fileno()))
+            limits = map(str, (MEMORY, STACK, file.fileno()))
             try:
                 self._process = subprocess.Popen(
                     [sys.executable, "-S", "-P", trial_worker.__file__, *limits],
@@ -66,28 +107,44 @@ class _TrialProcess:
                     f"the process that tries grammars cannot be started: {error}"
                 ) from error
 
-    def ask(self, job: bytes) -> str:
-        """Raises AttemptDiedError, or GrammarWorkerError where the grammar is not to blame."""
+    def wait_until_ready(self) -> None:
+        """Raises GrammarWorkerError."""
+        if self._is_ready:
+            return
         try:
-            if not self._is_ready:
-                self._receive(START_SECONDS)
-                self._is_ready = True
-            self._socket.settimeout(WALL_SECONDS)
-            self._socket.sendall(trial_worker.HEADER.pack(len(job)) + job)
-            return self._receive(WALL_SECONDS).decode()
+            self._receive(START_SECONDS)
         except TimeoutError:
-            if self._is_ready:
-                raise AttemptDiedError("compiling it takes too long") from None
+            self.kill()
             raise GrammarWorkerError("the process that tries grammars does not start") from None
         except (OSError, EOFError):
-            raise self._death() from None
+            self.kill()
+            raise GrammarWorkerError(
+                f"the process that tries grammars ended with {self._process.returncode}"
+            ) from None
+        self._is_ready = True
 
-    def _death(self) -> Exception:
+    def attempt(self, grammar: str, cpu_seconds: float, wall_seconds: float) -> tuple[str, float]:
+        """Return why a grammar cannot be used, empty if it can, and the CPU time that it took to find out. Raises
+        AttemptDiedError, or GrammarWorkerError where the grammar is not to blame."""
+        job = json.dumps({"grammar": grammar, "limits": LIMITS, "seconds": cpu_seconds}).encode()
+        try:
+            self._socket.settimeout(wall_seconds)
+            self._socket.sendall(trial_worker.HEADER.pack(len(job)) + job)
+            error, seconds_used = json.loads(self._receive(wall_seconds))
+        except TimeoutError:
+            raise _too_busy() from None
+        except (OSError, EOFError):
+            raise self._death(cpu_seconds) from None
+        return error, seconds_used
+
+    def _death(self, cpu_seconds: float) -> Exception:
         code = self._process.wait()
-        if not self._is_ready or code >= 0 or code == -signal.SIGKILL:
+        if code >= 0 or code == -signal.SIGKILL:
             return GrammarWorkerError(f"the process that tries grammars ended with {code}")
         if code == -signal.SIGPROF:
-            return AttemptDiedError(f"compiling it takes more than {SECONDS} second")
+            if cpu_seconds < ATTEMPT_SECONDS:  # the rest of a budget
+                return _budget_spent()
+            return AttemptDiedError(f"compiling it takes more than {ATTEMPT_SECONDS:g} second")
         if code == -signal.SIGSEGV:
             return AttemptDiedError("it is nested too deeply, or too long a sequence")
         return AttemptDiedError("compiling it takes too much memory")
@@ -107,6 +164,10 @@ class _TrialProcess:
             data += part
         return data
 
+    def interrupt(self) -> None:
+        """End the process, whatever it does; whoever waits for it gets GrammarWorkerError. For any thread."""
+        self._process.kill()
+
     def kill(self) -> None:
         self._socket.close()
         self._process.kill()
@@ -118,14 +179,51 @@ def _kill_all(workers: list[_TrialProcess]) -> None:
         workers.pop().kill()
 
 
+class Trial(Generic[T]):
+    """A trial that waits for a process, has one, or is over. `future` has its outcome."""
+
+    future: Future[T]
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: _TrialProcess | None = None  # while it works for this trial
+        self.is_cancelled = False
+        self.has_lost_worker = False  # its process cannot be used again
+
+    def attempt(self, process: _TrialProcess, grammar: str, budget: TrialBudget) -> str:
+        """Return why a grammar cannot be used, empty if it can."""
+        cpu_seconds, wall_seconds = budget.next_attempt()
+        with self._lock:
+            if self.is_cancelled:
+                raise GrammarWorkerError("the trial was cancelled")
+            self._process = process
+            self.has_lost_worker = True  # unless it answers
+        error, seconds_used = process.attempt(grammar, cpu_seconds, wall_seconds)
+        with self._lock:
+            self._process = None
+            self.has_lost_worker = self.is_cancelled  # which may have interrupted it just now
+        budget.spend(seconds_used)
+        return error
+
+    def cancel(self) -> None:
+        """Give up: nobody wants the outcome any more. What is being compiled is interrupted."""
+        if self.future.cancel():
+            return
+        with self._lock:
+            self.is_cancelled = True
+            if self._process is not None:
+                self._process.interrupt()
+
+
 class GrammarTrials:
-    """Any thread may have grammars tried, a few at a time."""
+    """Try grammars, a few at a time, and no more than `MAX_PER_OWNER` of one owner. For any thread."""
 
     def __init__(self, make_vocabulary: Callable[[], Vocabulary]) -> None:
         self._make_vocabulary = make_vocabulary
         self._packed: bytes | None = None
         self._idle: list[_TrialProcess] = []
-        self._places = threading.BoundedSemaphore(NUM_WORKERS)
+        self._is_closed = False
+        self._threads = FairThreads("inflight-trials", NUM_WORKERS, MAX_PER_OWNER, MAX_WAITING)
         weakref.finalize(self, _kill_all, self._idle)  # also at the end of the program
 
     def start(self) -> None:
@@ -134,35 +232,54 @@ class GrammarTrials:
             self._idle.append(self._new_worker())
 
     def close(self) -> None:
-        """End the workers that are idle now; a later grammar starts a new one."""
+        """End the workers, those that are busy when their trial is over; a later grammar starts a new one."""
+        self._is_closed = True
         _kill_all(self._idle)
 
-    def attempt(self, grammar: str, limits: dict[str, Any]) -> str:
-        """Why it cannot be used, empty if it can. Raises AttemptDiedError if it cannot even be tried."""
-        job = json.dumps({"grammar": grammar, "limits": limits}).encode()
-        if not self._places.acquire(timeout=WALL_SECONDS):
-            raise QueueFullError("too many new grammars are being compiled: try again later")
-        try:
-            return self._ask(job)
-        finally:
-            self._places.release()
+    def begin(self, owner: str, work: Callable[[Attempt[bool]], T]) -> Trial[T]:
+        """Call `work` with an attempt that raises AttemptDiedError for a grammar that cannot even be tried, as soon as
+        the owner's turn has come. Raises QueueFullError."""
+        self._is_closed = False
+        trial: Trial[T] = Trial()
+        trial.future = self._threads.submit(
+            owner, lambda: self._run(trial, work), after=lambda: self._replace_worker(trial)
+        )
+        return trial
 
-    def _ask(self, job: bytes) -> str:
+    def _run(self, trial: Trial[T], work: Callable[[Attempt[bool]], T]) -> T:
         try:
             worker = self._idle.pop()
         except IndexError:
             worker = self._new_worker()
-        is_healthy = False
+        trial.has_lost_worker = True
+
         try:
-            reply = worker.ask(job)
-            is_healthy = True
+            worker.wait_until_ready()
+            trial.has_lost_worker = False
+            budget = TrialBudget()
+            return work(lambda grammar: trial.attempt(worker, grammar, budget) or True)
         finally:
-            if is_healthy:
-                self._idle.append(worker)
-            else:
+            if trial.has_lost_worker:
                 worker.kill()
-                self._idle.append(self._new_worker())  # it starts while no one waits for it
-        return reply
+            else:
+                self._idle.append(worker)
+            if self._is_closed:
+                _kill_all(self._idle)
+
+    def _replace_worker(self, trial: Trial[Any]) -> None:
+        """Have a new worker ready before the owner's next trial may begin: whoever has workers killed waits for others,
+        and nobody else does."""
+        if not trial.has_lost_worker or self._is_closed:
+            return
+        try:
+            worker = self._new_worker()
+            worker.wait_until_ready()
+        except GrammarWorkerError:
+            logger.exception("a process that tries grammars could not be replaced")
+            return
+        self._idle.append(worker)
+        if self._is_closed:
+            _kill_all(self._idle)
 
     def _new_worker(self) -> _TrialProcess:
         if self._packed is None:

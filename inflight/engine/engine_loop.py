@@ -172,7 +172,9 @@ class EngineLoop:
 
     def _abort(self, message: Abort) -> None:
         if message.handle in self._preparing:
-            self._enter(message.handle, self._preparing.pop(message.handle)[0])
+            request, prepared = self._preparing.pop(message.handle)
+            prepared.cancel()
+            self._enter(message.handle, request)
         request_id = self._outbox.id_of(message.handle)
         num_freed = 0
         if request_id is not None:

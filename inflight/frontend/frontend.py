@@ -112,8 +112,8 @@ class Frontend:
         text: str | None = None,
         kind: str = "generate",
     ) -> OutputProcessor:
-        """A prompt that passed all checks, with a request for each answer to it. `text` is that of a prompt that is
-        given as token ids, where it is known."""
+        """A prompt that passed all checks but that of its constraint (`validate`), with a request for each answer to
+        it. `text` is that of a prompt that is given as token ids, where it is known."""
         if not self.generates:
             raise cannot("generate", self.pooling, generates=False)
         found, requests = self.input_processor.requests(
@@ -130,8 +130,8 @@ class Frontend:
         tenant: str = "",
         cache_salt: str = "",
     ) -> OutputProcessor:
-        """The same for a conversation, whose answers are then read for calls and reasoning. Renders the template, and
-        may compile a grammar: no work for an event loop."""
+        """The same for a conversation, whose answers are then read for calls and reasoning. Renders the template: no
+        work for an event loop."""
         if not self.generates:
             raise cannot("generate", self.pooling, generates=False)
         self._check_tools(chat)
@@ -198,9 +198,19 @@ class Frontend:
         if self.generates:
             self.input_processor.grammars.warm_up()
 
-    def is_slow(self, params: SamplingParams) -> bool:
-        """Whether `prepare` is no work for an event loop."""
-        return isinstance(params, SamplingParams) and self.input_processor.is_slow(params)
+    def validate(self, prompt: OutputProcessor) -> None:
+        """Check the constraint of a prepared prompt, without which it may not reach an engine. Raises ParameterError,
+        and QueueFullError where the tenant has too many new constraints."""
+        request = prompt.answers[0].request
+        if request.params.structured_outputs is not None:
+            self.input_processor.grammars.validate(request.params.structured_outputs, request.tenant)
+
+    async def validate_async(self, prompt: OutputProcessor) -> None:
+        """Do the same without blocking the event loop. Cancelling the task gives up the trial."""
+        request = prompt.answers[0].request
+        if request.params.structured_outputs is not None:
+            grammars = self.input_processor.grammars
+            await grammars.validate_async(request.params.structured_outputs, request.tenant)
 
     def default_sampling_params(self) -> SamplingParams:
         return SamplingParams(**self.default_params)

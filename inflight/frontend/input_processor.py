@@ -98,7 +98,8 @@ class InputProcessor:
         cache_salt: str = "",
         kind: str = "generate",
     ) -> tuple[str | None, list[Request]]:
-        """The prompt's text, where it has one, and a request for each answer."""
+        """The prompt's text, where it has one, and a request for each answer. A constraint is not looked at yet:
+        `grammars` must validate it before it may reach the engine."""
         num_kept = 1 if kind == "generate" else 0  # places for outputs
         text, ids, salt = self._read_prompt(prompt, self.max_model_len - num_kept)
         self._check_params(params)
@@ -115,8 +116,6 @@ class InputProcessor:
         bad_words = self._bad_word_ids(params)
         if params.stop_strings:
             self._need_tokenizer("stop strings", "stop")
-        if params.structured_outputs is not None:
-            self.grammars.validate(params.structured_outputs)
         number = next(self._counter)
         seed = _derive(self.seed, number) if params.seed is None else params.seed
         return text, [
@@ -136,11 +135,6 @@ class InputProcessor:
             )
             for index in range(params.n)
         ]
-
-    def is_slow(self, params: SamplingParams) -> bool:
-        """Whether `requests` has a grammar to validate, which others must not wait for."""
-        asked = params.structured_outputs
-        return asked is not None and not self.grammars.is_validated(asked)
 
     def check_listed(self, params: SamplingParams, num_answers: int, limit: int) -> None:
         """Lists cost every answer that has them, and others' steps wait for that: all of them together, times the

@@ -63,7 +63,7 @@ def _compiled_grammar(grammars: GrammarCompiler, request: Request) -> Future[Gra
     asked = request.params.structured_outputs
     if asked is None or grammars.is_compiled(asked):
         return None
-    return grammars.begin(asked)
+    return grammars.begin(asked, request.tenant)
 
 
 def encoder_core(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from starlette.responses import Response
@@ -35,6 +36,7 @@ class GenerationSpec:
     num_answers: int
     echo: bool
     prepare: Callable[[], list[OutputProcessor]]  # takes long with long texts
+    blamed: Callable[[], AbstractContextManager[None]]  # in it, refusals name what the client has written
     is_long: bool
     has_long_answer: bool  # to write down: logprobs are many times the text
     formatter: Callable[[int], ResponseFormatter]  # by the time of creation
@@ -58,6 +60,9 @@ class GenerationResponse(EngineResponse):
         if spec.before_prepare is not None:
             await spec.before_prepare()
         prompts = await state.in_thread_if(spec.is_long, spec.prepare)
+        with spec.blamed():
+            for prompt in prompts:
+                await state.frontend.validate_async(prompt)
         self._generation = generation = Generation(state.client, prompts)
         state.request_log.set_generation(self._logged, generation)
         pairs = [(prompt, answer) for prompt in prompts for answer in prompt.answers]

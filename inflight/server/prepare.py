@@ -145,7 +145,7 @@ def prepare_chat(
     user: str | None = None,
     cache_salt: str = "",
 ) -> list[OutputProcessor]:
-    """For every API that has conversations. Renders the template, and may compile a grammar: no work for the loop."""
+    """For every API that has conversations. Renders the template: no work for the loop."""
     check_tokenizer(state)
     contents = (message.get("content") or "" for message in chat.messages)
     _check_characters(state, sum(len(c) if isinstance(c, str) else _num_characters(c) for c in contents))

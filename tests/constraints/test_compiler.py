@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from typing import Any
 
 import pytest
 
 from inflight import StructuredOutputs
-from inflight.constraints import GrammarCompiler, Vocabulary
+from inflight.constraints import Grammar, GrammarCompiler, Vocabulary
 from inflight.constraints.compiler import MAX_KEPT
 from inflight.constraints.schema import MAX_OPTIONAL
 from inflight.errors import ParameterError
@@ -289,3 +290,27 @@ def test_as_many_optional_properties_as_may_be_can_be_followed() -> None:
         "additionalProperties": False,
     }
     assert walk(StructuredOutputs(json={**schema, "required": names[-1:]}), 0)
+
+
+def test_slow_grammars_of_one_tenant_leave_a_thread_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared, proceed, begun = GrammarCompiler(vocabulary), threading.Event(), threading.Semaphore(0)
+    compile_ = shared._compile
+
+    def compile_slowly(asked: StructuredOutputs) -> Grammar:
+        if "slow" in asked.text:
+            begun.release()
+            proceed.wait(60)
+        return compile_(asked)
+
+    monkeypatch.setattr(shared, "_compile", compile_slowly)
+    slow = [shared.begin(StructuredOutputs(choice=["slow", f"{i}"]), "a") for i in range(8)]
+    try:
+        assert begun.acquire(timeout=60)
+        for name in "bc":
+            assert shared.begin(StructuredOutputs(choice=["fast", name]), name).result(60)
+        assert not begun.acquire(blocking=False)  # one at a time
+        assert slow[-1].cancel()  # as when its request is aborted
+    finally:
+        proceed.set()
+    assert all(future.result(60) for future in slow[:-1])
+    assert not shared.is_compiled(StructuredOutputs(choice=["slow", "7"]))

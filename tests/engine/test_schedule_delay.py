@@ -148,10 +148,12 @@ def test_steps_do_not_wait_for_a_request_that_is_being_prepared() -> None:
 
 def test_a_request_may_be_aborted_while_it_is_being_prepared() -> None:
     engine, link = FakeEngine(), Script()
-    engine.core.prepare = Preparation(wanted=True)
+    engine.core.prepare = preparation = Preparation(wanted=True)
     link.later.extend((Add(1, NewRequest.of(make_request([1, 2, 3], 2))), Abort(2, 1, "abort"), Stop()))
     EngineLoop(engine.core, link).run()  # type: ignore[arg-type]
     assert not engine.core.has_work
+    assert preparation.future is not None
+    assert preparation.future.cancelled()
     (sent,) = link.sent
     assert isinstance(sent, StepOutputs)
     assert [reply.call for reply in sent.replies] == [1, 2]

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import inflight
+from inflight.constraints.trial import ATTEMPT_SECONDS, MAX_PER_OWNER, MAX_WAITING, TRIAL_SECONDS
 from inflight.frontend.input_processor import MAX_TENANT_LENGTH
 from inflight.option import LIMITS
 from inflight.request import MAX_SALT_LENGTH
@@ -48,6 +49,10 @@ CONSTANTS = {
         f"{RENDER.seconds:g} s, {RENDER.max_characters >> 20} Mi characters, {RENDER.max_input_bytes >> 20} MiB"
     ),
     "chat templates rendered at a time": str(RENDER.max_workers),
+    "processor time for one new grammar, and for all that are tried for a request": (
+        f"{ATTEMPT_SECONDS:g} s, {TRIAL_SECONDS:g} s"
+    ),
+    "new grammars of a tenant tried at a time, and waiting": f"{MAX_PER_OWNER}, {MAX_WAITING}",
     "rate and concurrency of a key": "none",
 }
 ELSEWHERE = {"request_history", "shutdown_timeout"}  # limits of other groups of options

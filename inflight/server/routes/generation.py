@@ -56,9 +56,8 @@ async def completions(request: Request) -> Response:
         num_answers=len(prompts) * params.sampling.n,
         echo=params.echo,
         prepare=lambda: prepare_completion(state, caller, body, params, prompts),
-        is_long=body.is_large
-        or sum(map(len, prompts)) > LONG_TEXT
-        or state.frontend.is_slow(params.sampling),
+        blamed=params.blamed,
+        is_long=body.is_large or sum(map(len, prompts)) > LONG_TEXT,
         has_long_answer=params.num_logprobs is not None or body.prompt_logprobs is not None,
         formatter=formatter,
     )
@@ -98,6 +97,7 @@ async def chat_completions(request: Request) -> Response:
             user=body.user,
             cache_salt=body.cache_salt or "",
         ),
+        blamed=params.blamed,
         is_long=True,  # a template is rendered by another process
         has_long_answer=params.num_logprobs is not None or body.prompt_logprobs is not None,
         formatter=formatter,

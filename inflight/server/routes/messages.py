@@ -68,6 +68,7 @@ async def create_message(request: Request) -> Response:
             user=user,
             cache_salt=body.cache_salt or "",
         ),
+        blamed=params.blamed,
         is_long=True,  # a template is rendered by another process
         has_long_answer=False,
         formatter=lambda _: MessagesFormatter(request_id, model, shows_thinking),

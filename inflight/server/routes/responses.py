@@ -68,6 +68,7 @@ async def create_response(request: Request) -> Response:
         num_answers=1,
         echo=False,
         prepare=lambda: turn.prepare(params),
+        blamed=params.blamed,
         is_long=True,
         has_long_answer=False,
         formatter=formatter,

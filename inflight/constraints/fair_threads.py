@@ -1,0 +1,102 @@
+"""Threads that several owners share fairly."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from inflight.errors import QueueFullError
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False, slots=True)
+class _Job:
+    owner: str
+    work: Callable[[], Any]
+    after: Callable[[], None] | None
+    future: Future[Any] = field(default_factory=Future)
+
+
+class FairThreads:
+    """Run jobs in a few threads, at most `max_per_owner` of one owner at a time.
+
+    Owners take turns, so that one with many jobs delays another by a single job at most, and not at all while fewer
+    than `num_threads // max_per_owner` other owners are busy.
+    """
+
+    def __init__(
+        self, name: str, num_threads: int, max_per_owner: int = 1, max_waiting: int | None = None
+    ) -> None:
+        """`max_waiting` bounds the jobs of one owner that wait for a thread."""
+        self._num_threads = num_threads
+        self._max_per_owner = max_per_owner
+        self._max_waiting = max_waiting
+        self._threads = ThreadPoolExecutor(num_threads, name)  # starts them when they are first needed
+        self._lock = threading.Lock()
+        self._waiting: dict[str, deque[_Job]] = {}  # by owner, whoever is next first; no deque is empty
+        self._running: Counter[str] = Counter()  # jobs by owner
+
+    def submit(self, owner: str, work: Callable[[], T], after: Callable[[], None] | None = None) -> Future[T]:
+        """Run `work` in a thread, and then `after`, which nobody waits for but which still takes the owner's thread.
+        Cancelling the future gives up the place in the queue. Raises QueueFullError."""
+        job = _Job(owner, work, after)
+        with self._lock:
+            num_waiting = len(self._waiting.get(owner, ()))
+            if self._max_waiting is not None and num_waiting >= self._max_waiting:
+                raise QueueFullError(
+                    f"{num_waiting} new grammars of this tenant wait to be compiled, which is the limit: "
+                    "try again later"
+                )
+            self._waiting.setdefault(owner, deque()).append(job)
+            self._start_jobs()
+        job.future.add_done_callback(lambda future: self._withdraw(job) if future.cancelled() else None)
+        return job.future
+
+    def _start_jobs(self) -> None:
+        """Start as many jobs as there are threads for. The lock is held."""
+        while self._running.total() < self._num_threads:
+            job = self._next_job()
+            if job is None:
+                return
+            if job.future.set_running_or_notify_cancel():
+                self._running[job.owner] += 1
+                self._threads.submit(self._run, job)
+
+    def _next_job(self) -> _Job | None:
+        for owner, jobs in self._waiting.items():
+            if self._running[owner] < self._max_per_owner:
+                del self._waiting[owner]
+                job = jobs.popleft()
+                if jobs:
+                    self._waiting[owner] = jobs  # behind all other owners
+                return job
+        return None
+
+    def _run(self, job: _Job) -> None:
+        try:
+            try:
+                job.future.set_result(job.work())
+            except BaseException as error:
+                job.future.set_exception(error)
+            if job.after is not None:
+                job.after()
+        finally:
+            with self._lock:
+                self._running[job.owner] -= 1
+                self._running += Counter()  # drop owners without jobs
+                self._start_jobs()
+
+    def _withdraw(self, job: _Job) -> None:
+        """Remove a cancelled job from the queue, unless it has left it already."""
+        with self._lock:
+            jobs = self._waiting.get(job.owner)
+            if jobs is None or job not in jobs:
+                return
+            jobs.remove(job)
+            if not jobs:
+                del self._waiting[job.owner]
