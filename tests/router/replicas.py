@@ -30,7 +30,7 @@ async def in_process(
     """A router over engines in threads of this process."""
     engines: list[FakeEngine] = []
 
-    async def start(replica_id: str) -> InprocClient:  # noqa: ARG001
+    async def start(replica_id: str, beside: object = None) -> InprocClient:  # noqa: ARG001
         engine = FakeEngine(**options)
         engines.append(engine)
         return InprocClient(engine.core, engine.facts)
