@@ -88,7 +88,7 @@ def fingerprint(checkpoint: Checkpoint, tokenizer_folder: Path | None = None) ->
             content = read_file(folder, name, MAX_TOKENIZER_BYTES) or b""
             digest.update(f"{name} {len(content)}\n".encode() + content)
     heads = () if checkpoint.folder is None else sorted(checkpoint.folder.glob("[0-9]*/*.safetensors"))
-    for file in (*checkpoint.weight_files, *heads):
+    for file in (*checkpoint.weight_files, *(head for head in heads if head.is_file())):
         _add_weights(digest, file)
     return digest.hexdigest()
 
