@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 from inflight.config import EngineConfig
@@ -21,6 +22,22 @@ from tests.helpers import FakeEngine, make_request
 from tests.processes import exists
 
 QUICK = ProcessConfig(heartbeat=0.05, max_restarts=1000)
+
+
+class Script:
+    """What the next engine does at its start, and how many there were."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.model = f"script:{path}"
+        self.say("")
+
+    def say(self, fault: str) -> None:
+        self._path.write_text(fault)
+
+    @property
+    def num_starts(self) -> int:
+        return len(self._path.with_suffix(".starts").read_text().splitlines())
 
 
 @contextlib.asynccontextmanager

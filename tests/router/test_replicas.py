@@ -35,7 +35,7 @@ from tests.engine.faulty import NUM_BLOCKS, SLOW
 from tests.engine.test_sleep import FakeDormancy
 from tests.helpers import FakeEngine, make_request
 from tests.processes import exists
-from tests.router.replicas import answer, in_process, process_id, processes, read, strike, until
+from tests.router.replicas import Script, answer, in_process, process_id, processes, read, strike, until
 
 
 async def test_a_rolling_restart_and_a_removal_under_load_fail_no_one() -> None:
@@ -259,22 +259,6 @@ async def test_a_replica_that_comes_after_the_end_is_ended() -> None:
 
 
 # ---- restarts ----
-
-
-class Script:
-    """What the next engine does at its start, and how many there were."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.model = f"script:{path}"
-        self.say("")
-
-    def say(self, fault: str) -> None:
-        self._path.write_text(fault)
-
-    @property
-    def num_starts(self) -> int:
-        return len(self._path.with_suffix(".starts").read_text().splitlines())
 
 
 @pytest.fixture
