@@ -229,7 +229,7 @@ class Supervisor:
             self.engine_process.reason = self._error
             await self.engine_process.end()
         await self._restarted.wait()
-        if self.state != "running":
+        if self.health().state in ("restarting", "dead", "closed"):
             raise EngineDeadError(self.trouble())
 
     def give_up(self, reason: str) -> None:

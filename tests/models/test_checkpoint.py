@@ -295,7 +295,7 @@ def test_a_fingerprint_reads_a_bounded_part_of_the_weights(
         sizes.append(size)
         return read(descriptor, size, offset)
 
-    monkeypatch.setattr(checkpoint_module.os, "pread", counted)
+    monkeypatch.setattr(os, "pread", counted)
     save_file({f"t{index}": torch.zeros(2000) for index in range(100)}, loadable / "model.safetensors")
     known_as(loadable)
     assert len(sizes) == 2 + 100
