@@ -74,6 +74,9 @@ class InstantClient:
     async def health(self) -> Health:
         return Health(True, 0.0)
 
+    async def restart(self) -> None:
+        """It never needs to."""
+
     async def close(self, drain: float = 0.0) -> None:
         pass
 
@@ -95,7 +98,7 @@ async def _ask(
 async def overhead(num_replicas: int, repeats: int, as_json: bool) -> None:
     clients: list[InstantClient] = []
 
-    async def start(replica_id: str) -> InstantClient:  # noqa: ARG001
+    async def start(replica_id: str, beside: object = None) -> InstantClient:  # noqa: ARG001
         clients.append(InstantClient())
         return clients[-1]
 

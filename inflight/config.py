@@ -67,6 +67,16 @@ class ModelConfig:
         "How the model marks its reasoning: think, mistral, seed_oss, kimi_vl, harmony, or none.",
         unset="what the chat template tells",
     )
+    start_timeout: float = option(
+        # Longer than one tensor takes from a slow disk, or a compiler for all kernels.
+        600.0,
+        MODEL,
+        "Seconds without progress before an engine that starts, or one of its ranks, is given up: no weights loaded, "
+        "nothing read or written.",
+        unit="seconds",
+        above=0,
+        at_most=604800,
+    )
     skip_tokenizer_init: bool = option(False, PYTHON, "Token ids in, token ids out: no text.")
     hf_config: dict[str, Any] | None = option(
         None,

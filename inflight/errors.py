@@ -5,7 +5,8 @@
     │   ├── ModelError         the checkpoint cannot be served
     │   │   ├── UnknownArchitectureError
     │   │   └── WeightsError   a weight file is missing, damaged, unsafe or of the wrong shape
-    │   └── KVBudgetError      the memory given holds too few KV blocks
+    │   ├── KVBudgetError      the memory given holds too few KV blocks
+    │   └── CheckpointChangedError  the files of the model are not those that the server started with
     ├── RequestError           one request is refused; the engine and its neighbours go on
     │   ├── ParameterError     a sampling parameter is out of range
     │   ├── PromptError        empty, too long, or ids outside the vocabulary
@@ -66,6 +67,12 @@ class WeightsError(ModelError):
 
 class KVBudgetError(ConfigError):
     """The memory given holds too few KV blocks."""
+
+
+class CheckpointChangedError(ConfigError):
+    """The files of the model are not those that the server started with."""
+
+    code = "checkpoint_changed"
 
 
 class RequestError(InflightError, ValueError):

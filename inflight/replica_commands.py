@@ -63,7 +63,7 @@ def remove(replica: _NAME, url: _URL = _ADDRESS, key: _KEY = None) -> None:
 
 @app.command(cls=Command)
 def restart(replica: _NAME, url: _URL = _ADDRESS, key: _KEY = None) -> None:
-    """Drain it and start another engine in its place."""
+    """Start another engine in its place; the old one goes on until that is ready, where there is room for both."""
     _show(_call("POST", url, f"/{quote(replica, safe='')}/restart", key))
 
 

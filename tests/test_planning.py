@@ -55,7 +55,7 @@ def test_an_engine_takes_what_was_planned(monkeypatch: pytest.MonkeyPatch) -> No
     found = plan_model(EngineConfig.create("-", **options), Devices("cpu", 1, before))
     (fit,) = found.fits
     left = before - fit.shares[0].weights
-    monkeypatch.setattr(cpu, "_available_memory", lambda: left)
+    monkeypatch.setattr(cpu, "available_memory", lambda: left)
     llm = LLM("-", show_progress=False, **options)
     assert fit.num_tokens == pytest.approx(llm._engine.facts.num_blocks * 16, rel=0.02)
     assert fit.num_requests == fit.num_tokens // 2048

@@ -51,6 +51,10 @@ class ChildProcess:
     def process_id(self) -> int | None:
         return None if self._process is None else self._process.pid
 
+    @property
+    def is_waiting_for_room(self) -> bool:
+        return False
+
     def live(self) -> str:
         host = self._host
         spare = _take_spare(host)

@@ -43,6 +43,7 @@ class ModelFacts:
     max_num_batched_tokens: int
     generates: bool = True  # else it has a head alone
     pooling: PoolingFacts | None = None  # of its head, where it has one
+    fingerprint: str = ""  # of the checkpoint's files: two engines with the same one have the same model
 
     @property
     def num_full_requests(self) -> int:
@@ -114,3 +115,7 @@ class ReplicaClient(EngineClient, Protocol):
     def watch_cache(self, observer: CacheObserver) -> None:
         """Call `observer` in the event loop with what changes in the engine's prefix cache; first, and again when the
         engine was restarted, with all that is in it."""
+
+    async def restart(self) -> None:
+        """End the engine and start another one in its place; return when that is ready. Raises EngineError where it
+        cannot be started."""

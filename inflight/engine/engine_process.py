@@ -287,6 +287,11 @@ class ConnectedProcess(Generic[MessageT]):
         """On this machine."""
         return self._hosted.process_id
 
+    @property
+    def is_waiting_for_room(self) -> bool:
+        """Whether no machine was found for it yet."""
+        return self._hosted.is_waiting_for_room
+
 
 class EngineProcess(ConnectedProcess[ToFront]):
     """One that has an engine."""

@@ -23,6 +23,10 @@ class HostedProcess(Protocol):
     def process_id(self) -> int | None:
         """None where it is not there yet, or not on this machine."""
 
+    @property
+    def is_waiting_for_room(self) -> bool:
+        """Whether no process was started yet, because there is no machine for it."""
+
     def live(self) -> str:
         """Start it and wait for its end, in one thread. Says how it ended. Raises ProcessNotStartedError."""
 

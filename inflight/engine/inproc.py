@@ -16,7 +16,7 @@ from inflight.engine.delta_queue import DeltaQueue, DeltaStream
 from inflight.engine.history import History, state_of
 from inflight.engine.sleep import Command
 from inflight.engine.step_records import StepObserver, notify
-from inflight.errors import EngineDeadError, RequestError
+from inflight.errors import EngineDeadError, EngineError, RequestError
 from inflight.events import Delta, StepRecord
 from inflight.kv.cache_changes import CacheChanges
 from inflight.request import Request
@@ -297,6 +297,9 @@ class InprocClient:
         observer = self._cache_observer
         if update is not None and observer is not None:
             self._post(lambda: observer(update))
+
+    async def restart(self) -> None:
+        raise EngineError("an engine in this process cannot be restarted")
 
     async def close(self, drain: float = 0.0) -> None:
         self._closing = True

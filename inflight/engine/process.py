@@ -300,6 +300,10 @@ class ProcessClient:
     async def health(self) -> Health:
         return self._link.health()
 
+    async def restart(self) -> None:
+        """What runs in the engine ends with EngineDeadError, as if the engine had died."""
+        await self._link.restart()
+
     async def close(self, drain: float = 0.0) -> None:
         self._link.closing = True
         with contextlib.suppress(TimeoutError):

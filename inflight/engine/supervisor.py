@@ -16,7 +16,7 @@ from inflight.engine.client import Health
 from inflight.engine.engine_process import EngineProcess
 from inflight.engine.host import ProcessHost, ProcessNotStartedError
 from inflight.engine.wire import Failed, Heartbeat, Progress, Ready, Start, StepOutputs, Stopped, ToFront
-from inflight.errors import EngineDeadError, InflightError
+from inflight.errors import CheckpointChangedError, EngineDeadError, InflightError
 from inflight.process_config import ProcessConfig
 
 logger = logging.getLogger(__name__)
@@ -65,6 +65,9 @@ class Supervisor:
         self._host = host
         self._clock = time.monotonic
         self._error: str | None = None
+        self._fingerprint: str | None = None  # of the checkpoint that the first process loaded
+        self._is_planned = False  # the process was ended for a restart that somebody asked for
+        self._restarted = asyncio.Event()  # the next process is ready, or none will come
         self._restarts: deque[float] = deque()  # when, within the window
         self._num_restarts = 0
         self._heard_at = self._progress_at = self._clock()
@@ -78,6 +81,7 @@ class Supervisor:
         )
         try:
             ready = await self._wait_until_ready(process)
+            self._check_fingerprint(ready)
         except BaseException:
             process.kill()
             await process.exited.wait()
@@ -92,17 +96,37 @@ class Supervisor:
         return ready
 
     async def _wait_until_ready(self, process: EngineProcess) -> Ready:
+        """Return what the engine says when it is ready. An engine that reports no progress for too long is killed."""
+        limit: float = self._options["start_timeout"]
+        progress_at = self._clock()
         while not _is_over(process):
-            match await process.receive(self._process.heartbeat):
+            message = await process.receive(self._process.heartbeat)
+            match message:
                 case Ready() as ready:
                     return ready
                 case Progress(num_done, num_total) if self._progress is not None:
                     self._progress(num_done, num_total)
                 case Failed(problem):
                     raise problem.error()
+            if message is not None or process.is_waiting_for_room:
+                progress_at = self._clock()
+                continue
+            process.take_frames()  # this process may have been too busy to listen
+            if not process.unread and self._clock() - progress_at >= limit:
+                raise EngineDeadError(
+                    f"the {self._host.name} (process {process.process_id}) was killed: it made no progress for "
+                    f"{limit:g} seconds while it was starting (start_timeout)"
+                )
         if not process.was_started:
             raise ProcessNotStartedError(process.reason)
         raise EngineDeadError(f"{process.reason} while it was starting")
+
+    def _check_fingerprint(self, ready: Ready) -> None:
+        """Refuse an engine whose checkpoint is not the one that clients have the tokenizer of."""
+        if self._fingerprint is None:
+            self._fingerprint = ready.facts.fingerprint
+        elif ready.facts.fingerprint != self._fingerprint:
+            raise CheckpointChangedError("the checkpoint has changed since the server started")
 
     async def messages(self) -> AsyncGenerator[Ready | StepOutputs | EngineStalled | EngineEnded]:
         """What the running process says and how it does; then the same of the one that takes its place."""
@@ -110,13 +134,16 @@ class Supervisor:
             async for message in self._follow(self.engine_process):
                 yield message
             reason = self.engine_process.reason or "the engine process ended"
-            logger.error("%s", reason)
+            logger.log(logging.INFO if self._is_planned else logging.ERROR, "%s", reason)
             self.state, self._error = "restarting", reason
             yield EngineEnded(reason)
             ready = None if self.closing else await self._restart()
+            self._is_planned = False
+            if ready is not None:
+                yield ready
+            self._restarted.set()
             if ready is None:
                 return
-            yield ready
 
     async def _follow(self, process: EngineProcess) -> AsyncGenerator[StepOutputs | EngineStalled]:
         """One process to its end, with an eye on its progress."""
@@ -153,8 +180,8 @@ class Supervisor:
 
     async def _restart(self) -> Ready | None:
         """The next process that is ready; None when the engine is given up. Whatever goes wrong is tried again."""
-        began, pause = self._clock(), 0.0
-        while self._may_restart(began):
+        began, pause, counts = self._clock(), 0.0, not self._is_planned
+        while self._may_restart(began) or not counts:
             await asyncio.sleep(pause)
             pause = min(max(FIRST_PAUSE, PAUSE_GROWTH * pause), LONGEST_PAUSE)
             try:
@@ -163,12 +190,15 @@ class Supervisor:
                 logger.error("%s; it is tried again in %g seconds", error, pause)
             except Exception as error:
                 expected = isinstance(error, InflightError)
-                logger.error("the engine could not be restarted: %s", error, exc_info=not expected)
+                self._error = f"the engine could not be restarted: {error}"
+                logger.error("%s", self._error, exc_info=not expected)
                 self._count_restart()
             else:
                 logger.warning("the engine process was restarted")
-                self._count_restart()
+                if counts:
+                    self._count_restart()
                 return ready
+            counts = True
         self.state = "dead"
         logger.error("the engine is not restarted any more, after %d restarts", len(self._restarts))
         return None
@@ -183,14 +213,35 @@ class Supervisor:
         self._restarts.append(self._clock())
         self._num_restarts += 1
 
+    async def restart(self) -> None:
+        """End the process and wait until the next one is ready. A start that fails is retried within the limits for a
+        process that died, and raises EngineDeadError once they are used up. While the process is being restarted
+        anyway, only wait."""
+        if self.state in ("dead", "closed"):
+            raise EngineDeadError(self.trouble())
+        self._restarted.clear()
+        if self.state == "running":
+            self.state, self._error, self._is_planned = (
+                "restarting",
+                "the engine was ended for a restart",
+                True,
+            )
+            self.engine_process.reason = self._error
+            await self.engine_process.end()
+        await self._restarted.wait()
+        if self.health().state in ("restarting", "dead", "closed"):
+            raise EngineDeadError(self.trouble())
+
     def give_up(self, reason: str) -> None:
         """Kill the process for good."""
         self.state, self._error = "dead", reason
+        self._restarted.set()
         self.engine_process.kill(reason)
 
     async def close(self) -> None:
         """End the process. Nothing may read `messages` any more."""
         self.state, self._error = "closed", "the engine was closed"
+        self._restarted.set()
         await self.engine_process.end()
 
     # ---- how it does ----

@@ -23,7 +23,7 @@ from inflight.engine.client import ModelFacts
 from inflight.engine.core import EngineCore
 from inflight.engine.engine_loop import EngineLoop
 from inflight.engine.engine_sockets import EngineSockets
-from inflight.engine.lifeline import die_with, ignore_signals
+from inflight.engine.lifeline import die_with, ignore_signals, reporting_input
 from inflight.engine.wire import ConnectionInfo, Failed, Progress, Ready, RemoteError, Start, Stopped
 from inflight.logs import configure_logging
 from inflight.registry import Registry
@@ -72,7 +72,15 @@ def _serve(sockets: EngineSockets) -> int:
     ahead = start.now - time.monotonic() if sockets.is_remote else 0.0
     try:
         config = EngineConfig.create(**start.options)
-        core, facts = BUILDERS.get(start.build)(config, lambda *done: sockets.send(Progress(*done)))
+        last = Progress(0, 0)
+
+        def tell(num_done: int, num_total: int) -> None:
+            nonlocal last
+            last = Progress(num_done, num_total)
+            sockets.send(last)
+
+        with reporting_input(lambda: sockets.send(last), start.heartbeat):
+            core, facts = BUILDERS.get(start.build)(config, tell)
     except Exception as error:
         logger.debug("the engine could not be built", exc_info=True)
         sockets.send(Failed(RemoteError.of(error)))

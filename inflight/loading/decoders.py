@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from inflight.execution.parallel.follower import LoadedRank
     from inflight.execution.parallel.layout import RankMemory
     from inflight.execution.parallel.messages import Begin
+    from inflight.execution.parallel.rank_processes import RankProcesses
 
 logger = logging.getLogger(__name__)
 
@@ -53,11 +54,12 @@ def load_decoder_engine(
     context = resolve_context(spec, model.max_model_len)
     with ExitStack() as undo:
         dtype = resolve_dtype(model.dtype, checkpoint.config)
-        ranks = start_ranks(config, place, spec, context, dtype)
+        shared = _SharedProgress(progress)
+        ranks = shared.ranks = start_ranks(config, place, spec, context, dtype, shared.repeat)
         if ranks is not None:
             undo.callback(ranks.close)
         memory = None if ranks is None else ranks.memory
-        decoder = _fill_decoder(config, place, checkpoint, plan, context, memory, progress)
+        decoder = _fill_decoder(config, place, checkpoint, plan, context, memory, shared)
         if ranks is not None and place.device.type == "cpu":
             ranks.wait_until_loaded()  # what is left then is for KV; on GPUs all ranks try their largest steps now
         num_blocks = place.num_blocks(config, decoder, context)
@@ -97,6 +99,26 @@ def load_decoder_engine(
     return loaded
 
 
+class _SharedProgress:
+    """The progress of the first rank, which is repeated when another one makes some: nobody may give up an engine
+    whose first rank waits for one that still loads, nor a rank that waits for the first one."""
+
+    def __init__(self, progress: LoadProgress | None) -> None:
+        self.ranks: RankProcesses | None = None
+        self._progress = progress
+        self._last = 0, 0
+
+    def __call__(self, num_done: int, num_total: int) -> None:
+        self._last = num_done, num_total
+        if self.ranks is not None:
+            self.ranks.note_progress()
+        self.repeat()
+
+    def repeat(self) -> None:
+        if self._progress is not None:
+            self._progress(*self._last)
+
+
 def _fill_decoder(
     config: EngineConfig,
     place: Platform,
@@ -127,7 +149,7 @@ def _fill_decoder(
     return decoder
 
 
-def load_rank(config: EngineConfig, memory: RankMemory) -> LoadedRank:
+def load_rank(config: EngineConfig, memory: RankMemory, progress: LoadProgress | None = None) -> LoadedRank:
     """The part of a model that a rank in a process of its own holds: see `execution/parallel/worker.py`."""
     from inflight.execution.parallel.follower import LoadedRank
 
@@ -139,7 +161,7 @@ def load_rank(config: EngineConfig, memory: RankMemory) -> LoadedRank:
     eos = eos_ids(checkpoint, tokenizer)
     grammars = GrammarCompiler(partial(vocabulary_of, tokenizer, plan.spec.vocab_size, eos))
     place = platform(model.device)
-    decoder = _fill_decoder(config, place, checkpoint, plan, context, memory, None)
+    decoder = _fill_decoder(config, place, checkpoint, plan, context, memory, progress)
     if decoder.generates and decoder.shard.is_last:
         grammars.warm_up()  # else all ranks would wait for this one at the first constraint
     if place.device.type == "cpu":

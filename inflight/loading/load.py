@@ -11,6 +11,7 @@ from inflight.loading.decoders import load_decoder_engine
 from inflight.loading.encoders import load_encoder_engine
 from inflight.loading.loaded_engine import LoadedEngine, LoadProgress
 from inflight.loading.opened import load_tokenizer, open_configured
+from inflight.models.checkpoint import fingerprint
 from inflight.models.encoder_families import encoder_architecture
 
 
@@ -23,7 +24,12 @@ def load_engine(config: EngineConfig, progress: LoadProgress | None = None) -> L
     checkpoint = open_configured(config, model.load_format)
     tokenizer = load_tokenizer(config, checkpoint)
     load = load_decoder_engine if encoder_architecture(checkpoint.config) is None else load_encoder_engine
-    return load(config, policy, place, checkpoint, tokenizer, progress)
+    known_as = fingerprint(
+        checkpoint, tokenizer.folder if tokenizer is not None and model.tokenizer else None
+    )
+    loaded = load(config, policy, place, checkpoint, tokenizer, progress)
+    loaded.fingerprint = known_as
+    return loaded
 
 
 def load_core(config: EngineConfig, progress: LoadProgress) -> tuple[EngineCore, ModelFacts]:

@@ -31,6 +31,7 @@ class LoadedEngine(Frontend):
     model: Decoder | PoolingEncoder
     build_core: BuildCore
     end_ranks: Callable[[], object] | None = None  # of a model on several ranks
+    fingerprint: str = ""  # of the checkpoint (`models/checkpoint.py`)
 
     @property
     def facts(self) -> ModelFacts:
@@ -52,6 +53,7 @@ class LoadedEngine(Frontend):
             max_num_batched_tokens=limits.max_num_batched_tokens,
             generates=self.generates,
             pooling=self.pooling,
+            fingerprint=self.fingerprint,
         )
 
     def use(self, **scheduler_options: Any) -> EngineCore:

@@ -2,19 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from inflight.config import ModelConfig
 from inflight.errors import ModelError, WeightsError
-from inflight.model_files import inside, read_object
+from inflight.model_files import MAX_TOKENIZER_BYTES, inside, read_file, read_object
+from inflight.models.builtin import checkpoint_folder
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Files in sub-folders and consolidated ones repeat the weights in other formats. Folders that begin with a number are
 # modules of sentence-transformers.
 REPEATED_FILES = ("[!0-9]*/*", "consolidated*")
+# What a fingerprint covers beside the weights: every file that is read of a checkpoint, and no other. Training leaves
+# more in a folder, which changes no answer.
+FINGERPRINT_FILES = (
+    CONFIG,
+    GENERATION_CONFIG,
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.json",
+    "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
+    "modules.json",
+    "config_sentence_transformers.json",
+    "sentence_*_config.json",
+    "[0-9]*/config.json",
+)
+SAMPLE = 4096  # bytes of each tensor that a fingerprint covers
+MAX_SAMPLES = 4096  # tensors of a file that are sampled
+MAX_HEADER = 100 << 20  # bytes; safetensors' own limit
 TEXT_FILES = ("*.json", "*.jinja", "*.model", "tokenizer*", "*.txt")
 
 
@@ -47,6 +72,64 @@ def open_checkpoint(
         raise ModelError(f"{folder} has no {CONFIG}: is it the folder of a checkpoint?")
     generation_config = read_object(folder, GENERATION_CONFIG) or {}
     return Checkpoint(folder, config, generation_config, () if dummy else _weight_files(folder))
+
+
+def fingerprint(checkpoint: Checkpoint, tokenizer_folder: Path | None = None) -> str:
+    """Return a digest that is the same for the same files on any machine, and differs for other weights, another
+    tokenizer or another chat template. `tokenizer_folder` is given where the tokenizer is not the checkpoint's own.
+
+    Of the weights it covers the headers and some bytes of every tensor, since training changes a tensor all over: that
+    is read in milliseconds, where all of them take as long as loading does."""
+    digest = sha256(json.dumps([checkpoint.config, checkpoint.generation_config], sort_keys=True).encode())
+    folders = [folder for folder in (checkpoint.folder, tokenizer_folder) if folder is not None]
+    for folder in folders:
+        names = {str(path.relative_to(folder)) for name in FINGERPRINT_FILES for path in folder.glob(name)}
+        for name in sorted(names):
+            content = read_file(folder, name, MAX_TOKENIZER_BYTES) or b""
+            digest.update(f"{name} {len(content)}\n".encode() + content)
+    heads = () if checkpoint.folder is None else sorted(checkpoint.folder.glob("[0-9]*/*.safetensors"))
+    for file in (*checkpoint.weight_files, *(head for head in heads if head.is_file())):
+        _add_weights(digest, file)
+    return digest.hexdigest()
+
+
+def fingerprint_now(config: ModelConfig) -> str | None:
+    """Return the fingerprint of what an engine would load now, or None where that is not in a local folder."""
+    tokenizer = None if config.skip_tokenizer_init else config.tokenizer
+    folders = [Path(name).expanduser() for name in (config.model or checkpoint_folder(), tokenizer) if name]
+    if not all(folder.is_dir() for folder in folders):
+        return None
+    opened = open_checkpoint(str(folders[0]), load_format=config.load_format, hf_config=config.hf_config)
+    return fingerprint(opened, *folders[1:])
+
+
+class _Digest(Protocol):
+    def update(self, data: bytes, /) -> None: ...
+
+
+def _add_weights(digest: _Digest, path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        size = os.fstat(descriptor).st_size
+        length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+        header = os.pread(descriptor, min(length, MAX_HEADER), 8)
+        digest.update(f"{path.name} {size}\n".encode() + header)
+        for offset in _sampled_offsets(header):
+            digest.update(os.pread(descriptor, SAMPLE, 8 + length + offset))
+    finally:
+        os.close(descriptor)
+
+
+def _sampled_offsets(header: bytes) -> Iterator[int]:
+    """Yield where the middle of each tensor is. A header that cannot be read yields nothing: loading reports it."""
+    try:
+        entries = [entry for name, entry in json.loads(header).items() if name != "__metadata__"]
+        places = sorted((int(entry["data_offsets"][0]), int(entry["data_offsets"][1])) for entry in entries)
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
+        return
+    for start, end in places[:: 1 + len(places) // MAX_SAMPLES]:
+        if 0 <= start <= end < 1 << 62:
+            yield start + max(0, end - start - SAMPLE) // 2
 
 
 def locate_checkpoint(model: str, revision: str | None, download_dir: str | None, weights: bool) -> Path:

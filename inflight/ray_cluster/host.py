@@ -72,6 +72,7 @@ class RayProcess:
         self._patience = patience
         self._woken = threading.Event()  # it has ended, or is to
         self._killed = False
+        self.is_waiting_for_room = True
 
     def live(self) -> str:
         from ray.util import placement_group, remove_placement_group
@@ -83,6 +84,7 @@ class RayProcess:
             raise ProcessNotStartedError(f"Ray makes no placement group: {_first_line(error)}") from error
         try:
             self._wait_for_room(group)
+            self.is_waiting_for_room = False
             return f"the engine's actor ended: {self._run(group)}"
         finally:
             with contextlib.suppress(Exception):  # the cluster is gone

@@ -54,6 +54,10 @@ class ClusterShares:
         host = RayHost(self._address, self._resources, self._environment, self._patience)
         return self._config, host
 
+    def beside(self, index: int, process_id: int | None) -> tuple[EngineConfig, RayHost]:  # noqa: ARG002
+        """Ray knows whether there is room: where it finds none at once, there is none."""
+        return self._config, RayHost(self._address, self._resources, self._environment, 0.0)
+
     async def close(self) -> None:
         await asyncio.to_thread(self._cluster.close)
 

@@ -5,18 +5,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Protocol
 
 from inflight.engine import Command, EngineStats, Health, ModelFacts, ReplicaClient, StepObserver
-from inflight.errors import ConfigError, EngineDeadError, EngineError, RequestError
+from inflight.engine.host import ProcessNotStartedError
+from inflight.errors import (
+    CheckpointChangedError,
+    ConfigError,
+    EngineDeadError,
+    EngineError,
+    RequestError,
+)
 from inflight.events import StepRecord
 from inflight.router.replica import Replica
 from inflight.router.totals import facts_of_all, left_behind, same_model, summed
 
 logger = logging.getLogger(__name__)
 
-StartReplica = Callable[[str], Awaitable[ReplicaClient]]  # takes the id that it gets
+
+class StartReplica(Protocol):
+    async def __call__(self, replica_id: str, beside: ReplicaClient | None = None) -> ReplicaClient:
+        """Start an engine. `beside` is the one that it is to replace and that runs meanwhile: raises
+        ProcessNotStartedError where there is no room for both."""
+
 
 POLL = 0.2  # seconds between two looks at how replicas do
 DRAIN_POLL = 0.02
@@ -35,6 +48,7 @@ class Replicas:
         self._on_loss = on_loss
         self._on_news = on_news
         self._members: dict[str, Replica] = {}
+        self._leaving: list[Replica] = []  # that have a successor, and finish what they have
         self._starting: list[str] = []  # ids of those on their way
         self._num_ids = 0
         self._observers: dict[StepObserver, list[Callable[[], None]]] = {}
@@ -99,29 +113,44 @@ class Replicas:
             self._num_ids += 1
         self._starting.append(replica_id)
         try:
-            client = await self._start(replica_id)
+            client = await self._new_engine(replica_id)
         finally:
             self._starting.remove(replica_id)
-        if self._is_closed:  # meanwhile
+        self._enlist(Replica(replica_id, client))
+        return replica_id
+
+    async def _new_engine(self, replica_id: str, beside: ReplicaClient | None = None) -> ReplicaClient:
+        """Start an engine that can run whatever the others can."""
+        client = await self._start(replica_id, beside)
+        try:
+            if self._is_closed:  # meanwhile
+                raise EngineDeadError("the engines are closing")
+            self._check_fits(replica_id, client.facts)
+        except BaseException:
             await client.close()
-            raise EngineDeadError("the engines are closing")
-        if not self._fits(client.facts):
-            await client.close()
-            raise ConfigError(f"replica {replica_id} has another model or other limits than those that run")
-        replica = self._members[replica_id] = Replica(replica_id, client)
+            raise
+        return client
+
+    def _enlist(self, replica: Replica) -> None:
+        """Let a new replica take requests, in place of the one that had its id, if any."""
+        self._members[replica.replica_id] = replica
         self._members = {name: self._members[name] for name in sorted(self._members, key=int)}
         for observer, stops in self._observers.items():
             stops.append(_watch(replica, observer))
         self._count_room()
         self._on_news()
-        return replica_id
 
-    def _fits(self, facts: ModelFacts) -> bool:
-        """Whether a newcomer can run whatever the others can. Those who come together agree on the shortest context."""
+    def _check_fits(self, replica_id: str, facts: ModelFacts) -> None:
+        """Replicas that start together agree on the shortest context; later ones must have at least that."""
         others = [replica.client.facts for replica in self.members]
-        if not all(same_model(facts, other) for other in others):
-            return False
-        return not self._is_open or facts.max_model_len >= self.facts.max_model_len
+        if any(facts.fingerprint != other.fingerprint for other in others):
+            raise CheckpointChangedError(
+                f"replica {replica_id} has loaded another checkpoint than the replicas that run: to serve other "
+                "weights, start another server"
+            )
+        is_too_short = self._is_open and facts.max_model_len < self.facts.max_model_len
+        if is_too_short or not all(same_model(facts, other) for other in others):
+            raise ConfigError(f"replica {replica_id} has another model or other limits than those that run")
 
     def drain(self, replica_id: str) -> None:
         """Give it no new work."""
@@ -136,21 +165,89 @@ class Replicas:
             await self._end(self.find(replica_id), seconds)
 
     async def restart(self, replica_id: str, seconds: float) -> None:
-        """Another engine in its place, as soon as it is drained."""
+        """Replace the engine of a replica. Where there is room for both, the new one is ready before the old one is
+        drained, so that a start that fails changes nothing. Otherwise the old one is drained and ended first, and a
+        start that fails is retried as after a crash. The last replica that takes requests is never ended."""
         async with self._changing:
-            await self._end(self.find(replica_id), seconds)
-            await self._join(replica_id)
+            await self._restart(self.find(replica_id), seconds)
 
     async def roll(self, seconds: float) -> None:
-        """Restart all that there are now, one after the other."""
+        """Restart all that there are now, one after the other. Stops where another one is missing."""
         for replica in self.members:
-            if self._members.get(replica.replica_id) is replica:
-                await self.restart(replica.replica_id, seconds)
+            async with self._changing:
+                if self._members.get(replica.replica_id) is replica:
+                    await self._check_others_run(replica)
+                    await self._restart(replica, seconds)
+
+    async def _restart(self, replica: Replica, seconds: float) -> None:
+        state = (await replica.client.health()).state
+        if state == "restarting":  # after a crash: the new engine is on its way
+            await replica.client.restart()
+            return
+        is_gone = state in _GONE
+        try:
+            client = await self._new_engine(replica.replica_id, None if is_gone else replica.client)
+        except ProcessNotStartedError as error:
+            if is_gone:
+                raise
+            logger.info("no engine can be started beside that of replica %s: %s", replica.replica_id, error)
+            await self._restart_in_place(replica, seconds, error)
+            return
+        self._leaving.append(replica)
+        self._enlist(Replica(replica.replica_id, client))
+        try:
+            await self._end(replica, seconds)
+        finally:
+            self._leaving.remove(replica)
+
+    async def _restart_in_place(
+        self, replica: Replica, seconds: float, no_room: ProcessNotStartedError
+    ) -> None:
+        """Drain a replica, end its engine and start the next one."""
+        was_draining = replica.draining
+        try:
+            self._check_not_alone(replica, no_room)
+            replica.draining = True
+            await _until_drained(replica, seconds)
+            self._check_not_alone(replica, no_room)  # others may have died meanwhile
+        except BaseException:
+            replica.draining = was_draining
+            raise
+        replica.is_leaving = True
+        self.lose(replica)
+        try:
+            await replica.client.restart()
+        finally:
+            replica.is_leaving = replica.draining = False
+            await self.look_at(replica)
+        self._count_room()
+
+    def _check_not_alone(self, replica: Replica, no_room: ProcessNotStartedError) -> None:
+        if not any(other is not replica for other in self.available):
+            raise RequestError(
+                f"replica {replica.replica_id} is the only one that takes requests, and goes on: there is no room to "
+                f"start another engine beside it ({no_room})",
+                param="replica",
+                code="last_replica",
+            )
+
+    async def _check_others_run(self, replica: Replica) -> None:
+        others = [other for other in self.members if other is not replica]
+        for other in others:
+            await self.look_at(other)
+        missing = [
+            f"replica {other.replica_id} is {other.state}" for other in others if not other.health.healthy
+        ]
+        if missing:
+            raise RequestError(
+                f"the rolling restart stops before replica {replica.replica_id}: {', '.join(missing)}",
+                param="replica",
+                code="replica_missing",
+            )
 
     def _check_not_last(self, replica_id: str) -> None:
         self.find(replica_id)
-        others = [replica for replica in self.members if replica.replica_id != replica_id]
-        if all(replica.draining for replica in others):
+        if not any(replica.replica_id != replica_id for replica in self.available):
             raise RequestError(
                 f"replica {replica_id} is the last one that takes requests: add another one before",
                 param="replica",
@@ -159,14 +256,12 @@ class Replicas:
 
     async def _end(self, replica: Replica, seconds: float) -> None:
         replica.draining = True
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                while replica.requests:
-                    await asyncio.sleep(DRAIN_POLL)
+        await _until_drained(replica, seconds)
         replica.is_leaving = True
         self.lose(replica)
         await replica.client.close()
-        self._members.pop(replica.replica_id, None)
+        if self._members.get(replica.replica_id) is replica:
+            del self._members[replica.replica_id]
         self._count_room()
 
     def _count_room(self) -> None:
@@ -182,13 +277,13 @@ class Replicas:
         await self._close_all()
 
     async def _close_all(self) -> None:
-        await asyncio.gather(*(replica.client.close() for replica in self.members))
+        await asyncio.gather(*(replica.client.close() for replica in [*self.members, *self._leaving]))
 
     # ---- how they do ----
 
     async def _poll(self) -> None:
         while True:
-            for replica in self.members:
+            for replica in [*self.members, *self._leaving]:
                 try:
                     await self.look_at(replica)
                 except Exception:
@@ -223,7 +318,7 @@ class Replicas:
 
     async def stats(self) -> EngineStats:
         found = []
-        for replica in self.members:
+        for replica in [*self.members, *self._leaving]:
             with contextlib.suppress(EngineDeadError):
                 found.append(await replica.client.stats())
         if not found:
@@ -279,6 +374,14 @@ class Replicas:
                 stop_one()
 
         return stop
+
+
+async def _until_drained(replica: Replica, seconds: float) -> None:
+    """Wait until the replica has no requests, for so long at most."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            while replica.requests:
+                await asyncio.sleep(DRAIN_POLL)
 
 
 def _watch(replica: Replica, observer: StepObserver) -> Callable[[], None]:

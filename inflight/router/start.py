@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
 from inflight.config import EngineConfig
+from inflight.engine import ReplicaClient
 from inflight.engine.child_process import ChildHost
-from inflight.engine.host import ProcessHost
+from inflight.engine.host import ProcessHost, ProcessNotStartedError
 from inflight.engine.process import ProcessClient
+from inflight.errors import CheckpointChangedError, KVBudgetError, ModelError
+from inflight.models.checkpoint import fingerprint_now
 from inflight.native.library import num_threads
+from inflight.native.memory import available_memory, used_memory
 from inflight.process_config import ProcessConfig, RouterConfig
 from inflight.router.router import Router
 
 GPUS = Path("/proc/driver/nvidia/gpus")
 THREADS, DEVICES = "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"
+SMI_TIMEOUT = 30.0  # seconds that nvidia-smi may take
 
 LoadProgress = Callable[[int, int], None]  # bytes done, bytes in all
 
@@ -35,12 +42,22 @@ async def start_router(
     bytes_loaded = _SummedProgress(progress)
     num_blocks: dict[str, int] = {}  # of each replica that has been started
 
-    async def start(replica_id: str) -> ProcessClient:
-        given, host = shares.of(int(replica_id))
+    async def start(replica_id: str, beside: ReplicaClient | None = None) -> ProcessClient:
+        if beside is None:
+            given, host = shares.of(int(replica_id))
+        else:
+            assert isinstance(beside, ProcessClient)
+            await asyncio.to_thread(check_unchanged, config, beside.facts.fingerprint)
+            given, host = await asyncio.to_thread(shares.beside, int(replica_id), beside.process_id)
         # Whoever comes later must hold what the others hold, whatever memory is free by then.
         held = num_blocks.get(replica_id, min(num_blocks.values(), default=given.cache.num_blocks))
         given = replace(given, cache=replace(given.cache, num_blocks=held))
-        client = await ProcessClient.start(given, watched, bytes_loaded.of(replica_id), build, host)
+        try:
+            client = await ProcessClient.start(given, watched, bytes_loaded.of(replica_id), build, host)
+        except KVBudgetError as error:
+            if beside is None:
+                raise
+            raise ProcessNotStartedError(str(error)) from error
         num_blocks[replica_id] = client.facts.num_blocks
         return client
 
@@ -61,8 +78,27 @@ class Shares(Protocol):
     def of(self, index: int) -> tuple[EngineConfig, ProcessHost]:
         """The configuration of one replica, and where it runs."""
 
+    def beside(self, index: int, process_id: int | None) -> tuple[EngineConfig, ProcessHost]:
+        """The same for an engine that is to start while the one of that replica still runs, in the process of that id
+        where it is on this machine. Raises ProcessNotStartedError where there is no room for both."""
+
     async def close(self) -> None:
         """All replicas are closed."""
+
+
+def check_unchanged(config: EngineConfig, fingerprint: str) -> None:
+    """Raise CheckpointChangedError where an engine that starts now would load another checkpoint than that one. What
+    cannot be known here, of a model that comes from the hub, the engine checks when it has loaded."""
+    try:
+        found = fingerprint_now(config.model)
+    except (ModelError, OSError) as error:
+        raise CheckpointChangedError(
+            f"the checkpoint has changed, and cannot be read any more: {error}"
+        ) from error
+    if fingerprint and found not in (None, fingerprint):
+        raise CheckpointChangedError(
+            "the checkpoint has changed since the server started: to serve other weights, start another server"
+        )
 
 
 async def _shares(config: EngineConfig, options: RouterConfig, environment: Mapping[str, str]) -> Shares:
@@ -107,7 +143,38 @@ class MachineShares:
             if THREADS not in os.environ:
                 num_sharing = self.count * config.parallel.num_ranks
                 environment.setdefault(THREADS, str(max(1, num_threads() // num_sharing)))
-        return config, ChildHost(environment)
+        return config, ChildHost(environment, f"engine process of replica {index}")
+
+    def beside(self, index: int, process_id: int | None) -> tuple[EngineConfig, ChildHost]:
+        config, host = self.of(index)
+        if self._gpus:
+            check_gpu_memory(host.environment[DEVICES], config.cache.gpu_memory_utilization)
+        elif process_id is not None and (used := used_memory(process_id)) > (available := available_memory()):
+            raise ProcessNotStartedError(f"the engine uses {used:,} bytes, and {available:,} are available")
+        return config, host
+
+
+def check_gpu_memory(names: str, share: float) -> None:
+    """Raise ProcessNotStartedError where one of these GPUs has not this share of its memory free. Asked of the driver's
+    tool: this process must not hold a GPU."""
+    command = [
+        "nvidia-smi",
+        f"--id={names}",
+        "--query-gpu=memory.free,memory.total",
+        "--format=csv,noheader,nounits",
+    ]
+    try:
+        output = subprocess.run(
+            command, capture_output=True, check=True, text=True, timeout=SMI_TIMEOUT
+        ).stdout
+        rows = [[int(field) for field in line.split(",")] for line in output.splitlines()]
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        raise ProcessNotStartedError(f"the free memory of GPU {names} is not known: {error}") from error
+    for free, total in rows:
+        if free < share * total:
+            raise ProcessNotStartedError(
+                f"an engine takes {share:.0%} of a GPU's {total} MiB, and {free} are free on GPU {names}"
+            )
 
 
 def visible_gpus() -> list[str]:

@@ -40,5 +40,5 @@ def facts_of_all(found: Sequence[ModelFacts]) -> ModelFacts:
 
 def same_model(facts: ModelFacts, other: ModelFacts) -> bool:
     """Whether requests made for one can be run by the other, if their length fits."""
-    names = ("vocab_size", "eos_token_ids", "block_size", "generates", "pooling")
+    names = ("fingerprint", "vocab_size", "eos_token_ids", "block_size", "generates", "pooling")
     return all(getattr(facts, name) == getattr(other, name) for name in names)

@@ -133,7 +133,7 @@ def _cache_labels(facts: ModelFacts, options: ServerConfig) -> dict[str, object]
 
 def _fingerprint(facts: ModelFacts) -> str:
     """The same where the same seed gives the same tokens."""
-    known = f"{__version__}/{facts.model}/{facts.dtype}/{facts.device}"
+    known = f"{__version__}/{facts.model}/{facts.fingerprint}/{facts.dtype}/{facts.device}"
     return f"fp_{sha256(known.encode()).hexdigest()[:10]}"
 
 

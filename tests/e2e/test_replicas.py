@@ -8,7 +8,13 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from inflight import LLM, AsyncEngine, SamplingParams
+from inflight.config import EngineConfig
+from inflight.loading import load_engine
+from inflight.models.builtin import checkpoint_folder
+from inflight.models.checkpoint import fingerprint_now
 from inflight.outputs import RequestOutput
 from inflight.process_config import ProcessConfig
 from inflight.router import Router
@@ -95,6 +101,24 @@ def _is_begun(routed: RoutedRequest) -> bool:
 
 def _num_calls(replica: Replica) -> tuple[int, int]:
     return sum(map(_is_of_chat, replica.requests)), len(replica.requests)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"tokenizer": str(checkpoint_folder())},
+        {"skip_tokenizer_init": True},
+        {"load_format": "dummy"},
+        {"model": str(checkpoint_folder())},
+    ],
+)
+def test_engines_and_servers_agree_on_the_fingerprint_of_a_checkpoint(options: dict[str, Any]) -> None:
+    """Otherwise every restart would be refused."""
+    config = EngineConfig.create(**options, num_blocks=512)
+    with closing(load_engine(config)) as loaded:
+        assert len(loaded.facts.fingerprint) == 64
+        assert loaded.facts.fingerprint == fingerprint_now(config.model)
 
 
 def test_no_token_is_lost_changed_or_repeated_when_replicas_are_killed() -> None:

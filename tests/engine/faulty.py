@@ -1,7 +1,8 @@
 """Engines for a process of their own, over the fake runner, that go wrong when a prompt tells them to.
 
 `build` is what `ProcessClient.start(..., build="tests.engine.faulty:build")` names. The first token of a prompt is
-the fault; the engine's `model` option is one that happens at the start.
+the fault; the engine's `model` option is one that happens at the start. `script:FILE` reads it from a file, so that it
+can be another one at each start.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 from inflight.config import EngineConfig
 from inflight.engine import EngineCore, ModelFacts
@@ -55,7 +58,19 @@ class StoppingCore(EngineCore):
 
 
 def build(config: EngineConfig, progress: Callable[[int, int], None]) -> tuple[EngineCore, ModelFacts]:
-    match config.model.model:
+    fault, _, argument = (config.model.model or "").partition(":")
+    if fault == "script":
+        script = Path(argument)
+        with script.with_suffix(".starts").open("a") as starts:
+            starts.write(f"{os.getpid()}\n")
+        fault, _, argument = script.read_text().partition(":")
+    match fault:
+        case "hang":
+            time.sleep(3600)
+        case "crawl":  # progress, and in the end an engine
+            for done in range(int(argument)):
+                progress(done, int(argument))
+                time.sleep(0.1)
         case "refuse":
             error = KVBudgetError("too few blocks: 7 – see")
             error.add_note("a note")
@@ -71,4 +86,5 @@ def build(config: EngineConfig, progress: Callable[[int, int], None]) -> tuple[E
         limits, make_policy(config.scheduler.policy), BlockManager(num_blocks, 4, ChainHashCache(4))
     )
     core = StoppingCore(scheduler, FaultyRunner(num_blocks, 4), max_queue=config.scheduler.max_queue)
-    return core, ModelFacts("faulty", 50, 4096, (), {}, None, "cpu", "none", num_blocks, 4, 8, 64)
+    facts = ModelFacts("faulty", 50, 4096, (), {}, None, "cpu", "none", num_blocks, 4, 8, 64)
+    return core, replace(facts, fingerprint=argument if fault == "weights" else "")

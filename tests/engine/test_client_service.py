@@ -57,6 +57,9 @@ class Loopback:
     def health(self) -> Health:
         return Health(True, 0.0)
 
+    async def restart(self) -> None:
+        raise NotImplementedError
+
     def give_up(self, reason: str) -> None:
         raise AssertionError(reason)
 

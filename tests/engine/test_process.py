@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -22,12 +23,13 @@ import pytest
 import zmq
 
 from inflight.config import EngineConfig
-from inflight.engine import child_process
+from inflight.engine import child_process, lifeline
 from inflight.engine import engine_process as child_module
 from inflight.engine import supervisor as supervisor_module
 from inflight.engine.fake import expected_tokens
 from inflight.engine.process import ProcessClient
 from inflight.engine.supervisor import Supervisor
+from inflight.engine.wire import Failed, Progress, RemoteError
 from inflight.errors import (
     ConfigError,
     EngineDeadError,
@@ -627,6 +629,106 @@ async def test_progress_is_passed_on() -> None:
     )
     await client.close()
     assert seen == [(1, 2)]
+
+
+# ---- starts that hang ----
+
+
+async def test_a_start_that_hangs_is_given_up_by_name() -> None:
+    text = r"the engine process \(process \d+\) was killed: it made no progress for 0.5 seconds while it was starting"
+    with pytest.raises(EngineDeadError, match=text):
+        await start(model="hang", start_timeout=0.5)
+
+
+async def test_a_restart_that_hangs_is_retried_like_one_that_fails(tmp_path: Path) -> None:
+    script = tmp_path / "script"
+    script.write_text("")
+    client = await start(model=f"script:{script}")
+    try:
+        options, starts = supervisor_of(client)._options, script.with_suffix(".starts")
+        script.write_text("hang")
+        options["start_timeout"] = 0.5  # from here on: the first start may have been slow
+        os.kill(process_id(client), signal.SIGKILL)
+        await until(
+            lambda: as_awaitable("made no progress for 0.5 seconds" in str(supervisor_of(client)._error))
+        )
+        options["start_timeout"] = 600.0
+        script.write_text("")
+        await until_healthy(client)
+        assert await answer(client, [1, 2], 4, "after") == expected_tokens([1, 2], 4)
+        assert (await client.health()).num_restarts >= 2
+        assert starts.exists()
+    finally:
+        await client.close()
+
+
+class StartingProcess:
+    """An engine process whose start is a script: seconds that pass, and what is heard then."""
+
+    process_id, unread, reason = 7, (), None
+
+    def __init__(
+        self, supervisor: Supervisor, *script: tuple[float, Any], is_waiting_for_room: bool = False
+    ) -> None:
+        self.exited = asyncio.Event()
+        self.is_waiting_for_room = is_waiting_for_room
+        self._script = list(script)
+        self._now = 0.0
+        supervisor._clock = lambda: self._now
+
+    async def receive(self, seconds: float) -> Any:  # noqa: ARG002
+        passed, message = self._script.pop(0)
+        self._now += passed
+        return message
+
+    def take_frames(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("script", "has_room", "is_given_up"),
+    [
+        ([(500.0, Progress(1, 9))] * 5, True, False),  # slow, but it goes on
+        ([(500.0, Progress(1, 9)), (300.0, None), (299.0, None)], True, False),
+        ([(500.0, Progress(1, 9)), (300.0, None), (301.0, None)], True, True),
+        ([(5000.0, None)], False, False),  # no machine was found for it yet
+    ],
+)
+async def test_progress_of_a_start_counts_and_not_its_time(
+    script: list[tuple[float, Any]], has_room: bool, is_given_up: bool
+) -> None:
+    options = {"start_timeout": 600.0}
+    supervisor = Supervisor("none", options, QUICK, None, child_process.ChildHost())
+    failed = Failed(RemoteError.of(KVBudgetError("the end of the script")))
+    process: Any = StartingProcess(supervisor, *script, (1.0, failed), is_waiting_for_room=not has_room)
+    with pytest.raises(EngineDeadError if is_given_up else KVBudgetError):
+        await supervisor._wait_until_ready(process)
+
+
+def test_bytes_that_a_start_reads_or_writes_are_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = lifeline.MOVED_BYTES
+    amounts = iter([0, size - 1, size, size + 1, 2 * size - 1, 2 * size, 2 * size + 9])
+    reports: list[int] = []
+    is_over = threading.Event()
+
+    def moved() -> int:
+        found = next(amounts, None)
+        if found is None:
+            is_over.set()
+            return 2 * size
+        return found
+
+    monkeypatch.setattr(lifeline, "_bytes_moved", moved)
+    with lifeline.reporting_input(lambda: reports.append(1), 0.001):
+        assert is_over.wait(60)
+    assert len(reports) == 2
+
+
+def test_bytes_moved_are_those_of_this_process(tmp_path: Path) -> None:
+    before = lifeline._bytes_moved()
+    (tmp_path / "weights").write_bytes(bytes(1 << 20))
+    (tmp_path / "weights").read_bytes()
+    assert lifeline._bytes_moved() - before >= 2 << 20
 
 
 # ---- closing ----

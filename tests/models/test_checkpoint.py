@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import builtins
 import json
+import os
+import shutil
 import sys
 from collections.abc import Callable
 from fnmatch import fnmatch
@@ -11,9 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from inflight.errors import ModelError, WeightsError
-from inflight.models.checkpoint import open_checkpoint
+from inflight.models import checkpoint as checkpoint_module
+from inflight.models.checkpoint import fingerprint, open_checkpoint
 
 
 @pytest.fixture
@@ -204,3 +209,98 @@ def test_hub_download_asks_for_safe_files_only(folder: Path, monkeypatch: pytest
     kept = [name for name in folders if not any(fnmatch(name, pattern) for pattern in ignored)]
     assert kept == ["1_Pooling/config.json", "config.json"]
     assert (asked[0]["model"], asked[0]["revision"], asked[0]["cache_dir"]) == ("owner/name", "v2", "here")
+
+
+# ---- fingerprints ----
+
+
+def weights(**changes: float) -> dict[str, torch.Tensor]:
+    """Tensors of several sizes; a change is added to all of one."""
+    shapes = {"embed": (1000, 64), "norm": (64,), "layer": (64, 64)}
+    return {name: torch.full(shape, 1.0) + changes.get(name, 0.0) for name, shape in shapes.items()}
+
+
+@pytest.fixture
+def loadable(folder: Path) -> Path:
+    save_file(weights(), folder / "model.safetensors")
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def known_as(folder: Path) -> str:
+    return fingerprint(open_checkpoint(str(folder)))
+
+
+def test_copies_have_one_fingerprint(loadable: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(loadable, tmp_path / "elsewhere")
+    os.utime(copy / "model.safetensors", (0, 0))
+    (copy / "trainer_state.json").write_text("{}")  # which nobody reads
+    assert known_as(copy) == known_as(loadable)
+
+
+@pytest.mark.parametrize("name", ["embed", "norm", "layer"])
+def test_any_other_tensor_has_another_fingerprint(loadable: Path, name: str) -> None:
+    before = known_as(loadable)
+    save_file(weights(**{name: 0.5}), loadable / "model.safetensors")
+    assert known_as(loadable) != before
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "chat_template.jinja",
+        "tokenizer_config.json",
+    ],
+)
+def test_any_other_text_file_has_another_fingerprint(loadable: Path, name: str) -> None:
+    before = known_as(loadable)
+    (loadable / name).write_text('{"model_type": "llama", "new": 1}')
+    assert known_as(loadable) != before
+
+
+def test_a_tokenizer_from_elsewhere_counts(loadable: Path, tmp_path: Path) -> None:
+    other = tmp_path / "tokenizer"
+    other.mkdir()
+    (other / "tokenizer.json").write_text('{"version": "2"}')
+    opened = open_checkpoint(str(loadable))
+    assert fingerprint(opened, other) != fingerprint(opened)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff" * 16,
+        (7).to_bytes(8, "little") + b"[1,2,3]",
+        (34).to_bytes(8, "little") + b'{"a": {"data_offsets": [-9, "12"]}}',
+        (40).to_bytes(8, "little") + b'{"a": {"data_offsets": [9, 1e400000000]}}',
+    ],
+)
+def test_damaged_weights_have_a_fingerprint_too(folder: Path, content: bytes) -> None:
+    """Whoever loads them says what is wrong."""
+    (folder / "model.safetensors").write_bytes(content)
+    assert len(known_as(folder)) == 64
+
+
+def test_a_fingerprint_reads_a_bounded_part_of_the_weights(
+    loadable: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    read = os.pread
+
+    def counted(descriptor: int, size: int, offset: int) -> bytes:
+        sizes.append(size)
+        return read(descriptor, size, offset)
+
+    monkeypatch.setattr(os, "pread", counted)
+    save_file({f"t{index}": torch.zeros(2000) for index in range(100)}, loadable / "model.safetensors")
+    known_as(loadable)
+    assert len(sizes) == 2 + 100
+    monkeypatch.setattr(checkpoint_module, "MAX_SAMPLES", 10)
+    sizes.clear()
+    known_as(loadable)
+    assert len(sizes) == 2 + 10
+    assert max(sizes[2:]) == checkpoint_module.SAMPLE

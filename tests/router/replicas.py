@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 from inflight.config import EngineConfig
@@ -23,6 +24,22 @@ from tests.processes import exists
 QUICK = ProcessConfig(heartbeat=0.05, max_restarts=1000)
 
 
+class Script:
+    """What the next engine does at its start, and how many there were."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.model = f"script:{path}"
+        self.say("")
+
+    def say(self, fault: str) -> None:
+        self._path.write_text(fault)
+
+    @property
+    def num_starts(self) -> int:
+        return len(self._path.with_suffix(".starts").read_text().splitlines())
+
+
 @contextlib.asynccontextmanager
 async def in_process(
     count: int, routing: str = "prefix_aware", **options: Any
@@ -30,7 +47,7 @@ async def in_process(
     """A router over engines in threads of this process."""
     engines: list[FakeEngine] = []
 
-    async def start(replica_id: str) -> InprocClient:  # noqa: ARG001
+    async def start(replica_id: str, beside: object = None) -> InprocClient:  # noqa: ARG001
         engine = FakeEngine(**options)
         engines.append(engine)
         return InprocClient(engine.core, engine.facts)

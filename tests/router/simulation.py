@@ -83,6 +83,9 @@ class SteppedClient:
     async def health(self) -> Health:
         return Health(True, 0.0)
 
+    async def restart(self) -> None:
+        raise NotImplementedError
+
     async def close(self, drain: float = 0.0) -> None:
         pass
 
@@ -164,7 +167,7 @@ async def simulated(count: int, routing: str, **options: Any) -> AsyncIterator[S
         "make_runner": CountingRunner,
     }
 
-    async def start(replica_id: str) -> SteppedClient:  # noqa: ARG001
+    async def start(replica_id: str, beside: object = None) -> SteppedClient:  # noqa: ARG001
         clients.append(SteppedClient(FakeEngine(**given | options)))  # type: ignore[arg-type]
         return clients[-1]
 

@@ -84,7 +84,7 @@ async def test_no_engine_left_is_one_clear_error() -> None:
         assert {type(result) for result in results} == {EngineDeadError}
         assert {str(result) for result in results} == {
             "no engine can take the request: replica 0 is dead, replica 1 is dead "
-            "(the engine process ended by SIGKILL)"
+            "(the engine process of replica 1 ended by SIGKILL)"
         }
         health = await router.health()
         assert (health.healthy, health.state) == (False, "dead")

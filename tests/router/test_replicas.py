@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +13,10 @@ import pytest
 from inflight.config import EngineConfig
 from inflight.engine import InprocClient
 from inflight.engine.fake import expected_tokens
+from inflight.engine.host import ProcessNotStartedError
 from inflight.engine.process import ProcessClient
 from inflight.errors import (
+    CheckpointChangedError,
     ConfigError,
     EngineAsleepError,
     EngineDeadError,
@@ -22,14 +26,16 @@ from inflight.errors import (
     RequestError,
 )
 from inflight.events import StepRecord
+from inflight.models.checkpoint import fingerprint_now
+from inflight.process_config import ProcessConfig
 from inflight.router import Router
 from inflight.router import start as start_module
-from inflight.router.start import MachineShares, visible_gpus
+from inflight.router.start import MachineShares, check_gpu_memory, check_unchanged, visible_gpus
 from tests.engine.faulty import NUM_BLOCKS, SLOW
 from tests.engine.test_sleep import FakeDormancy
 from tests.helpers import FakeEngine, make_request
 from tests.processes import exists
-from tests.router.replicas import answer, in_process, process_id, processes, read, until
+from tests.router.replicas import Script, answer, in_process, process_id, processes, read, strike, until
 
 
 async def test_a_rolling_restart_and_a_removal_under_load_fail_no_one() -> None:
@@ -110,7 +116,7 @@ async def test_all_start_or_none() -> None:
 async def test_a_replica_with_another_model_or_a_shorter_context_is_refused(change: dict[str, int]) -> None:
     changes = iter(({"max_model_len": 100}, {"max_model_len": 120}, {"max_model_len": 100}, change))
 
-    async def start(replica_id: str) -> InprocClient:  # noqa: ARG001
+    async def start(replica_id: str, beside: object = None) -> InprocClient:  # noqa: ARG001
         engine = FakeEngine()
         return InprocClient(engine.core, replace(engine.facts, **next(changes)))  # type: ignore[arg-type]
 
@@ -244,7 +250,7 @@ async def test_a_replica_that_comes_after_the_end_is_ended() -> None:
     engines, may_start = [FakeEngine(), FakeEngine()], asyncio.Event()
     clients: list[InprocClient] = []
 
-    async def start(replica_id: str) -> InprocClient:
+    async def start(replica_id: str, beside: object = None) -> InprocClient:  # noqa: ARG001
         if replica_id == "1":
             await may_start.wait()
         engine = engines[int(replica_id)]
@@ -259,3 +265,164 @@ async def test_a_replica_that_comes_after_the_end_is_ended() -> None:
     with pytest.raises(EngineDeadError, match="closing"):
         await adding
     assert not any(client._thread.is_alive() for client in clients)
+
+
+# ---- restarts ----
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Script:
+    return Script(tmp_path / "script")
+
+
+@pytest.fixture
+def no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No engine fits beside another one."""
+    monkeypatch.setattr(start_module, "available_memory", lambda: 0)
+
+
+def ids(router: Router) -> dict[str, int]:
+    return {replica.replica_id: process_id(replica.client) for replica in router.replicas.members}
+
+
+async def test_the_new_engine_is_ready_before_the_old_one_is_ended(script: Script) -> None:
+    async with processes(1, model=script.model) as router:
+        (old,) = router.replicas.members
+        stream = asyncio.create_task(answer(router, [SLOW, 1], 100))
+        await until(lambda: bool(old.requests))
+        script.say("crawl:3")
+        restarting = asyncio.create_task(router.replicas.restart("0", 0.05))
+        while not restarting.done():
+            assert (await router.health()).healthy
+            assert await answer(router, [1, 2], 5) == expected_tokens([1, 2], 5)
+        await restarting
+        assert router.replicas.find("0") is not old
+        assert not exists(process_id(old.client))
+        assert await stream == expected_tokens([SLOW, 1], 100)
+        assert (await router.stats()).num_output_tokens >= 100
+
+
+@pytest.mark.parametrize("fault", ["raise", "die"])
+async def test_a_restart_that_fails_leaves_the_old_engine_running(script: Script, fault: str) -> None:
+    async with processes(1, model=script.model) as router:
+        before = ids(router)
+        stream = asyncio.create_task(answer(router, [SLOW, 1], 100))
+        script.say(fault)
+        with pytest.raises(EngineError, match=r"unlucky|ended with code 7 while it was starting"):
+            await router.replicas.restart("0", 0.0)
+        assert (ids(router), router.replicas.find("0").available) == (before, True)
+        assert await stream == expected_tokens([SLOW, 1], 100)
+
+
+@pytest.mark.usefixtures("no_room")
+async def test_the_last_replica_is_not_given_up_for_a_restart(script: Script) -> None:
+    async with processes(1, model=script.model) as router:
+        before = ids(router)
+        with pytest.raises(RequestError, match="replica 0 is the only one that takes requests") as refused:
+            await router.replicas.restart("0", 0.0)
+        assert refused.value.code == "last_replica"
+        assert (ids(router), router.replicas.find("0").available) == (before, True)
+        await router.replicas.add()
+        router.replicas.drain("0")
+        with pytest.raises(RequestError, match="replica 1 is the only one that takes requests"):
+            await router.replicas.restart("1", 0.0)
+        assert await answer(router, [1, 2], 5) == expected_tokens([1, 2], 5)
+
+
+@pytest.mark.usefixtures("no_room")
+async def test_without_room_for_both_a_failed_start_is_retried_and_the_replica_is_listed(
+    script: Script,
+) -> None:
+    async with processes(2, model=script.model) as router:
+        streams = [asyncio.create_task(answer(router, [SLOW, index], 100)) for index in range(4)]
+        await until(lambda: all(replica.requests for replica in router.replicas.members))
+        script.say("die")
+        restarting = asyncio.create_task(router.replicas.restart("1", 0.0))
+        await until(lambda: script.num_starts == 4)  # two at first, one that failed, and one more
+        assert router.replicas.find("1").state == "restarting"
+        assert router.replicas.find("0").available
+        script.say("")
+        await restarting
+        assert all(replica.available for replica in router.replicas.members)
+        assert await asyncio.gather(*streams) == [expected_tokens([SLOW, index], 100) for index in range(4)]
+
+
+@pytest.mark.usefixtures("no_room")
+async def test_a_restart_is_given_up_within_the_limits_of_a_crash_and_stops_a_roll(script: Script) -> None:
+    async with processes(2, ProcessConfig(heartbeat=0.05, max_restarts=1), model=script.model) as router:
+        script.say("raise")
+        with pytest.raises(EngineDeadError, match=r"could not be restarted: .*unlucky"):
+            await router.replicas.roll(0.0)
+        assert [replica.state for replica in router.replicas.members] == ["dead", "running"]
+        script.say("")
+        router.replicas._members = dict(
+            reversed(router.replicas._members.items())
+        )  # the other one is the next
+        with pytest.raises(RequestError, match="stops before replica 1: replica 0 is dead") as refused:
+            await router.replicas.roll(0.0)
+        assert refused.value.code == "replica_missing"
+        for change in (router.replicas.remove("1", 0.0), router.replicas.restart("1", 0.0)):
+            with pytest.raises(RequestError, match=r"replica 1 is the (last|only) one that takes requests"):
+                await change
+        assert await answer(router, [1, 2], 5) == expected_tokens([1, 2], 5)
+        await router.replicas.restart("0", 0.0)
+        await router.replicas.roll(0.0)
+        assert all(replica.available for replica in router.replicas.members)
+
+
+# ---- one checkpoint ----
+
+
+async def test_a_restart_with_other_weights_is_refused(script: Script) -> None:
+    script.say("weights:old")
+    async with processes(2, model=script.model) as router:
+        before = ids(router)
+        script.say("weights:new")
+        for change in (router.replicas.roll(0.0), router.replicas.restart("1", 0.0), router.replicas.add()):
+            with pytest.raises(CheckpointChangedError, match="start another server"):
+                await change
+        assert ids(router) == before
+        assert all(replica.available for replica in router.replicas.members)
+
+
+async def test_a_stream_never_goes_on_with_other_weights(script: Script) -> None:
+    script.say("weights:old")
+    process = ProcessConfig(heartbeat=0.05, max_restarts=1)
+    async with processes(1, process, model=script.model) as router:
+        stream = asyncio.create_task(answer(router, [SLOW, 1], 100))
+        await until(lambda: any(routed.output_ids for routed in router._requests.values()))
+        script.say("weights:new")
+        strike(router, "0")
+        with pytest.raises(EngineDeadError, match="the checkpoint has changed since the server started"):
+            await stream
+
+
+async def test_a_changed_checkpoint_is_noticed_before_an_engine_is_ended(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    config = EngineConfig.create(folder, load_format="dummy")
+    known_as = fingerprint_now(config.model)
+    assert known_as is not None
+    check_unchanged(config, known_as)
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    with pytest.raises(CheckpointChangedError, match="has changed since the server started"):
+        check_unchanged(config, known_as)
+    (folder / "config.json").unlink()
+    with pytest.raises(CheckpointChangedError, match="cannot be read any more"):
+        check_unchanged(config, known_as)
+    check_unchanged(EngineConfig.create("owner/name"), known_as)  # of the hub: the engine checks
+
+
+def test_room_on_a_gpu_is_asked_of_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(
+        "#!/bin/sh\ncase $1 in --id=3,5) echo '50000, 80000'; echo '40000, 80000';; *) exit 9;; esac\n"
+    )
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    check_gpu_memory("3,5", 0.5)
+    with pytest.raises(ProcessNotStartedError, match="takes 51% of a GPU's 80000 MiB, and 40000 are free"):
+        check_gpu_memory("3,5", 0.51)
+    with pytest.raises(ProcessNotStartedError, match="free memory of GPU 7 is not known"):
+        check_gpu_memory("7", 0.1)

@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import inflight
-from inflight.errors import EngineAsleepError, GrammarWorkerError, QueueFullError, TemplateWorkerError
+from inflight.errors import (
+    CheckpointChangedError,
+    EngineAsleepError,
+    GrammarWorkerError,
+    QueueFullError,
+    TemplateWorkerError,
+)
 from inflight.server.errors import ApiError
 from tests.server.test_limits_table import PAGE, rows
 
@@ -30,7 +36,8 @@ ELSEWHERE = {
             "no_token_allowed",
         ),
         *("unsupported_keyword", "invalid_constraint", "constraint_too_complex", "constraints_unavailable"),
-        *("tools_unavailable", "constraint_failed", "unsupported", "last_replica"),
+        *("tools_unavailable", "constraint_failed", "unsupported", "last_replica", "replica_missing"),
+        CheckpointChangedError.code,
     },
     401: {"missing_api_key", "invalid_api_key", "invalid_admin_key"},
     429: {QueueFullError.code},

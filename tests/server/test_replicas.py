@@ -7,6 +7,8 @@ import re
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -19,9 +21,11 @@ from inflight.errors import ConfigError
 from inflight.frontend import Frontend
 from inflight.process_config import ProcessConfig, RouterConfig
 from inflight.router import Router, start_router
+from inflight.router import start as start_module
 from inflight.server.keys import AdminKey, Caller, Keys
 from tests.browser import Page
 from tests.engine.faulty import BUILD, SLOW
+from tests.router.replicas import Script, process_id
 from tests.server.chat_page import look
 from tests.server.live import Backend, Live, live_server
 
@@ -36,9 +40,11 @@ LONG = {
 
 
 class ReplicaBackend(Backend):
+    max_restarts = 100
+
     async def _start(self, options: dict[str, Any]) -> AsyncEngine:
         config = EngineConfig.create(**options)
-        process = ProcessConfig(heartbeat=0.05, max_restarts=100)
+        process = ProcessConfig(heartbeat=0.05, max_restarts=self.max_restarts)
         client = await start_router(config, RouterConfig(replicas=2), process, build=BUILD)
         return AsyncEngine(Frontend.of(config, client.facts), client)
 
@@ -77,8 +83,12 @@ def until_running(live: Live, count: int) -> None:
 def kill_busy(backend: ReplicaBackend) -> str:
     """Kill the engine that has a request."""
     (busy,) = (replica for replica in backend.router.replicas.members if replica.requests)
-    os.kill(busy.client.process_id, signal.SIGKILL)  # type: ignore[attr-defined]
+    kill(backend, busy.replica_id)
     return busy.replica_id
+
+
+def kill(backend: ReplicaBackend, replica_id: str) -> None:
+    os.kill(process_id(backend.router.replicas.find(replica_id).client), signal.SIGKILL)
 
 
 def test_a_stream_outlives_its_engine_and_the_report_says_so(live: Live, backend: ReplicaBackend) -> None:
@@ -164,6 +174,48 @@ def test_replicas_come_and_go_by_command(
     after = [replica.client.process_id for replica in live.state.replicas.members]  # type: ignore[union-attr]
     assert not set(before) & set(after)
     assert live.complete(**LONG)["usage"]["completion_tokens"] == 200
+
+
+class ImpatientBackend(ReplicaBackend):
+    max_restarts = 1
+
+
+def test_a_restart_that_fails_is_told_and_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Script(tmp_path / "script")
+    script.say("weights:old")
+    with (
+        closing(ImpatientBackend(model=script.model)) as backend,
+        live_server(backend, admin_key="the-admin-key") as live,
+    ):
+
+        def change(path: str) -> tuple[int, str]:
+            response = live.http.post(f"/v1/replicas{path}", headers=ADMIN)
+            return response.status_code, response.json().get("error", {}).get("code", "")
+
+        def degraded() -> list[str]:
+            health = live.http.get("/health")
+            assert (health.status_code, health.json()["status"]) == (200, "ok")
+            found: list[str] = health.json()["degraded"]
+            return found
+
+        script.say("weights:new")
+        assert change("/roll") == (400, "checkpoint_changed")
+        script.say("raise")
+        assert change("/0/restart") == (503, "replica_not_started")
+        assert (degraded(), states(live)) == ([], {"0": "running", "1": "running"})
+        monkeypatch.setattr(start_module, "available_memory", lambda: 0)
+        assert change("/0/restart") == (503, "replica_not_started")
+        assert degraded() == ["replica 0 is dead"]
+        assert change("/1/restart") == (400, "last_replica")
+        script.say("weights:old")
+        assert change("/0/restart") == (200, "")
+        assert degraded() == []
+        script.say("hang")
+        kill(backend, "1")
+        live.wait_until("a restart", lambda: backend.router.replicas.find("1").state == "restarting")
+        assert degraded() == ["replica 1 is restarting"]
+        assert change("/roll") == (400, "replica_missing")
+        assert live.complete(**LONG)["usage"]["completion_tokens"] == 200
 
 
 def test_one_engine_is_shown_and_not_changed(llm_server: Live) -> None:

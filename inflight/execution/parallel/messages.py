@@ -2,7 +2,7 @@
 
     rank 0 ── Begin, RankStep, End ──►  all others      through shared memory
     rank 0 ◄────────── Sampled ────────  last stage      through shared memory, where that is not rank 0's own
-    rank 0 ◄── Loaded, Begun, Broken ──  each other      through a pipe, one line each
+    rank 0 ◄── Loading, Loaded, Begun, Broken ── each    through a pipe, one line each
 
 Tokens that a step drew travel with a later one: no rank needs them before, and so they cost no message of their own.
 """
@@ -74,6 +74,10 @@ class Report(msgspec.Struct, frozen=True, tag=True):
     """The root of what a rank reports."""
 
 
+class Loading(Report, frozen=True):
+    """It makes progress with its weights."""
+
+
 class Loaded(Report, frozen=True):
     """Its weights are there."""
 
@@ -103,7 +107,7 @@ def _from_plain(kind: type, value: Any) -> Any:
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_to_plain)
 ToRank = Begin | RankStep | End
-ToFirst = Loaded | Begun | Broken
+ToFirst = Loading | Loaded | Begun | Broken
 _decoder: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank, dec_hook=_from_plain)
 _report_decoder: msgspec.json.Decoder[ToFirst] = msgspec.json.Decoder(ToFirst)
 _results_decoder: msgspec.msgpack.Decoder[Sampled] = msgspec.msgpack.Decoder(Sampled)

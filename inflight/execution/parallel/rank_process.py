@@ -12,11 +12,11 @@ from collections.abc import Callable
 import msgspec
 
 from inflight.engine.child_process import end_of_child, start_child, tell_child
-from inflight.execution.parallel.messages import Begun, Broken, Loaded, RankStart, decode_report
+from inflight.execution.parallel.messages import RankStart, ToFirst, decode_report
 
 COMMAND: tuple[str, ...] = (sys.executable, "-P", "-m", "inflight.execution.parallel.worker")
 
-OnReport = Callable[[int, Loaded | Begun | Broken], None]  # rank, and what it says
+OnReport = Callable[[int, ToFirst], None]  # rank, and what it says
 OnEnd = Callable[[int, str], None]  # rank, and how it ended
 
 

@@ -6,7 +6,8 @@ import ctypes
 import logging
 import os
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from inflight.engine.wire import RemoteError
@@ -19,6 +20,7 @@ from inflight.execution.parallel.messages import (
     Loaded,
     RankMessage,
     RankStart,
+    ToFirst,
     encode,
 )
 from inflight.execution.parallel.rank_process import RankProcess
@@ -45,14 +47,23 @@ class RankProcesses:
         build: str,
         options: dict[str, Any],
         devices: Sequence[str],
+        start_timeout: float,
+        on_progress: Callable[[], None],
     ) -> None:
+        """`start_timeout` is how long, in seconds, none of them may make progress while one is not ready; `on_progress`
+        is called when one does."""
         self.layout = layout
+        self._start_timeout = start_timeout
+        self._on_progress = on_progress
         self.shares = shares  # of all ranks
         self.memory = RankMemory(library, layout, 0, self._lost)
         self._steps = self.memory.steps()
         self._changed = threading.Condition()
         self._loaded: dict[int, int | None] = {}  # by rank: the blocks that it has room for
-        self._num_begun = 0
+        self._begun: set[int] = set()
+        # When each rank last made progress, for those that are not ready.
+        self._unready = dict.fromkeys(range(1, layout.count), time.monotonic())
+        self._progress_at = time.monotonic()  # when any of them did, or the first one
         self._failure: InflightError | None = None
         self._closing = threading.Event()
         root = logging.getLogger()
@@ -95,11 +106,18 @@ class RankProcesses:
 
     def begin(self, message: Begin) -> None:
         """All of them take their memory, beside what this rank does meanwhile."""
-        self._num_begun = 0
+        with self._changed:
+            self._begun.clear()
+            self._progress_at = time.monotonic()
+            self._unready = dict.fromkeys(range(1, self.layout.count), self._progress_at)
         self.send(message)
 
     def wait_until_begun(self) -> None:
-        self._wait(lambda: self._num_begun == len(self.processes))
+        self._wait(lambda: len(self._begun) == len(self.processes))
+
+    def note_progress(self) -> None:
+        """The first rank has loaded a part of its weights: others may be waiting for it."""
+        self._progress_at = time.monotonic()
 
     def check(self) -> None:
         """Raises if one of them is lost."""
@@ -135,18 +153,24 @@ class RankProcesses:
 
     # ---- what becomes of them ----
 
-    def _take_report(self, rank: int, report: Loaded | Begun | Broken) -> None:
+    def _take_report(self, rank: int, report: ToFirst) -> None:
         if isinstance(report, Broken):
             told = report.error
             text = f"rank {rank} of {self.layout.count}: {told.text}"
             self.fail(RemoteError(told.kind, text, told.notes, told.param, told.code).error())
             return
         with self._changed:
+            self._progress_at = time.monotonic()
             if isinstance(report, Loaded):
                 self._loaded[rank] = report.num_blocks
-            else:
-                self._num_begun += 1
+            elif isinstance(report, Begun):
+                self._begun.add(rank)
+            if isinstance(report, Loaded | Begun):
+                self._unready.pop(rank, None)
+            elif rank in self._unready:
+                self._unready[rank] = self._progress_at
             self._changed.notify_all()
+        self._on_progress()
 
     def _take_end(self, rank: int, how: str) -> None:
         self.fail(DeviceLostError(f"rank {rank} of {self.layout.count} {how}"))
@@ -171,8 +195,18 @@ class RankProcesses:
         seen = dict.fromkeys(places, 0)
         missed = dict.fromkeys(places, 0)
         while not self._closing.wait(LOOK_EVERY):
+            self._check_progress()
             for rank, place in places.items():
                 alive = place.value != seen[rank] or not place.value  # 0: it is still starting
                 seen[rank], missed[rank] = place.value, 0 if alive else missed[rank] + 1
                 if missed[rank] >= MISSED_LOOKS and self._failure is None:
                     self._give_up(rank, f"gave no sign of life for {MISSED_LOOKS * LOOK_EVERY:g} seconds")
+
+    def _check_progress(self) -> None:
+        """Give up the rank that has made no progress for longest, once none has for too long."""
+        with self._changed:
+            is_late = time.monotonic() - self._progress_at >= self._start_timeout
+            latest = min(self._unready, key=self._unready.__getitem__, default=None)
+        if is_late and latest is not None and self._failure is None:
+            limit = f"{self._start_timeout:g} seconds while it was starting (start_timeout)"
+            self._give_up(latest, f"made no progress for {limit}")

@@ -37,9 +37,15 @@ SLOT = 1 << 20  # bytes that a rank gives to an exchange at once: they stay in i
 
 
 def start_ranks(
-    config: EngineConfig, place: Platform, spec: DecoderSpec, context: int, dtype: torch.dtype
+    config: EngineConfig,
+    place: Platform,
+    spec: DecoderSpec,
+    context: int,
+    dtype: torch.dtype,
+    on_progress: Callable[[], None],
 ) -> RankProcesses | None:
-    """The processes of all ranks but this one; None where there is only one rank."""
+    """The processes of all ranks but this one; None where there is only one rank. `on_progress` is called when one of
+    them makes progress with its start."""
     parallel = config.parallel
     if parallel.num_ranks == 1:
         return None
@@ -72,7 +78,8 @@ def start_ranks(
         layers=tuple((share.layers.start, share.layers.stop) for share in shares[::tensor]),
     )
     options = config.options() | {"policy": "continuous"}
-    return RankProcesses(library, layout, shares, LOADER, options, devices)
+    timeout = config.model.start_timeout
+    return RankProcesses(library, layout, shares, LOADER, options, devices, timeout, on_progress)
 
 
 def _devices(config: EngineConfig, place: Platform) -> list[str]:

@@ -17,12 +17,12 @@ import msgspec
 import torch
 
 from inflight.config import EngineConfig
-from inflight.engine.lifeline import die_with, ignore_signals
+from inflight.engine.lifeline import die_with, ignore_signals, reporting_input
 from inflight.engine.wire import RemoteError
 from inflight.errors import EngineError
 from inflight.execution.parallel.follower import LoadedRank, follow
 from inflight.execution.parallel.layout import RankMemory
-from inflight.execution.parallel.messages import Broken, RankStart, Report, encode_report
+from inflight.execution.parallel.messages import Broken, Loading, RankStart, Report, encode_report
 from inflight.execution.parallel.rank_processes import BEAT_EVERY
 from inflight.logs import configure_logging
 from inflight.native.library import native_library
@@ -32,7 +32,7 @@ logger = logging.getLogger(
     "inflight.execution.parallel.worker"
 )  # as the main module it would be called __main__
 
-LoadRank = Callable[[EngineConfig, RankMemory], LoadedRank]
+LoadRank = Callable[[EngineConfig, RankMemory, Callable[[int, int], None]], LoadedRank]
 LOADERS: Registry[LoadRank] = Registry("loader", {})
 
 
@@ -61,7 +61,9 @@ def _work(start: RankStart) -> None:
     torch.set_num_threads(1)
     memory = RankMemory(library, start.layout, start.rank, _leave, start.memory)
     library.beat(memory.beats(start.rank), BEAT_EVERY)
-    loaded = LOADERS.get(start.build)(EngineConfig.create(**start.options), memory)
+    tell = partial(_report, start, Loading())
+    with reporting_input(tell):
+        loaded = LOADERS.get(start.build)(EngineConfig.create(**start.options), memory, lambda *_: tell())
     gc.collect()
     gc.freeze()
     follow(loaded, memory, partial(_report, start))

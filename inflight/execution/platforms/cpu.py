@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,10 +25,10 @@ from inflight.models.encoder import PoolingEncoder
 from inflight.models.encoder_spec import EncoderSpec
 from inflight.models.spec import DecoderSpec
 from inflight.native.library import native_library
+from inflight.native.memory import available_memory
 from inflight.scheduling import Limits
 
 MEMORY_SHARE = 0.4  # of the memory that is available once the weights are loaded
-CONTAINER = Path("/sys/fs/cgroup")
 
 
 class CpuPlatform:
@@ -55,7 +52,7 @@ class CpuPlatform:
     def num_blocks(self, config: EngineConfig, decoder: Decoder, context: int) -> int:
         # Ranks of one machine share its memory, each by the layers that it has.
         cache, shard = config.cache, decoder.shard
-        available = _available_memory() * len(shard.layers) // (shard.whole.num_layers * shard.size)
+        available = available_memory() * len(shard.layers) // (shard.whole.num_layers * shard.size)
         bytes_per_block = decoder.kv_shape(cache.block_size).bytes_per_block
         given = cache.kv_cache_memory if cache.num_blocks is None else cache.num_blocks * bytes_per_block
         if given is not None and given > available:
@@ -110,22 +107,3 @@ class CpuPlatform:
         if library is None:
             return "CPU, kernels in plain torch"
         return f"CPU, compiled kernels, {library.threads} threads"
-
-
-def _available_memory() -> int:
-    """Bytes of RAM that can be had without swapping, in this container where it is one."""
-    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    with contextlib.suppress(OSError, IndexError, ValueError):
-        found = Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]
-        available = int(found) * 1024
-    with contextlib.suppress(OSError, ValueError):  # "max": the container has no limit of its own
-        limit = int((CONTAINER / "memory.max").read_text())
-        available = min(available, limit - int((CONTAINER / "memory.current").read_text()) + _kept_files())
-    return available
-
-
-def _kept_files() -> int:
-    """Bytes of files that the system keeps for as long as there is room. They count as used by the container, which has
-    just read all its weights."""
-    lines = map(str.split, (CONTAINER / "memory.stat").read_text().splitlines())
-    return sum(int(size) for name, size in lines if name in ("active_file", "inactive_file"))

@@ -13,6 +13,7 @@ import zmq
 from inflight.engine import Health
 from inflight.engine.supervisor import EngineEnded, EngineStalled
 from inflight.engine.wire import Codec, ConnectionInfo, Message, Ready, StepOutputs
+from inflight.errors import EngineError
 from inflight.server.fronts.asking import Asking
 from inflight.server.fronts.wire import (
     Enter,
@@ -104,6 +105,9 @@ class MainLink:
 
     def health(self) -> Health:
         return self._health
+
+    async def restart(self) -> None:
+        raise EngineError("engines are restarted by the main process")
 
     def give_up(self, reason: str) -> None:
         self.state = "dead"

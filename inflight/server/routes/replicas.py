@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from inflight.engine import EngineStats, Health
-from inflight.errors import ConfigError, EngineError
+from inflight.errors import CheckpointChangedError, ConfigError, EngineError
 from inflight.router import Replica, Replicas
 from inflight.server.errors import ApiError
 from inflight.server.openapi import documented, respond
@@ -38,7 +38,8 @@ async def add_replica(request: Request) -> Response:
 
 @router.post("/v1/replicas/roll", **documented(None, ReplicaReports, 400, 503))
 async def roll_replicas(request: Request) -> Response:
-    """Restart all, one after the other, with no request failing. The answer comes when the last one is ready."""
+    """Restart all, one after the other, with no request failing. The answer comes when the last one is ready. Refused
+    where a replica is missing, and stopped at the first that cannot be restarted."""
     return await _change(
         request, lambda replicas, seconds: replicas.roll(seconds), "all replicas are restarted"
     )
@@ -54,7 +55,8 @@ async def drain_replica(request: Request) -> Response:
 
 @router.post("/v1/replicas/{replica}/restart", **documented(None, ReplicaReports, 400, 404, 503))
 async def restart_replica(request: Request) -> Response:
-    """Drain it and start another engine in its place. The answer comes when that is ready."""
+    """Start another engine in its place, then drain and end the old one. The answer comes when that is done. Where
+    there is no room for both, the old engine is drained and ended first, unless it is that of the last replica."""
     name = _name(request)
     return await _change(
         request, lambda replicas, seconds: replicas.restart(name, seconds), f"replica {name} is restarted"
@@ -97,6 +99,10 @@ async def _change(
     logger.info("%s, as asked for", doing)
     try:
         await asyncio.shield(asyncio.ensure_future(work))
+    except CheckpointChangedError as error:
+        logger.error("the replicas were not changed: %s", error)
+        message = "the checkpoint has changed since the server started: to serve other weights, start another server"
+        raise ApiError(400, message, code=error.code) from error
     except (EngineError, ConfigError) as error:
         logger.error("a replica could not be started: %s", error)
         message = "a replica could not be started: the log of the server says why"

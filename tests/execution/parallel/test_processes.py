@@ -14,12 +14,17 @@ import time
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from inflight import LLM, AsyncEngine, RequestOutput, SamplingParams
 from inflight.engine.process import ProcessClient
 from inflight.errors import ConfigError, DeviceLostError, EngineDeadError, WeightsError
+from inflight.execution.parallel import rank_processes, starting
+from inflight.execution.parallel.layout import RankLayout
+from inflight.execution.parallel.messages import Begin, Begun, Loaded, Loading, RankStart
+from inflight.execution.parallel.rank_processes import RankProcesses
 from inflight.native.library import native_library
 from inflight.process_config import ProcessConfig
 from tests.e2e.conftest import Folder
@@ -100,6 +105,96 @@ def test_a_stage_that_hangs_ends_the_engine_by_name(folder: Folder, expected: li
         llm.generate(PROMPTS, LONG, use_tqdm=False)
     llm.close()
     assert not ranks()
+
+
+def hang(config: object, memory: object, progress: object) -> None:  # noqa: ARG001
+    """In place of `load_rank`, in a process of its own."""
+    time.sleep(3600)
+
+
+def test_a_rank_that_hangs_while_it_loads_is_given_up_by_name(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(starting, "LOADER", "tests.execution.parallel.test_processes:hang")
+    text = r"rank 1 of 2 \(process \d+\) made no progress for 1 seconds while it was starting"
+    with pytest.raises(DeviceLostError, match=text):
+        LLM(folder("qwen3"), show_progress=False, tensor_parallel_size=2, start_timeout=1)
+    assert not ranks()
+
+
+class SilentRank:
+    """In place of a rank's process: the test speaks for it."""
+
+    process_id = 7
+
+    def __init__(self, start: RankStart, *_: object) -> None:
+        self.rank = start.rank
+        self.is_killed = False
+
+    def kill(self) -> None:
+        self.is_killed = True
+
+    def join(self) -> None:
+        pass
+
+
+def test_progress_of_any_rank_counts_and_the_slowest_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, heard = 0.0, []
+    monkeypatch.setattr(rank_processes, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(rank_processes, "RankProcess", SilentRank)
+    library = native_library()
+    assert library is not None
+    layout = RankLayout(4, 1, 1, 4096, 0, ())
+    found = RankProcesses(library, layout, [], "none", {}, ["cpu"] * 4, 600.0, lambda: heard.append(now))
+
+    def given_up() -> list[int]:
+        found._check_progress()
+        return [process.rank for process in found.processes if process.is_killed]  # type: ignore[attr-defined]
+
+    try:
+        for rank in (1, 2, 3):
+            now += 500.0
+            found._take_report(rank, Loading())
+            assert not given_up()
+        now += 500.0
+        found.note_progress()  # of the first
+        assert not given_up()
+        found._take_report(1, Loaded())  # which then may wait for the others
+        assert heard == [500.0, 1000.0, 1500.0, 2000.0]
+        now += 600.0
+        assert given_up() == [2]
+        with pytest.raises(
+            DeviceLostError, match=r"rank 2 of 4 \(process 7\) made no progress for 600 seconds"
+        ):
+            found.wait_until_loaded()
+    finally:
+        found.close()
+
+
+def test_ranks_that_are_ready_are_not_asked_for_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(rank_processes, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(rank_processes, "RankProcess", SilentRank)
+    library = native_library()
+    assert library is not None
+    layout = RankLayout(2, 1, 1, 4096, 0, ())
+    found = RankProcesses(library, layout, [], "none", {}, ["cpu"] * 2, 600.0, lambda: None)
+    try:
+        found._take_report(1, Loaded())
+        now += 601.0
+        found._check_progress()
+        found.begin(Begin(1, 1, 1, 1, 1))
+        found._take_report(1, Begun())
+        now += 601.0
+        found._check_progress()
+        found.wait_until_begun()
+        found.begin(Begin(1, 1, 1, 1, 1))  # after a sleep
+        now += 601.0
+        found._check_progress()
+        with pytest.raises(DeviceLostError, match="made no progress"):
+            found.wait_until_begun()
+    finally:
+        found.close()
 
 
 async def test_the_supervisor_brings_all_ranks_back(folder: Folder, expected: list[list[int]]) -> None:
