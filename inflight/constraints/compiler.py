@@ -97,8 +97,15 @@ class GrammarCompiler:
 
         max_states = MAX_LARGE_STATES if is_large else MAX_STATES
         limits = LLParserLimits(**{**LIMITS, "max_lexer_states": max_states}, verbose_errors=False)
-        state = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
-        error = first_error(state.deep_copy(), self._tokenizer.eos_token)  # the first masks are known then
+        try:
+            state = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
+            error = first_error(
+                state.deep_copy(), self._tokenizer.eos_token
+            )  # the first masks are known then
+        except BaseException as panic:
+            if isinstance(panic, Exception | KeyboardInterrupt | SystemExit):
+                raise
+            return f"llguidance panicked: {panic}"  # which is no Exception, and would end the engine's loop
         if error and (is_large or not is_lexer_full(error)):
             return error
         return Grammar(state, is_large)

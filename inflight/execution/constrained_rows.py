@@ -6,6 +6,7 @@ told its tokens; only sampling waits for them.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ from inflight.events import RequestFailure
 from inflight.execution.sampling.token_bits import first_mask
 from inflight.scheduling import Admission
 from inflight.structured_outputs import StructuredOutputs
+
+logger = logging.getLogger(__name__)
 
 
 class MaskedRows(Protocol):
@@ -180,8 +183,8 @@ class ConstrainedRows:
         if row.matcher is None and row.failure is None:
             try:
                 row.grammar = row.compiled.result()
-            except RequestError as error:
-                row.failure = _failure(str(error))
+            except Exception as error:
+                row.failure = _compile_failure(error)
                 return None
             row.matcher = row.grammar.matcher()
         if row.matcher is not None:
@@ -200,14 +203,22 @@ class ConstrainedRows:
             is_alone = row.grammar.is_large
             try:
                 row.grammar = self.compiler.compile_larger(row.asked, row.grammar)
-            except RequestError as error:
-                row.failure = _failure(str(error))
+            except Exception as error:
+                row.failure = _compile_failure(error)
                 return
             row.matcher = row.grammar.matcher()
             row.matcher.advance(row.outputs)
             self._filler.fill([row.matcher], mask[None])
         if row.matcher.error is not None:
             row.failure = _failure(row.matcher.error)
+
+
+def _compile_failure(error: Exception) -> RequestFailure:
+    """The request fails alone, whatever was raised: a step that raised would fail for its neighbours too."""
+    if isinstance(error, RequestError):
+        return _failure(str(error))
+    logger.error("a grammar could not be compiled", exc_info=error)
+    return _failure(type(error).__name__)
 
 
 def _failure(reason: str) -> RequestFailure:

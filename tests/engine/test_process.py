@@ -722,3 +722,17 @@ def test_a_process_whose_parent_stopped_before_it_began_is_quiet() -> None:
     command = child_process.COMMAND
     found = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=120, check=False)
     assert (found.returncode, found.stdout, found.stderr) == (0, b"", b"")
+
+
+async def test_statistics_come_while_a_prompt_is_computed(client: ProcessClient) -> None:
+    """A step of 64 tokens takes some milliseconds, and none brings a token before the last."""
+    await client.add(make_request([SLOW, *range(1, 14_000)], 1, "r"))
+    answered = asyncio.create_task(read(client, "r"))
+    steps = set()
+    while not answered.done():
+        stats = await client.stats()
+        if (stats.num_running, stats.num_output_tokens) == (1, 0) and stats.num_steps:
+            steps.add(stats.num_steps)
+        await asyncio.sleep(0.005)
+    assert len(steps) >= 2
+    assert len((await answered)[0]) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -130,3 +131,31 @@ def test_as_many_tokens_can_be_replayed_as_were_drawn_one_by_one(monkeypatch: py
     matcher = GrammarCompiler(vocabulary).compile(ASKED).matcher()
     matcher.advance([letter for seed in range(10) for letter in letters(seed)])
     assert matcher.error is None
+
+
+@pytest.mark.parametrize("error", [MemoryError("no more"), RuntimeError("can't start new thread")])
+def test_a_grammar_that_cannot_be_compiled_for_any_reason_ends_its_own_request(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    state = Masks()
+    rows = ConstrainedRows(state, compiler, in_thread=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(compiler, "_compile", Mock(side_effect=error))
+        _, failures = follow(rows, state, HUNGRY, letters(0))
+    assert failures[0].code == "constraint_failed"
+    assert not follow(rows, state, HUNGRY, letters(0))[1]
+
+
+class PanicException(BaseException):
+    """As Rust's are seen from Python: not an Exception."""
+
+
+def test_a_panic_of_the_grammar_engine_ends_its_own_request(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = Masks()
+    rows = ConstrainedRows(state, compiler, in_thread=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(compiling, "first_error", Mock(side_effect=PanicException("index out of bounds")))
+        _, failures = follow(rows, state, HUNGRY, letters(0))
+    assert failures[0].code == "constraint_failed"
