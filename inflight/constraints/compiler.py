@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import cached_property, partial
@@ -12,25 +11,29 @@ from typing import TYPE_CHECKING, Any
 from inflight.constraints.attempts import first_success
 from inflight.constraints.fair_threads import FairThreads
 from inflight.constraints.kept import KeptOutcomes
-from inflight.constraints.matcher import Matcher
+from inflight.constraints.matcher import Matcher, is_lexer_full
 from inflight.constraints.trial_worker import first_error
 from inflight.constraints.vocabulary import Vocabulary
 from inflight.errors import ParameterError
 from inflight.structured_outputs import StructuredOutputs
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+    from llguidance import LLMatcher, LLTokenizer
 
 MAX_KEPT = 128  # grammars, and refusals
+MAX_KEPT_LARGE = 8  # grammars with room for the lexer states of MAX_LARGE_STATES
 NUM_THREADS = 2
-MAX_IDLE = 64  # matchers that a grammar keeps for later requests
+# All matchers of one compiled grammar share its lexer, which remembers every state that any of them has reached: about
+# a kilobyte each. So these bound the memory of the grammars that are kept, and the second what one request may need.
+MAX_STATES = 2_048
+MAX_LARGE_STATES = 20_000
 # llguidance's "fuel" for one grammar and for one mask, of which it burns some ten thousands in a millisecond.
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 100_000,
     "step_max_items": 20_000,
     "max_items_in_row": 3_000,
-    "max_lexer_states": 20_000,  # one or two kilobytes each
+    "max_lexer_states": MAX_LARGE_STATES,
     "max_grammar_size": 100_000,
 }
 
@@ -38,23 +41,13 @@ LIMITS: dict[str, Any] = {
 class Grammar:
     """A compiled constraint. Any thread may take a matcher from it."""
 
-    def __init__(self, state: LLMatcher) -> None:
+    def __init__(self, state: LLMatcher, is_large: bool) -> None:
         self._state = state
-        self._idle: list[Matcher] = []
-        self._lock = threading.Lock()
+        self.is_large = is_large  # its lexer has room for as many states as any may have
 
     def matcher(self) -> Matcher:
-        """At the beginning of a text."""
-        with self._lock:
-            return self._idle.pop() if self._idle else Matcher(self._state.deep_copy())
-
-    def give_back(self, matcher: Matcher) -> None:
-        """Nobody uses it any more. It remembers what it found out about the grammar, which the next user need not.
-        Grammars that count tokens cannot go back to the beginning."""
-        if matcher.error is None and matcher.state.reset():
-            with self._lock:
-                if len(self._idle) < MAX_IDLE:
-                    self._idle.append(matcher)
+        """A matcher at the beginning of a text. It costs a few microseconds and shares what others have worked out."""
+        return Matcher(self._state.deep_copy())
 
 
 class GrammarCompiler:
@@ -63,11 +56,23 @@ class GrammarCompiler:
     def __init__(self, make_vocabulary: Callable[[], Vocabulary]) -> None:
         self._make_vocabulary = make_vocabulary
         self._kept: KeptOutcomes[Grammar] = KeptOutcomes(MAX_KEPT)
+        self._large: KeptOutcomes[Grammar] = KeptOutcomes(MAX_KEPT_LARGE)
         self._threads = FairThreads("inflight-grammars", NUM_THREADS)
 
     def compile(self, asked: StructuredOutputs) -> Grammar:
         """What is not trusted must be validated first. Raises ParameterError."""
-        return self._kept.get(asked, self._compile)
+        return self._kept.get(asked, partial(self._compile, False))
+
+    def compile_larger(self, asked: StructuredOutputs, full: Grammar) -> Grammar:
+        """Compile a constraint anew for a request whose matcher needs a state that the lexer of `full` has no room for.
+
+        Most states of that lexer may be due to others, and what a request gets must not depend on them. So it goes on
+        with a lexer that has more room, which is kept for others too, and where that is full with one of its own.
+        """
+        if not full.is_large:
+            return self._large.get(asked, partial(self._compile, True))
+        self._large.forget(asked, full)
+        return self._compile(True, asked)
 
     def begin(self, asked: StructuredOutputs, owner: str = "") -> Future[Grammar]:
         """Compile beside what the caller does, one grammar of an owner at a time. What was compiled before is there at
@@ -85,21 +90,27 @@ class GrammarCompiler:
         with contextlib.suppress(ImportError, ParameterError):
             self.compile(StructuredOutputs(choice=["a"]))
 
-    def _compile(self, asked: StructuredOutputs) -> Grammar:
-        return first_success(asked, self._special_texts, self._attempt)
+    def _compile(self, is_large: bool, asked: StructuredOutputs) -> Grammar:
+        return first_success(asked, self._special_texts, partial(self._attempt, is_large))
 
-    def _attempt(self, grammar: str) -> Grammar | str:
+    def _attempt(self, is_large: bool, grammar: str) -> Grammar | str:
         """As in `trial_worker.py`, with the same outcome."""
-        from llguidance import LLMatcher
+        from llguidance import LLMatcher, LLParserLimits
 
-        state = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
-        first = state.deep_copy()
-        error = first_error(first, self._tokenizer.eos_token)
-        if error:
+        max_states = MAX_LARGE_STATES if is_large else MAX_STATES
+        limits = LLParserLimits(**{**LIMITS, "max_lexer_states": max_states}, verbose_errors=False)
+        try:
+            state = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
+            error = first_error(
+                state.deep_copy(), self._tokenizer.eos_token
+            )  # the first masks are known then
+        except BaseException as panic:
+            if isinstance(panic, Exception | KeyboardInterrupt | SystemExit):
+                raise
+            return f"llguidance panicked: {panic}"  # which is no Exception, and would end the engine's loop
+        if error and (is_large or not is_lexer_full(error)):
             return error
-        compiled = Grammar(state)
-        compiled.give_back(Matcher(first))  # the first masks of whoever takes it come at once
-        return compiled
+        return Grammar(state, is_large)
 
     @cached_property
     def _vocabulary(self) -> Vocabulary:
@@ -112,9 +123,3 @@ class GrammarCompiler:
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
         return self._vocabulary.tokenizer()
-
-    @cached_property
-    def _limits(self) -> LLParserLimits:
-        from llguidance import LLParserLimits
-
-        return LLParserLimits(**LIMITS, verbose_errors=False)

@@ -62,6 +62,14 @@ class KeptOutcomes(Generic[T]):
                 self._num_characters -= len(key[1])
             self._keep(key, outcome)
 
+    def forget(self, asked: StructuredOutputs, outcome: T) -> None:
+        """Find it anew for the next one to ask, unless another has taken its place already."""
+        key = asked.kind, asked.text
+        with self._lock:
+            future = self._outcomes.get(key)
+        if future is not None and future.done() and future.exception() is None and future.result() is outcome:
+            self._forget(key, future)
+
     def _keep(self, key: tuple[str, str], future: Future[T]) -> None:
         self._outcomes[key] = future
         self._num_characters += len(key[1])

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
 MAX_MASK_THREADS = 12  # that fill the masks of one step
+# Tokens that are replayed between two masks: each mask brings new fuel for the lexer, of which tokens use some too.
+MAX_TOKENS_PER_MASK = 64
 
 
 class Matcher:
@@ -24,9 +26,14 @@ class Matcher:
 
     def advance(self, token_ids: Sequence[int]) -> None:
         """These tokens came next. What comes behind the end of the text is passed over."""
-        if token_ids and not self.state.is_stopped():
-            num_taken = self.state.try_consume_tokens(list(token_ids))
-            self._derailed |= num_taken < len(token_ids) and not self.state.is_stopped()
+        for start in range(0, len(token_ids), MAX_TOKENS_PER_MASK):
+            if self.state.is_stopped():
+                return
+            if start:
+                self.state.compute_bitmask()
+            some = token_ids[start : start + MAX_TOKENS_PER_MASK]
+            num_taken = self.state.try_consume_tokens(list(some))
+            self._derailed |= num_taken < len(some) and not self.state.is_stopped()
 
     @property
     def error(self) -> str | None:
@@ -34,6 +41,15 @@ class Matcher:
         if self.state.is_error():
             return self.state.get_error().split("\n", 1)[0][:200] or "it failed"
         return "a token came that it forbids" if self._derailed else None
+
+    @property
+    def is_lexer_full(self) -> bool:
+        """Whether the error is that the lexer, which others share, has no room for a state that this text needs."""
+        return self.state.is_error() and is_lexer_full(self.state.get_error())
+
+
+def is_lexer_full(error: str) -> bool:
+    return "too many states" in error
 
 
 class MaskFiller:

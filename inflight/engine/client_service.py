@@ -15,8 +15,18 @@ from typing import Any
 from inflight.engine.client import EngineClient
 from inflight.engine.core import EngineStats
 from inflight.engine.outbox import Outbox
-from inflight.engine.wire import Abort, Ack, Add, Describe, RemoteError, Reply, StepOutputs, Tell, Watch
-from inflight.request import Request
+from inflight.engine.wire import (
+    Abort,
+    Ack,
+    Add,
+    Describe,
+    NewRequest,
+    RemoteError,
+    Reply,
+    StepOutputs,
+    Tell,
+    Watch,
+)
 
 ServiceMessage = Add | Abort | Describe | Tell | Ack | Watch
 
@@ -51,9 +61,8 @@ class ClientService:
     def handle(self, message: ServiceMessage) -> None:
         match message:
             case Add(handle, added):
-                request = added.request()
-                served = self._served[handle] = _ServedRequest(request.request_id)
-                self._begin(self._run(handle, served, request))
+                served = self._served[handle] = _ServedRequest(added.request_id)
+                self._begin(self._run(handle, served, added))
             case Abort():
                 self._begin(self._abort(message))
             case Describe():
@@ -65,6 +74,10 @@ class ClientService:
                 self._flush_soon()
             case Watch(wanted):
                 self._watch(wanted)
+
+    def send_stats(self) -> None:
+        """Send the statistics, which have changed, even if there is nothing else to send."""
+        self._outbox.flush(idle=not self._served, stepped=True)
 
     async def close(self) -> None:
         """The process is gone: end all that it asked for."""
@@ -80,10 +93,11 @@ class ClientService:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _run(self, handle: int, served: _ServedRequest, request: Request) -> None:
+    async def _run(self, handle: int, served: _ServedRequest, added: NewRequest) -> None:
         """One request to its end. Leaving its stream aborts it."""
         try:
             try:
+                request = added.request()
                 await self._client.add(request)
             except Exception as error:
                 self._reply(Reply(handle, remote_error=RemoteError.of(error)))

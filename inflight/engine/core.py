@@ -90,19 +90,22 @@ class EngineCore:
     def add(self, request: Request) -> None:
         if self.is_sleeping:
             raise asleep()
-        if self.max_queue is not None:
-            self._check_place(self.max_queue)
+        self.check_place()
         request.record.arrived_at = now = self.clock()
         self.scheduler.add(request)
         self._records.arrival(request.request_id, now)
         self._num_prompt_tokens += request.num_prompt_tokens
 
-    def _check_place(self, max_queue: int) -> None:
-        """Whoever the next step can take in needs no place in the queue."""
-        pool = self.scheduler.pool
+    def check_place(self, num_coming: int = 0) -> None:
+        """Raise QueueFullError if the queue is full, or will be once `num_coming` requests are added. Whoever the next
+        step can take in needs no place in it."""
+        if self.max_queue is None:
+            return
+        max_queue, pool = self.max_queue, self.scheduler.pool
         num_waiting = pool.num_waiting
         if not num_waiting:
             self._num_left_waiting = 0
+        num_waiting += num_coming
         # If a step left anyone waiting, it is not rows that are wanting.
         num_free_rows = 0 if self._num_left_waiting else pool.num_free_rows
         if num_waiting >= max_queue + num_free_rows:

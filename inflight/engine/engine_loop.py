@@ -24,10 +24,11 @@ from inflight.engine.wire import (
     Stop,
     Tell,
     ToEngine,
+    Unreadable,
     Watch,
     WatchCache,
 )
-from inflight.errors import EngineError
+from inflight.errors import EngineError, InflightError
 from inflight.kv.cache_changes import CacheChanges
 from inflight.request import Request
 
@@ -64,7 +65,8 @@ class EngineLoop:
                 self._add_prepared()
             if self._outbox.has_replies:  # whoever asked need not wait for a step
                 self._outbox.flush(idle=not core.has_work)
-            if core.has_work and not self._stopped:
+            stepped = core.has_work and not self._stopped
+            if stepped:
                 if self._sockets.wait(core.schedule_delay()):
                     continue  # what comes now can be part of the next step
                 deltas = core.step()
@@ -73,7 +75,7 @@ class EngineLoop:
                 self._count_step()
             elif self._preparing:
                 self._sockets.wait(PREPARING_POLL)
-            self._outbox.flush(idle=not core.has_work)
+            self._outbox.flush(idle=not core.has_work, stepped=stepped)
 
     def heartbeat(self) -> Heartbeat:
         """How the loop does. Called by another thread."""
@@ -111,16 +113,12 @@ class EngineLoop:
 
     # ---- messages ----
 
-    def _handle(self, message: ToEngine) -> None:
+    def _handle(self, message: ToEngine | Unreadable) -> None:
         match message:
-            case Add():
-                self._add(message)
-            case Abort():
-                self._abort(message)
-            case Describe(call, handle):
-                request_id = self._outbox.id_of(handle)
-                state = None if request_id is None else state_of(self._core, request_id)
-                self._outbox.reply(Reply(call, state=state))
+            case Add() | Abort() | Describe():
+                self._handle_request(message)
+            case Unreadable(call, error):
+                self._outbox.reply(Reply(call, remote_error=RemoteError.of(error)))
             case Tell(call, command):
                 self._tell(call, command)
             case Ack(num_taken):
@@ -139,7 +137,26 @@ class EngineLoop:
             case _:
                 logger.warning("dropped a %s that came too late", type(message).__name__)
 
+    def _handle_request(self, message: Add | Abort | Describe) -> None:
+        """Whatever goes wrong here is the trouble of this request's owner alone."""
+        try:
+            match message:
+                case Add():
+                    self._add(message)
+                case Abort():
+                    self._abort(message)
+                case Describe(call, handle):
+                    request_id = self._outbox.id_of(handle)
+                    state = None if request_id is None else state_of(self._core, request_id)
+                    self._outbox.reply(Reply(call, state=state))
+        except Exception as error:
+            if not isinstance(error, InflightError):
+                logger.exception("a message about a request could not be handled: %s", type(message).__name__)
+            if message.call is not None:
+                self._outbox.reply(Reply(message.call, remote_error=RemoteError.of(error)))
+
     def _add(self, message: Add) -> None:
+        self._core.check_place(len(self._preparing))
         request = message.request.request()
         prepared = self._core.prepare(request)
         if prepared is None:

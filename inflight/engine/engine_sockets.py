@@ -7,7 +7,7 @@ import threading
 import zmq
 
 from inflight.engine.remote_link import RemoteLink
-from inflight.engine.wire import Codec, ConnectionInfo, Message, ToEngine
+from inflight.engine.wire import Codec, ConnectionInfo, Message, ToEngine, Unreadable
 
 LINGER = 2000  # milliseconds for the last words
 
@@ -43,10 +43,10 @@ class EngineSockets:
         with self._lock:
             self._up.send(self._outgoing.encode(message))
 
-    def receive(self, wait: bool) -> ToEngine | None:
+    def receive(self, wait: bool) -> ToEngine | Unreadable | None:
         """The next message; None if there is none yet, or if it was not one."""
         try:
-            return self.incoming.decode(self._down.recv(0 if wait else zmq.NOBLOCK))
+            return self.incoming.decode_call(self._down.recv(0 if wait else zmq.NOBLOCK))
         except zmq.Again:
             return None
 

@@ -90,7 +90,10 @@ class InprocClient:
             if call is None:
                 return False
             self._last_progress = self._core.clock()
-            call()
+            try:
+                call()
+            except Exception:  # those that someone waits for tell them of it themselves
+                logger.exception("something asked of the engine between two steps went wrong")
 
     def _stop(self, reason: str) -> None:
         self._error = reason

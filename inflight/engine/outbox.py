@@ -74,10 +74,13 @@ class Outbox:
         """The front has taken in so many StepOutputs."""
         self._num_taken = max(self._num_taken, min(num_taken, self._num_sent))
 
-    def flush(self, idle: bool) -> None:
-        """Send what is there, if the front keeps up."""
+    def flush(self, idle: bool, stepped: bool = False) -> None:
+        """Send what is there, if the front keeps up. Steps that brought nothing have changed the statistics: those
+        leave alone then, at a bounded rate, since a long prompt takes many such steps."""
         wanted = self._deltas or self._replies or self._lost or self._steps or self.cache_changes
-        if not wanted or self._num_sent - self._num_taken >= WINDOW:
+        if not wanted and not (stepped and (idle or self._clock() - self._stats_at >= STATS_EVERY)):
+            return
+        if self._num_sent - self._num_taken >= WINDOW:
             return
         handles, token_ids, others = [], [], []
         for handle, delta in self._deltas.items():

@@ -9,10 +9,11 @@ run. What does not begin with the secret, or is no message that the receiver kno
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import logging
 from array import array
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -234,6 +235,14 @@ ToFront = Progress | Ready | Failed | StepOutputs | Heartbeat | Stopped
 # ---- frames ----
 
 
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """A call that came in a frame whose other values cannot be read: whoever waits for its reply gets the error."""
+
+    call: int
+    error: Exception
+
+
 class Codec(Generic[MessageT]):
     """Messages to frames, and frames of `incoming` types to messages. Not thread-safe."""
 
@@ -252,14 +261,31 @@ class Codec(Generic[MessageT]):
 
     def decode(self, frame: bytes) -> MessageT | None:
         """The message of a frame, or None if it is none."""
+        message = self.decode_call(frame)
+        return None if isinstance(message, Unreadable) else message
+
+    def decode_call(self, frame: bytes) -> MessageT | Unreadable | None:
+        """The message of a frame; if it is none, the call in it that must be answered, or None without one."""
+        is_ours = False
         try:
-            if not hmac.compare_digest(frame[:SECRET_LENGTH], self._secret):
+            is_ours = hmac.compare_digest(frame[:SECRET_LENGTH], self._secret)
+            if not is_ours:
                 raise ValueError("it is from a stranger")
             return self._decoder.decode(memoryview(frame)[SECRET_LENGTH:])
         except Exception as error:  # checks of our own types run in here too, and nothing may end the loop
             self.num_dropped += 1
             logger.warning("dropped a frame of %d bytes: %s", len(frame), error)
-            return None
+            call = _call_in(frame[SECRET_LENGTH:]) if is_ours else None
+            return None if call is None else Unreadable(call, RequestError(f"it cannot be read: {error}"))
+
+
+def _call_in(body: bytes) -> int | None:
+    """The number of the call in a message of which nothing else can be read."""
+    with contextlib.suppress(Exception):
+        match msgspec.msgpack.decode(body):
+            case [str(), int(call), *_]:
+                return call
+    return None
 
 
 def encode_add(codec: Codec[Any], call: int, request: Request) -> bytearray:

@@ -6,6 +6,7 @@ told its tokens; only sampling waits for them.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ from inflight.events import RequestFailure
 from inflight.execution.sampling.token_bits import first_mask
 from inflight.scheduling import Admission
 from inflight.structured_outputs import StructuredOutputs
+
+logger = logging.getLogger(__name__)
 
 
 class MaskedRows(Protocol):
@@ -51,9 +54,11 @@ class _Drawn(NamedTuple):
 class _Constrained:
     """One row. Its grammar is compiled from its admission on, its outputs are replayed for its first mask."""
 
+    asked: StructuredOutputs
     compiled: Future[Grammar]
     allowed: NDArray[np.int32] | None  # by the other parameters; None: all
-    outputs: list[int]  # that the matcher has yet to see
+    outputs: list[int]
+    num_matched: int = 0  # outputs that the matcher has seen
     drawn: _Drawn | None = None  # which comes behind them
     grammar: Grammar | None = None
     matcher: Matcher | None = None
@@ -87,9 +92,7 @@ class ConstrainedRows:
             wait([self._latest])
             self._latest = None
         for row, request in admissions:
-            left = self._rows.pop(row, None)
-            if left is not None and left.grammar is not None and left.matcher is not None:
-                left.grammar.give_back(left.matcher)
+            self._rows.pop(row, None)
             params = request.params
             if params.structured_outputs is not None and request.max_tokens:
                 outputs = request.token_ids[request.num_prompt_tokens :].tolist()
@@ -97,7 +100,7 @@ class ConstrainedRows:
                     None if params.allowed_token_ids is None else first_mask(params, self.state.vocab_size)
                 )
                 compiled = self._compile(params.structured_outputs)
-                self._rows[row] = _Constrained(compiled, allowed, outputs)
+                self._rows[row] = _Constrained(params.structured_outputs, compiled, allowed, outputs)
 
     def _compile(self, asked: StructuredOutputs) -> Future[Grammar]:
         """Beside the steps that compute the prompt, unless it was compiled before."""
@@ -169,10 +172,10 @@ class ConstrainedRows:
         else:
             self._filler.fill([m for m in matchers if m is not None], masks)
         for row, matcher, mask in zip(constrained, matchers, masks, strict=True):
+            if matcher is not None and matcher.error is not None:
+                self._recover(row, mask)
             if row.allowed is not None:
                 mask &= row.allowed
-            if matcher is not None and matcher.error is not None:
-                row.failure = _failure(matcher.error)
         return masks
 
     def _caught_up(self, row: _Constrained) -> Matcher | None:
@@ -180,14 +183,42 @@ class ConstrainedRows:
         if row.matcher is None and row.failure is None:
             try:
                 row.grammar = row.compiled.result()
-            except RequestError as error:
-                row.failure = _failure(str(error))
+            except Exception as error:
+                row.failure = _compile_failure(error)
                 return None
             row.matcher = row.grammar.matcher()
         if row.matcher is not None:
-            row.matcher.advance(row.outputs)
-            row.outputs.clear()
+            row.matcher.advance(row.outputs[row.num_matched :])
+            row.num_matched = len(row.outputs)
         return row.matcher
+
+    def _recover(self, row: _Constrained, mask: NDArray[np.int32]) -> None:
+        """Replace a matcher that has failed because the lexer that it shares is full, and fill its mask. Any other
+        failure is the request's own."""
+        assert row.grammar is not None
+        assert row.matcher is not None
+        assert self.compiler is not None
+        is_alone = False
+        while row.matcher.is_lexer_full and not is_alone:
+            is_alone = row.grammar.is_large
+            try:
+                row.grammar = self.compiler.compile_larger(row.asked, row.grammar)
+            except Exception as error:
+                row.failure = _compile_failure(error)
+                return
+            row.matcher = row.grammar.matcher()
+            row.matcher.advance(row.outputs)
+            self._filler.fill([row.matcher], mask[None])
+        if row.matcher.error is not None:
+            row.failure = _failure(row.matcher.error)
+
+
+def _compile_failure(error: Exception) -> RequestFailure:
+    """The request fails alone, whatever was raised: a step that raised would fail for its neighbours too."""
+    if isinstance(error, RequestError):
+        return _failure(str(error))
+    logger.error("a grammar could not be compiled", exc_info=error)
+    return _failure(type(error).__name__)
 
 
 def _failure(reason: str) -> RequestFailure:

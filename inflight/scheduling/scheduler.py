@@ -57,6 +57,12 @@ class Scheduler:
             raise RequestError(
                 f"request {request.request_id!r} has all of its {request.max_tokens} outputs already"
             )
+        room = min(self.blocks.pool.num_blocks * self.blocks.block_size, self.limits.max_kv_tokens)
+        if request.num_to_compute > room:  # a step in which it is alone would find no memory for it
+            raise RequestError(
+                f"request {request.request_id!r} may come to {request.num_to_compute} tokens: this engine has KV "
+                f"memory for {room}"
+            )
         self.pool.add(request, self._num_steps)
 
     # ---- one step ----

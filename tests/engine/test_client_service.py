@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator
+from unittest.mock import Mock
 
 import pytest
 
@@ -12,8 +13,8 @@ from inflight.engine import Health, InprocClient
 from inflight.engine.client_service import ClientService
 from inflight.engine.fake import expected_tokens
 from inflight.engine.process import ProcessClient
-from inflight.engine.wire import Codec, Message, Ready, StepOutputs, ToEngine, ToFront
-from inflight.errors import EngineDeadError, RequestError
+from inflight.engine.wire import Codec, Message, NewRequest, Ready, StepOutputs, ToEngine, ToFront
+from inflight.errors import EngineDeadError, EngineError, RequestError
 from inflight.events import StepRecord
 from tests.helpers import FakeEngine, make_request
 
@@ -159,3 +160,27 @@ async def test_a_stream_that_fails_below_fails_above_with_the_same_error() -> No
                 pass
         with pytest.raises(EngineDeadError):
             await client.add(make_request([5, 6], 1, "late"))
+
+
+async def test_statistics_are_sent_without_any_other_news() -> None:
+    async with linked() as (client, below, link):
+        await below.add(make_request([1, 2, 3], 5, "of another front"))
+        async for _ in below.stream("of another front"):
+            pass
+        assert (await client.stats()).num_output_tokens == 0
+        link.service.send_stats()
+        while (await client.stats()).num_output_tokens != 5:
+            await asyncio.sleep(0)
+
+
+async def test_a_request_that_cannot_be_made_ends_with_its_own_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with linked() as (client, _, _):
+        with monkeypatch.context() as patch:
+            patch.setattr(NewRequest, "request", Mock(side_effect=ValueError("broken on purpose")))
+            with pytest.raises(EngineError, match="broken on purpose"):
+                await client.add(make_request([1, 2, 3], 5, "r"))
+        await client.add(make_request([1, 2, 3], 5, "r"))
+        tokens = [token async for delta in client.stream("r") for token in delta.token_ids]
+        assert tokens == expected_tokens([1, 2, 3], 5)

@@ -455,3 +455,35 @@ def test_a_second_event_loop_can_go_on_after_the_first() -> None:
 
     asyncio.run(leave_running())
     assert asyncio.run(use()) == expected_tokens([3], 5)
+
+
+async def test_statistics_come_while_a_prompt_is_computed(client: InprocClient) -> None:
+    await client.add(make_request(list(range(20_000)), 1, "r"))
+    answered = asyncio.create_task(read(client, "r"))
+    steps = set()
+    while not answered.done():
+        stats = await client.stats()
+        if (stats.num_running, stats.num_output_tokens) == (1, 0):
+            steps.add(stats.num_steps)
+    assert len(steps) >= 2
+    await answered
+
+
+async def test_a_call_that_goes_wrong_ends_neither_the_loop_nor_other_requests(
+    engine: FakeEngine, client: InprocClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever leaves a stream waits for no reply that could tell of an error."""
+    failed = threading.Event()
+
+    def abort(*_: Any) -> Any:
+        failed.set()
+        raise ValueError("broken on purpose")
+
+    await client.add(make_request([1, 2], LONG, "left"))
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.core, "abort", abort)
+        await client.stream("left").aclose()
+        assert await asyncio.to_thread(failed.wait, 60)
+    await client.add(make_request([1, 2, 3], 5, "r"))
+    assert (await read(client, "r"))[0] == expected_tokens([1, 2, 3], 5)
+    await client.abort("left")

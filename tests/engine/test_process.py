@@ -852,3 +852,17 @@ async def test_spare_engine_process_ends_with_its_parent() -> None:
         return not runs(int(parent.stdout))
 
     await until(is_gone)
+
+
+async def test_statistics_come_while_a_prompt_is_computed(client: ProcessClient) -> None:
+    """A step of 64 tokens takes some milliseconds, and none brings a token before the last."""
+    await client.add(make_request([SLOW, *range(1, 14_000)], 1, "r"))
+    answered = asyncio.create_task(read(client, "r"))
+    steps = set()
+    while not answered.done():
+        stats = await client.stats()
+        if (stats.num_running, stats.num_output_tokens) == (1, 0) and stats.num_steps:
+            steps.add(stats.num_steps)
+        await asyncio.sleep(0.005)
+    assert len(steps) >= 2
+    assert len((await answered)[0]) == 1

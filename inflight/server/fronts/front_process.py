@@ -72,6 +72,11 @@ class FrontProcess:
         self._service = ClientService(client, self.send, stats)
         self.send(Ready(client.facts, stats()))
 
+    def send_stats(self) -> None:
+        """The engine's statistics have changed."""
+        if self._service is not None:
+            self._service.send_stats()
+
     def handle(self, message: FromFront) -> None:
         match message:
             case Add() | Abort() | Describe() | Tell() | Ack() | Watch():

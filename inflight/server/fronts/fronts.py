@@ -184,7 +184,10 @@ class Fronts:
     async def tell_health(self, state: ServerState) -> None:
         """Once in a while."""
         with contextlib.suppress(EngineError):
-            self._stats = await state.client.stats()
+            before, self._stats = self._stats, await state.client.stats()
+            if self._stats != before:
+                for front in self._fronts.values():
+                    front.send_stats()
         self._send_all(EngineHealth(await state.client.health()))
 
     def drain(self) -> None:

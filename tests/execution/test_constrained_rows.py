@@ -1,0 +1,161 @@
+"""Rows whose grammar's lexer, which all requests with the same constraint share, is full."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from inflight.constraints import Grammar, GrammarCompiler
+from inflight.constraints import compiler as compiling
+from inflight.events import RequestFailure
+from inflight.execution.constrained_rows import ConstrainedRows
+from inflight.request import Request
+from inflight.sampling_params import SamplingParams
+from inflight.scheduling.batch import Admission, RowRequest
+from inflight.structured_outputs import StructuredOutputs
+from tests.constraints.walking import vocabulary
+
+# The lexer must remember which of the last 18 letters were an "a": every text leads it to new states.
+HUNGRY = "[a-c]*a[a-c]{17}x"
+ASKED = StructuredOutputs(regex=HUNGRY)
+NUM_TOKENS = 60
+
+
+class Masks:
+    """A sampler's rows, of which the latest masks are kept."""
+
+    vocab_size = len(vocabulary().pieces)
+
+    def __init__(self) -> None:
+        self.latest = self.mask_buffer(0)
+
+    def mask_buffer(self, num_rows: int) -> NDArray[np.int32]:
+        return np.zeros((num_rows, -(-self.vocab_size // 32)), dtype=np.int32)
+
+    def set_masks(self, rows: Sequence[int], bits: NDArray[np.int32]) -> None:
+        assert len(rows) == len(bits)
+        self.latest = bits.copy()
+
+
+def follow(
+    rows: ConstrainedRows, state: Masks, regex: str, token_ids: Sequence[int]
+) -> tuple[list[bytes], dict[int, RequestFailure]]:
+    """Run a request in row 0 that draws these tokens. Returns its masks, and its failure if it has one."""
+    params = SamplingParams(structured_outputs=StructuredOutputs(regex=regex), max_tokens=len(token_ids))
+    request = Request("r", [1], params, len(token_ids))
+    rows.admit([Admission(0, RowRequest.of(request))])
+    masks = []
+    for token_id in token_ids:
+        step = rows.start([0])
+        assert step is not None
+        rows.finish(step)
+        masks.append(state.latest.tobytes())
+        failures = rows.failures(step, [0])
+        if failures:
+            return masks, failures
+        rows.drew(step, [0], lambda token_id=token_id: [token_id])  # type: ignore[misc]
+    return masks, {}
+
+
+def letters(seed: int) -> list[int]:
+    generator, pieces = random.Random(seed), vocabulary().pieces
+    return [pieces.index(generator.choice((b"a", b"b", b"c"))) for _ in range(NUM_TOKENS)]
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> GrammarCompiler:
+    """One whose lexers are soon full."""
+    monkeypatch.setattr(compiling, "MAX_STATES", 200)
+    monkeypatch.setattr(compiling, "MAX_LARGE_STATES", 2000)
+    return GrammarCompiler(vocabulary)
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_requests_get_their_masks_however_many_came_before_with_the_same_constraint(
+    compiler: GrammarCompiler, in_thread: bool
+) -> None:
+    state = Masks()
+    rows = ConstrainedRows(state, compiler, in_thread)
+    for seed in range(40):
+        masks, failures = follow(rows, state, HUNGRY, letters(seed))
+        assert not failures
+    alone = ConstrainedRows(Masks(), GrammarCompiler(vocabulary), in_thread=False)
+    assert masks == follow(alone, alone.state, HUNGRY, letters(39))[0]  # type: ignore[arg-type]
+    rows.close()
+
+
+def test_a_request_that_fills_a_lexer_on_its_own_fails_alone(compiler: GrammarCompiler) -> None:
+    state = Masks()
+    rows = ConstrainedRows(state, compiler, in_thread=False)
+    token_ids = [letter for seed in range(60) for letter in letters(seed)]
+    _, failures = follow(rows, state, HUNGRY, token_ids)
+    assert "too many states" in failures[0].message
+    assert not follow(rows, state, HUNGRY, letters(0))[1]
+
+
+def test_lexers_that_are_kept_have_room_for_a_bounded_number_of_states(compiler: GrammarCompiler) -> None:
+    state = Masks()
+    rows = ConstrainedRows(state, compiler, in_thread=False)
+    for number in range(compiling.MAX_KEPT_LARGE + 2):
+        for seed in range(3):
+            follow(rows, state, f"[a-c]*a[a-c]{{17}}x{number}", letters(seed))
+    kept = [*compiler._kept._outcomes.values(), *compiler._large._outcomes.values()]
+    are_large = [future.result().is_large for future in kept]
+    assert are_large.count(True) == compiling.MAX_KEPT_LARGE
+    assert are_large.count(False) <= compiling.MAX_KEPT
+    small = compiler._kept._outcomes.popitem()[1].result()
+    large = compiler._large._outcomes.popitem()[1].result()
+    assert "200 >= 200" in error_when_full(small)
+    assert "2000 >= 2000" in error_when_full(large)
+
+
+def error_when_full(grammar: Grammar) -> str:
+    for seed in range(100):
+        matcher = grammar.matcher()
+        for letter in letters(seed):
+            matcher.advance([letter])
+            matcher.state.compute_bitmask()
+            if matcher.error:
+                return matcher.error
+    return ""
+
+
+def test_as_many_tokens_can_be_replayed_as_were_drawn_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that is preempted, or that moves to another engine, begins with all its outputs."""
+    monkeypatch.setitem(compiling.LIMITS, "step_lexer_fuel", 2000)
+    matcher = GrammarCompiler(vocabulary).compile(ASKED).matcher()
+    matcher.advance([letter for seed in range(10) for letter in letters(seed)])
+    assert matcher.error is None
+
+
+@pytest.mark.parametrize("error", [MemoryError("no more"), RuntimeError("can't start new thread")])
+def test_a_grammar_that_cannot_be_compiled_for_any_reason_ends_its_own_request(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    state = Masks()
+    rows = ConstrainedRows(state, compiler, in_thread=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(compiler, "_compile", Mock(side_effect=error))
+        _, failures = follow(rows, state, HUNGRY, letters(0))
+    assert failures[0].code == "constraint_failed"
+    assert not follow(rows, state, HUNGRY, letters(0))[1]
+
+
+class PanicException(BaseException):
+    """As Rust's are seen from Python: not an Exception."""
+
+
+def test_a_panic_of_the_grammar_engine_ends_its_own_request(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = Masks()
+    rows = ConstrainedRows(state, compiler, in_thread=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(compiling, "first_error", Mock(side_effect=PanicException("index out of bounds")))
+        _, failures = follow(rows, state, HUNGRY, letters(0))
+    assert failures[0].code == "constraint_failed"
