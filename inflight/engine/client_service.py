@@ -51,7 +51,7 @@ class ClientService:
     def handle(self, message: ServiceMessage) -> None:
         match message:
             case Add(handle, added):
-                request = added.request()
+                request = Request(added)
                 served = self._served[handle] = _ServedRequest(request.request_id)
                 self._begin(self._run(handle, served, request))
             case Abort():

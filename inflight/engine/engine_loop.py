@@ -140,7 +140,7 @@ class EngineLoop:
                 logger.warning("dropped a %s that came too late", type(message).__name__)
 
     def _add(self, message: Add) -> None:
-        request = message.request.request()
+        request = Request(message.request)
         prepared = self._core.prepare(request)
         if prepared is None:
             self._enter(message.call, request)

@@ -15,7 +15,8 @@ from typing import Any
 from zlib import crc32
 
 from inflight.events import PositionLogprobs, TokenLogprob
-from inflight.scheduling import Batch, RowRequest, Sampled
+from inflight.request import RequestSpec
+from inflight.scheduling import Batch, Sampled
 
 
 def _place(token_id: int, position: int) -> int:
@@ -63,7 +64,7 @@ def expected_vector(prompt: Sequence[int]) -> list[float]:
 
 @dataclass(slots=True)
 class _Row:
-    request: RowRequest
+    request: RequestSpec
     tokens: list[int]
     table: list[int]
 
