@@ -15,7 +15,6 @@ from inflight.execution.threads import torch_threads
 from inflight.native.library import Library
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
-from inflight.scheduling import RowRequest
 
 NUM_ROWS = 16
 VOCAB_SIZE = 151936
@@ -63,8 +62,8 @@ def measure_sampling(library: Library | None, repeats: int) -> list[SamplingResu
         for name, sampler in samplers:
             for row in range(NUM_ROWS):
                 prompt, params = tokens[row, : LENGTH // 2].tolist(), SamplingParams(**options)
-                request = Request("", prompt, params, max_tokens=LENGTH, seed=row)
-                sampler.state.set(row, RowRequest.of(request))
+                request = Request.create("", prompt, params, max_tokens=LENGTH, seed=row)
+                sampler.state.set(row, request.current_spec())
             # As the runner has it: torch's threads, which spin when idle, stand in the way of others.
             with torch_threads(torch.get_num_threads() if name == "torch" else 1):
                 seconds = [_step(sampler, logits.clone(), tokens) for _ in range(repeats + 1)][1:]

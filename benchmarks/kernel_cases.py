@@ -29,7 +29,6 @@ from inflight.layers.triton.tuning import MAX_TOKENS, num_multiprocessors
 from inflight.layers.triton_kernels import TritonKernels, TritonLinear
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
-from inflight.scheduling import RowRequest
 from inflight.triton_utils.pdl import supports_pdl
 
 BLOCK_SIZE = 16
@@ -275,7 +274,9 @@ def sampling_cases(bench: Bench) -> Iterator[Case]:
             if num_rows > 256:
                 continue
             state = DrawRows(num_rows, bench.vocab, bench.device)
-            requests = [RowRequest.of(Request("r", [0], params, 4, seed=row)) for row in range(num_rows)]
+            requests = [
+                Request.create("r", [0], params, 4, seed=row).current_spec() for row in range(num_rows)
+            ]
             tokens = torch.zeros(num_rows, 4, dtype=torch.int32, device=bench.device)
             state.set_many(list(enumerate(requests)), tokens)
             rows = torch.arange(num_rows, dtype=torch.int32, device=bench.device)

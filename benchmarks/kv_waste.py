@@ -27,7 +27,7 @@ def measure(work: Workload, policy: str, options: argparse.Namespace) -> dict[st
     scheduler = Scheduler(limits, make_policy(policy), blocks)
     for index, (prompt, length) in enumerate(zip(work.prompts, work.output_lens, strict=True)):
         params = SamplingParams(max_tokens=length, temperature=0, ignore_eos=True)
-        scheduler.add(Request(str(index), list(prompt), params, length))
+        scheduler.add(Request.create(str(index), list(prompt), params, length))
     wastes, running, num_preemptions = [], [], 0
     while scheduler.pool.has_work:
         step = scheduler.schedule(0.0)

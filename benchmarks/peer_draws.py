@@ -28,7 +28,6 @@ from inflight.execution.sampling.triton import (
     draw_by_ranks,
 )
 from inflight.request import Request
-from inflight.scheduling import RowRequest
 
 SLOT = 1 << 24
 NUM_DRAWS = 10  # of a graph
@@ -60,7 +59,7 @@ class DrawingRank:
         self.logits = logits
         self.tokens = torch.zeros(num_rows, 4, dtype=torch.int32, device=DEVICE)
         self.state = DrawRows(num_rows, whole_size, DEVICE)
-        requests = [RowRequest.of(Request("r", [0], params, 2, seed=row)) for row in range(num_rows)]
+        requests = [Request.create("r", [0], params, 2, seed=row).current_spec() for row in range(num_rows)]
         self.state.set_many(list(enumerate(requests)), self.tokens)
         self.workspace = SamplingWorkspace.allocate(num_rows, whole_size, DEVICE)
         rows = torch.arange(num_rows, dtype=torch.int32, device=DEVICE)

@@ -22,6 +22,7 @@ from inflight import SamplingParams
 from inflight.config import EngineConfig
 from inflight.engine.wire import SECRET_LENGTH, Add, Codec, ToEngine, encode_add
 from inflight.loading import LoadedEngine, load_engine
+from inflight.request import Request
 from inflight.sampling_params import MAX_BAD_WORDS
 from inflight.server.config import SERVE_OPTIONS
 
@@ -77,7 +78,7 @@ def measure(engine: LoadedEngine, kind: str, num_answers: int, options: dict[str
     for frame in frames:
         message = codec.decode(frame)
         assert isinstance(message, Add)
-        core.add(message.request.request())
+        core.add(Request(message.request))
     core.step()
     entry = time.perf_counter() - start
     steps = []

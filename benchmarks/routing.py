@@ -85,7 +85,7 @@ async def _ask(
     client: EngineClient, give: Callable[[str], None], prompt: list[int], num_tokens: int
 ) -> float:
     """Seconds for one request from its arrival to its last token."""
-    request = Request("r", prompt, SamplingParams(max_tokens=num_tokens), num_tokens)
+    request = Request.create("r", prompt, SamplingParams(max_tokens=num_tokens), num_tokens)
     started = time.perf_counter()
     await client.add(request)
     stream = client.stream("r")

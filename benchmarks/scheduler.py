@@ -30,7 +30,7 @@ def step_seconds(policy: str, num_running: int, num_waiting: int, context: int, 
     params = SamplingParams(max_tokens=steps + 32, temperature=0)
     for index in range(num_running + num_waiting):
         prompt = [index, *range(1, context - index % BLOCK_SIZE)]  # block borders at different steps
-        scheduler.add(Request(str(index), prompt, params, steps + 32, tenant=str(index % 4)))
+        scheduler.add(Request.create(str(index), prompt, params, steps + 32, tenant=str(index % 4)))
     times = []
     for step in range(steps + 1):
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""One job inside the engine (`Request`): what was asked for, and what its parts keep of it."""
+"""A request: what was asked for (`RequestSpec`), and its state inside the engine (`Request`)."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ import sys
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from inflight.errors import RequestError
 from inflight.events import PositionLogprobs, RequestRecord
 from inflight.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    TokenIds = array[int]
+else:
+    TokenIds = array  # cannot be subscripted at run time, when msgspec reads the annotations
 
 MAX_SALT_LENGTH = 256
 # Prompt tokens that are scored in one step: each takes the logits of the whole vocabulary, and others wait for them.
@@ -39,9 +44,59 @@ class Phase(enum.Enum):
     OVER = enum.auto()
 
 
+@dataclass(frozen=True, slots=True)
+class RequestSpec:
+    """What was asked for, from the moment a request is validated: it never changes.
+
+    The same object is sent to an engine process, given to a runner when the request gets a row, and copied when the
+    request is resumed on another engine. A field that is added here therefore reaches all of them.
+    """
+
+    request_id: str
+    token_ids: TokenIds  # the prompt, then the outputs that it already has
+    params: SamplingParams
+    max_tokens: int  # outputs, already cut to the context length
+    seed: int = 0
+    stop_ids: frozenset[int] = frozenset()  # ids that end it once there are min_tokens outputs
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    priority: int = 0  # smaller goes first
+    tenant: str = ""
+    cache_salt: str = ""
+    num_prompt_tokens: int = 0  # 0: all of token_ids; fewer if the request already has outputs
+    # Or, with max_tokens 0, "score": the logprobs of the prompt's tokens, or "pool": what the model's head returns.
+    kind: str = "generate"
+    splittable: bool = True  # False: all tokens are computed in one step, as bidirectional attention needs
+    second_segment: int = (
+        0  # where the second text of a pair begins, for models with segment ids; 0: one text
+    )
+
+    def __post_init__(self) -> None:
+        if not self.num_prompt_tokens:
+            object.__setattr__(self, "num_prompt_tokens", len(self.token_ids))
+
+    def resumed(self, output_ids: Sequence[int]) -> RequestSpec:
+        """Return the rest of this request, which produced these outputs before its engine was lost.
+
+        Any engine with the same model continues with the token that would have come next. Raises RequestError if the
+        request had ended.
+        """
+        num_outputs = len(output_ids)
+        is_stopped = num_outputs > self.params.min_tokens and output_ids[-1] in self.stop_ids
+        if num_outputs >= self.max_tokens > 0 or is_stopped:
+            raise RequestError(
+                f"request {self.request_id!r} has all its {num_outputs} tokens: nothing is left",
+                param="output_ids",
+            )
+        params = self.params
+        if num_outputs and params.prompt_logprobs is not None:  # they came with the first output
+            params = replace(params, prompt_logprobs=None)
+        prompt_ids = self.token_ids[: self.num_prompt_tokens]
+        return replace(self, params=params, token_ids=prompt_ids + array("q", output_ids))
+
+
 @dataclass(slots=True, eq=False)
 class Request:
-    """One job inside the engine: token ids in, and out what its kind returns (`scheduling/kinds.py`).
+    """A request inside the engine: what was asked for (`spec`), and the state of its computation.
 
              num_cached    num_computed        len(token_ids)   num_tokens
     |-----------|---------------|--------------------|---------------|
@@ -50,28 +105,19 @@ class Request:
                   computes them
     """
 
-    request_id: str
-    token_ids: list[int]  # the prompt, then every token produced
-    params: SamplingParams
-    max_tokens: int  # outputs, already cut to the context length
-    seed: int = 0
-    stop_ids: frozenset[int] = frozenset()  # ids that end it once min_tokens are there
-    bad_word_ids: tuple[tuple[int, ...], ...] = ()
-    priority: int = 0  # smaller goes first
-    tenant: str = ""
-    cache_salt: str = ""
-    num_prompt_tokens: int = 0  # 0: all of token_ids; less when resuming a request that has outputs
-    # Or, with max_tokens 0, "score": the logprobs of the prompt's tokens, or "pool": what the model's head returns.
-    kind: str = "generate"
-    second_segment: int = (
-        0  # where the second of a pair of texts begins, for models that tell them apart; 0: one text
-    )
-    max_chunk: int = sys.maxsize  # tokens that one step may compute of it
-    splittable: bool = True  # else all its tokens are computed in one step, as bidirectional attention needs
-    # token_ids as they came, side by side in memory: for what copies or hashes them. Empty: made from token_ids.
-    first_ids: array[int] = field(default_factory=lambda: array("q"))
+    spec: RequestSpec
+    token_ids: list[int] = field(init=False)  # the prompt, then every token produced
+
+    # Copies of the spec's fields that every step reads.
+    request_id: str = field(init=False)
+    params: SamplingParams = field(init=False)
+    num_prompt_tokens: int = field(init=False)
+    max_tokens: int = field(init=False)
+    stop_ids: frozenset[int] = field(init=False)
+    kind: str = field(init=False)
 
     # The scheduler's.
+    max_chunk: int = sys.maxsize  # tokens of it that one step may compute
     arrival: int = -1  # order of arrival, never changed
     status: Status = Status.WAITING
     row: int = -1
@@ -87,7 +133,7 @@ class Request:
     phase_at: float = 0.0  # when it began
     phase_clocks: tuple[float, ...] = ()  # where the engine's clocks stood then
 
-    # The policy's: its place in the queue, how often others went before it, and the prompt tokens its tenant paid for.
+    # The policy's: its position in the queue, how often others passed it, and the prompt tokens charged to its tenant.
     order: float = 0.0
     num_passed: int = 0
     num_charged: int = 0
@@ -96,17 +142,18 @@ class Request:
     block_ids: list[int] = field(default_factory=list)
     num_places: int = 0  # token places in block_ids
     block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks hashed so far
-    block_hasher: Any = field(
-        default=None, repr=False, compare=False
-    )  # which has taken in all of these, or None
+    block_hasher: Any = field(default=None, repr=False)  # its state after all of these, or None
     num_published: int = 0  # blocks the prefix cache knows
 
     record: RequestRecord = field(init=False)
     prompt_logprobs: list[PositionLogprobs | None] = field(default_factory=list)  # as far as computed
 
     def __post_init__(self) -> None:
-        self.num_prompt_tokens = self.num_prompt_tokens or len(self.token_ids)
-        self.first_ids = self.first_ids or array("q", self.token_ids)
+        spec = self.spec
+        self.request_id, self.params, self.kind = spec.request_id, spec.params, spec.kind
+        self.num_prompt_tokens, self.max_tokens = spec.num_prompt_tokens, spec.max_tokens
+        self.stop_ids = spec.stop_ids
+        self.token_ids = spec.token_ids.tolist()
         self.num_tokens = len(self.token_ids)
         if self.params.prompt_logprobs is not None:
             self.max_chunk = min(self.max_chunk, MAX_SCORED_CHUNK)
@@ -114,40 +161,35 @@ class Request:
         self.num_to_compute = self.max_total - 1 if self.max_tokens else self.max_total
         self.record = RequestRecord(self.request_id, self.tenant, self.priority, self.num_prompt_tokens)
 
-    def resumed(self, output_ids: Sequence[int]) -> Request:
-        """A request for the rest of this one, which gave these outputs and then lost its engine: any engine with the
-        same model goes on with the token that would have come next. Raises RequestError if it had ended."""
-        num_outputs = len(output_ids)
-        is_stopped = num_outputs > self.params.min_tokens and output_ids[-1] in self.stop_ids
-        if num_outputs >= self.max_tokens > 0 or is_stopped:
-            raise RequestError(
-                f"request {self.request_id!r} has all its {num_outputs} tokens: nothing is left",
-                param="output_ids",
-            )
-        params = self.params
-        if num_outputs and params.prompt_logprobs is not None:  # told with the first output
-            params = replace(params, prompt_logprobs=None)
-        return Request(
-            request_id=self.request_id,
-            token_ids=[*self.token_ids[: self.num_prompt_tokens], *output_ids],
-            params=params,
-            max_tokens=self.max_tokens,
-            seed=self.seed,
-            stop_ids=self.stop_ids,
-            bad_word_ids=self.bad_word_ids,
-            priority=self.priority,
-            tenant=self.tenant,
-            cache_salt=self.cache_salt,
-            num_prompt_tokens=self.num_prompt_tokens,
-            kind=self.kind,
-            splittable=self.splittable,
-            second_segment=self.second_segment,
-        )
+    @classmethod
+    def create(
+        cls, request_id: str, token_ids: Sequence[int], params: SamplingParams, max_tokens: int, **fields: Any
+    ) -> Request:
+        """Make a request and its spec in one go; `fields` are other fields of the spec."""
+        return cls(RequestSpec(request_id, array("q", token_ids), params, max_tokens, **fields))
 
-    def known_ids(self) -> array[int]:
-        """token_ids, side by side in memory."""
-        rest = self.token_ids[len(self.first_ids) :]
-        return self.first_ids + array("q", rest) if rest else self.first_ids
+    @property
+    def tenant(self) -> str:
+        return self.spec.tenant
+
+    @property
+    def priority(self) -> int:
+        return self.spec.priority
+
+    @property
+    def splittable(self) -> bool:
+        return self.spec.splittable
+
+    def resumed(self, output_ids: Sequence[int]) -> Request:
+        """Return a new request for the rest of this one: see `RequestSpec.resumed`."""
+        return Request(self.spec.resumed(output_ids))
+
+    def current_spec(self) -> RequestSpec:
+        """Return the spec with all tokens that are known by now."""
+        new_ids = self.token_ids[len(self.spec.token_ids) :]
+        if not new_ids:
+            return self.spec
+        return replace(self.spec, token_ids=self.spec.token_ids + array("q", new_ids))
 
     @property
     def num_output_tokens(self) -> int:

@@ -109,7 +109,7 @@ def run(engine: LoadedEngine, prompts: Sequence[Sequence[int]], seconds: Sequenc
     found: dict[int, Delta] = {}
     for index, prompt in enumerate(prompts):
         core.add(
-            Request(
+            Request.create(
                 str(index),
                 list(prompt),
                 SamplingParams(),

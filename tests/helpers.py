@@ -23,7 +23,7 @@ def make_request(
 ) -> Request:
     params = fields.pop("params", None) or SamplingParams(max_tokens=max_tokens, temperature=0)
     name = request_id or f"r{next(_ids)}"
-    return Request(name, list(prompt), params, max_tokens, **fields)  # type: ignore[arg-type]
+    return Request.create(name, list(prompt), params, max_tokens, **fields)  # type: ignore[arg-type]
 
 
 @dataclass

@@ -44,13 +44,13 @@ class PooledEngine:
         """Without tokens to generate, it is pooled."""
         kind = "generate" if max_tokens else "pool"
         self.tokens[name] = []
-        self.loaded.core.add(Request(name, list(token_ids), GREEDY, max_tokens, kind=kind))
+        self.loaded.core.add(Request.create(name, list(token_ids), GREEDY, max_tokens, kind=kind))
 
     def score(self, name: str, token_ids: Sequence[int]) -> None:
         """Ask for the logprobs of a prompt."""
         self.tokens[name] = []
         params = SamplingParams(temperature=0, prompt_logprobs=0)
-        self.loaded.core.add(Request(name, list(token_ids), params, 0, kind="score"))
+        self.loaded.core.add(Request.create(name, list(token_ids), params, 0, kind="score"))
 
     def run(self) -> None:
         core = self.loaded.core

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from inflight.scheduling import Batch, RowRequest
+from inflight.request import RequestSpec
+from inflight.scheduling import Batch
 
 
 @dataclass(frozen=True)
@@ -12,7 +13,7 @@ class SeenBatch:
     """A batch together with the requests in its rows."""
 
     batch: Batch
-    requests: list[RowRequest]
+    requests: list[RequestSpec]
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -29,7 +30,7 @@ class SeenBatch:
 
 class SeenRows:
     def __init__(self) -> None:
-        self._requests: dict[int, RowRequest] = {}
+        self._requests: dict[int, RequestSpec] = {}
 
     def see(self, batch: Batch) -> SeenBatch:
         self._requests.update(batch.admissions)

@@ -20,13 +20,13 @@ from inflight.engine.wire import (
     Ack,
     Add,
     Describe,
-    NewRequest,
     RemoteError,
     Reply,
     StepOutputs,
     Tell,
     Watch,
 )
+from inflight.request import Request, RequestSpec
 
 ServiceMessage = Add | Abort | Describe | Tell | Ack | Watch
 
@@ -93,11 +93,11 @@ class ClientService:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _run(self, handle: int, served: _ServedRequest, added: NewRequest) -> None:
+    async def _run(self, handle: int, served: _ServedRequest, added: RequestSpec) -> None:
         """One request to its end. Leaving its stream aborts it."""
         try:
             try:
-                request = added.request()
+                request = Request(added)
                 await self._client.add(request)
             except Exception as error:
                 self._reply(Reply(handle, remote_error=RemoteError.of(error)))

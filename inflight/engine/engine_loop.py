@@ -157,7 +157,7 @@ class EngineLoop:
 
     def _add(self, message: Add) -> None:
         self._core.check_place(len(self._preparing))
-        request = message.request.request()
+        request = Request(message.request)
         prepared = self._core.prepare(request)
         if prepared is None:
             self._enter(message.call, request)

@@ -15,7 +15,8 @@ from typing import Any
 from zlib import crc32
 
 from inflight.events import PositionLogprobs, TokenLogprob, pack_logprobs
-from inflight.scheduling import Batch, RowRequest, Sampled
+from inflight.request import RequestSpec
+from inflight.scheduling import Batch, Sampled
 
 
 def _place(token_id: int, position: int) -> int:
@@ -64,7 +65,7 @@ def expected_vector(prompt: Sequence[int]) -> list[float]:
 
 @dataclass(slots=True)
 class _Row:
-    request: RowRequest
+    request: RequestSpec
     tokens: list[int]
     table: list[int]
 

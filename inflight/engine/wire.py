@@ -24,7 +24,7 @@ from inflight.engine.core import EngineStats
 from inflight.engine.sleep import Command
 from inflight.errors import EngineError, InflightError, RequestError
 from inflight.events import CacheUpdate, Delta, StepRecord
-from inflight.request import Request
+from inflight.request import Request, RequestSpec
 from inflight.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -63,44 +63,11 @@ class Start(Message, frozen=True):
     now: float = 0.0  # by the sender's clock, when it was sent
 
 
-class NewRequest(msgspec.Struct, array_like=True, frozen=True):
-    """What of a request is known before the engine has it."""
-
-    request_id: str
-    first_ids: bytes  # as they lie in memory, on both ends alike: prompts may be long
-    params: SamplingParams
-    max_tokens: int
-    seed: int
-    stop_ids: frozenset[int]
-    bad_word_ids: tuple[tuple[int, ...], ...]
-    priority: int
-    tenant: str
-    cache_salt: str
-    num_prompt_tokens: int
-    kind: str
-    splittable: bool
-    second_segment: int
-
-    def __post_init__(self) -> None:
-        if not self.first_ids or len(self.first_ids) % 8:
-            raise ValueError(f"{len(self.first_ids)} bytes hold no token ids")
-
-    @classmethod
-    def of(cls, request: Request) -> NewRequest:
-        values = {name: getattr(request, name) for name in cls.__struct_fields__}
-        return cls(**values | {"first_ids": request.known_ids().tobytes()})
-
-    def request(self) -> Request:
-        values = {name: getattr(self, name) for name in self.__struct_fields__}
-        ids = array("q", self.first_ids)
-        return Request(**values | {"token_ids": ids.tolist(), "first_ids": ids})
-
-
 class Add(Message, frozen=True):
     """`call` is also the request's handle: no other request ever has it, whereas ids may be used again."""
 
     call: int
-    request: NewRequest
+    request: RequestSpec
 
 
 class Abort(Message, frozen=True):
@@ -250,8 +217,10 @@ class Codec(Generic[MessageT]):
         assert len(secret) == SECRET_LENGTH
         self.num_dropped = 0
         self._secret = secret
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder: msgspec.msgpack.Decoder[MessageT] = msgspec.msgpack.Decoder(incoming)
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=array_to_bytes)
+        self._decoder: msgspec.msgpack.Decoder[MessageT] = msgspec.msgpack.Decoder(
+            incoming, dec_hook=array_from_bytes
+        )
         self._buffer = bytearray(secret)
 
     def encode(self, message: Message) -> bytearray:
@@ -288,14 +257,28 @@ def _call_in(body: bytes) -> int | None:
     return None
 
 
+def array_to_bytes(value: Any) -> Any:
+    """Encode token ids as they lie in memory, on both ends alike: prompts may be long."""
+    if isinstance(value, array):
+        return value.tobytes()
+    raise TypeError(f"a {type(value).__name__} cannot be encoded")
+
+
+def array_from_bytes(kind: type, value: Any) -> Any:
+    """Decode what `array_to_bytes` encoded."""
+    if kind is not array or not isinstance(value, bytes) or not value or len(value) % 8:
+        raise ValueError("these bytes hold no token ids")
+    return array("q", value)
+
+
 def encode_add(codec: Codec[Any], call: int, request: Request) -> bytearray:
     """The frame of a request. Raises RequestError where it cannot travel."""
-    message = Add(call, NewRequest.of(request))
+    message = Add(call, request.current_spec())
     try:
         try:
             return codec.encode(message)
         except OverflowError:
-            small = msgspec.structs.replace(message.request, params=with_small_numbers(request.params))
+            small = replace(message.request, params=with_small_numbers(request.params))
             return codec.encode(Add(call, small))
     except UnicodeEncodeError as error:
         raise RequestError(f"a text of the request is not valid Unicode: {error}") from None

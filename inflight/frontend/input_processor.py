@@ -15,7 +15,7 @@ import numpy as np
 from inflight.constraints import GrammarCompiler, GrammarValidator
 from inflight.errors import ParameterError, PromptError, shown
 from inflight.frontend.vocabulary import vocabulary_of
-from inflight.request import MAX_SALT_LENGTH, Request
+from inflight.request import MAX_SALT_LENGTH, Request, RequestSpec
 from inflight.sampling_params import SamplingParams
 from inflight.text import Tokenizer, bad_word_ids
 from inflight.vllm_compat.python_api import METHOD_RULES, PROMPT_RULES, translate_arguments
@@ -120,18 +120,19 @@ class InputProcessor:
         seed = _derive(self.seed, number) if params.seed is None else params.seed
         return text, [
             Request(
-                request_id=request_id if params.n == 1 else f"{request_id}/{index}",
-                token_ids=ids.tolist(),
-                params=params,
-                max_tokens=max_tokens,
-                seed=seed if index == 0 else _derive(seed, index),
-                stop_ids=stop_ids,
-                bad_word_ids=bad_words,
-                priority=priority,
-                tenant=tenant,
-                cache_salt=salt,
-                first_ids=ids,
-                kind=kind,
+                RequestSpec(
+                    request_id=request_id if params.n == 1 else f"{request_id}/{index}",
+                    token_ids=ids,
+                    params=params,
+                    max_tokens=max_tokens,
+                    seed=seed if index == 0 else _derive(seed, index),
+                    stop_ids=stop_ids,
+                    bad_word_ids=bad_words,
+                    priority=priority,
+                    tenant=tenant,
+                    cache_salt=salt,
+                    kind=kind,
+                )
             )
             for index in range(params.n)
         ]

@@ -14,7 +14,7 @@ from inflight.frontend.input_processor import Prompt, as_ids, check_place, check
 from inflight.frontend.pooling_inputs import EncodedText, Pair, PoolingInputs, TextGroup, TextItem
 from inflight.frontend.pooling_results import Matrix, classified, cosines, embedded, scored
 from inflight.pooling import PoolingFacts, Scale, Task, tasks_of
-from inflight.request import Request
+from inflight.request import Request, RequestSpec
 from inflight.sampling_params import SamplingParams
 
 CHUNK_CHARACTERS = 32_768  # of texts that are tokenized at a time: a few milliseconds
@@ -85,17 +85,18 @@ class PoolingProcessor:
 
     def request(self, request_id: str, text: EncodedText, context: RequestContext) -> Request:
         return Request(
-            request_id=request_id,
-            token_ids=text.ids.tolist(),
-            params=_NO_SAMPLING,
-            max_tokens=0,
-            priority=context.priority,
-            tenant=context.tenant,
-            cache_salt=context.cache_salt,
-            kind="pool",
-            splittable=self.facts.splittable,
-            second_segment=text.second_segment,
-            first_ids=text.ids,
+            RequestSpec(
+                request_id=request_id,
+                token_ids=text.ids,
+                params=_NO_SAMPLING,
+                max_tokens=0,
+                priority=context.priority,
+                tenant=context.tenant,
+                cache_salt=context.cache_salt,
+                kind="pool",
+                splittable=self.facts.splittable,
+                second_segment=text.second_segment,
+            )
         )
 
     # ---- what can be asked ----

@@ -37,7 +37,7 @@ class BlockNamer:
             return names
         hasher = request.block_hasher
         if hasher is None:  # none was needed so far
-            hasher = request.block_hasher = _hasher(request.cache_salt)
+            hasher = request.block_hasher = _hasher(request.spec.cache_salt)
             hasher.update(self._ids(request, 0, first))
         ids = self._ids(request, first, num_blocks)
         for at in range(0, len(ids), width):
@@ -47,7 +47,7 @@ class BlockNamer:
 
     def names_at(self, request: Request, marks: Sequence[int]) -> list[bytes]:
         """The names of the blocks that end at these numbers of blocks, which ascend. The request keeps none of them."""
-        hasher, width = _hasher(request.cache_salt), self.block_size * ID_BYTES
+        hasher, width = _hasher(request.spec.cache_salt), self.block_size * ID_BYTES
         ids = self._ids(request, 0, marks[-1] if marks else 0)
         names, at = [], 0
         for mark in marks:
@@ -59,17 +59,19 @@ class BlockNamer:
     def _ids(self, request: Request, first: int, end: int) -> memoryview:
         """Token ids of the blocks from `first` to before `end`, as bytes."""
         start, stop = first * self.block_size, end * self.block_size
-        if stop <= len(request.first_ids):
-            return memoryview(request.first_ids).cast("B")[start * ID_BYTES : stop * ID_BYTES]
+        if stop <= len(request.spec.token_ids):
+            return memoryview(request.spec.token_ids).cast("B")[start * ID_BYTES : stop * ID_BYTES]
         return memoryview(array("q", request.token_ids[start:stop])).cast("B")
 
     def _name_like_another(self, request: Request) -> None:
         """Take names from a recent request that begins alike: comparing is much faster than hashing."""
-        ids, size, recent = request.first_ids, self.block_size, self.recent
+        ids, size, recent = request.spec.token_ids, self.block_size, self.recent
         first = ids[:size]
         for index, other in enumerate(recent):
-            if other.cache_salt == request.cache_salt and other.first_ids[:size] == first:
-                request.block_hashes += other.block_hashes[: _num_equal_blocks(ids, other.first_ids, size)]
+            if other.spec.cache_salt == request.spec.cache_salt and other.spec.token_ids[:size] == first:
+                request.block_hashes += other.block_hashes[
+                    : _num_equal_blocks(ids, other.spec.token_ids, size)
+                ]
                 del recent[index]  # one of a kind is enough
                 break
         recent.append(request)

@@ -1,6 +1,6 @@
 """Who runs in each step. No tensors, no clock: times are given, never read."""
 
-from inflight.scheduling.batch import Admission, Batch, RowRequest, Sampled, TableUpdate
+from inflight.scheduling.batch import Admission, Batch, Sampled, TableUpdate
 from inflight.scheduling.policy import HEADROOM, POLICIES, Policy, make_policy
 from inflight.scheduling.request_pool import Limits, RequestPool
 from inflight.scheduling.scheduler import Scheduler
@@ -15,7 +15,6 @@ __all__ = [
     "Limits",
     "Policy",
     "RequestPool",
-    "RowRequest",
     "Sampled",
     "ScheduledStep",
     "Scheduler",

@@ -5,56 +5,19 @@ All of it is plain data: it can be sent to another process, or recorded and repl
 
 from __future__ import annotations
 
-from array import array
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from inflight.events import PositionLogprobs, RequestFailure
-from inflight.request import Request
-from inflight.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    TokenIds = array[int]
-else:
-    TokenIds = array  # cannot be subscripted at run time, when decoders read the annotations
-
-
-@dataclass(frozen=True, slots=True)
-class RowRequest:
-    """What a runner must know of a request. It keeps that for the row until another request takes it."""
-
-    request_id: str
-    token_ids: TokenIds  # all that are known: the prompt, then outputs
-    num_prompt_tokens: int
-    max_tokens: int
-    params: SamplingParams
-    seed: int
-    stop_ids: frozenset[int]
-    bad_word_ids: tuple[tuple[int, ...], ...]
-    kind: str
-    second_segment: int
-
-    @classmethod
-    def of(cls, request: Request) -> RowRequest:
-        return cls(
-            request.request_id,
-            request.known_ids(),
-            request.num_prompt_tokens,
-            request.max_tokens,
-            request.params,
-            request.seed,
-            request.stop_ids,
-            request.bad_word_ids,
-            request.kind,
-            request.second_segment,
-        )
+from inflight.request import RequestSpec
 
 
 class Admission(NamedTuple):
-    """A request takes a row. The runner uploads all its known tokens and its parameters."""
+    """A request takes a row. The runner uploads all its known tokens and its parameters, and keeps them for the row
+    until another request takes it."""
 
     row: int
-    request: RowRequest
+    request: RequestSpec
 
 
 class TableUpdate(NamedTuple):

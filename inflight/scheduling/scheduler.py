@@ -14,7 +14,7 @@ from inflight.errors import EngineError, RequestError
 from inflight.events import Delta, Preemption, RequestFailure
 from inflight.kv import BlockManager
 from inflight.request import Request, Status
-from inflight.scheduling.batch import Admission, Batch, RowRequest, Sampled, TableUpdate
+from inflight.scheduling.batch import Admission, Batch, Sampled, TableUpdate
 from inflight.scheduling.checked_policy import CheckedPolicy
 from inflight.scheduling.policy import Policy, answer
 from inflight.scheduling.quarantine import Quarantine
@@ -281,7 +281,7 @@ class Scheduler:
             return "policy" if request.splittable else "budget"
         places = reserved if policy.reserves_ahead() else num_cached + count
         pool.admit(request, hits, places, self._now)
-        step.batch.admissions.append(Admission(request.row, RowRequest.of(request)))
+        step.batch.admissions.append(Admission(request.row, request.current_spec()))
         step.batch.tables.append(TableUpdate(request.row, 0, list(request.block_ids)))
         step.put(request, count)
         pool.num_resident += count

@@ -144,9 +144,9 @@ def test_each_answer_is_what_its_seed_gives_alone(folder: Folder) -> None:
     input_processor: InputProcessor = LLM(folder("qwen3"))._engine.input_processor
     params = SamplingParams(n=4, max_tokens=12, seed=11)
     _, requests = input_processor.requests("x", PROMPTS[0], params)
-    assert requests[0].seed == 11
+    assert requests[0].spec.seed == 11
     for index, request in enumerate(requests):
-        one = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True, seed=request.seed)
+        one = SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True, seed=request.spec.seed)
         (alone,) = LLM(folder("qwen3")).generate(PROMPTS[0], one)
         assert outputs[0].outputs[index].index == index
         assert outputs[0].outputs[index].token_ids == alone.outputs[0].token_ids

@@ -9,11 +9,11 @@ from unittest.mock import Mock
 
 import pytest
 
-from inflight.engine import Health, InprocClient
+from inflight.engine import Health, InprocClient, client_service
 from inflight.engine.client_service import ClientService
 from inflight.engine.fake import expected_tokens
 from inflight.engine.process import ProcessClient
-from inflight.engine.wire import Codec, Message, NewRequest, Ready, StepOutputs, ToEngine, ToFront
+from inflight.engine.wire import Codec, Message, Ready, StepOutputs, ToEngine, ToFront
 from inflight.errors import EngineDeadError, EngineError, RequestError
 from inflight.events import StepRecord
 from tests.helpers import FakeEngine, make_request
@@ -178,7 +178,7 @@ async def test_a_request_that_cannot_be_made_ends_with_its_own_error(
 ) -> None:
     async with linked() as (client, _, _):
         with monkeypatch.context() as patch:
-            patch.setattr(NewRequest, "request", Mock(side_effect=ValueError("broken on purpose")))
+            patch.setattr(client_service, "Request", Mock(side_effect=ValueError("broken on purpose")))
             with pytest.raises(EngineError, match="broken on purpose"):
                 await client.add(make_request([1, 2, 3], 5, "r"))
         await client.add(make_request([1, 2, 3], 5, "r"))

@@ -22,7 +22,6 @@ from inflight.engine.wire import (
     Add,
     Codec,
     Describe,
-    NewRequest,
     RemoteError,
     StepOutputs,
     Stop,
@@ -99,7 +98,7 @@ def run_loop(engine: FakeEngine, *messages: Any) -> Wire:
 
 
 def add(call: int, prompt: list[int], **fields: Any) -> Add:
-    return Add(call, NewRequest.of(make_request(prompt, 4, f"r{call}", **fields)))
+    return Add(call, make_request(prompt, 4, f"r{call}", **fields).spec)
 
 
 PROMPT = [1, 2, 3]

@@ -12,7 +12,7 @@ from inflight.engine import InprocClient
 from inflight.engine.core import MARGIN
 from inflight.engine.engine_loop import EngineLoop
 from inflight.engine.step_time import SURE
-from inflight.engine.wire import Abort, Ack, Add, Message, NewRequest, StepOutputs, Stop, ToEngine
+from inflight.engine.wire import Abort, Ack, Add, Message, StepOutputs, Stop, ToEngine
 from inflight.request import Request
 from inflight.scheduling import TokenBudget
 from tests.helpers import FakeEngine, make_request
@@ -112,7 +112,7 @@ def test_the_engine_process_takes_messages_while_it_waits() -> None:
     engine = decoding(depth=2)
     link = Script()
     added = make_request([1, 2, 3], 2)
-    link.later.extend((Ack(0), Add(1, NewRequest.of(added)), Stop()))
+    link.later.extend((Ack(0), Add(1, added.spec), Stop()))
     EngineLoop(engine.core, link).run()  # type: ignore[arg-type]
     assert len(link.waits) == 3
     assert engine.core.scheduler.pool.num_waiting == 1, "it came before the step was scheduled"
@@ -134,7 +134,7 @@ def test_steps_do_not_wait_for_a_request_that_is_being_prepared() -> None:
     engine.core.prepare = preparation = Preparation(wanted=True)
     num_steps = len(engine.records)
     loop = EngineLoop(engine.core, link)  # type: ignore[arg-type]
-    loop._handle(Add(1, NewRequest.of(make_request([1, 2, 3], 2))))
+    loop._handle(Add(1, make_request([1, 2, 3], 2).spec))
     for _ in range(3):
         loop._add_prepared()
         engine.step()
@@ -149,7 +149,7 @@ def test_steps_do_not_wait_for_a_request_that_is_being_prepared() -> None:
 def test_a_request_may_be_aborted_while_it_is_being_prepared() -> None:
     engine, link = FakeEngine(), Script()
     engine.core.prepare = preparation = Preparation(wanted=True)
-    link.later.extend((Add(1, NewRequest.of(make_request([1, 2, 3], 2))), Abort(2, 1, "abort"), Stop()))
+    link.later.extend((Add(1, make_request([1, 2, 3], 2).spec), Abort(2, 1, "abort"), Stop()))
     EngineLoop(engine.core, link).run()  # type: ignore[arg-type]
     assert not engine.core.has_work
     assert preparation.future is not None

@@ -18,9 +18,8 @@ from inflight.execution.sampling import (
     SamplingRows,
 )
 from inflight.native.library import native_library
-from inflight.request import Request
+from inflight.request import Request, RequestSpec
 from inflight.sampling_params import SamplingParams
-from inflight.scheduling import RowRequest
 from tests.execution.rank_samplers import RankSamplers
 
 Floats = NDArray[np.float64]
@@ -72,8 +71,8 @@ class Job:
     def token_ids(self) -> list[int]:
         return self.prompt + self.outputs
 
-    def request(self) -> RowRequest:
-        request = Request(
+    def request(self) -> RequestSpec:
+        request = Request.create(
             request_id="r",
             token_ids=self.token_ids,
             params=self.params,
@@ -83,7 +82,7 @@ class Job:
             bad_word_ids=self.bad_words,
             num_prompt_tokens=len(self.prompt),
         )
-        return RowRequest.of(request)
+        return request.current_spec()
 
 
 def adjusted(job: Job) -> Floats:

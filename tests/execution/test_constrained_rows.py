@@ -16,7 +16,7 @@ from inflight.events import RequestFailure
 from inflight.execution.constrained_rows import ConstrainedRows
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
-from inflight.scheduling.batch import Admission, RowRequest
+from inflight.scheduling.batch import Admission
 from inflight.structured_outputs import StructuredOutputs
 from tests.constraints.walking import vocabulary
 
@@ -47,8 +47,8 @@ def follow(
 ) -> tuple[list[bytes], dict[int, RequestFailure]]:
     """Run a request in row 0 that draws these tokens. Returns its masks, and its failure if it has one."""
     params = SamplingParams(structured_outputs=StructuredOutputs(regex=regex), max_tokens=len(token_ids))
-    request = Request("r", [1], params, len(token_ids))
-    rows.admit([Admission(0, RowRequest.of(request))])
+    request = Request.create("r", [1], params, len(token_ids))
+    rows.admit([Admission(0, request.current_spec())])
     masks = []
     for token_id in token_ids:
         step = rows.start([0])

@@ -13,7 +13,7 @@ from inflight.execution.encoder_runner import EncoderRunner
 from inflight.models.encoder import TextBatch
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
-from inflight.scheduling import Admission, Batch, RowRequest
+from inflight.scheduling import Admission, Batch
 
 
 class Recorder:
@@ -44,10 +44,10 @@ def test_padding_is_computed_and_its_vectors_are_nobodys() -> None:
     runner.padded = True
     lengths = [3, 7, 5]
     requests = [
-        Request(str(row), [1] * length, SamplingParams(), 0, kind="pool")
+        Request.create(str(row), [1] * length, SamplingParams(), 0, kind="pool")
         for row, length in enumerate(lengths)
     ]
-    admissions = [Admission(row, RowRequest.of(request)) for row, request in enumerate(requests)]
+    admissions = [Admission(row, request.current_spec()) for row, request in enumerate(requests)]
     ticket = runner.launch(Batch(0, [0, 1, 2], [0, 0, 0], lengths, admissions=admissions))
     (computed,) = model.steps
     assert sum(computed) == 3 * 7

@@ -8,7 +8,7 @@ from inflight.execution.inputs import Rows
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
 from inflight.scheduling import Batch
-from inflight.scheduling.batch import Admission, RowRequest, TableUpdate
+from inflight.scheduling.batch import Admission, TableUpdate
 
 
 def test_rows_take_in_tokens_and_blocks() -> None:
@@ -16,13 +16,14 @@ def test_rows_take_in_tokens_and_blocks() -> None:
     rows.tokens.fill_(-1)
     rows.block_tables.fill_(-1)
     preempted, new = (
-        Request(name, ids, SamplingParams(), max_tokens=4) for name, ids in (("a", [1, 2, 3]), ("b", [4, 5]))
+        Request.create(name, ids, SamplingParams(), max_tokens=4)
+        for name, ids in (("a", [1, 2, 3]), ("b", [4, 5]))
     )
     preempted.token_ids += [8, 9]
     batch = Batch(step=0)
-    batch.admissions += [Admission(2, RowRequest.of(preempted)), Admission(0, RowRequest.of(new))]
+    batch.admissions += [Admission(2, preempted.current_spec()), Admission(0, new.current_spec())]
     batch.tables += [TableUpdate(2, 0, [7, 8]), TableUpdate(0, 1, [5]), TableUpdate(2, 2, [3])]
     rows.apply(batch)
     assert rows.tokens.tolist() == [[4, 5] + [-1] * 8, [-1] * 10, [1, 2, 3, 8, 9] + [-1] * 5]
     assert rows.block_tables.tolist() == [[-1, 5, -1], [-1, -1, -1], [7, 8, 3]]
-    assert new.first_ids.tolist() == [4, 5]
+    assert new.spec.token_ids.tolist() == [4, 5]

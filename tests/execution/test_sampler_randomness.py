@@ -10,7 +10,6 @@ from torch import Tensor
 from inflight.execution.sampling.randomness import RaceKey, race_bits, race_key, seed_words, uniform
 from inflight.request import Request
 from inflight.sampling_params import SEED_RANGE, SamplingParams
-from inflight.scheduling import RowRequest
 from tests.execution import sampler_oracle as oracle
 
 SEEDS = [0, 1, -1, 12345, 2**32, 2**63 - 1, -(2**63), 2**64 - 1, 0x0123456789ABCDEF]
@@ -113,8 +112,8 @@ def draws(kind: str, params: SamplingParams, logits: list[float], num: int) -> T
     """`num` draws: 256 seeds times num / 256 positions."""
     sampler = oracle.make_sampler(kind, 256, len(logits))
     for row in range(256):
-        request = Request("r", [0], params, max_tokens=1, seed=1000 + row)
-        sampler.state.set(row, RowRequest.of(request))
+        request = Request.create("r", [0], params, max_tokens=1, seed=1000 + row)
+        sampler.state.set(row, request.current_spec())
     tokens = torch.zeros(256, 1, dtype=torch.int32)
     repeated = torch.tensor(logits).repeat(256, 1)
     found = [

@@ -7,9 +7,8 @@ import torch
 
 from inflight.errors import EngineError
 from inflight.execution.sampling import SamplingRows
-from inflight.request import Request
+from inflight.request import Request, RequestSpec
 from inflight.sampling_params import SamplingParams
-from inflight.scheduling import RowRequest
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FLOATS = ["temperature", "log_min_p", "top_p", "repetition_penalty", "frequency_penalty", "presence_penalty"]
@@ -17,9 +16,9 @@ INTS = ["seed_low", "seed_high", "top_k", "num_prompt_tokens", "min_length", "ar
 COLUMNS = FLOATS + INTS
 
 
-def request(seed: int, **options: object) -> RowRequest:
+def request(seed: int, **options: object) -> RequestSpec:
     params = SamplingParams(**options)  # type: ignore[arg-type]
-    return RowRequest.of(Request("r", [1, 2, 3], params, max_tokens=9, seed=seed))
+    return Request.create("r", [1, 2, 3], params, max_tokens=9, seed=seed).current_spec()
 
 
 def numbers(state: SamplingRows) -> dict[str, list[float]]:

@@ -77,14 +77,14 @@ def test_what_ends_an_answer() -> None:
 def test_several_answers_have_names_and_seeds_of_their_own() -> None:
     requests = make().requests("r", [5], SamplingParams(n=3, seed=11))[1]
     assert [request.request_id for request in requests] == ["r/0", "r/1", "r/2"]
-    assert len({request.seed for request in requests}) == 3
-    assert requests[0].seed == 11
+    assert len({request.spec.seed for request in requests}) == 3
+    assert requests[0].spec.seed == 11
     assert one([5], SamplingParams(n=1, seed=11)).request_id == "r"
 
 
 def test_seeds_follow_the_engines_seed_and_the_order_of_requests() -> None:
     def seeds(input_processor: InputProcessor) -> list[int]:
-        return [input_processor.requests("r", [5], SamplingParams())[1][0].seed for _ in range(3)]
+        return [input_processor.requests("r", [5], SamplingParams())[1][0].spec.seed for _ in range(3)]
 
     assert seeds(make(seed=1)) == seeds(make(seed=1)) != seeds(make(seed=2))
     assert len(set(seeds(make(seed=1)))) == 3
@@ -95,21 +95,23 @@ def test_a_refused_request_does_not_shift_the_seeds_of_others() -> None:
     for wrong in ([], [320], [5] * 64):
         with pytest.raises(PromptError):
             input_processor.requests("r", wrong, SamplingParams())
-    found = [engine.requests("r", [5], SamplingParams())[1][0].seed for engine in (input_processor, other)]
+    found = [
+        engine.requests("r", [5], SamplingParams())[1][0].spec.seed for engine in (input_processor, other)
+    ]
     assert found[0] == found[1]
 
 
 def test_place_and_salt_reach_the_request() -> None:
     request = one({"prompt_token_ids": [5], "cache_salt": "s"}, priority=-3, tenant="t")
-    assert (request.priority, request.tenant, request.cache_salt) == (-3, "t", "s")
-    assert one([5], cache_salt="x").cache_salt == "x"
+    assert (request.priority, request.tenant, request.spec.cache_salt) == (-3, "t", "s")
+    assert one([5], cache_salt="x").spec.cache_salt == "x"
 
 
 def test_text_is_tokenized(tokenizer: Tokenizer) -> None:
     text, (request,) = make(tokenizer).requests("r", "the dog", SamplingParams(bad_words=["fox"]))
     assert text == "the dog"
     assert request.token_ids == tokenizer.encode("the dog")
-    assert request.bad_word_ids == bad_word_ids(tokenizer, ["fox"])
+    assert request.spec.bad_word_ids == bad_word_ids(tokenizer, ["fox"])
 
 
 @pytest.mark.parametrize("fields", [{"stop": "x"}, {"bad_words": ["x"]}])
@@ -147,7 +149,7 @@ def test_whatever_comes_is_taken_or_refused(prompt: Any, priority: Any, tenant: 
                 assert all(type(i) is int and 0 <= i < 320 for i in request.token_ids)
                 assert isinstance(request.priority, int)
                 assert isinstance(request.tenant, str)
-                request.cache_salt.encode()
+                request.spec.cache_salt.encode()
 
 
 def test_params_of_the_wrong_kind() -> None:

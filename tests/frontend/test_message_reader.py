@@ -46,7 +46,7 @@ def answer_of(
     max_calls = fields.pop("max_calls", None)
     params = SamplingParams(max_tokens=1000, **fields)
     chat = ChatAnswers(lambda: MessageParser("hermes", "think", tokenizer=tokenizer), max_calls)
-    processor = OutputProcessor("r", "", [Request("r", [5, 6], params, 1000)], tokenizer, chat)
+    processor = OutputProcessor("r", "", [Request.create("r", [5, 6], params, 1000)], tokenizer, chat)
     (answer,) = processor.answers
     edges = sorted({0, len(ids), *(cut % (len(ids) + 1) for cut in cuts)})
     for start, end in pairwise(edges):

@@ -37,7 +37,7 @@ def assembler_for(
 ) -> OutputProcessor:
     params = SamplingParams(max_tokens=100, **fields)
     names = ["r"] if params.n == 1 else [f"r/{index}" for index in range(params.n)]
-    requests = [Request(name, [5, 6], params, 100, stop_ids=stop_ids) for name in names]
+    requests = [Request.create(name, [5, 6], params, 100, stop_ids=stop_ids) for name in names]
     return OutputProcessor("r", None, requests, tokenizer)
 
 

@@ -168,9 +168,9 @@ def test_a_request_of_a_text() -> None:
     (text,) = made.inputs.encode(score(CROSS_ENCODER).groups[0], 0, 1)
     request = made.request("r", text, RequestContext(priority=3, tenant="t", cache_salt="s"))
     assert (request.kind, request.max_tokens, request.splittable) == ("pool", 0, False)
-    assert (request.priority, request.tenant, request.cache_salt) == (3, "t", "s")
-    assert request.first_ids is text.ids
-    assert request.second_segment == text.second_segment > 0
+    assert (request.priority, request.tenant, request.spec.cache_salt) == (3, "t", "s")
+    assert request.spec.token_ids is text.ids
+    assert request.spec.second_segment == text.second_segment > 0
     for wrong in ({"priority": "high"}, {"tenant": 3}, {"cache_salt": "\ud800"}):
         with pytest.raises(ParameterError):
             RequestContext(**wrong)

@@ -137,7 +137,7 @@ def test_lists_times_answers(name: str, value: Any, size: int, tokenizer: Tokeni
     given, code = InputProcessor.create(tokenizer, 320, 64, (), 0), "too_many_listed_tokens"
     params = SamplingParams(n=3, **{name: value})
     if name == "bad_words":
-        size = sum(map(len, given.requests("r", [5], params)[1][0].bad_word_ids))
+        size = sum(map(len, given.requests("r", [5], params)[1][0].spec.bad_word_ids))
         assert size > 4
     given.check_listed(params, 3, 3 * size)
     check(lambda: given.check_listed(params, 3, 3 * size - 1), ParameterError, name, code)

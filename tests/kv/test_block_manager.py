@@ -34,7 +34,7 @@ class BlockMachine(RuleBasedStateMachine):
         for index, block_id in enumerate(request.block_ids):
             end = (index + 1) * BLOCK_SIZE
             if end <= request.num_computed:
-                self.content[block_id] = (request.cache_salt, tuple(request.token_ids[:end]))
+                self.content[block_id] = (request.spec.cache_salt, tuple(request.token_ids[:end]))
 
     @rule(prompt=PROMPTS, salt=SALTS)
     def admit(self, prompt: list[int], salt: str) -> None:
@@ -101,7 +101,7 @@ class BlockMachine(RuleBasedStateMachine):
                 holders.setdefault(block_id, []).append((request, index))
         for owners in holders.values():
             prefixes = {
-                (owner.cache_salt, tuple(owner.token_ids[: (index + 1) * BLOCK_SIZE]))
+                (owner.spec.cache_salt, tuple(owner.token_ids[: (index + 1) * BLOCK_SIZE]))
                 for owner, index in owners
             }
             assert len(prefixes) == 1, "a block has two owners only when both have the same prefix"

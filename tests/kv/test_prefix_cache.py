@@ -18,7 +18,7 @@ SIZE = 4
 
 
 def ask(token_ids: list[int], salt: str = "") -> Request:
-    return Request("r", token_ids, SamplingParams(), max_tokens=50, cache_salt=salt)
+    return Request.create("r", token_ids, SamplingParams(), max_tokens=50, cache_salt=salt)
 
 
 def names(token_ids: list[int], salt: str) -> list[bytes]:
@@ -79,6 +79,6 @@ def test_of_many_that_begin_alike_one_is_remembered() -> None:
     cache = ChainHashCache(SIZE)
     for kind in [*range(NUM_RECENT), *[0] * 20]:
         cache.match(ask([kind] * 9))
-    assert [request.first_ids[0] for request in cache._namer.recent] == [*range(1, NUM_RECENT), 0]
+    assert [request.spec.token_ids[0] for request in cache._namer.recent] == [*range(1, NUM_RECENT), 0]
     cache.match(ask([99] * 9))
-    assert [request.first_ids[0] for request in cache._namer.recent] == [*range(2, NUM_RECENT), 0, 99]
+    assert [request.spec.token_ids[0] for request in cache._namer.recent] == [*range(2, NUM_RECENT), 0, 99]

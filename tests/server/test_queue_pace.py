@@ -24,7 +24,7 @@ class Clock:
 def logged(num_tokens: int, max_tokens: int, first_token_at: float | None) -> LoggedRequest:
     scope: Any = CancelScope.__new__(CancelScope)
     found = LoggedRequest("r", Caller(), "", False, 0, "", scope, first_token_at=first_token_at)
-    request = Request("r", [5], SamplingParams(), max_tokens)
+    request = Request.create("r", [5], SamplingParams(), max_tokens)
     prompt = OutputProcessor("r", None, [request], None)
     prompt.answers[0].output.token_ids += [7] * num_tokens
     client: Any = None

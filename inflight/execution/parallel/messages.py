@@ -9,13 +9,12 @@ Tokens that a step drew travel with a later one: no rank needs them before, and 
 
 from __future__ import annotations
 
-from array import array
 from dataclasses import replace
 from typing import Any
 
 import msgspec
 
-from inflight.engine.wire import RemoteError, with_small_numbers
+from inflight.engine.wire import RemoteError, array_from_bytes, array_to_bytes, with_small_numbers
 from inflight.execution.parallel.layout import RankLayout
 from inflight.scheduling import Admission, Batch, Sampled
 
@@ -94,21 +93,10 @@ class Broken(Report, frozen=True):
     error: RemoteError
 
 
-def _to_plain(value: Any) -> Any:
-    if isinstance(value, array):
-        return value.tobytes()
-    raise TypeError(f"a {type(value).__name__} is not plain data")
-
-
-def _from_plain(kind: type, value: Any) -> Any:
-    assert kind is array
-    return array("q", value)
-
-
-_encoder = msgspec.msgpack.Encoder(enc_hook=_to_plain)
+_encoder = msgspec.msgpack.Encoder(enc_hook=array_to_bytes)
 ToRank = Begin | RankStep | End
 ToFirst = Loading | Loaded | Begun | Broken
-_decoder: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank, dec_hook=_from_plain)
+_decoder: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank, dec_hook=array_from_bytes)
 _report_decoder: msgspec.json.Decoder[ToFirst] = msgspec.json.Decoder(ToFirst)
 _results_decoder: msgspec.msgpack.Decoder[Sampled] = msgspec.msgpack.Decoder(Sampled)
 

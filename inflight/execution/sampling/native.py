@@ -16,7 +16,7 @@ from inflight.execution.sampling.row_numbers import RowNumbers, has_penalties
 from inflight.execution.sampling.sampler import SampledTensors
 from inflight.execution.sampling.token_bits import WORD, first_mask
 from inflight.native.library import Library
-from inflight.scheduling import RowRequest
+from inflight.request import RequestSpec
 
 # `Row` in native/adjust.h, where each field is explained: `RowNumbers`, six of them floats, and what follows.
 _FLOATS = RowNumbers._fields[:6]
@@ -42,7 +42,7 @@ class NativeSamplingRows:
         self._table = np.zeros(max_rows, ROW)
         self._lists: dict[int, tuple[NDArray[np.generic], ...]] = {}  # what rows in use point to
 
-    def set(self, row: int, request: RowRequest) -> None:
+    def set(self, row: int, request: RequestSpec) -> None:
         """`request` takes `row`."""
         params = request.params
         self.clear(row)

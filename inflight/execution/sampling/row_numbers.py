@@ -6,8 +6,8 @@ import math
 from typing import NamedTuple
 
 from inflight.execution.sampling.randomness import seed_words
+from inflight.request import RequestSpec
 from inflight.sampling_params import SamplingParams
-from inflight.scheduling import RowRequest
 
 # Below this a temperature is greedy: float32 logits divided by less would overflow.
 MIN_TEMPERATURE = 1e-5
@@ -34,7 +34,7 @@ class RowNumbers(NamedTuple):
     argmax: bool  # the most likely token, of equals the lower id: no draw
 
     @classmethod
-    def of(cls, request: RowRequest, vocab_size: int) -> RowNumbers:
+    def of(cls, request: RequestSpec, vocab_size: int) -> RowNumbers:
         params = request.params
         greedy = is_greedy(params)
         top_k = params.top_k if 0 < params.top_k < vocab_size else 0

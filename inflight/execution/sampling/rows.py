@@ -15,7 +15,7 @@ from torch import Tensor
 from inflight.errors import EngineError
 from inflight.execution.sampling.row_numbers import RowNumbers, has_penalties, is_greedy
 from inflight.execution.sampling.token_bits import WORD
-from inflight.scheduling.batch import RowRequest
+from inflight.request import RequestSpec
 
 # A row with top_k sorts as many candidates as the first of these that holds its k. The width follows from
 # the row's own k alone: its sums must not run over more places because a neighbour asked for more.
@@ -64,7 +64,7 @@ class SamplingRows:
         self.seed_low, self.seed_high, self.top_k = ints[:, :3].unbind(1)
         self.num_prompt_tokens, self.min_length, self.argmax = ints[:, 3:].unbind(1)
 
-    def set(self, row: int, request: RowRequest) -> None:
+    def set(self, row: int, request: RequestSpec) -> None:
         """`request` takes `row`."""
         numbers = RowNumbers.of(request, self.vocab_size)
         self._traits[row] = self._read_traits(request, numbers.top_k)
@@ -105,7 +105,7 @@ class SamplingRows:
             return tensor.pin_memory().to(self.device, non_blocking=True)
         return tensor
 
-    def _read_traits(self, request: RowRequest, top_k: int) -> RowTraits:
+    def _read_traits(self, request: RequestSpec, top_k: int) -> RowTraits:
         params = request.params
         greedy = is_greedy(params)
         bias = {i: value for i, value in (params.logit_bias or {}).items() if 0 <= i < self.vocab_size}

@@ -30,7 +30,7 @@ from inflight.models.encoder_spec import EncoderSpec
 from inflight.models.heads import POOLINGS, Pooler
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
-from inflight.scheduling import Admission, Batch, Limits, RowRequest
+from inflight.scheduling import Admission, Batch, Limits
 from tests.encoder_checkpoints import (
     HIDDEN,
     LONGEST,
@@ -130,8 +130,10 @@ def runner(cpu_runner: EncoderRunner, folder: Path, on_gpu: None) -> GpuEncoderR
 
 
 def batch_of(prompts: Sequence[list[int]]) -> Batch:
-    requests = [Request(str(row), ids, SamplingParams(), 0, kind="pool") for row, ids in enumerate(prompts)]
-    admissions = [Admission(row, RowRequest.of(request)) for row, request in enumerate(requests)]
+    requests = [
+        Request.create(str(row), ids, SamplingParams(), 0, kind="pool") for row, ids in enumerate(prompts)
+    ]
+    admissions = [Admission(row, request.current_spec()) for row, request in enumerate(requests)]
     rows, lengths = list(range(len(prompts))), [len(ids) for ids in prompts]
     return Batch(0, rows, [0] * len(prompts), lengths, num_tokens=sum(lengths), admissions=admissions)
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import numpy as np
 
 from inflight.execution.gpu.host_step import host_step
-from inflight.request import Request
+from inflight.request import Request, RequestSpec
 from inflight.sampling_params import SamplingParams
-from inflight.scheduling.batch import Admission, Batch, RowRequest
+from inflight.scheduling.batch import Admission, Batch
 
 BLOCK_SIZE = 4
 TABLES = np.array([[3, 5, 7], [2, 4, 6], [9, 8, 1]], dtype=np.int32)
 
 
-def request(name: str) -> RowRequest:
-    return RowRequest.of(Request(name, list(range(8)), SamplingParams(), max_tokens=4))
+def request(name: str) -> RequestSpec:
+    return Request.create(name, list(range(8)), SamplingParams(), max_tokens=4).current_spec()
 
 
 def batch(*entries: tuple[int, int, int, bool], admitted: int = 0) -> Batch:

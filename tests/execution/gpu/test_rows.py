@@ -9,7 +9,7 @@ from inflight.execution.gpu import rows as rows_module
 from inflight.execution.gpu.rows import DeviceRows, StepTokens, TableUpdates, open_step
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
-from inflight.scheduling.batch import Admission, RowRequest, TableUpdate
+from inflight.scheduling.batch import Admission, TableUpdate
 from tests.execution.gpu.interpreted import DEVICE
 
 
@@ -55,12 +55,12 @@ def test_table_updates_are_aligned_whatever_their_number(count: int, monkeypatch
 def test_tokens_of_admitted_requests() -> None:
     rows = DeviceRows(max_rows=3, max_len=10, block_size=4, device=DEVICE)
     requests = [
-        Request("a", [1, 2, 3], SamplingParams(), max_tokens=4),
-        Request("b", [4, 5], SamplingParams(), max_tokens=4),
+        Request.create("a", [1, 2, 3], SamplingParams(), max_tokens=4),
+        Request.create("b", [4, 5], SamplingParams(), max_tokens=4),
     ]
     requests[0].token_ids.append(8)  # as one that was preempted
     version = rows.version
-    rows.admit([Admission(row, RowRequest.of(one)) for row, one in zip((2, 0), requests, strict=True)])
+    rows.admit([Admission(row, one.current_spec()) for row, one in zip((2, 0), requests, strict=True)])
     assert rows.tokens[2, :4].tolist() == [1, 2, 3, 8]
     assert rows.tokens[0, :2].tolist() == [4, 5]
     assert rows.version != version

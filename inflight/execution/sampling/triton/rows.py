@@ -23,7 +23,7 @@ from inflight.execution.sampling.triton.layout import (
     ROW,
     WORDS,
 )
-from inflight.scheduling import RowRequest
+from inflight.request import RequestSpec
 
 START_SIZE = 2048
 STOP_RULE = -1  # in place of a rule's length: see `forbid.py`
@@ -55,7 +55,7 @@ class DrawRows:
         self._lists: dict[int, _Lists] = {}
         self._kept_up: set[int] = set()  # rows whose steps keep something up
 
-    def set_many(self, admissions: Sequence[tuple[int, RowRequest]], tokens: Tensor) -> None:
+    def set_many(self, admissions: Sequence[tuple[int, RequestSpec]], tokens: Tensor) -> None:
         """Every request takes its row; of two for the same row the last. `tokens` [max_rows, max_len] hold theirs."""
         if not admissions:
             return
@@ -97,7 +97,7 @@ class DrawRows:
         counts = self._num_logprobs[rows]
         return counts if (counts >= 0).any() else None
 
-    def _pack(self, row: int, request: RowRequest) -> bytes:
+    def _pack(self, row: int, request: RequestSpec) -> bytes:
         params = request.params
         numbers = RowNumbers.of(request, self.vocab_size)
         bias, rules = self._bias(request), _rules_of(request, self.vocab_size)
@@ -146,7 +146,7 @@ class DrawRows:
             given = given.pin_memory()
         self.mask.index_copy_(0, places, given.to(self.device, non_blocking=True))
 
-    def _bias(self, request: RowRequest) -> NDArray[np.int32] | None:
+    def _bias(self, request: RequestSpec) -> NDArray[np.int32] | None:
         given = sorted((request.params.logit_bias or {}).items())
         known = [(i, value) for i, value in given if 0 <= i < self.vocab_size]
         if not known:
@@ -174,7 +174,7 @@ def _columns(rules: list[_Rule]) -> NDArray[np.int32]:
     return np.array([*lasts, *lengths, *offsets, *flat], dtype=np.int32)
 
 
-def _rules_of(request: RowRequest, vocab_size: int) -> list[_Rule]:
+def _rules_of(request: RequestSpec, vocab_size: int) -> list[_Rule]:
     """Of ids that the model has."""
     rules: list[_Rule] = []
     if request.params.min_tokens > 0:
