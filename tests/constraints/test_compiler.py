@@ -293,11 +293,11 @@ def test_slow_grammars_of_one_tenant_leave_a_thread_to_others(monkeypatch: pytes
     shared, proceed, begun = GrammarCompiler(vocabulary), threading.Event(), threading.Semaphore(0)
     compile_ = shared._compile
 
-    def compile_slowly(asked: StructuredOutputs) -> Grammar:
+    def compile_slowly(is_large: bool, asked: StructuredOutputs) -> Grammar:
         if "slow" in asked.text:
             begun.release()
             proceed.wait(60)
-        return compile_(asked)
+        return compile_(is_large, asked)
 
     monkeypatch.setattr(shared, "_compile", compile_slowly)
     slow = [shared.begin(StructuredOutputs(choice=["slow", f"{i}"]), "a") for i in range(8)]
