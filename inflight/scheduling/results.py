@@ -20,13 +20,15 @@ def take_results(pool: RequestPool, step: ScheduledStep, sampled: Sampled, now: 
     ended: list[tuple[Request, Delta]] = []
     if sampled.prompt_logprobs:
         _keep_prompt_logprobs(step, sampled)
-    samples, decoding, block_size = step.batch.samples, Phase.DECODING, pool.blocks.block_size
+    # Local names: looking up an enum's member takes hundreds of nanoseconds, for each request that decodes.
+    samples, logprobs, block_size = step.batch.samples, sampled.logprobs, pool.blocks.block_size
+    decoding, running, waiting = Phase.DECODING, Status.RUNNING, Status.WAITING
     for index, (request, token_ids) in enumerate(zip(step.requests, sampled.token_ids, strict=True)):
         if not samples[index]:
             continue
         request.num_in_flight -= 1
         status = request.status
-        if status is Status.FINISHED or status is Status.LINGERING:
+        if status is not running and status is not waiting:
             continue  # it ended while this step was in flight: the surplus token is dropped
         if len(token_ids) != 1:
             if not token_ids:
@@ -41,8 +43,8 @@ def take_results(pool: RequestPool, step: ScheduledStep, sampled: Sampled, now: 
         request.record.last_token_at = now
         if request.phase is not decoding:
             _begin_decoding(pool, request, delta, now)
-        if sampled.logprobs and index in sampled.logprobs:
-            delta.logprobs = sampled.logprobs[index]
+        if logprobs and index in logprobs:
+            delta.logprobs = logprobs[index]
             del delta.logprobs[len(token_ids) :]
         may_end = token_ids[-1] in request.stop_ids or len(known) >= request.max_total
         if may_end and KINDS[request.kind].ends(request, delta, sampled, index):
