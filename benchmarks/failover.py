@@ -30,10 +30,10 @@ import zmq
 
 from benchmarks.report import show
 from inflight import AsyncEngine, SamplingParams
-from inflight.engine.process import ProcessClient
-from inflight.engine.supervisor import Supervisor
+from inflight.config import ProcessConfig
+from inflight.engine.remote.process_client import ProcessClient
+from inflight.engine.remote.supervisor import Supervisor
 from inflight.outputs import CompletionOutput
-from inflight.process_config import ProcessConfig
 from inflight.router import Replica, Router
 from inflight.structured_outputs import StructuredOutputs
 

@@ -19,13 +19,13 @@ import torch
 
 from benchmarks.report import show
 from inflight import LLM, SamplingParams
-from inflight.engine.wire import SECRET_LENGTH, Codec, StepOutputs, ToFront
+from inflight.engine.remote.wire import SECRET_LENGTH, Codec, StepOutputs, ToFront
 from inflight.events import Delta
 from inflight.execution.gpu.ticket import GpuTicket, ToldLogprobs
 from inflight.frontend import OutputProcessor
 from inflight.scheduling import Batch, Sampled
 from inflight.server.formatters import Choice
-from inflight.server.openai_formatters import ChatFormatter
+from inflight.server.openai.formatters import ChatFormatter
 
 PROMPT_LENGTH = 16
 

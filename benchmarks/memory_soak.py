@@ -30,7 +30,7 @@ import httpx
 MIB = 1 << 20
 START_SECONDS = 120
 MAX_OPEN = 32  # requests: beyond that the rate is lowered rather than memory filled here
-ENGINE = "inflight.engine.worker"
+ENGINE = "inflight.engine.remote.worker"
 
 
 # ---- requests ----

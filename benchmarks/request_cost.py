@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.report import show
 from inflight import SamplingParams
 from inflight.config import EngineConfig
-from inflight.engine.wire import SECRET_LENGTH, Add, Codec, ToEngine, encode_add
+from inflight.engine.remote.wire import SECRET_LENGTH, Add, Codec, ToEngine, encode_add
 from inflight.loading import LoadedEngine, load_engine
 from inflight.request import Request
 from inflight.sampling_params import MAX_BAD_WORDS

@@ -42,8 +42,8 @@ from inflight.bench.report import Run, summarise
 from inflight.bench.server import ServerAddress
 from inflight.bench.terminal import print_runs
 from inflight.bench.workload import Range, ServingWorkload, parse_rate
+from inflight.cli.option_sources import with_flags
 from inflight.config import ENGINE_OPTIONS
-from inflight.option_sources import with_flags
 from inflight.server.config import SERVE_OPTIONS
 
 MAX_ID = 10_000
@@ -56,7 +56,7 @@ def running(model: str | None, flags: list[str]) -> Iterator[tuple[ServerAddress
     arguments = [
         sys.executable,
         "-m",
-        "inflight.cli",
+        "inflight.cli.main",
         "serve",
         *([model] if model else []),
         "--port",

@@ -6,11 +6,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from inflight.async_engine import AsyncEngine
-    from inflight.async_llm import AsyncEngineArgs, AsyncLLM
-    from inflight.beam_search import BeamSearchParams
+    from inflight.entrypoints.async_engine import AsyncEngine
+    from inflight.entrypoints.async_llm import AsyncEngineArgs, AsyncLLM
+    from inflight.entrypoints.beam_search import BeamSearchParams
+    from inflight.entrypoints.llm import LLM
     from inflight.errors import InflightError
-    from inflight.llm import LLM
     from inflight.outputs import CompletionOutput, RequestOutput
     from inflight.sampling_params import SamplingParams
     from inflight.scheduling.policy import Policy
@@ -20,11 +20,11 @@ __version__ = "0.1.0"
 
 # Imported when first used: the command line starts without loading torch.
 _EXPORTS = {
-    "LLM": "inflight.llm",
-    "AsyncEngine": "inflight.async_engine",
-    "AsyncEngineArgs": "inflight.async_llm",
-    "AsyncLLM": "inflight.async_llm",
-    "BeamSearchParams": "inflight.beam_search",
+    "LLM": "inflight.entrypoints.llm",
+    "AsyncEngine": "inflight.entrypoints.async_engine",
+    "AsyncEngineArgs": "inflight.entrypoints.async_llm",
+    "AsyncLLM": "inflight.entrypoints.async_llm",
+    "BeamSearchParams": "inflight.entrypoints.beam_search",
     "CompletionOutput": "inflight.outputs",
     "InflightError": "inflight.errors",
     "Policy": "inflight.scheduling.policy",
@@ -51,12 +51,12 @@ __all__ = [
 
 # Names that vLLM has, and what they are here.
 _ALIASES = {
-    "AsyncLLMEngine": "inflight.async_llm:AsyncLLM",
+    "AsyncLLMEngine": "inflight.entrypoints.async_llm:AsyncLLM",
     "ClassificationOutput": "inflight.outputs:ClassificationOutput",
     "ClassificationRequestOutput": "inflight.outputs:PoolingRequestOutput",
     "EmbeddingOutput": "inflight.outputs:EmbeddingOutput",
     "EmbeddingRequestOutput": "inflight.outputs:PoolingRequestOutput",
-    "EngineArgs": "inflight.async_llm:AsyncEngineArgs",
+    "EngineArgs": "inflight.entrypoints.async_llm:AsyncEngineArgs",
     "GuidedDecodingParams": "inflight.structured_outputs:StructuredOutputs",
     "PoolingRequestOutput": "inflight.outputs:PoolingRequestOutput",
     "PromptType": "inflight.frontend.input_processor:Prompt",

@@ -7,7 +7,7 @@ from inflight.interrupts import interrupts_end_at_once
 
 def main() -> None:
     with interrupts_end_at_once():
-        from inflight.cli import main as run
+        from inflight.cli.main import main as run
     run()
 
 

@@ -12,6 +12,7 @@ import math
 import types
 from dataclasses import dataclass, field, fields
 from functools import cache
+from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from inflight.errors import ConfigError, shown
@@ -123,3 +124,17 @@ def check(config: Any) -> None:
         value = getattr(config, declared.name)
         if not declared.allows(value):
             raise ConfigError(f"{declared.name} is {shown(value)}: allowed is {declared.allowed}")
+
+
+def read_yaml(path: Path, what: str) -> Any:
+    """Return what a YAML file holds; `what` names it in errors."""
+    import yaml  # an optional dependency
+
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{what} {str(path)!r} cannot be read: {error}") from error
+    except yaml.YAMLError as error:
+        place = getattr(error, "problem_mark", None)
+        where = f" (line {place.line + 1})" if place is not None else ""
+        raise ConfigError(f"{what} {str(path)!r} is not YAML{where}") from None

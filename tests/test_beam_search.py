@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from inflight.beam_search import BeamSearchParams, beam_search
+from inflight.entrypoints.beam_search import BeamSearchParams, beam_search
 from inflight.errors import ParameterError
 from inflight.events import RequestRecord
 from inflight.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from inflight.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from inflight.config import CacheConfig, EngineConfig, ModelConfig, ProcessConfig, SchedulerConfig
 from inflight.errors import ConfigError
-from inflight.process_config import ProcessConfig
 
 PARTS = (ModelConfig, CacheConfig, SchedulerConfig)
 

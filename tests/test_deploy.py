@@ -14,12 +14,12 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from inflight.cli import main
+from inflight.cli.main import main
 from inflight.engine import EngineStats
 from inflight.events import KVUsage
+from inflight.server.access.keys import Caller
 from inflight.server.config import SERVE_OPTIONS, ServerConfig
-from inflight.server.keys import Caller
-from inflight.server.metrics import Metrics
+from inflight.server.observability.metrics import Metrics
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"

@@ -80,7 +80,7 @@ SERVER = {"transformers", "huggingface_hub", "fastapi", "uvicorn", "pydantic", "
 
 def test_the_package_and_its_command_line_load_no_torch() -> None:
     heavy = SERVER | {"torch", "numpy", "tokenizers", "safetensors"}
-    assert not imported_by("import inflight, inflight.cli, inflight.errors") & heavy
+    assert not imported_by("import inflight, inflight.cli.main, inflight.errors") & heavy
 
 
 def test_the_scheduler_loads_no_torch() -> None:
@@ -92,6 +92,6 @@ def test_the_scheduler_loads_no_torch() -> None:
 
 
 def test_the_engine_loads_only_what_it_needs() -> None:
-    loaded = imported_by("import inflight.llm, inflight.async_engine")
+    loaded = imported_by("import inflight.entrypoints.llm, inflight.entrypoints.async_engine")
     assert "torch" in loaded
     assert not loaded & SERVER

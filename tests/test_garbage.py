@@ -7,7 +7,7 @@ import gc
 import pytest
 
 from inflight import LLM, SamplingParams
-from inflight.garbage import paused_collection
+from inflight.entrypoints.offline import paused_collection
 
 
 def test_it_is_paused_and_then_as_before() -> None:

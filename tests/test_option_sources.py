@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from inflight.cli import app
+from inflight.cli.main import app
+from inflight.cli.option_sources import gather
 from inflight.config import ENGINE_OPTIONS
 from inflight.errors import ConfigError
 from inflight.option import PANELS
-from inflight.option_sources import gather
 from inflight.server.config import SERVE_OPTIONS, ServerConfig
 
 

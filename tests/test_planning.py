@@ -13,17 +13,17 @@ from typer.testing import CliRunner
 
 from benchmarks.shapes import SHAPES
 from inflight import LLM
-from inflight.cli import app
+from inflight.cli.main import app
+from inflight.cli.plan import parse_gpus, parse_size
 from inflight.config import EngineConfig
 from inflight.errors import ConfigError
 from inflight.execution.platforms import cpu
+from inflight.loading.planning import Devices, plan_model
 from inflight.models.decoder import Decoder
 from inflight.models.families import decoder_spec
 from inflight.models.footprint import cpu_storage, gpu_storage, kv_bytes_per_token, weight_bytes
 from inflight.models.shard import shard_of
 from inflight.native.library import native_library
-from inflight.plan_command import parse_gpus, parse_size
-from inflight.planning import Devices, plan_model
 from tests.checkpoints import FAMILIES
 from tests.held_bytes import held
 

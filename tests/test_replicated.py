@@ -10,9 +10,8 @@ import threading
 import pytest
 
 from inflight import router
-from inflight.config import EngineConfig
-from inflight.process_config import RouterConfig
-from inflight.replicated import ReplicatedEngine
+from inflight.config import EngineConfig, RouterConfig
+from inflight.entrypoints.offline import ReplicatedEngine
 
 
 def test_a_start_that_is_interrupted_cleans_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from inflight.engine.wire import (
+from inflight.engine.remote.wire import (
     SECRET_LENGTH,
     Add,
     Codec,

@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from inflight.cli import GENERATE_OPTIONS
-from inflight.config import ENGINE_OPTIONS
+from inflight.cli.main import GENERATE_OPTIONS
+from inflight.cli.option_sources import PREFIX
+from inflight.config import ENGINE_OPTIONS, ProcessConfig
 from inflight.option import PANELS, PYTHON, Option, options_of
-from inflight.option_sources import PREFIX
-from inflight.process_config import ProcessConfig
 from inflight.server.config import SERVE_OPTIONS
 
 PAGE = Path(__file__).parent.parent / "docs" / "options.md"
@@ -20,7 +19,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "options.md"
 _INTRO = """\
 # Options
 
-Made from the declarations in `inflight/config.py`, `inflight/process_config.py` and `inflight/server/config.py` by
+Made from the declarations in `inflight/config.py`, `inflight/config.py` and `inflight/server/config.py` by
 `python -m tools.options_page`.
 
 Options with **E** are the engine's: `LLM(...)` and `AsyncEngine.start(...)` take them as arguments. `inflight generate`

@@ -12,7 +12,7 @@ import typer
 
 import inflight
 from inflight import errors
-from inflight.cli import app
+from inflight.cli.main import app
 from tools.options_page import table_cell
 
 LINE = 100  # signatures that are longer get one line for each parameter

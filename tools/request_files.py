@@ -92,7 +92,7 @@ def over_http(trace: FileTrace, device: str, in_process: bool) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         written = Path(folder) / "engine.json"
         if not in_process:
-            from inflight.engine import child_process
+            from inflight.engine.remote import child_process
 
             command = (sys.executable, "-P", __file__, "engine", "--written", str(written))
             child_process.COMMAND = command
@@ -100,10 +100,10 @@ def over_http(trace: FileTrace, device: str, in_process: bool) -> list[str]:
 
 
 async def _serve_one(trace: FileTrace, device: str, in_process: bool, written: Path) -> list[str]:
+    from inflight.server.access.keys import load_keys
     from inflight.server.config import ServerConfig
-    from inflight.server.keys import load_keys
+    from inflight.server.observability.tracing import NoTracer
     from inflight.server.run import Server, hosts_of, listen, start_state
-    from inflight.server.tracing import NoTracer
 
     options = ServerConfig.create(port=0, in_process=in_process, device=device, shutdown_timeout=0.0)
     keys, listener = load_keys((), None), listen(options)
@@ -163,7 +163,7 @@ def engine(trace: FileTrace, written: Path) -> None:
         trace.clear()
 
     signal.signal(signal.SIGUSR1, write)
-    runpy.run_module("inflight.engine.worker", run_name="__main__")
+    runpy.run_module("inflight.engine.remote.worker", run_name="__main__")
 
 
 # ---- the command ----

@@ -16,11 +16,10 @@ from typing import Any
 from inflight.engine.runner import Runner
 from inflight.engine.sleep import Command, Dormancy, NoDormancy, SleepingRunner, asleep
 from inflight.engine.step_records import LaunchedStep, StepRecords
-from inflight.engine.step_time import StepTimes
 from inflight.errors import DeviceLostError, EngineError, QueueFullError
 from inflight.events import Delta, KVUsage
 from inflight.request import Request
-from inflight.scheduling import Sampled, ScheduledStep, Scheduler
+from inflight.scheduling import Batch, Sampled, ScheduledStep, Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -287,3 +286,28 @@ class EngineCore:
             with suppress(Exception):  # a step that failed, or a device that is lost: nobody asks any more
                 self.runner.collect(self._in_flight.popleft().ticket)
         self.runner.close()
+
+
+SURE = 0.75  # of the time that steps of this size took lately: contexts and the machine's load differ
+
+
+class StepTimes:
+    """Learns from the steps themselves. Sizes that lie close together are one."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[tuple[bool, int], tuple[float, float]] = {}  # the last two of each size
+
+    def observe(self, batch: Batch, seconds: float) -> None:
+        size = _size(batch)
+        self._seconds[size] = seconds, self._seconds.get(size, (seconds,))[0]
+
+    def estimate(self, batch: Batch) -> float:
+        """0 for a size that was not seen yet."""
+        return SURE * min(self._seconds.get(_size(batch), (0.0,)))
+
+
+def _size(batch: Batch) -> tuple[bool, int]:
+    """Whether prompts are in it, and its tokens to about a third."""
+    tokens = batch.num_tokens
+    octave = tokens.bit_length()
+    return tokens > len(batch), 2 * octave + (tokens >> max(octave - 2, 0) & 1)

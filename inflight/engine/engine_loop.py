@@ -9,11 +9,10 @@ from concurrent.futures import Future
 from typing import Any
 
 from inflight.engine.core import EngineCore
-from inflight.engine.engine_sockets import EngineSockets
 from inflight.engine.history import state_of
 from inflight.engine.outbox import Outbox
-from inflight.engine.sleep import Command
-from inflight.engine.wire import (
+from inflight.engine.remote.sockets import EngineSockets
+from inflight.engine.remote.wire import (
     Abort,
     Ack,
     Add,
@@ -28,6 +27,7 @@ from inflight.engine.wire import (
     Watch,
     WatchCache,
 )
+from inflight.engine.sleep import Command
 from inflight.errors import EngineError, InflightError
 from inflight.kv.cache_changes import CacheChanges
 from inflight.request import Request

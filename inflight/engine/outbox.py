@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from inflight.engine.core import EngineStats
 from inflight.engine.delta_queue import merge
-from inflight.engine.wire import RemoteError, Reply, StepOutputs
+from inflight.engine.remote.wire import RemoteError, Reply, StepOutputs
 from inflight.events import Delta, StepRecord
 from inflight.kv.cache_changes import CacheChanges
 

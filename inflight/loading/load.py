@@ -33,7 +33,7 @@ def load_engine(config: EngineConfig, progress: LoadProgress | None = None) -> L
 
 
 def load_core(config: EngineConfig, progress: LoadProgress) -> tuple[EngineCore, ModelFacts]:
-    """The half of an engine that runs in a process of its own: see `engine/worker.py`."""
+    """The half of an engine that runs in a process of its own: see `engine/remote/worker.py`."""
     loaded = load_engine(config, progress)
     compiler = loaded.input_processor.grammars.compiler
     if compiler is not None:

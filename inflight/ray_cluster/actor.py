@@ -1,4 +1,4 @@
-"""What Ray runs on the machine that it has chosen: the engine process of `engine/worker.py`, as an actor.
+"""What Ray runs on the machine that it has chosen: the engine process of `engine/remote/worker.py`, as an actor.
 
 Ray starts, places and ends it. Tokens do not go through Ray: the engine connects to the server by itself, and speaks
 with it as a child process does.
@@ -21,8 +21,8 @@ class EngineActor:
 
         import msgspec
 
-        from inflight.engine.wire import ConnectionInfo
-        from inflight.engine.worker import serve
+        from inflight.engine.remote.wire import ConnectionInfo
+        from inflight.engine.remote.worker import serve
 
         return f"it returned {serve(msgspec.json.decode(connection, type=ConnectionInfo))}"
 

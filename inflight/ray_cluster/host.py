@@ -20,8 +20,8 @@ from typing import Any
 
 import msgspec
 
-from inflight.engine.host import ProcessNotStartedError
-from inflight.engine.wire import ConnectionInfo
+from inflight.engine.remote.host import ProcessNotStartedError
+from inflight.engine.remote.wire import ConnectionInfo
 from inflight.ray_cluster.actor import EngineActor, installed_version
 
 logger = logging.getLogger(__name__)

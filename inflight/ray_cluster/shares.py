@@ -7,9 +7,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 
-from inflight.config import EngineConfig
+from inflight.config import EngineConfig, RouterConfig
 from inflight.errors import ConfigError
-from inflight.process_config import RouterConfig
 from inflight.ray_cluster.cluster import RayCluster
 from inflight.ray_cluster.host import RayHost, Resources
 

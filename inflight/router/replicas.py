@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from inflight.engine import Command, EngineStats, Health, ModelFacts, ReplicaClient, StepObserver
-from inflight.engine.host import ProcessNotStartedError
+from inflight.engine.remote.host import ProcessNotStartedError
 from inflight.errors import (
     CheckpointChangedError,
     ConfigError,

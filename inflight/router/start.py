@@ -10,16 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from inflight.config import EngineConfig
+from inflight.config import EngineConfig, ProcessConfig, RouterConfig
 from inflight.engine import ReplicaClient
-from inflight.engine.child_process import ChildHost
-from inflight.engine.host import ProcessHost, ProcessNotStartedError
-from inflight.engine.process import ProcessClient
+from inflight.engine.remote.child_process import ChildHost
+from inflight.engine.remote.host import ProcessHost, ProcessNotStartedError
+from inflight.engine.remote.process_client import ProcessClient
 from inflight.errors import CheckpointChangedError, KVBudgetError, ModelError
 from inflight.models.checkpoint import fingerprint_now
 from inflight.native.library import num_threads
 from inflight.native.memory import available_memory, used_memory
-from inflight.process_config import ProcessConfig, RouterConfig
 from inflight.router.router import Router
 
 GPUS = Path("/proc/driver/nvidia/gpus")

@@ -13,21 +13,16 @@ from starlette.types import ASGIApp
 
 from inflight import __version__
 from inflight.errors import InflightError
+from inflight.server.anthropic import routes as messages
 from inflight.server.error_shapes import error_at
 from inflight.server.errors import ApiError, of_exception
-from inflight.server.middleware import AccessMiddleware
+from inflight.server.http.middleware import AccessMiddleware
 from inflight.server.missing_routes import hint_for
+from inflight.server.openai import routes as generation
+from inflight.server.openai.responses import routes as responses
 from inflight.server.openapi import document
-from inflight.server.routes import (
-    control,
-    generation,
-    health,
-    messages,
-    pooling,
-    replicas,
-    responses,
-    service,
-)
+from inflight.server.routes import control, health, replicas, service
+from inflight.server.scoring import routes as pooling
 from inflight.server.state import ServerState, state_of
 
 

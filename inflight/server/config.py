@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from inflight.config import ENGINE_OPTIONS, EngineConfig
+from inflight.config import ENGINE_OPTIONS, EngineConfig, ProcessConfig, RouterConfig
 from inflight.errors import ConfigError
 from inflight.option import (
     ACCESS,
@@ -26,7 +26,6 @@ from inflight.option import (
     option,
     options_of,
 )
-from inflight.process_config import ProcessConfig, RouterConfig
 
 if TYPE_CHECKING:
     from ssl import SSLContext

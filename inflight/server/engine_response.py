@@ -12,12 +12,12 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from inflight.errors import EngineError
+from inflight.server.access.keys import Caller
 from inflight.server.cancel_scope import CancelScope, Reason
 from inflight.server.errors import ApiError, of_exception
-from inflight.server.keys import Caller
-from inflight.server.request_log import LoggedRequest
+from inflight.server.http.unsent import PAID
+from inflight.server.observability.request_log import LoggedRequest
 from inflight.server.state import ServerState
-from inflight.server.unsent import PAID
 
 ABORT_SECONDS = 5.0  # to hear how many blocks came back; an engine that hangs is not waited for
 ERROR_SECONDS = 5.0  # for a client to take it

@@ -5,8 +5,8 @@ from __future__ import annotations
 from starlette.responses import Response
 
 from inflight.logs import request_id
+from inflight.server.anthropic.errors import error_response
 from inflight.server.errors import ApiError
-from inflight.server.messages.errors import error_response
 
 ANTHROPIC = "/v1/messages"
 

@@ -12,10 +12,10 @@ from starlette.responses import Response
 
 from inflight.events import Delta
 from inflight.frontend import Generation, OutputProcessor
+from inflight.server.access.keys import Caller
 from inflight.server.engine_response import EngineResponse, RequestHead
 from inflight.server.errors import ApiError, of_answer
 from inflight.server.formatters import Choice, ResponseFormatter
-from inflight.server.keys import Caller
 from inflight.server.state import ServerState
 
 _EVENTS = [

@@ -12,12 +12,11 @@ from inflight.frontend import (
     context_length_error,
     tool_choice_of,
 )
+from inflight.server.access.keys import Caller
 from inflight.server.errors import ApiError
-from inflight.server.generation_params import GenerationParams
-from inflight.server.keys import Caller
-from inflight.server.schemas.chat import ChatBody
+from inflight.server.openai.params import GenerationParams
+from inflight.server.openai.schemas import ChatBody, CompletionBody
 from inflight.server.schemas.common import GenerationBody
-from inflight.server.schemas.completions import CompletionBody
 from inflight.server.schemas.tokens import TokenizeBody
 from inflight.server.state import ServerState
 

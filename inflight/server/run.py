@@ -22,22 +22,21 @@ import uvicorn
 import uvloop
 from starlette.types import ASGIApp
 
-from inflight.async_engine import AsyncEngine
-from inflight.engine.supervisor import LoadProgress
+from inflight.engine.remote.supervisor import LoadProgress
+from inflight.entrypoints.async_engine import AsyncEngine
 from inflight.errors import ConfigError, EngineDeadError, InflightError
 from inflight.logs import configure_logging
+from inflight.server.access.keys import AdminKey, Keys, load_keys
 from inflight.server.app import create_app
 from inflight.server.config import ServerConfig, tls_context
-from inflight.server.descriptors import connections_that_fit
-from inflight.server.keys import AdminKey, Keys, load_keys
+from inflight.server.http.limits import connections_that_fit
+from inflight.server.http.middleware import Hosts, RootPath
+from inflight.server.http.protocol import BoundedProtocol, ConnectionLimits, bounded_protocol
+from inflight.server.http.tls import TlsListener, TlsProtocol
 from inflight.server.loading_app import LoadingApp
-from inflight.server.middleware import Hosts
-from inflight.server.protocol import BoundedProtocol, ConnectionLimits, bounded_protocol
-from inflight.server.root_path import RootPath
+from inflight.server.observability.banner import summary
+from inflight.server.observability.tracing import Tracer, tracer_of
 from inflight.server.state import ServerState
-from inflight.server.summary import summary
-from inflight.server.tls import TlsListener, TlsProtocol
-from inflight.server.tracing import Tracer, tracer_of
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +61,7 @@ def run(options: ServerConfig, notes: Sequence[str] = ()) -> None:
         logger.warning("keys have weights, but the policy is %s: only fair looks at them", options.policy)
     serve, listeners = _serve, [listen(options)]  # a port that is taken should not take minutes to show
     if options.api_workers > 1:
-        from inflight.server.fronts.serving import listen_for_each, serve_fronts  # made of what is here
+        from inflight.server.api_workers.serving import listen_for_each, serve_fronts  # made of what is here
 
         serve, listeners = serve_fronts, listen_for_each(options, listeners[0])
     try:

@@ -15,23 +15,23 @@ from typing import TypeVar
 from starlette.requests import Request
 
 from inflight import __version__
-from inflight.async_engine import AsyncEngine
 from inflight.engine import EngineClient, ModelFacts
+from inflight.entrypoints.async_engine import AsyncEngine
 from inflight.frontend import Frontend
 from inflight.frontend.pooling import cannot
 from inflight.pooling import Task, tasks_of
 from inflight.router import Replicas, Router
-from inflight.server.admission import AdmissionControl, LocalAdmission
+from inflight.server.access.admission import AdmissionControl, LocalAdmission
+from inflight.server.access.keys import AdminKey, Caller, Keys
 from inflight.server.config import ServerConfig
 from inflight.server.errors import ApiError
-from inflight.server.keys import AdminKey, Caller, Keys
-from inflight.server.metric_counts import MetricCounts
-from inflight.server.metrics import Metrics
-from inflight.server.middleware import Hosts
-from inflight.server.request_log import RequestLog
-from inflight.server.responses.store import LocalResponses, Responses, ResponseStore
-from inflight.server.tracing import NoTracer, Tracer
-from inflight.server.unsent import UnsentBytes
+from inflight.server.http.middleware import Hosts
+from inflight.server.http.unsent import UnsentBytes
+from inflight.server.observability.metric_counts import MetricCounts
+from inflight.server.observability.metrics import Metrics
+from inflight.server.observability.request_log import RequestLog
+from inflight.server.observability.tracing import NoTracer, Tracer
+from inflight.server.openai.responses.store import LocalResponses, Responses, ResponseStore
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from inflight.cli import main
+from inflight.cli.main import main
 
 KEY = "a-key-of-this-test"
 SMALL = (
@@ -33,7 +33,7 @@ SMALL = (
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     """The URL of a server with the built-in model."""
-    command = [sys.executable, "-m", "inflight.cli", "serve", "--port", "0", "--in-process"]
+    command = [sys.executable, "-m", "inflight.cli.main", "serve", "--port", "0", "--in-process"]
     limits = [
         "--num-blocks",
         "256",
@@ -151,6 +151,8 @@ def test_invalid_options_are_reported_in_one_line(
 
 
 def test_command_line_starts_without_the_load_generator() -> None:
-    code = "import sys, inflight.cli; print({'msgspec', 'httptools', 'asyncio', 'ssl'} & set(sys.modules))"
+    code = (
+        "import sys, inflight.cli.main; print({'msgspec', 'httptools', 'asyncio', 'ssl'} & set(sys.modules))"
+    )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "set()"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from inflight.cli import main
+from inflight.cli.main import main
 
 SMALL = ("compare", "--num-requests", "4", "--max-num-seqs", "2", "--max-tokens", "8")
 
@@ -127,6 +127,6 @@ def test_png_without_pillow_says_what_to_install(
 
 
 def test_command_line_starts_without_torch() -> None:
-    code = "import sys, inflight.cli; print('torch' in sys.modules, 'PIL' in sys.modules)"
+    code = "import sys, inflight.cli.main; print('torch' in sys.modules, 'PIL' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.split() == ["False", "False"]

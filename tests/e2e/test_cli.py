@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 import inflight
 from inflight import LLM, SamplingParams
-from inflight.cli import app, main
+from inflight.cli.main import app, main
 from inflight.engine.core import EngineCore
 from inflight.errors import ConfigError
 from tests.e2e.conftest import Folder
@@ -229,7 +229,7 @@ def test_ctrl_c_within_the_process(folder: Folder, monkeypatch: pytest.MonkeyPat
 
 def start(*arguments: object) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "inflight.cli", *map(str, arguments)],
+        [sys.executable, "-m", "inflight.cli.main", *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

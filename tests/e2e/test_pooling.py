@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from inflight import LLM
-from inflight.cli import app
+from inflight.cli.main import app
 from inflight.errors import PromptError, RequestError
 from tests.checkpoints import write_tokenizer
 from tests.encoder_checkpoints import LONGEST, make_encoder, write_pooling

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from inflight import LLM, AsyncEngine, RequestOutput, SamplingParams, StructuredOutputs
-from inflight.engine.process import ProcessClient
+from inflight.config import ProcessConfig
+from inflight.engine.remote.process_client import ProcessClient
 from inflight.errors import EngineDeadError, InflightError, ParameterError
-from inflight.process_config import ProcessConfig
 from tests.e2e.conftest import Folder
 from tests.e2e.policies import SLOW
 

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 
 from inflight import LLM, AsyncEngine, SamplingParams
-from inflight.config import EngineConfig
+from inflight.config import EngineConfig, ProcessConfig
 from inflight.loading import load_engine
 from inflight.models.builtin import checkpoint_folder
 from inflight.models.checkpoint import fingerprint_now
 from inflight.outputs import RequestOutput
-from inflight.process_config import ProcessConfig
 from inflight.router import Router
 from inflight.router.replica import Replica
 from inflight.router.routed import RoutedRequest

@@ -11,7 +11,7 @@ AHEAD = 1e6  # seconds
 def main() -> int:
     monotonic = time.monotonic
     time.monotonic = lambda: monotonic() + AHEAD
-    from inflight.engine import worker
+    from inflight.engine.remote import worker
 
     return worker.main()
 

@@ -13,8 +13,8 @@ import time
 
 import msgspec
 
-from inflight.engine.engine_sockets import EngineSockets
-from inflight.engine.wire import ConnectionInfo, Failed, RemoteError
+from inflight.engine.remote.sockets import EngineSockets
+from inflight.engine.remote.wire import ConnectionInfo, Failed, RemoteError
 
 MARK = b"connected\n"
 TEXT = "no memory for it"

@@ -9,11 +9,12 @@ from unittest.mock import Mock
 
 import pytest
 
-from inflight.engine import Health, InprocClient, client_service
-from inflight.engine.client_service import ClientService
+from inflight.engine import Health, InprocClient
 from inflight.engine.fake import expected_tokens
-from inflight.engine.process import ProcessClient
-from inflight.engine.wire import Codec, Message, Ready, StepOutputs, ToEngine, ToFront
+from inflight.engine.remote import client_service
+from inflight.engine.remote.client_service import ClientService
+from inflight.engine.remote.process_client import ProcessClient
+from inflight.engine.remote.wire import Codec, Message, Ready, StepOutputs, ToEngine, ToFront
 from inflight.errors import EngineDeadError, EngineError, RequestError
 from inflight.events import StepRecord
 from tests.helpers import FakeEngine, make_request

@@ -16,7 +16,7 @@ from inflight.engine import engine_loop
 from inflight.engine.engine_loop import CHECK_EVERY, EngineLoop
 from inflight.engine.fake import expected_tokens
 from inflight.engine.outbox import STATS_EVERY
-from inflight.engine.wire import (
+from inflight.engine.remote.wire import (
     SECRET_LENGTH,
     Abort,
     Add,

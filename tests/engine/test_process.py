@@ -22,14 +22,14 @@ from typing import Any
 import pytest
 import zmq
 
-from inflight.config import EngineConfig
-from inflight.engine import child_process, lifeline
-from inflight.engine import engine_process as child_module
-from inflight.engine import supervisor as supervisor_module
+from inflight.config import EngineConfig, ProcessConfig
 from inflight.engine.fake import expected_tokens
-from inflight.engine.process import ProcessClient
-from inflight.engine.supervisor import Supervisor
-from inflight.engine.wire import Failed, Progress, RemoteError
+from inflight.engine.remote import child_process
+from inflight.engine.remote import connected_process as child_module
+from inflight.engine.remote import supervisor as supervisor_module
+from inflight.engine.remote.process_client import ProcessClient
+from inflight.engine.remote.supervisor import Supervisor
+from inflight.engine.remote.wire import Failed, Progress, RemoteError
 from inflight.errors import (
     ConfigError,
     EngineDeadError,
@@ -39,7 +39,7 @@ from inflight.errors import (
     RequestError,
 )
 from inflight.events import CACHE_NAME_LENGTH, CacheUpdate, Delta, StepRecord
-from inflight.process_config import ProcessConfig
+from inflight.processes import parent_watch as lifeline
 from inflight.scheduling.policies.continuous import Continuous
 from tests.engine import late
 from tests.engine.faulty import BUILD, DIE, HANG, NUM_BLOCKS, RAISE, SLOW, STOP
@@ -771,7 +771,7 @@ async def test_closing_waits_no_longer_than_told(
 PARENT = """
 import asyncio, sys
 from inflight.config import EngineConfig
-from inflight.engine.process import ProcessClient
+from inflight.engine.remote.process_client import ProcessClient
 from tests.engine.faulty import BUILD, HANG
 from tests.helpers import make_request
 

@@ -14,17 +14,17 @@ import msgspec
 import pytest
 import zmq
 
-from inflight.config import EngineConfig
-from inflight.engine import child_process, engine_process
-from inflight.engine.child_process import ChildHost, ChildProcess
+from inflight.config import EngineConfig, ProcessConfig
 from inflight.engine.fake import expected_tokens
-from inflight.engine.host import ProcessNotStartedError
-from inflight.engine.process import ProcessClient
-from inflight.engine.remote_link import RemoteLink
-from inflight.engine.supervisor import Supervisor
-from inflight.engine.wire import ConnectionInfo
+from inflight.engine.remote import child_process
+from inflight.engine.remote import connected_process as engine_process
+from inflight.engine.remote.child_process import ChildHost, ChildProcess
+from inflight.engine.remote.host import ProcessNotStartedError
+from inflight.engine.remote.process_client import ProcessClient
+from inflight.engine.remote.remote_link import RemoteLink
+from inflight.engine.remote.supervisor import Supervisor
+from inflight.engine.remote.wire import ConnectionInfo
 from inflight.errors import EngineDeadError
-from inflight.process_config import ProcessConfig
 from tests.engine.faulty import BUILD, SLOW
 from tests.helpers import make_request
 from tests.processes import exists

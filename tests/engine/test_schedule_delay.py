@@ -9,10 +9,9 @@ from concurrent.futures import Future
 import pytest
 
 from inflight.engine import InprocClient
-from inflight.engine.core import MARGIN
+from inflight.engine.core import MARGIN, SURE
 from inflight.engine.engine_loop import EngineLoop
-from inflight.engine.step_time import SURE
-from inflight.engine.wire import Abort, Ack, Add, Message, StepOutputs, Stop, ToEngine
+from inflight.engine.remote.wire import Abort, Ack, Add, Message, StepOutputs, Stop, ToEngine
 from inflight.request import Request
 from inflight.scheduling import TokenBudget
 from tests.helpers import FakeEngine, make_request

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from inflight import errors
 from inflight.engine.client import ModelFacts, RequestState
 from inflight.engine.core import EngineStats
-from inflight.engine.wire import (
+from inflight.engine.remote.wire import (
     LARGEST,
     SECRET_LENGTH,
     Abort,

@@ -13,15 +13,14 @@ import huggingface_hub
 import pytest
 
 from inflight import AsyncEngine
-from inflight.config import EngineConfig
+from inflight.config import EngineConfig, RouterConfig
 from inflight.engine import ModelFacts
+from inflight.entrypoints.offline import ReplicatedEngine
 from inflight.errors import ModelError
 from inflight.frontend import Frontend
 from inflight.models.builtin import checkpoint_folder
-from inflight.process_config import RouterConfig
-from inflight.replicated import ReplicatedEngine
+from inflight.server.api_workers.worker import _frontend
 from inflight.server.config import ServerConfig
-from inflight.server.fronts.worker import _frontend
 from tests.helpers import FakeEngine
 
 COMMIT = "4f3ac0ffee4f3ac0ffee4f3ac0ffee4f3ac0ffee"

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 import inflight
-from inflight.engine.wire import RemoteError
+from inflight.engine.remote.wire import RemoteError
 from inflight.errors import InflightError, ParameterError, PromptError, TemplateError
 from inflight.frontend import InputProcessor, split_prompts
 from inflight.sampling_params import SamplingParams

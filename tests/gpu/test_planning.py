@@ -11,8 +11,8 @@ import torch
 from benchmarks.shapes import SHAPES
 from inflight import LLM, AsyncEngine
 from inflight.config import EngineConfig
+from inflight.loading.planning import Devices, Fit, plan_model
 from inflight.models.decoder import Decoder
-from inflight.planning import Devices, Fit, plan_model
 from tests.held_bytes import held
 
 OPTIONS: dict[str, Any] = {

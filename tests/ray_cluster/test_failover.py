@@ -16,10 +16,9 @@ from typing import Any
 import pytest
 
 from inflight import LLM, AsyncEngine
-from inflight.config import EngineConfig
-from inflight.engine.host import ProcessNotStartedError
+from inflight.config import EngineConfig, ProcessConfig, RouterConfig
+from inflight.engine.remote.host import ProcessNotStartedError
 from inflight.outputs import RequestOutput
-from inflight.process_config import ProcessConfig, RouterConfig
 from inflight.router import Router, start_router
 from tests.e2e.test_replicas import CASES, PROMPTS, begun, generate, same
 from tests.engine.faulty import BUILD

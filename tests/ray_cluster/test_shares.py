@@ -9,10 +9,9 @@ from typing import Any, cast
 
 import pytest
 
-from inflight.config import EngineConfig
-from inflight.engine.wire import ConnectionInfo
+from inflight.config import EngineConfig, RouterConfig
+from inflight.engine.remote.wire import ConnectionInfo
 from inflight.errors import ConfigError
-from inflight.process_config import RouterConfig
 from inflight.ray_cluster import ClusterShares, RayCluster
 from inflight.ray_cluster.actor import EngineActor
 from inflight.ray_cluster.host import Resources

@@ -10,11 +10,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from inflight.config import EngineConfig
+from inflight.config import EngineConfig, ProcessConfig, RouterConfig
 from inflight.engine.inproc import InprocClient
-from inflight.engine.process import ProcessClient
+from inflight.engine.remote.process_client import ProcessClient
 from inflight.events import Delta
-from inflight.process_config import ProcessConfig, RouterConfig
 from inflight.request import Request
 from inflight.router import Router, start_router
 from tests.engine.faulty import BUILD

@@ -9,10 +9,10 @@ from collections.abc import AsyncGenerator
 import pytest
 
 from benchmarks.failover import cut
+from inflight.config import ProcessConfig
 from inflight.engine.fake import expected_scores, expected_tokens, expected_vector
 from inflight.errors import EngineDeadError, EngineError
 from inflight.events import Delta
-from inflight.process_config import ProcessConfig
 from inflight.request import Request
 from inflight.router import Router
 from inflight.sampling_params import SamplingParams

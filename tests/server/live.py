@@ -15,16 +15,15 @@ import httpx
 import uvloop
 
 from inflight import AsyncEngine
-from inflight.config import EngineConfig
+from inflight.config import EngineConfig, ProcessConfig
 from inflight.engine import EngineCore, InprocClient
-from inflight.engine.process import ProcessClient
+from inflight.engine.remote.process_client import ProcessClient
 from inflight.frontend import Frontend
-from inflight.process_config import ProcessConfig
+from inflight.server.access.keys import load_keys
 from inflight.server.config import ServerConfig
-from inflight.server.keys import load_keys
+from inflight.server.observability.tracing import NoTracer, Tracer
 from inflight.server.run import Server, hosts_of, listen
 from inflight.server.state import ServerState
-from inflight.server.tracing import NoTracer, Tracer
 from tests.server.faulty import BUILD
 
 T = TypeVar("T")

@@ -9,7 +9,7 @@ import pytest
 import tokenizers
 
 from inflight import LLM, SamplingParams
-from inflight.server.schemas.chat import ChatChunk, ChatCompletion
+from inflight.server.openai.schemas import ChatChunk, ChatCompletion
 from tests.server.live import Live, stream
 
 PATH = "/v1/chat/completions"

@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from inflight import LLM, SamplingParams, __version__
-from inflight.cli import main
+from inflight.cli.main import main
 from inflight.server import run as run_module
 from tests.processes import children
 
@@ -29,7 +29,7 @@ GOOD = {"prompt": [5, 6], "max_tokens": 400, "temperature": 0, "ignore_eos": Tru
 def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
     """The command, from its first moment on."""
     command = [
-        *(sys.executable, "-m", "inflight.cli", "serve"),
+        *(sys.executable, "-m", "inflight.cli.main", "serve"),
         *("--port", "0", "--num-blocks", "1024"),
         *arguments,
     ]
@@ -115,7 +115,7 @@ def has_torch(process_id: int) -> bool:
 
 def worker_of(process: subprocess.Popen[str]) -> int:
     """The engine's process, once it is there."""
-    while not (found := children(process.pid, "inflight.engine.worker")):
+    while not (found := children(process.pid, "inflight.engine.remote.worker")):
         time.sleep(0.01)
     (number,) = found
     return number

@@ -9,7 +9,7 @@ import pytest
 
 from inflight import LLM, SamplingParams
 from inflight.server import generation_response
-from inflight.server.schemas.completions import Completion
+from inflight.server.openai.schemas import Completion
 from tests.server.live import Live, stream
 
 PATH = "/v1/completions"

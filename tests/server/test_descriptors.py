@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from inflight.server.descriptors import OWN, connections_that_fit
+from inflight.server.http.limits import OWN, connections_that_fit
 
 ALL = resource.RLIM_INFINITY
 

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from inflight.engine.wire import RemoteError
+from inflight.engine.remote.wire import RemoteError
 from inflight.errors import (
     DeviceLostError,
     EngineDeadError,

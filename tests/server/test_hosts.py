@@ -11,7 +11,7 @@ import pytest
 
 from inflight.errors import ConfigError
 from inflight.server.errors import ApiError
-from inflight.server.middleware import Hosts
+from inflight.server.http.middleware import Hosts
 from tests.server.live import Backend, Live, live_server
 
 

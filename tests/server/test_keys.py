@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from inflight.errors import ConfigError
+from inflight.server.access.keys import Caller, Keys, load_keys
 from inflight.server.errors import ApiError
-from inflight.server.keys import Caller, Keys, load_keys
 from tests.server.live import Backend, Live, live_server
 
 PATH = "/v1/completions"

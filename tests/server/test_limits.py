@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from inflight.server.queue_pace import QueuePace
+from inflight.server.access.admission import QueuePace
 from tests.server.live import Backend, Live, live_server
 from tests.server.test_life import slow_steps
 

@@ -11,13 +11,12 @@ from inflight.frontend.input_processor import MAX_TENANT_LENGTH
 from inflight.option import LIMITS
 from inflight.request import MAX_SALT_LENGTH
 from inflight.sampling_params import MAX_BAD_WORDS, MAX_LOGPROBS, MAX_N, MAX_STOP_LENGTH, MAX_STOP_STRINGS
-from inflight.server.body import MAX_PARTS, MAX_VALUES
 from inflight.server.config import SERVE_OPTIONS
-from inflight.server.connection_places import MAX_RESERVED, ConnectionPlaces
-from inflight.server.responses.input_listing import MAX_PAGE_BYTES
-from inflight.server.schemas.chat import MAX_ARGUMENTS
-from inflight.server.unsent import PIECE
-from inflight.server.write_timer import MIN_PROGRESS
+from inflight.server.http.body import MAX_PARTS, MAX_VALUES
+from inflight.server.http.limits import MAX_RESERVED, MIN_PROGRESS, ConnectionPlaces
+from inflight.server.http.unsent import PIECE
+from inflight.server.openai.responses.input_listing import MAX_PAGE_BYTES
+from inflight.server.openai.schemas import MAX_ARGUMENTS
 from inflight.text.chat import MAX_MESSAGES
 from inflight.text.render import RenderLimits
 

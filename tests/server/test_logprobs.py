@@ -10,7 +10,7 @@ import pytest
 
 from inflight.events import TokenLogprob, pack_logprobs
 from inflight.server.formatters import json_pieces
-from inflight.server.logprobs import MAX_BATCH, chat_logprobs, completion_logprobs, prompt_logprobs
+from inflight.server.openai.formatters import MAX_BATCH, chat_logprobs, completion_logprobs, prompt_logprobs
 
 
 def text(value: Any) -> Any:

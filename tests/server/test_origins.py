@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from inflight.server.access.origins import Origins
 from inflight.server.errors import ApiError
-from inflight.server.origins import Origins
 from tests.server.live import Backend, Live, live_server
 
 PATH = "/v1/completions"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from time import perf_counter
 
-from inflight.server.parsing_turns import SECONDS, ParsingTurns
+from inflight.server.http.limits import SECONDS, ParsingTurns
 
 
 async def test_everyone_else_gets_a_round_of_the_loop_in_between() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from inflight.server.protocol import BoundedProtocol
+from inflight.server.http.protocol import BoundedProtocol
 from tests.server.live import Backend, Live, live_server
 from tests.server.test_life import slow_steps
 from tests.server.test_limits import connect, reply

@@ -13,7 +13,7 @@ import httpx
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from inflight.server.tracing import OtelTracer
+from inflight.server.observability.tracing import OtelTracer
 from tests.server.live import Live, live_server
 from tests.server.pooled import EMBEDDER, TOKENIZER, PooledBackend
 from tests.server.test_limits import connect

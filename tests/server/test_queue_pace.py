@@ -8,10 +8,10 @@ from inflight.frontend import Generation
 from inflight.frontend.output_processor import OutputProcessor
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
+from inflight.server.access.admission import MAX_SECONDS, QueuePace
+from inflight.server.access.keys import Caller
 from inflight.server.cancel_scope import CancelScope
-from inflight.server.keys import Caller
-from inflight.server.queue_pace import MAX_SECONDS, QueuePace
-from inflight.server.request_log import LoggedRequest
+from inflight.server.observability.request_log import LoggedRequest
 
 
 class Clock:

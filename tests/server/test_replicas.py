@@ -15,14 +15,13 @@ import httpx
 import pytest
 
 from inflight import AsyncEngine
-from inflight.cli import main
-from inflight.config import EngineConfig
+from inflight.cli.main import main
+from inflight.config import EngineConfig, ProcessConfig, RouterConfig
 from inflight.errors import ConfigError
 from inflight.frontend import Frontend
-from inflight.process_config import ProcessConfig, RouterConfig
 from inflight.router import Router, start_router
 from inflight.router import start as start_module
-from inflight.server.keys import AdminKey, Caller, Keys
+from inflight.server.access.keys import AdminKey, Caller, Keys
 from tests.browser import Page
 from tests.engine.faulty import BUILD, SLOW
 from tests.router.replicas import Script, process_id

@@ -18,8 +18,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from inflight.pooling import PoolingFacts
-from inflight.server.schemas.chat import ChatChunk
-from inflight.server.schemas.completions import Completion
+from inflight.server.openai.schemas import ChatChunk, Completion
 from tests.server.live import Backend, Live, live_server, stream
 from tests.server.pooled import CLASSIFIER, EMBEDDER, PooledBackend
 

@@ -95,7 +95,7 @@ class Serving:
         return Soak(str(self.http.base_url), questions, seed)
 
     def engines(self) -> list[int]:
-        return sorted(children(self.process.pid, "inflight.engine.worker"))
+        return sorted(children(self.process.pid, "inflight.engine.remote.worker"))
 
     def samples(self, name: str) -> list[Sample]:
         """The values of a metric."""

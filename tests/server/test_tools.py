@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from inflight.server.schemas.chat import ChatChunk, ChatCompletion
+from inflight.server.openai.schemas import ChatChunk, ChatCompletion
 from tests.agents.templates import MISTRAL
 from tests.server.live import Live, stream
 from tests.server.scripted import ScriptedClient, scripted_server, write_folder

@@ -12,9 +12,9 @@ import pytest
 from starlette.responses import Response
 from starlette.types import Message
 
+from inflight.server.access.keys import Caller
 from inflight.server.errors import ApiError
-from inflight.server.keys import Caller
-from inflight.server.unsent import PAID, PIECE, PacedSend, UnsentBytes
+from inflight.server.http.unsent import PAID, PIECE, PacedSend, UnsentBytes
 from tests.server.calling import CallingBackend
 from tests.server.live import Live, live_server
 

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from inflight.events import RequestRecord
-from inflight.server.keys import KeyUsage
+from inflight.server.access.keys import KeyUsage
 from tests.server.live import Backend, Live, live_server
 
 PATH = "/v1/completions"

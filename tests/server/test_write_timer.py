@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import pytest
 
-from inflight.server.protocol import BoundedProtocol
-from inflight.server.write_timer import MIN_PROGRESS, WriteTimer
+from inflight.server.http.limits import MIN_PROGRESS, WriteTimer
+from inflight.server.http.protocol import BoundedProtocol
 from tests.server.live import Backend, Live, live_server
 from tests.server.test_life import slow_steps
 

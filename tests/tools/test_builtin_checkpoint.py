@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from inflight.llm import LLM
+from inflight.entrypoints.llm import LLM
 from inflight.models.builtin import checkpoint_folder
 from inflight.sampling_params import SamplingParams
 from tools.builtin import answers

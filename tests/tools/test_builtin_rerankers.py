@@ -15,8 +15,8 @@ from transformers import AutoModel, AutoModelForSequenceClassification, AutoToke
 from typer.testing import CliRunner
 
 import tools.rerankers
-from inflight.cli import app
-from inflight.llm import LLM
+from inflight.cli.main import app
+from inflight.entrypoints.llm import LLM
 from inflight.models.builtin import builtin_folder
 from tools.rerankers.evaluate import figures, table, written_lists
 from tools.rerankers.ranked import RankedList

@@ -9,7 +9,7 @@ from typing import Any
 import typer
 
 import inflight
-from inflight.cli import app
+from inflight.cli.main import app
 from inflight.server.config import SERVE_OPTIONS
 from tools.reference_pages import api_page, cli_page
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from inflight.cli import app
-from inflight.command import NOTES
+from inflight.cli.command import NOTES
+from inflight.cli.main import app
+from inflight.cli.option_sources import gather, unread
 from inflight.errors import ConfigError
-from inflight.option_sources import gather, unread
 from inflight.server.config import SERVE_OPTIONS
 from inflight.vllm_compat.cli_flags import SERVE_RULES
 from inflight.vllm_compat.rules import plain_size

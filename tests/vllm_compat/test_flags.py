@@ -9,9 +9,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from inflight.cli import app
+from inflight.cli.main import app
+from inflight.cli.option_sources import gather, unread
 from inflight.errors import ConfigError
-from inflight.option_sources import gather, unread
 from inflight.server.config import SERVE_OPTIONS
 from inflight.vllm_compat.cli_flags import BENCH_RULES, COMMANDS, SERVE_RULES
 from inflight.vllm_compat.environment import VARIABLE_RULES

@@ -12,11 +12,10 @@ import pytest
 from inflight.config import EngineConfig
 from inflight.engine import ModelFacts
 from inflight.frontend import ChatRequest, Frontend
-from inflight.server.body import parse_body
+from inflight.server.http.body import parse_body
 from inflight.server.missing_routes import MISSING_ROUTES
+from inflight.server.openai.schemas import ChatBody, CompletionBody
 from inflight.server.prepare import chat_request
-from inflight.server.schemas.chat import ChatBody
-from inflight.server.schemas.completions import CompletionBody
 from tests.server.calling import TEMPLATE
 from tests.server.live import Backend, Live, live_server
 from tests.server.scripted import write_folder

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from inflight.engine.wire import RemoteError, array_from_bytes, array_to_bytes, with_small_numbers
+from inflight.engine.remote.wire import RemoteError, array_from_bytes, array_to_bytes, with_small_numbers
 from inflight.execution.parallel.layout import RankLayout
 from inflight.scheduling import Admission, Batch, Sampled
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from inflight.engine.child_process import end_of_child, start_child, tell_child
+from inflight.engine.remote.child_process import end_of_child, start_child, tell_child
 from inflight.execution.parallel.messages import RankStart, ToFirst, decode_report
 
 COMMAND: tuple[str, ...] = (sys.executable, "-P", "-m", "inflight.execution.parallel.worker")

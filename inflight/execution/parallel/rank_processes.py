@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from inflight.engine.wire import RemoteError
+from inflight.engine.remote.wire import RemoteError
 from inflight.errors import DeviceLostError, InflightError
 from inflight.execution.parallel.layout import RankLayout, RankMemory
 from inflight.execution.parallel.messages import (

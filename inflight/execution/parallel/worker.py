@@ -17,8 +17,7 @@ import msgspec
 import torch
 
 from inflight.config import EngineConfig
-from inflight.engine.lifeline import die_with, ignore_signals, reporting_input
-from inflight.engine.wire import RemoteError
+from inflight.engine.remote.wire import RemoteError
 from inflight.errors import EngineError
 from inflight.execution.parallel.follower import LoadedRank, follow
 from inflight.execution.parallel.layout import RankMemory
@@ -26,6 +25,7 @@ from inflight.execution.parallel.messages import Broken, Loading, RankStart, Rep
 from inflight.execution.parallel.rank_processes import BEAT_EVERY
 from inflight.logs import configure_logging
 from inflight.native.library import native_library
+from inflight.processes.parent_watch import die_with, ignore_signals, reporting_input
 from inflight.registry import Registry
 
 logger = logging.getLogger(

@@ -12,9 +12,9 @@ from starlette.responses import HTMLResponse, Response
 from inflight import __version__
 from inflight.engine import Command
 from inflight.errors import EngineDeadError, EngineError
-from inflight.server.docs_page import docs_page
 from inflight.server.errors import ApiError
 from inflight.server.openapi import documented, respond
+from inflight.server.pages import docs_page
 from inflight.server.schemas.service import Done, ServerInfo, ServerLoad, Sleeping
 from inflight.server.state import ServerState, state_of
 

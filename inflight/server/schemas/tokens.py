@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from inflight.server.schemas.chat import Messages, TemplateArguments, Tools
+from inflight.server.openai.schemas import Messages, TemplateArguments, Tools
 from inflight.server.schemas.common import Body, Items, Unset, missing
 
 

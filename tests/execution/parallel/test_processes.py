@@ -19,14 +19,14 @@ from types import SimpleNamespace
 import pytest
 
 from inflight import LLM, AsyncEngine, RequestOutput, SamplingParams
-from inflight.engine.process import ProcessClient
+from inflight.config import ProcessConfig
+from inflight.engine.remote.process_client import ProcessClient
 from inflight.errors import ConfigError, DeviceLostError, EngineDeadError, WeightsError
 from inflight.execution.parallel import rank_processes, starting
 from inflight.execution.parallel.layout import RankLayout
 from inflight.execution.parallel.messages import Begin, Begun, Loaded, Loading, RankStart
 from inflight.execution.parallel.rank_processes import RankProcesses
 from inflight.native.library import native_library
-from inflight.process_config import ProcessConfig
 from tests.e2e.conftest import Folder
 from tests.e2e.policies import SLOW
 from tests.e2e.reference import PROMPTS

@@ -7,7 +7,7 @@ import threading
 from typing import NoReturn
 
 from inflight.config import EngineConfig
-from inflight.engine.wire import RemoteError
+from inflight.engine.remote.wire import RemoteError
 from inflight.execution.parallel.follower import follow
 from inflight.execution.parallel.layout import RankMemory
 from inflight.execution.parallel.messages import Broken, RankStart, Report, decode_report, encode_report

@@ -18,7 +18,7 @@ from inflight.execution.platforms import cuda
 # They own their process: the engine's, a rank's, the server's, a front's, and the one that sends a benchmark's load.
 OWNERS = {
     "execution/parallel/worker.py",
-    "engine/worker.py",
+    "engine/remote/worker.py",
     "server/run.py",
     "server/fronts/worker.py",
     "bench/serve.py",

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from inflight import LLM
-from inflight.process_config import ProcessConfig
+from inflight.config import ProcessConfig
 from tests.server.faults.told import Case, make_case, make_cases
 from tests.server.faulty import SLOW
 from tests.server.live import Live, ProcessBackend, live_server

@@ -8,7 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from inflight import LLM
-from inflight.process_config import ProcessConfig
+from inflight.config import ProcessConfig
 from tests.server.faults.told import (
     Case,
     Told,

@@ -1,0 +1,141 @@
+"""What all commands have in common: people may type what they are used to, and the help fits into 80 columns."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from typer.core import TyperCommand, TyperGroup
+
+from inflight.errors import ConfigError
+from inflight.vllm_compat.arguments import ArgumentReader, KnownFlag
+from inflight.vllm_compat.cli_flags import COMMANDS, SERVE_RULES
+from inflight.vllm_compat.rules import CompatRules
+
+logger = logging.getLogger(__name__)
+
+NOTES = "inflight.notes"  # among what a context knows: what to tell whoever typed this
+OPTIONS = "Options"
+NAME_WIDTH = 26  # of flags beside which their help begins; that of longer ones begins a line below
+
+
+class InflightCommand(TyperCommand):
+    """A command that knows the flags of other engines as well as its own."""
+
+    compat_rules = SERVE_RULES
+    tells_notes = True  # before it begins; else it does so itself
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        reader = ArgumentReader(
+            self._known_flags(ctx), self.compat_rules, ctx.command_path, self._has_model()
+        )
+        rest: list[str] = super().parse_args(ctx, reader.read(args))
+        ctx.meta[NOTES] = reader.notes
+        return rest
+
+    def invoke(self, ctx: Any) -> Any:
+        for note in ctx.meta[NOTES] if self.tells_notes else ():
+            logger.warning("%s", note)
+        return super().invoke(ctx)
+
+    def _known_flags(self, ctx: Any) -> dict[str, KnownFlag]:
+        # Words behind a list could also be arguments of the command, unless the only one is the model.
+        may_list = self._has_model() or not any(_is_argument(param) for param in self.params)
+        found = {}
+        for param in self._parameters(ctx):
+            if not _is_argument(param):
+                flag = KnownFlag(not param.is_flag, may_list and param.multiple)
+                found.update(dict.fromkeys([*param.opts, *param.secondary_opts], flag))
+        return found
+
+    def _parameters(self, ctx: Any) -> list[Any]:
+        """Those of typer, whose types are not public."""
+        return list(self.get_params(ctx))
+
+    def _has_model(self) -> bool:
+        return [param.name for param in self.params if _is_argument(param)] == ["model"]
+
+    # ---- help ----
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """As text, in which no flag is cut and no bracket is markup."""
+        self.format_usage(ctx, formatter)
+        self.format_help_text(ctx, formatter)
+        self.format_options(ctx, formatter)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """A section for each panel, those of arguments and of the command itself first."""
+        panels: dict[str, list[tuple[str, str]]] = {"Arguments": [], OPTIONS: []}
+        for param in self._parameters(ctx):
+            name, text = param.get_help_record(ctx)
+            panel = "Arguments" if _is_argument(param) else param.rich_help_panel or OPTIONS
+            panels.setdefault(panel, []).append((_names(param, name), _plain(text)))
+        for panel, rows in panels.items():
+            if rows:
+                with formatter.section(panel):
+                    formatter.write_dl(rows, col_max=NAME_WIDTH)
+
+
+class Command(InflightCommand):
+    """One that has nothing to do with engines."""
+
+    compat_rules = CompatRules()
+
+
+class InflightGroup(TyperGroup):
+    """Commands, and words for those of other engines that are none here."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name = args[0] if ctx.parent is None else f"{ctx.info_name} {args[0]}"
+        if name in COMMANDS:
+            raise ConfigError(f"there is no command {name}: {COMMANDS[name]}")
+        return super().resolve_command(ctx, args)
+
+
+def _is_argument(param: Any) -> bool:
+    return bool(param.param_type_name == "argument")
+
+
+def _names(param: Any, name: str) -> str:
+    """--[no-]quick, or --size <int>."""
+    if not _is_argument(param) and param.is_flag:
+        long = [
+            f"--[no-]{opt[2:]}" if param.secondary_opts else opt for opt in param.opts if opt.startswith("--")
+        ]
+        return ", ".join([*(opt for opt in param.opts if not opt.startswith("--")), *long])
+    return name.replace("<list[str]>", "<str>...").replace(" range>", ">")
+
+
+def _plain(text: str) -> str:
+    """Without the brackets around a default that is given in words."""
+    return re.sub(r"default: \((.*?)\)(?=[\];])", r"default: \1", text)
+
+
+@contextmanager
+def needs_extra(name: str) -> Iterator[None]:
+    """In it, a package that is not installed is told with what installs it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("", "inflight"):
+            raise
+        raise ConfigError(f"{package} is missing: pip install 'inflight-llm[{name}]'") from None
+
+
+def check_writable(path: Path) -> None:
+    """Before anything is measured, not after."""
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise ConfigError(f"{str(path)!r} cannot be written: it must be a file in a folder that exists")
+
+
+def progress_bar() -> Progress:
+    """On standard error, and gone at the end. Drawn seldom: what draws takes time from what is measured."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=Console(stderr=True), transient=True, refresh_per_second=2)

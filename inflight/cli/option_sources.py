@@ -1,0 +1,197 @@
+"""Options as users give them: flags before `INFLIGHT_*` variables before a file."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from inflight.errors import ConfigError
+from inflight.option import Option, read_yaml
+from inflight.vllm_compat.arguments import SIMILAR, UNSET, parse_list
+from inflight.vllm_compat.environment import SERVICE_LINK, translate_environment
+from inflight.vllm_compat.rules import CompatRules, as_text
+
+PREFIX = "INFLIGHT_"
+OTHER_VARIABLES = ("CONFIG", "CACHE", "NATIVE", "BENCH_API_KEY")  # of ours that are no options
+
+_TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off", ""}
+_NAMES = {int: "an integer", float: "a number", bool: "true or false", tuple: "a list of strings"}
+
+
+def gather(
+    options: Mapping[str, Option],
+    flags: Mapping[str, Any],
+    environment: Mapping[str, str],
+    file: str | None = None,
+    compat_rules: CompatRules | None = None,
+) -> dict[str, Any]:
+    """The values given for these options, by name. `flags` holds only what was given; the file may also be named by
+    a variable, and have lines of other engines."""
+    file = file or environment.get(f"{PREFIX}CONFIG")
+    from_vllm: dict[str, Any] = {}
+    for arguments, _ in translate_environment(environment) if compat_rules is not None else ():
+        from_vllm |= from_arguments(options, arguments)
+    compat_rules = compat_rules or CompatRules()
+    from_file = read_file(options, Path(file), compat_rules) if file else {}
+    return {**from_file, **from_vllm, **read_environment(options, environment, compat_rules), **flags}
+
+
+# ---- flags ----
+
+
+def argument(option: Option) -> Any:
+    """An option that is given by its place on the command line."""
+    return typer.Argument(help=option.help, show_default=option.default_text)
+
+
+def with_flags(
+    options: Iterable[Option], panel: str | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a command a flag for each of these options; those that were used reach it as keyword arguments.
+
+    `panel` is where the help shows them, if not where each belongs.
+    """
+    known = {option.name: option for option in options}
+    flags = {option.name: _flag(option, panel or option.panel) for option in known.values()}
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(command, eval_str=True)
+        own = [item for item in signature.parameters.values() if item.kind is not item.VAR_KEYWORD]
+        parameters = [*own, *flags.values()]
+
+        @functools.wraps(command)
+        def run(**values: Any) -> None:
+            given = {name: values.pop(name) for name in flags}
+            used = {
+                name: known[name].chosen(value)
+                for name, value in given.items()
+                if value is not None and value != []
+            }
+            command(**values, **{n: tuple(v) if isinstance(v, list) else v for n, v in used.items()})
+
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {item.name: item.annotation for item in parameters}
+        return run
+
+    return decorate
+
+
+def _flag(option: Option, panel: str) -> inspect.Parameter:
+    """It is None when not given, so that variables and the file can speak."""
+    names = f"{option.flag}/--no-{option.flag[2:]}" if option.kind is bool else option.flag
+    flags = (names, option.short) if option.short else (names,)
+    shown = typer.Option(
+        *flags, help=option.help, rich_help_panel=panel, show_default=option.default_text or False
+    )
+    kind: Any = list[str] if option.kind is tuple else option.kind
+    return inspect.Parameter(
+        option.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, shown]
+    )
+
+
+def from_arguments(options: Mapping[str, Option], arguments: list[str]) -> dict[str, Any]:
+    """The option that a flag and its value set."""
+    if not arguments:
+        return {}
+    flag, *values = arguments
+    name = flag.removeprefix("--").replace("-", "_")
+    if not values:
+        return {name.removeprefix("no_"): not name.startswith("no_")}
+    kind = options[name].kind
+    return {name: tuple(values) if kind is tuple else options[name].chosen(_parse(flag, values[0], kind))}
+
+
+# ---- variables ----
+
+
+def read_environment(
+    options: Mapping[str, Option], environment: Mapping[str, str], compat_rules: CompatRules
+) -> dict[str, Any]:
+    """Variables of these options. Others of our prefix may be meant for someone else."""
+    values = {}
+    for name, option in options.items():
+        variable = f"{PREFIX}{name.upper()}"
+        text = environment.get(variable)
+        rule = compat_rules.find(name)
+        if text is not None and rule is not None:
+            _, text = rule.arguments(option.flag, text) or ("", UNSET)
+        if text is not None and (text != UNSET or option.kind is tuple):
+            values[name] = option.chosen(_parse(variable, text, option.kind))
+    return values
+
+
+def unread(options: Mapping[str, Option], environment: Mapping[str, str]) -> list[str]:
+    """What to tell about variables that look as if they were meant, and do nothing."""
+    known = {f"{PREFIX}{name.upper()}": option for name, option in options.items()}
+    names = [*known, *(f"{PREFIX}{name}" for name in OTHER_VARIABLES)]
+    found = [warning for _, warning in translate_environment(environment) if warning]
+    for name in sorted(name for name in environment if name.startswith(PREFIX)):
+        if name not in names and not SERVICE_LINK.fullmatch(name):
+            similar = get_close_matches(name, names, n=1, cutoff=SIMILAR)
+            hint = f": did you mean {similar[0]}?" if similar else ""
+            found.append(f"{name} is set, but has no effect{hint}")
+        elif name in known and known[name].kind is tuple and not environment[name].strip(" ,"):
+            found.append(f"{name} is empty: that is as if it were not set")
+    return found
+
+
+def _parse(name: str, text: str, kind: type) -> Any:
+    """The value that a variable spells."""
+    if kind is bool:
+        if text.lower() in _TRUE | _FALSE:
+            return text.lower() in _TRUE
+        raise ConfigError(f"{name} is {text!r}: it must be true or false")
+    if kind is tuple:
+        return tuple(parse_list(text) or (item.strip() for item in text.split(",") if item.strip()))
+    if kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            raise ConfigError(f"{name} is {text!r}: it must be {_NAMES[kind]}") from None
+    return text
+
+
+# ---- files ----
+
+
+def read_file(options: Mapping[str, Option], path: Path, compat_rules: CompatRules) -> dict[str, Any]:
+    """Options from a YAML file (JSON is YAML too), by the names of the flags."""
+    found = read_yaml(path, "the configuration file")
+    if found is None:
+        return {}
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} holds a {type(found).__name__}: it must map options to values")
+    values: dict[str, Any] = {}
+    for key, value in found.items():
+        name = str(key).replace("-", "_")
+        rule = compat_rules.find(flag := f"--{name.replace('_', '-')}")
+        if rule is not None and (name not in options or isinstance(value, str | int)):
+            values |= from_arguments(options, rule.arguments(flag, as_text(value)))
+            continue
+        if name not in options:
+            raise ConfigError(f"{path}: unknown option {key!r}: allowed are {', '.join(options)}")
+        values[name] = _typed(f"{key} in {path}", value, options[name])
+    return values
+
+
+def _typed(name: str, value: Any, option: Option) -> Any:
+    """A value out of a file, if it is of the option's type."""
+    kind = option.kind
+    value = option.chosen(value)
+    if value is None and option.optional:
+        return None
+    if kind is tuple:
+        items = [value] if isinstance(value, str) else value
+        if isinstance(items, list) and all(isinstance(item, str) for item in items):
+            return tuple(items)
+    elif kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    elif isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
+        return value
+    raise ConfigError(f"{name} is {value!r}: it must be {_NAMES.get(kind, 'a string')}")

@@ -1,0 +1,110 @@
+"""`inflight replicas`: the replicas of a server that runs, and with the admin key, which there are."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import quote
+
+import typer
+
+from inflight.cli.command import Command
+from inflight.errors import ConfigError, EngineError
+
+if TYPE_CHECKING:
+    from urllib.error import HTTPError
+
+app = typer.Typer(help="See and change the replicas of a running server.", no_args_is_help=True)
+
+_URL = Annotated[str, typer.Option(help="Address of the server.")]
+_KEY = Annotated[
+    str | None,
+    typer.Option(help="The server's admin key; to list, an API key will do. Better in INFLIGHT_ADMIN_KEY."),
+]
+_NAME = Annotated[str, typer.Argument(help="The replica's id, as `list` shows it.")]
+_ADDRESS = "http://127.0.0.1:8000"
+_COLUMNS = (
+    ("replica", "id", "{}"),
+    ("state", "state", "{}"),
+    ("running", "num_running", "{}"),
+    ("waiting", "num_waiting", "{}"),
+    ("queued tokens", "num_queued_tokens", "{:,}"),
+    ("KV used", "kv_usage", "{:.0%}"),
+    ("prefix hits", "prefix_hit_rate", "{:.0%}"),
+    ("restarts", "num_restarts", "{}"),
+)
+
+
+@app.command("list", cls=Command)
+def list_replicas(url: _URL = _ADDRESS, key: _KEY = None) -> None:
+    """How each replica does."""
+    _show(_call("GET", url, "", key))
+
+
+@app.command(cls=Command)
+def add(url: _URL = _ADDRESS, key: _KEY = None) -> None:
+    """Start one more, and wait until it is ready."""
+    _show(_call("POST", url, "", key))
+
+
+@app.command(cls=Command)
+def drain(replica: _NAME, url: _URL = _ADDRESS, key: _KEY = None) -> None:
+    """Give it no new requests."""
+    _show(_call("POST", url, f"/{quote(replica, safe='')}/drain", key))
+
+
+@app.command(cls=Command)
+def remove(replica: _NAME, url: _URL = _ADDRESS, key: _KEY = None) -> None:
+    """Drain it and end it; what still runs on it after --shutdown-timeout goes on elsewhere."""
+    _show(_call("DELETE", url, f"/{quote(replica, safe='')}", key))
+
+
+@app.command(cls=Command)
+def restart(replica: _NAME, url: _URL = _ADDRESS, key: _KEY = None) -> None:
+    """Start another engine in its place; the old one goes on until that is ready, where there is room for both."""
+    _show(_call("POST", url, f"/{quote(replica, safe='')}/restart", key))
+
+
+@app.command(cls=Command)
+def roll(url: _URL = _ADDRESS, key: _KEY = None) -> None:
+    """Restart all of them, one after the other; no request fails."""
+    _show(_call("POST", url, "/roll", key))
+
+
+def _call(method: str, url: str, path: str, key: str | None) -> dict[str, Any]:
+    """Waits as long as it takes: a replica may load for minutes."""
+    # Other commands should not wait for these to be imported.
+    from urllib.error import HTTPError
+    from urllib.request import Request, urlopen
+
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"the url is {url!r}: it must begin with http:// or https://")
+    key = key or os.environ.get("INFLIGHT_ADMIN_KEY")
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    request = Request(f"{url.rstrip('/')}/v1/replicas{path}", method=method, headers=headers)
+    try:
+        with urlopen(request) as response:
+            found: dict[str, Any] = json.load(response)
+    except HTTPError as error:
+        raise EngineError(_message(error)) from None
+    except (OSError, ValueError) as error:
+        raise EngineError(f"the server at {url} does not answer: {error}") from None
+    return found
+
+
+def _message(error: HTTPError) -> str:
+    try:
+        return str(json.load(error)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"the server answered with {error.code} {error.reason}"
+
+
+def _show(found: dict[str, Any]) -> None:
+    rows = [[shape.format(item[name]) for _, name, shape in _COLUMNS] for item in found["data"]]
+    table = [[title for title, _, _ in _COLUMNS], *rows]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for row in table:
+        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        print(line.rstrip(), file=sys.stdout)

@@ -1,0 +1,50 @@
+"""`inflight serve`."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Any
+
+import typer
+
+from inflight.cli.command import NOTES, InflightCommand, needs_extra
+from inflight.cli.option_sources import argument, gather, unread, with_flags
+from inflight.interrupts import interrupts_end_at_once
+from inflight.server.config import SERVE_OPTIONS, ServerConfig
+from inflight.vllm_compat.cli_flags import SERVE_RULES
+
+
+class ServeCommand(InflightCommand):
+    """Tells its notes in its own logs."""
+
+    tells_notes = False
+
+
+_CONFIG = typer.Option(help="A YAML file with options, by the names of the flags.")
+
+
+@with_flags(option for name, option in SERVE_OPTIONS.items() if name != "model")
+def serve(
+    ctx: typer.Context,
+    model: Annotated[str | None, argument(SERVE_OPTIONS["model"])] = None,
+    config: Annotated[str | None, _CONFIG] = None,
+    **flags: Any,
+) -> None:
+    """Serve a model over HTTP with OpenAI's API.
+
+    Every option can also be given as INFLIGHT_NAME in the environment or as a line of the --config file;
+    flags win over variables, variables over the file. Flags of `vllm serve` are known: docs/from-vllm.md.
+    """
+    if model is not None:
+        flags["model"] = model
+    with needs_extra("server"):
+        options = ServerConfig.create(**gather(SERVE_OPTIONS, flags, os.environ, config, SERVE_RULES))
+        with interrupts_end_at_once():
+            if not options.in_process and not options.router.is_wanted:
+                # The engine imports torch while this process imports the server.
+                from inflight.engine.remote.child_process import start_spare
+
+                start_spare(options.process.environment)
+            from inflight.server.run import run  # the server's packages are loaded only now
+
+    run(options, [*ctx.meta[NOTES], *unread(SERVE_OPTIONS, os.environ)])

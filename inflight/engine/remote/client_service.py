@@ -1,0 +1,173 @@
+"""An engine client for another process: what `EngineLoop` is to a core, this is to a client.
+
+front process: ProcessClient ══ the wire of an engine process ══ ClientService ─ Router, or any other client
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+from inflight.engine.client import EngineClient
+from inflight.engine.core import EngineStats
+from inflight.engine.outbox import Outbox
+from inflight.engine.remote.wire import (
+    Abort,
+    Ack,
+    Add,
+    Describe,
+    RemoteError,
+    Reply,
+    StepOutputs,
+    Tell,
+    Watch,
+)
+from inflight.request import Request, RequestSpec
+
+ServiceMessage = Add | Abort | Describe | Tell | Ack | Watch
+
+
+@dataclass(eq=False, slots=True)
+class _ServedRequest:
+    request_id: str
+    settled: asyncio.Event = field(default_factory=asyncio.Event)  # the client has taken or refused it
+
+
+class ClientService:
+    """Serves one process. What it has running there ends with it."""
+
+    def __init__(
+        self,
+        client: EngineClient,
+        send: Callable[[StepOutputs], None],
+        stats: Callable[[], EngineStats],
+    ) -> None:
+        self._client = client
+        self._outbox = Outbox(send, stats, time.monotonic)
+        self._served: dict[int, _ServedRequest] = {}  # by handle
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.get_running_loop()
+        self._is_flushing = False
+        self._stop_watching: Callable[[], None] | None = None
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._served)
+
+    def handle(self, message: ServiceMessage) -> None:
+        match message:
+            case Add(handle, added):
+                served = self._served[handle] = _ServedRequest(added.request_id)
+                self._begin(self._run(handle, served, added))
+            case Abort():
+                self._begin(self._abort(message))
+            case Describe():
+                self._begin(self._describe(message))
+            case Tell():
+                self._begin(self._tell(message))
+            case Ack(num_taken):
+                self._outbox.taken(num_taken)
+                self._flush_soon()
+            case Watch(wanted):
+                self._watch(wanted)
+
+    def send_stats(self) -> None:
+        """Send the statistics, which have changed, even if there is nothing else to send."""
+        self._outbox.flush(idle=not self._served, stepped=True)
+
+    async def close(self) -> None:
+        """The process is gone: end all that it asked for."""
+        self._watch(False)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # ---- inside ----
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, handle: int, served: _ServedRequest, added: RequestSpec) -> None:
+        """One request to its end. Leaving its stream aborts it."""
+        try:
+            try:
+                request = Request(added)
+                await self._client.add(request)
+            except Exception as error:
+                self._reply(Reply(handle, remote_error=RemoteError.of(error)))
+                return
+            self._outbox.open(request.request_id, handle)
+            self._reply(Reply(handle))
+            served.settled.set()
+            try:
+                async with contextlib.aclosing(self._client.stream(request.request_id)) as deltas:
+                    async for delta in deltas:
+                        self._outbox.put([delta])
+                        self._flush_soon()
+            except Exception as error:
+                self._outbox.lose(handle, RemoteError.of(error))
+                self._flush_soon()
+        finally:
+            del self._served[handle]
+            served.settled.set()
+
+    async def _abort(self, message: Abort) -> None:
+        served, num_freed = self._served.get(message.handle), 0
+        try:
+            if served is not None:
+                await served.settled.wait()
+            if message.handle in self._served:
+                assert served is not None
+                num_freed = await self._client.abort(served.request_id, message.reason)
+        except Exception as error:
+            if message.call is not None:
+                self._reply(Reply(message.call, remote_error=RemoteError.of(error)))
+            return
+        if message.call is not None:
+            self._reply(Reply(message.call, num_freed))
+
+    async def _describe(self, message: Describe) -> None:
+        served = self._served.get(message.handle)
+        try:
+            state = None if served is None else await self._client.describe(served.request_id)
+        except Exception as error:
+            self._reply(Reply(message.call, remote_error=RemoteError.of(error)))
+            return
+        self._reply(Reply(message.call, state=state))
+
+    async def _tell(self, message: Tell) -> None:
+        try:
+            await self._client.command(message.command)
+        except Exception as error:
+            self._reply(Reply(message.call, remote_error=RemoteError.of(error)))
+            return
+        self._reply(Reply(message.call))
+
+    def _watch(self, wanted: bool) -> None:
+        if self._stop_watching is not None:
+            self._stop_watching()
+        self._stop_watching = self._client.watch(self._observe) if wanted else None
+
+    def _observe(self, record: Any) -> None:
+        self._outbox.observe(record)
+        self._flush_soon()
+
+    def _reply(self, reply: Reply) -> None:
+        self._outbox.reply(reply)
+        self._flush_soon()
+
+    def _flush_soon(self) -> None:
+        """Once for all that a step brought, which comes to its readers in one turn of the event loop."""
+        if not self._is_flushing:
+            self._is_flushing = True
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._is_flushing = False
+        self._outbox.flush(idle=not self._served)

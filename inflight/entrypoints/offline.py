@@ -1,0 +1,255 @@
+"""Requests of a caller who waits, and what is asked of the engines that run them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import threading
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any, Protocol, TypeVar
+
+from inflight.config import EngineConfig, RouterConfig
+from inflight.engine import Command, EngineStats, RequestFeed, StepObserver
+from inflight.entrypoints.progress_bars import Advance, request_bar
+from inflight.errors import ConfigError
+from inflight.events import Delta
+from inflight.frontend import Frontend
+from inflight.interrupts import held_interrupts
+from inflight.loading import LoadedEngine
+from inflight.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class OfflineRun:
+    """Requests, all of which are to be run to their end."""
+
+    requests: Iterable[Request]
+    num_requests: int
+    take: Callable[[Delta], bool]  # gets every delta, and says whether its request is to end now
+    doing: str  # in a word, for those who watch
+    lazily: bool = False  # requests are made as steps need them
+
+
+class OfflineEngine(Protocol):
+    """What `LLM` stands on: one engine that it steps itself, or several behind a router."""
+
+    @property
+    def frontend(self) -> Frontend: ...
+
+    @property
+    def description(self) -> str:
+        """Of what it runs on."""
+
+    def compute(self, run: OfflineRun, show: bool) -> None:
+        """All of it, with a bar on the terminal if it is to be shown. What breaks it off leaves nothing running."""
+
+    def command(self, command: Command) -> None: ...
+
+    def stats(self) -> EngineStats: ...
+
+    def observe(self, observer: StepObserver) -> None: ...
+
+    def unobserve(self, observer: StepObserver) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@contextmanager
+def paused_collection() -> Iterator[None]:
+    """Within this, no cycles are looked for: thousands of requests are thousands of objects that stay, and a run makes
+    next to no cycles. It leaves the process as it found it."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+class LocalEngine:
+    """Implements `OfflineEngine`."""
+
+    def __init__(self, loaded: LoadedEngine) -> None:
+        self._loaded = loaded  # which may get another core
+
+    @property
+    def frontend(self) -> Frontend:
+        return self._loaded
+
+    @property
+    def description(self) -> str:
+        return self._loaded.platform.describe()
+
+    def compute(self, run: OfflineRun, show: bool) -> None:
+        core = self._loaded.core
+        feed = RequestFeed(core, run.requests, run.lazily)
+        with paused_collection(), held_interrupts() as let_go:
+            try:
+                feed.fill()
+                with request_bar(run.doing, run.num_requests, show) as advance:
+                    while core.has_work or not feed.is_empty:
+                        let_go()  # between two steps, where all books are in order
+                        feed.fill()
+                        deltas = core.step()
+                        for delta in deltas:
+                            if run.take(delta):
+                                deltas += core.abort(delta.request_id, "stop")[1]
+                        advance(deltas)
+            except BaseException:  # Ctrl-C above all
+                self._clear(feed.added)
+                raise
+
+    def _clear(self, request_ids: Iterable[str]) -> None:
+        """Empty the engine after a run that broke off, so that it can go on."""
+        core = self._loaded.core
+        for request_id in request_ids:
+            core.abort(request_id)
+        while core.has_work:  # what is still in flight
+            core.step()
+        # A step that was cut short has not filled the blocks that it promised to the prefix cache.
+        core.scheduler.blocks.drop_cache()
+
+    def command(self, command: Command) -> None:
+        self._loaded.core.obey(command)
+
+    def stats(self) -> EngineStats:
+        return self._loaded.core.stats()
+
+    def observe(self, observer: StepObserver) -> None:
+        self._loaded.core.observers.append(observer)
+
+    def unobserve(self, observer: StepObserver) -> None:
+        self._loaded.core.observers.remove(observer)
+
+    def close(self) -> None:
+        self._loaded.close()
+
+
+T = TypeVar("T")
+
+
+class ReplicatedEngine:
+    """Implements `OfflineEngine`: several engines, each in a process of its own, and the text side before them."""
+
+    def __init__(
+        self, config: EngineConfig, options: RouterConfig, progress: Callable[[int, int], None] | None
+    ) -> None:
+        try:
+            from inflight.router import start_router
+        except ImportError as error:
+            raise ConfigError(f"replicas need {error.name}: install inflight-llm[server]") from error
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="inflight-router", daemon=True)
+        self._thread.start()
+        self._stops: dict[StepObserver, Callable[[], None]] = {}
+        try:
+            self._router = self._wait_for(start_router(config, options, progress=progress))
+        except BaseException:
+            self._end_thread()
+            raise
+        try:
+            self.frontend = Frontend.of(config, self._router.facts, options.on_this_machine)
+        except BaseException:
+            self._wait_for(self._router.close())
+            self._end_thread()
+            raise
+
+    def _wait_for(self, work: Coroutine[Any, Any, T]) -> T:
+        """What it gives, in the router's thread. An interrupt cancels it."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    @property
+    def description(self) -> str:
+        return f"{len(self._router.replicas.members)} replicas: {self._router.facts.device}"
+
+    def compute(self, run: OfflineRun, show: bool) -> None:
+        with request_bar(run.doing, run.num_requests, show) as advance:
+            self._compute(list(run.requests), run.take, advance)
+
+    def _compute(self, requests: list[Request], take: Callable[[Delta], bool], advance: Advance) -> None:
+        arrived: SimpleQueue[Delta | None] = SimpleQueue()  # None: that was all
+        running = asyncio.run_coroutine_threadsafe(self._run(requests, arrived), self._loop)
+        running.add_done_callback(lambda _: arrived.put(None))
+        try:
+            while (delta := arrived.get()) is not None:
+                if take(delta):
+                    asyncio.run_coroutine_threadsafe(self._router.abort(delta.request_id, "stop"), self._loop)
+                advance([delta])
+            running.result()
+        except BaseException:  # Ctrl-C above all
+            running.cancel()
+            with contextlib.suppress(BaseException):  # until nothing of it runs any more
+                self._wait_for(self._until_idle())
+            raise
+
+    async def _run(self, requests: list[Request], arrived: SimpleQueue[Delta | None]) -> None:
+        async def run(request: Request) -> None:
+            await self._router.add(request)
+            async with contextlib.aclosing(self._router.stream(request.request_id)) as deltas:
+                async for delta in deltas:
+                    arrived.put(delta)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for request in requests:
+                    group.create_task(run(request))
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    async def _until_idle(self) -> None:
+        while self._router.is_busy:
+            await asyncio.sleep(0.01)
+
+    def command(self, command: Command) -> None:
+        self._wait_for(self._router.command(command))
+
+    def stats(self) -> EngineStats:
+        return self._wait_for(self._router.stats())
+
+    def observe(self, observer: StepObserver) -> None:
+        """Called in the router's thread."""
+
+        async def watch() -> None:
+            self._stops[observer] = self._router.watch(observer)
+
+        self._wait_for(watch())
+
+    def unobserve(self, observer: StepObserver) -> None:
+        stop = self._stops.pop(observer)
+
+        async def unwatch() -> None:
+            stop()
+
+        self._wait_for(unwatch())
+
+    def close(self) -> None:
+        self._wait_for(self._router.close())
+        self.frontend.close()
+        self._end_thread()
+
+    def _end_thread(self) -> None:
+        # A start that was interrupted has engines to end first.
+        asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+async def _cancel_others() -> None:
+    """All other tasks of this event loop, and wait until they have ended."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        if not task.cancelling():  # twice would break off what it does to end
+            task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)

@@ -1,0 +1,119 @@
+"""HTTP requests that another process must answer: what all front processes have in common, and what one of them has."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from inflight.errors import EngineDeadError
+from inflight.server.api_workers.wire import MAIN, RelayedRequest, RelayedResponse
+from inflight.server.error_shapes import error_at
+from inflight.server.errors import ApiError, of_exception
+from inflight.server.http.middleware import ADMIN, ADMIN_ALONE
+from inflight.server.http.unsent import PacedSend
+from inflight.server.state import ServerState
+
+# What the main process answers, and what is below ADMIN. No other has the admin key.
+COMMON = frozenset({"/health", "/ping", "/ready", "/metrics", "/load", ADMIN}) | ADMIN_ALONE
+REQUESTS = "/v1/requests/"  # and an id: the process that has or had it answers
+RESPONSES = "/v1/responses/"  # and an id: the process that writes it answers, or any once it is stored
+
+Relay = Callable[[RelayedRequest], Awaitable[RelayedResponse]]
+Find = Callable[[str, str, bool], Awaitable[int | None]]  # caller, request id, whether it must be running
+
+
+class RelayMiddleware:
+    """Outermost in a front process. What is passed on has passed no check yet: whoever answers makes them."""
+
+    def __init__(self, app: ASGIApp, state: ServerState, number: int, find: Find, relay: Relay) -> None:
+        self._app = app
+        self._state = state
+        self._number = number
+        self._find = find
+        self._relay = relay
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        try:
+            target = await self._target(scope)
+            if target == self._number:
+                return await self._app(scope, receive, send)
+            found = await self._relay(_relayed(scope, target))
+        except EngineDeadError:
+            message = "the process that has this has just ended: send the request again"
+            error = ApiError(503, message, code="front_unavailable", retry_after=1)
+            return await error_at(scope["path"], error)(scope, receive, send)
+        except Exception as raised:
+            return await error_at(scope["path"], of_exception(raised))(scope, receive, send)
+        response = Response(found.body, found.status)
+        response.raw_headers = found.headers
+        paced = PacedSend(scope, send, self._state.unsent)
+        try:
+            return await response(scope, receive, paced)
+        finally:
+            paced.close()
+
+    async def _target(self, scope: Scope) -> int:
+        path: str = scope["path"]
+        if path in COMMON or path.startswith(f"{ADMIN}/"):
+            return MAIN
+        own = next((prefix for prefix in (REQUESTS, RESPONSES) if path.startswith(prefix)), None)
+        if own is None:
+            return self._number
+        headers = Headers(scope=scope)
+        try:
+            caller = self._state.keys.find(headers.get("authorization"), headers.get("x-api-key"))
+        except ApiError:  # it is refused here as well as anywhere
+            return self._number
+        request_id = path.removeprefix(own).partition("/")[0]
+        scope["inflight.caller"] = caller
+        found = await self._find(caller.name, request_id, own == RESPONSES)
+        return self._number if found is None else found
+
+
+def _relayed(scope: Scope, target: int) -> RelayedRequest:
+    return RelayedRequest(
+        target,
+        scope["method"],
+        scope["path"],
+        scope["query_string"],
+        scope["scheme"],
+        [(name, value) for name, value in scope["headers"] if name not in (b"content-length",)],
+    )
+
+
+async def answer_with(app: ASGIApp, request: RelayedRequest) -> RelayedResponse:
+    """What an application of this process says to a request of another one's."""
+    scope: Scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": request.method,
+        "scheme": request.scheme,
+        "path": request.path,
+        "raw_path": request.path.encode(),
+        "query_string": request.query,
+        "root_path": "",
+        "headers": request.headers,
+        "client": None,
+        "server": None,
+        "state": {},
+    }
+    status, headers, parts = 500, list[tuple[bytes, bytes]](), list[bytes]()
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Message) -> None:
+        nonlocal status, headers
+        if message["type"] == "http.response.start":
+            status, headers = message["status"], list(message["headers"])
+        else:
+            parts.append(message.get("body", b""))
+
+    await app(scope, receive, send)
+    return RelayedResponse(status, headers, b"".join(parts))

@@ -1,0 +1,268 @@
+"""/v1/completions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, Field, WithJsonSchema
+
+from inflight.frontend.chat import CLIENT_NOTES, MAX_TOOLS
+from inflight.sampling_params import MAX_LOGPROBS
+from inflight.server.schemas.common import Body, FinishReason, Items, Unset, Usage, missing, ranged
+from inflight.server.schemas.constraints import ConstrainedBody
+from inflight.text.chat import MAX_MESSAGES
+
+_TEXT = {"type": "string", "minLength": 1}
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+# Read by hand: a union of four lists would report four mistakes where there is one.
+Prompts = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "anyOf": [
+                _TEXT,
+                _IDS,
+                {"type": "array", "items": _TEXT, "minItems": 1},
+                {"type": "array", "items": _IDS, "minItems": 1},
+            ],
+            "description": "A text, its token ids, or a list of either.",
+        }
+    ),
+]
+
+
+class CompletionBody(ConstrainedBody):
+    prompt: Prompts
+    max_tokens: int | None = ranged(minimum=0, description="0 only with echo: to score the prompt.")
+    logprobs: int | None = ranged(minimum=0, maximum=MAX_LOGPROBS)
+    echo: bool | None = None
+
+    add_special_tokens: bool | None = Field(None, description="To a text; true unless told otherwise.")
+
+    suffix: Unset = missing("put what follows into the prompt, in the form that the model was trained on")
+    best_of: Literal[1] | None = missing("ask for n answers and choose by their logprobs")
+    prompt_embeds: Unset = missing("send a text or token ids")
+
+
+class CompletionLogprobs(BaseModel):
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None] | None
+
+
+class CompletionChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
+
+
+class Completion(BaseModel):
+    """An answer; streamed, each event is one, with what is new."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+Nothing = Annotated[list[Any], Field(max_length=0)]
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(Body):
+    """One message. Fields that answers have may be sent back with the next question."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | Items[TextPart] | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: Items[dict[str, Any]] | None = None
+    function_call: dict[str, Any] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: None = None
+    audio: None = None
+    annotations: Nothing | None = None
+
+    # Clients' own notes on an answer, which they send back with it: those of openai's helpers, those of litellm.
+    parsed: Any = None
+    provider_specific_fields: Any = None
+
+    def given(self) -> dict[str, Any]:
+        """What of it was given and is for the model."""
+        return self.model_dump(exclude_none=True, exclude=set(CLIENT_NOTES))
+
+
+Messages = Annotated[Items[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+
+
+Tools = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_TOOLS)]
+MAX_ARGUMENTS = 64  # of a template, more than any knows
+
+
+def _check_few(given: Any) -> Any:
+    """Before each is looked at: every wrong one would be four mistakes."""
+    if isinstance(given, dict) and len(given) > MAX_ARGUMENTS:
+        raise ValueError(f"it has {len(given)} arguments, at most {MAX_ARGUMENTS} are allowed")
+    return given
+
+
+TemplateArguments = Annotated[dict[str, str | int | float | bool | None], BeforeValidator(_check_few)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+class ChatBody(ConstrainedBody):
+    messages: Messages
+    max_completion_tokens: int | None = ranged(minimum=1)
+    max_tokens: int | None = ranged(minimum=1, description="max_completion_tokens, where that is not given.")
+    logprobs: bool | None = None
+    top_logprobs: int | None = ranged(minimum=0, maximum=MAX_LOGPROBS)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: TemplateArguments | None = None
+
+    tools: Tools | None = None
+    tool_choice: str | dict[str, Any] | None = Field(
+        None, description='none, auto, required, or {"type": "function", "function": {"name": ...}}.'
+    )
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = Field(
+        None, description="For templates that know it; none: no reasoning."
+    )
+    max_reasoning_tokens: int | None = Field(None, ge=0, description="Then the reasoning is ended.")
+    thinking_token_budget: int | None = Field(
+        None, ge=-1, description="vLLM's name of max_reasoning_tokens; -1: no limit."
+    )
+    include_reasoning: bool | None = Field(
+        None, description="Whether answers show it; true unless told otherwise."
+    )
+
+    # Accepted as far as they change nothing.
+    modalities: Items[Literal["text"]] | None = missing("only text is written")
+    functions: Nothing | None = missing("send them as tools")
+    function_call: Literal["none", "auto"] | None = missing("use tool_choice")
+    verbosity: Literal["medium"] | None = missing("ask for it in a message")
+    audio: None = missing("only text is read and written")
+    web_search_options: None = missing("put what was found into a message")
+    moderation: None = missing("no one looks at what is written here")
+    chat_template: Unset = missing("templates come with the checkpoint, never with a request")
+    documents: Unset = missing("put them into a message")
+    echo: Unset = missing("put the message before the answer, or set continue_final_message")
+    add_special_tokens: Unset = missing("the chat template has them")
+
+
+class TopLogprob(BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int] | None = None
+
+
+class ChatTokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    content: list[ChatTokenLogprob] | None = None
+    refusal: None = None
+
+
+class FunctionText(BaseModel):
+    name: str
+    arguments: str = Field(description="JSON text.")
+
+
+class AnswerToolCall(BaseModel):
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionText
+
+
+class AnswerMessage(BaseModel):
+    role: Literal["assistant"] = "assistant"
+    content: str | None = Field(description="Null if there are only calls.")
+    refusal: None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = Field(None, description="The same.")
+    tool_calls: list[AnswerToolCall] | None = None
+
+
+ChatFinishReason = Literal["stop", "length", "abort", "tool_calls"]
+
+
+class ChatChoice(BaseModel):
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: ChatFinishReason | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatCompletion(BaseModel):
+    """A whole answer."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
+
+
+class FunctionDelta(BaseModel):
+    name: str | None = None
+    arguments: str
+
+
+class ToolCallDelta(BaseModel):
+    """The first one of a call has its id, type and name, those after it more of its arguments."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionDelta
+
+
+class ChatDelta(BaseModel):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
+
+
+class ChatChunkChoice(BaseModel):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: ChatFinishReason | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatChunk(BaseModel):
+    """One event of a streamed answer."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
