@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 from inflight.native.library import native_library
 
 if TYPE_CHECKING:
-    from tests.browser import Page
+    from tests.support.browser import Page
 
 # Tests press Ctrl-C, which a shell switches off for jobs in the background and all that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -51,7 +51,7 @@ def interpret_kernels() -> None:
 
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")  # read when it is imported
-        from tests.interpreter import repeat_less
+        from tests.support.interpreter import repeat_less
 
         repeat_less()
 
@@ -116,7 +116,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def tab() -> Iterator[Page]:
     """The one browser of all tests of pages. Take `page` instead."""
-    from tests.browser import browser
+    from tests.support.browser import browser
 
     with browser() as found:
         yield found

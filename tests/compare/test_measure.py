@@ -10,7 +10,7 @@ import pytest
 from inflight.compare import measure
 from inflight.compare.measure import compute_figures
 from tests.compare import hand_made
-from tests.helpers import FakeEngine, make_request
+from tests.support.requests import FakeEngine, make_request
 
 
 def test_figures_of_a_hand_made_run_are_exact() -> None:

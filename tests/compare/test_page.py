@@ -10,8 +10,8 @@ import pytest
 from inflight.compare.page import requests_as_text, slots_as_text, to_html
 from inflight.compare.report import Comparison
 from inflight.compare.timeline import lay_out
-from tests.browser import LOOKS, NARROW, Page
 from tests.compare import hand_made
+from tests.support.browser import LOOKS, NARROW, Page
 
 PICTURE = "document.querySelector('[role=region]')"
 

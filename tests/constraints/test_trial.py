@@ -17,7 +17,7 @@ from inflight.constraints.trial import ATTEMPT_SECONDS, TRIAL_SECONDS, WALL_SECO
 from inflight.errors import GrammarWorkerError, ParameterError
 from tests.constraints.test_validator import INTERSECTIONS
 from tests.constraints.walking import vocabulary
-from tests.processes import children
+from tests.support.processes import children
 
 
 def test_attempts_share_one_budget_of_processor_time() -> None:

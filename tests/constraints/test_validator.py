@@ -17,7 +17,7 @@ from inflight.errors import GrammarWorkerError, ParameterError
 from inflight.frontend.vocabulary import vocabulary_of
 from tests.constraints.schemas import schema
 from tests.constraints.walking import compiler, validator, vocabulary
-from tests.processes import children
+from tests.support.processes import children
 
 # Two dozen patterns at once: hours, if nobody ends it.
 INTERSECTIONS = {"allOf": [{"type": "string", "pattern": f"a{{{i},{i + 20}}}.*b"} for i in range(28)]}

@@ -7,7 +7,7 @@ from typing import Any
 
 from inflight.engine import EngineCore
 from inflight.scheduling import Batch, Sampled
-from tests.seen import SeenBatch, SeenRows
+from tests.support.seen import SeenBatch, SeenRows
 
 
 class BreakingRunner:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoints import write_checkpoint, write_tokenizer
 from tests.e2e.reference import Reference, transformers_reference
+from tests.support.checkpoints import write_checkpoint, write_tokenizer
 
 Folder = Callable[..., Path]
 

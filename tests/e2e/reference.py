@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from inflight import LLM, SamplingParams
-from tests.checkpoints import VOCAB_SIZE
+from tests.support.checkpoints import VOCAB_SIZE
 
 NUM_STEPS = 40
 

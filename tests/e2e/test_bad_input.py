@@ -22,8 +22,8 @@ from inflight.errors import (
     UnknownArchitectureError,
     WeightsError,
 )
-from tests.checkpoints import write_tokenizer
 from tests.e2e.conftest import Folder
+from tests.support.checkpoints import write_tokenizer
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPT = [5, 6, 7, 8]
@@ -306,7 +306,7 @@ def test_text_that_the_model_has_no_tokens_for(copy: Path) -> None:
     """A tokenizer that knows more tokens than the model must not make a neighbour's step fail."""
     from transformers import LlamaForCausalLM
 
-    from tests.checkpoints import FAMILIES
+    from tests.support.checkpoints import FAMILIES
 
     LlamaForCausalLM(FAMILIES["llama"](vocab_size=300)).save_pretrained(copy)
     write_tokenizer(copy, 320)

@@ -15,9 +15,9 @@ from inflight import LLM, SamplingParams
 from inflight.errors import RequestError
 from inflight.layers.native_kernels import NativeKernels
 from inflight.models.heads import Head
-from tests.checkpoints import FAMILIES
 from tests.e2e.policies import GREEDY_CONTINUOUS
-from tests.pooled import (
+from tests.support.checkpoints import FAMILIES
+from tests.support.pooled import (
     PooledEngine,
     random_texts,
     transformers_embeddings,

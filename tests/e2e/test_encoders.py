@@ -17,7 +17,7 @@ from inflight.execution.encoder_runner import EncoderRunner
 from inflight.layers.native_kernels import NativeKernels
 from inflight.loading import LoadedEngine
 from inflight.models.encoder import PoolingEncoder
-from tests.encoder_checkpoints import (
+from tests.support.encoder_checkpoints import (
     FAMILIES,
     HIDDEN,
     LONGEST,

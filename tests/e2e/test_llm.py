@@ -19,8 +19,8 @@ from inflight.errors import ConfigError, EngineError, ModelError, ParameterError
 from inflight.events import StepRecord
 from inflight.request import Request
 from inflight.scheduling.checked_policy import CheckedPolicy
-from tests.checkpoints import FAMILIES, write_checkpoint
 from tests.e2e.conftest import Folder
+from tests.support.checkpoints import FAMILIES, write_checkpoint
 
 TEXT = "The quick brown fox"
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from inflight import LLM, RequestOutput, SamplingParams
-from tests.checkpoints import FAMILIES
 from tests.e2e.conftest import Folder
 from tests.e2e.policies import GREEDY_CONTINUOUS, GREEDY_FAIR, GREEDY_PRIORITY
 from tests.e2e.reference import NUM_STEPS, Reference
+from tests.support.checkpoints import FAMILIES
 
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_STEPS, ignore_eos=True)
 # Room for one request of the longest kind and a little more: the five need three times as much.
@@ -144,8 +144,8 @@ def test_a_bfloat16_checkpoint_computes_like_its_float32_upcast(folder: Folder, 
     import torch
     from transformers import AutoModelForCausalLM
 
-    from tests.checkpoints import write_tokenizer
     from tests.e2e.reference import transformers_reference
+    from tests.support.checkpoints import write_tokenizer
 
     rounded = folder("qwen3", dtype=torch.bfloat16)
     AutoModelForCausalLM.from_pretrained(rounded, dtype=torch.float32).save_pretrained(tmp_path)

@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 from inflight import LLM
 from inflight.cli.main import app
 from inflight.errors import PromptError, RequestError
-from tests.checkpoints import write_tokenizer
-from tests.encoder_checkpoints import LONGEST, make_encoder, write_pooling
+from tests.support.checkpoints import write_tokenizer
+from tests.support.encoder_checkpoints import LONGEST, make_encoder, write_pooling
 
 QUERY = "why does it rain?"
 DOCUMENTS = ["clouds cool and drops fall", "the engine steps", "", "A batch of 12 requests, numbers and all."]

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from inflight import LLM, SamplingParams
-from tests.checkpoints import VOCAB_SIZE
 from tests.e2e.conftest import Folder
 from tests.e2e.policies import GREEDY_CONTINUOUS, GREEDY_FAIR, GREEDY_PRIORITY
+from tests.support.checkpoints import VOCAB_SIZE
 
 POLICIES = (
     *("sequential", "static", "continuous", "priority", "fair"),

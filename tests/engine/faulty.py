@@ -20,7 +20,7 @@ from inflight.engine.fake import FakeRunner
 from inflight.errors import KVBudgetError
 from inflight.kv import BlockManager, ChainHashCache
 from inflight.scheduling import Batch, Limits, Sampled, Scheduler, make_policy
-from tests.seen import SeenRows
+from tests.support.seen import SeenRows
 
 BUILD = "tests.engine.faulty:build"
 NUM_BLOCKS = 4096

@@ -14,7 +14,7 @@ from inflight.request import Request
 from inflight.sampling_params import SamplingParams
 from inflight.scheduling import Batch, Policy, Sampled, ScheduledStep
 from inflight.scheduling.policies.continuous import Continuous
-from tests.helpers import FakeEngine, make_request
+from tests.support.requests import FakeEngine, make_request
 
 
 @pytest.mark.parametrize("depth", [1, 2])

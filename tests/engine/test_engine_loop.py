@@ -28,7 +28,7 @@ from inflight.engine.remote.wire import (
     ToEngine,
 )
 from inflight.request import Request
-from tests.helpers import FakeEngine, make_request
+from tests.support.requests import FakeEngine, make_request
 
 
 class Surprised:

@@ -16,7 +16,7 @@ from inflight.engine.inproc import STALLED_AFTER
 from inflight.errors import EngineDeadError, EngineError, QueueFullError, RequestError
 from inflight.events import CACHE_NAME_LENGTH, CacheUpdate, Delta, StepRecord
 from inflight.scheduling import Batch
-from tests.helpers import FakeEngine, make_request
+from tests.support.requests import FakeEngine, make_request
 
 LONG = 30_000  # tokens: a request that a test must end, since it would not itself for minutes
 

@@ -10,7 +10,7 @@ import pytest
 from inflight.engine import RequestFeed
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
-from tests.helpers import FakeEngine, make_request
+from tests.support.requests import FakeEngine, make_request
 
 
 def requests(count: int, longest: int, made: list[str]) -> Iterator[Request]:

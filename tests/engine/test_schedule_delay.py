@@ -14,8 +14,8 @@ from inflight.engine.engine_loop import EngineLoop
 from inflight.engine.remote.wire import Abort, Ack, Add, Message, StepOutputs, Stop, ToEngine
 from inflight.request import Request
 from inflight.scheduling import TokenBudget
-from tests.helpers import FakeEngine, make_request
-from tests.timed import MAX_TOKENS, Timed, timed
+from tests.support.requests import FakeEngine, make_request
+from tests.support.timed import MAX_TOKENS, Timed, timed
 
 
 def decoding(depth: int) -> Timed:

@@ -7,7 +7,7 @@ import pytest
 from inflight.engine.core import STEP_SIZES
 from inflight.engine.fake import FakeRunner
 from inflight.errors import EngineAsleepError, EngineError
-from tests.helpers import FakeEngine, make_request
+from tests.support.requests import FakeEngine, make_request
 
 PROMPT = list(range(1, 13))
 

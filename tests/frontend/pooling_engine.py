@@ -9,7 +9,7 @@ from inflight.config import EngineConfig
 from inflight.engine import InprocClient
 from inflight.frontend import Frontend, InputProcessor, PoolingInputs
 from inflight.pooling import PairTemplate, PoolingFacts
-from tests.helpers import FakeEngine
+from tests.support.requests import FakeEngine
 from tests.text.samples import END, tokenizer
 
 EMBEDDER = PoolingFacts("embed", 2, splittable=False, scores="cosine")

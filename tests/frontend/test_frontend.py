@@ -21,7 +21,7 @@ from inflight.frontend import Frontend
 from inflight.models.builtin import checkpoint_folder
 from inflight.server.api_workers.worker import _frontend
 from inflight.server.config import ServerConfig
-from tests.helpers import FakeEngine
+from tests.support.requests import FakeEngine
 
 COMMIT = "4f3ac0ffee4f3ac0ffee4f3ac0ffee4f3ac0ffee"
 ENGINE_CACHE = f"/cache-of-the-engine/hub/models--owner--name/snapshots/{COMMIT}"

@@ -17,7 +17,7 @@ from inflight.frontend import Generation
 from inflight.frontend.output_processor import OutputProcessor
 from inflight.request import Request
 from inflight.server.formatters import Choice, usage_of
-from tests.helpers import make_request
+from tests.support.requests import make_request
 
 PROMPT = "Once upon a time there was a"
 LENGTH = 14

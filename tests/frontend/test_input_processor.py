@@ -16,7 +16,7 @@ from inflight.frontend import InputProcessor, split_prompts
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
 from inflight.text import Tokenizer, bad_word_ids
-from tests.checkpoints import write_tokenizer
+from tests.support.checkpoints import write_tokenizer
 
 EOS = (0, 7)
 

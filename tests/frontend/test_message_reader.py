@@ -18,7 +18,7 @@ from inflight.frontend.output_processor import Answer, ChatAnswers, OutputProces
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
 from inflight.text import Tokenizer
-from tests.checkpoints import write_tokenizer
+from tests.support.checkpoints import write_tokenizer
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 TEXT = f"<think>\nHm, well.\n</think>\n\nLet me see.\n{CALL}\n{CALL}"

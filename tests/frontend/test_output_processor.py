@@ -18,7 +18,7 @@ from inflight.outputs import Logprob, PackedLogprobs
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
 from inflight.text import Tokenizer
-from tests.checkpoints import write_tokenizer
+from tests.support.checkpoints import write_tokenizer
 
 TEXT = "the quick brown fox — naïve, 12 and 345 €!"
 

@@ -15,7 +15,7 @@ from inflight.errors import EngineError, PromptError, QueueFullError, RequestErr
 from inflight.events import RequestRecord
 from inflight.frontend.pooling_results import cosines
 from inflight.scheduling import Batch, Sampled
-from tests.helpers import FakeEngine
+from tests.support.requests import FakeEngine
 from tests.text.samples import tokenizer
 
 from .pooling_engine import CROSS_ENCODER, EMBEDDER, engine

@@ -16,7 +16,7 @@ from inflight.errors import InflightError, ParameterError, PromptError, Template
 from inflight.frontend import InputProcessor, split_prompts
 from inflight.sampling_params import SamplingParams
 from inflight.text import ChatTemplate, Tokenizer
-from tests.checkpoints import write_tokenizer
+from tests.support.checkpoints import write_tokenizer
 
 HUGE = 10**5000
 CHAT = ChatTemplate("{{ messages[0].content }}")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from inflight import LLM, SamplingParams
-from tests.checkpoints import write_checkpoint
+from tests.support.checkpoints import write_checkpoint
 
 collect_ignore_glob = [] if torch.cuda.is_available() else ["test_*.py"]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from inflight import LLM, SamplingParams
-from tests.checkpoints import FAMILIES
+from tests.support.checkpoints import FAMILIES
 
 
 @pytest.mark.parametrize("family", FAMILIES)

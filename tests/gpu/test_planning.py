@@ -13,7 +13,7 @@ from inflight import LLM, AsyncEngine
 from inflight.config import EngineConfig
 from inflight.loading.planning import Devices, Fit, plan_model
 from inflight.models.decoder import Decoder
-from tests.held_bytes import held
+from tests.support.held_bytes import held
 
 OPTIONS: dict[str, Any] = {
     "hf_config": SHAPES["qwen3-0.6b"],

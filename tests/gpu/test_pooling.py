@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from inflight.execution.gpu.encoder_runner import GpuEncoderRunner
 from inflight.execution.gpu.graphs import EagerSteps, StepGraphs
 from inflight.models.heads import POOLINGS
-from tests.encoder_checkpoints import load, make_encoder, texts, write_pooling
-from tests.encoder_checkpoints import vectors as encoded
-from tests.pooled import PooledEngine, random_texts, write_classifier, write_embedder, write_reranker
+from tests.support.encoder_checkpoints import load, make_encoder, texts, write_pooling
+from tests.support.encoder_checkpoints import vectors as encoded
+from tests.support.pooled import PooledEngine, random_texts, write_classifier, write_embedder, write_reranker
 
 TEXTS = random_texts(512, 300, 1, 33, 90, 64, 64, 129, shared=1) * 9
 PROMPTS = random_texts(40, 9, 17)

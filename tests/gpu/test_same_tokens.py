@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from inflight import SamplingParams
-from tests.checkpoints import FAMILIES
 from tests.gpu.conftest import Ask
+from tests.support.checkpoints import FAMILIES
 
 Checkpoint = Callable[..., Path]
 

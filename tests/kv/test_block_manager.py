@@ -12,7 +12,7 @@ from inflight.kv import BlockManager, ChainHashCache, NoPrefixCache
 from inflight.kv.budget import blocks_for_memory, fit_context
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
-from tests.helpers import make_request
+from tests.support.requests import make_request
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 12

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from inflight.events import CACHE_NAME_LENGTH, CacheUpdate
 from inflight.kv import BlockManager, ChainHashCache, NoPrefixCache
 from inflight.kv.cache_changes import CacheChanges
-from tests.helpers import make_request
+from tests.support.requests import make_request
 
 SIZE = 4
 

@@ -12,9 +12,9 @@ import pytest
 from inflight.errors import ModelError, WeightsError
 from inflight.models.checkpoint import Checkpoint
 from inflight.models.decoder_heads import QWEN3_RERANKER, DecoderPlan, plan_decoder
-from tests.checkpoints import FAMILIES
 from tests.models.running import load
-from tests.pooled import write_classifier
+from tests.support.checkpoints import FAMILIES
+from tests.support.pooled import write_classifier
 
 CAUSAL: dict[str, Any] = FAMILIES["qwen3"]().to_dict() | {"architectures": ["Qwen3ForCausalLM"]}
 CLASSIFIER = CAUSAL | {"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "relevant"}}

@@ -15,9 +15,9 @@ from inflight.models.families import decoder_spec
 from inflight.models.layer import DenseMlp, Layer, LinearRows, Target
 from inflight.models.shard import whole_shard
 from inflight.models.spec import NormPlacement
-from tests.checkpoints import FAMILIES
 from tests.models.running import CPU, logprobs, prompt
 from tests.models.test_weights import dummy
+from tests.support.checkpoints import FAMILIES
 
 
 def norm64(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:

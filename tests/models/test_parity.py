@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoints import FAMILIES, make_model, randomise, write_checkpoint
 from tests.models.running import load, logprobs, prompt, transformers_logprobs
+from tests.support.checkpoints import FAMILIES, make_model, randomise, write_checkpoint
 
 LLAMA3 = {
     "rope_type": "llama3",

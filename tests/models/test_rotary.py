@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from inflight.models.families import decoder_spec
-from tests.checkpoints import FAMILIES
+from tests.support.checkpoints import FAMILIES
 
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 500_000.0},

@@ -11,7 +11,7 @@ from inflight.errors import ConfigError
 from inflight.models.families import decoder_spec
 from inflight.models.shard import check_tensor_parallel, cut_layers, layer_weights, shard_of
 from inflight.models.spec import DecoderSpec
-from tests.checkpoints import FAMILIES
+from tests.support.checkpoints import FAMILIES
 
 
 def spec(**fields: Any) -> DecoderSpec:

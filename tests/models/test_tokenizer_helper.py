@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.checkpoints import END_OF_TURN, VOCAB_SIZE, write_tokenizer
+from tests.support.checkpoints import END_OF_TURN, VOCAB_SIZE, write_tokenizer
 
 
 def test_it_covers_any_text_within_the_vocabulary(tmp_path: Path) -> None:

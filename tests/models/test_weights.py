@@ -22,8 +22,8 @@ from inflight.models.layer import LinearRows
 from inflight.models.placement import placements
 from inflight.models.tensors import fill_random
 from inflight.models.weights import load_decoder
-from tests.checkpoints import FAMILIES, write_checkpoint
 from tests.models.running import CPU, load, logprobs, prompt
+from tests.support.checkpoints import FAMILIES, write_checkpoint
 
 
 @pytest.fixture

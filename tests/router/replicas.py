@@ -17,8 +17,8 @@ from inflight.events import Delta
 from inflight.request import Request
 from inflight.router import Router, start_router
 from tests.engine.faulty import BUILD
-from tests.helpers import FakeEngine, make_request
-from tests.processes import exists
+from tests.support.processes import exists
+from tests.support.requests import FakeEngine, make_request
 
 QUICK = ProcessConfig(heartbeat=0.05, max_restarts=1000)
 

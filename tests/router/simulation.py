@@ -19,7 +19,7 @@ from inflight.kv.cache_changes import CacheChanges
 from inflight.request import Request
 from inflight.router import Router
 from inflight.scheduling import Batch, Sampled
-from tests.helpers import FakeEngine, make_request
+from tests.support.requests import FakeEngine, make_request
 
 STEP_TOKENS = 16  # that a step takes as long as, beside those that it has
 

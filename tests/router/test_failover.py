@@ -17,8 +17,8 @@ from inflight.request import Request
 from inflight.router import Router
 from inflight.sampling_params import SamplingParams
 from tests.engine.faulty import DIE, HANG, SLOW
-from tests.helpers import make_request
 from tests.router.replicas import answer, processes, read, strike, until, until_all_run
+from tests.support.requests import make_request
 
 
 async def open_streams(router: Router, count: int, length: int = 100) -> list[asyncio.Task[list[int]]]:

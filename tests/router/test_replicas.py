@@ -32,9 +32,9 @@ from inflight.router import start as start_module
 from inflight.router.start import MachineShares, check_gpu_memory, check_unchanged, visible_gpus
 from tests.engine.faulty import NUM_BLOCKS, SLOW
 from tests.engine.test_sleep import FakeDormancy
-from tests.helpers import FakeEngine, make_request
-from tests.processes import exists
 from tests.router.replicas import Script, answer, in_process, process_id, processes, read, strike, until
+from tests.support.processes import exists
+from tests.support.requests import FakeEngine, make_request
 
 
 async def test_a_rolling_restart_and_a_removal_under_load_fail_no_one() -> None:

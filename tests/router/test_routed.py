@@ -8,7 +8,7 @@ from inflight.events import Delta
 from inflight.request import Request
 from inflight.router.routed import RoutedRequest
 from inflight.sampling_params import SamplingParams
-from tests.helpers import make_request
+from tests.support.requests import make_request
 
 
 def routed(outputs: list[int], **fields: object) -> RoutedRequest:

@@ -10,7 +10,7 @@ from typing import Any
 from inflight.request import Request
 from inflight.scheduling import Policy
 from inflight.scheduling.policies.continuous import Continuous
-from tests.helpers import make_request
+from tests.support.requests import make_request
 
 
 class Contrary(Policy):

@@ -13,8 +13,8 @@ from inflight.request import Request
 from inflight.scheduling import Limits, Policy, Scheduler, TokenBudget
 from inflight.scheduling.policies.sequential import Sequential
 from inflight.scheduling.policies.static import Static
-from tests.helpers import make_request
-from tests.timed import TimedRunner, timed
+from tests.support.requests import make_request
+from tests.support.timed import TimedRunner, timed
 
 
 class TimedScene:

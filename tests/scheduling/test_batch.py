@@ -11,8 +11,8 @@ import pytest
 from inflight.engine.fake import FakeRunner
 from inflight.sampling_params import SamplingParams
 from inflight.scheduling import Batch
-from tests.helpers import FakeEngine, make_request
 from tests.scheduling.hostile import SmallBites
+from tests.support.requests import FakeEngine, make_request
 
 
 def to_plain(value: Any) -> Any:

@@ -14,8 +14,8 @@ from inflight.engine.fake import expected_tokens
 from inflight.request import Request
 from inflight.scheduling import Policy
 from inflight.scheduling.checked_policy import CheckedPolicy
-from tests.helpers import FakeEngine, make_request
 from tests.scheduling.hostile import HOSTILE, Refusing
+from tests.support.requests import FakeEngine, make_request
 
 RUNNING = [make_request([1] * 4, request_id=f"running{index}") for index in range(3)]
 WAITING = [make_request([2] * 4, request_id=f"waiting{index}") for index in range(3)]

@@ -11,8 +11,8 @@ from inflight.errors import RequestError
 from inflight.events import TokenLogprob, pack_logprobs, unpack_logprobs
 from inflight.sampling_params import SamplingParams
 from inflight.scheduling import Batch, Sampled
-from tests.helpers import FakeEngine, make_request
 from tests.scheduling.several import SeveralRunner
+from tests.support.requests import FakeEngine, make_request
 
 SCORES = SamplingParams(prompt_logprobs=0, temperature=0)
 GREEDY = SamplingParams(temperature=0)

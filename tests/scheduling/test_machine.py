@@ -23,13 +23,13 @@ from inflight.sampling_params import SamplingParams
 from inflight.scheduling import Policy
 from inflight.scheduling.quarantine import MAX_FAILURES
 from tests.e2e.breaking import PoisonedRunner
-from tests.helpers import FakeEngine, make_request
 from tests.scheduling.hostile import HOSTILE
 from tests.scheduling.policies import POLICIES
 from tests.scheduling.several import SeveralRunner
 from tests.scheduling.staged import StagedRunner
 from tests.scheduling.trouble import ruin_memory
-from tests.seen import SeenBatch
+from tests.support.requests import FakeEngine, make_request
+from tests.support.seen import SeenBatch
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from inflight.scheduling import Policy
 from inflight.scheduling.policies.fair import Fair
 from inflight.scheduling.quarantine import MAX_FAILURES, Quarantine
 from tests.scheduling.trouble import POISON, Trouble
-from tests.seen import SeenBatch
+from tests.support.seen import SeenBatch
 
 ALL = ("sequential", "static", "continuous", "priority", "fair")
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from inflight.scheduling import Policy
 from tests.scheduling.policies import POLICIES
 from tests.scheduling.trouble import Trouble
-from tests.seen import SeenBatch
+from tests.support.seen import SeenBatch
 
 MAX_LEN = 22
 REQUESTS = st.fixed_dictionaries(

@@ -7,7 +7,7 @@ from hypothesis import given
 
 from inflight.request import Request
 from inflight.scheduling.queue import WaitingQueue
-from tests.helpers import make_request
+from tests.support.requests import make_request
 
 ACTIONS = st.lists(st.tuples(st.booleans(), st.integers(0, 5), st.integers(-2, 2)), max_size=30)
 

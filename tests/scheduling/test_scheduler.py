@@ -16,8 +16,8 @@ from inflight.scheduling import Policy, make_policy
 from inflight.scheduling.policies.continuous import Continuous
 from inflight.scheduling.policies.fair import Fair
 from inflight.scheduling.policies.priority import Priority
-from tests.helpers import FakeEngine, make_request
 from tests.scheduling.hostile import SmallBites
+from tests.support.requests import FakeEngine, make_request
 
 EAGER = partial(Continuous, headroom=0)  # admits until memory is full, and so preempts
 ALL = ("sequential", "static", "continuous", "priority", "fair")

@@ -13,7 +13,7 @@ from inflight.sampling_params import SamplingParams
 from inflight.scheduling import Policy
 from inflight.scheduling.policies.continuous import Continuous
 from inflight.scheduling.policies.fair import Fair
-from tests.helpers import FakeEngine, make_request
+from tests.support.requests import FakeEngine, make_request
 
 BUDGET = 512
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from inflight.engine.fake import expected_tokens
-from tests.helpers import FakeEngine, make_request
 from tests.scheduling.staged import StagedRunner
+from tests.support.requests import FakeEngine, make_request
 
 
 def staged(num_stages: int, **options: int) -> FakeEngine:

@@ -12,7 +12,7 @@ from inflight.engine.fake import expected_tokens
 from inflight.errors import ConfigError
 from inflight.scheduling import TimedTokenBudget, TokenBudget
 from inflight.scheduling.token_budget import FIRST_TOKENS, MIN_CHUNK, PROMPTS_AT_ONCE
-from tests.timed import BASE, EACH, MAX_TOKENS, Timed, timed
+from tests.support.timed import BASE, EACH, MAX_TOKENS, Timed, timed
 
 
 def sizes_beside_decodes(engine: Timed, decodes: int) -> list[int]:

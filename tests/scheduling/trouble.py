@@ -8,8 +8,8 @@ from typing import Any
 from inflight.engine.fake import expected_tokens
 from inflight.request import Request
 from tests.e2e.breaking import PoisonedRunner, begins_with
-from tests.helpers import FakeEngine, make_request
-from tests.seen import SeenBatch
+from tests.support.requests import FakeEngine, make_request
+from tests.support.seen import SeenBatch
 
 POISON = 49  # begins a prompt
 POISONOUS = begins_with(POISON)

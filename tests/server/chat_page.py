@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tests.browser import LOOKS, Page
 from tests.server.live import Live
+from tests.support.browser import LOOKS, Page
 
 
 def open_chat(page: Page, live: Live) -> None:

@@ -14,7 +14,7 @@ from inflight.config import EngineConfig
 from inflight.engine import EngineCore, ModelFacts
 from inflight.loading import load_core
 from inflight.scheduling import Batch, Sampled
-from tests.seen import SeenRows
+from tests.support.seen import SeenRows
 
 BUILD = "tests.server.faulty:build"
 HANG, RAISE, SLOW = 1900, 1901, 1902  # first tokens of prompts

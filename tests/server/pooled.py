@@ -21,8 +21,8 @@ from inflight.models.builtin import checkpoint_folder
 from inflight.pooling import PairTemplate, PoolingFacts
 from inflight.scheduling import Batch, Sampled
 from inflight.text import Tokenizer
-from tests.helpers import FakeEngine
 from tests.server.live import Backend
+from tests.support.requests import FakeEngine
 
 EMBEDDER = PoolingFacts(
     "embed",

@@ -20,8 +20,8 @@ from inflight.engine.step_records import StepObserver
 from inflight.events import Delta, KVUsage, PositionLogprobs, RequestRecord, TokenLogprob, pack_logprobs
 from inflight.frontend import Frontend
 from inflight.request import Request
-from tests.checkpoints import write_tokenizer
 from tests.server.live import Backend, Live, live_server
+from tests.support.checkpoints import write_tokenizer
 from tests.text.templates import QWEN3
 
 SPECIALS = ["<|im_start|>", "<|im_end|>"]

@@ -19,7 +19,7 @@ import pytest
 from inflight import LLM, SamplingParams, __version__
 from inflight.cli.main import main
 from inflight.server import run as run_module
-from tests.processes import children
+from tests.support.processes import children
 
 PATH = "/v1/completions"
 GOOD = {"prompt": [5, 6], "max_tokens": 400, "temperature": 0, "ignore_eos": True, "stream": True}

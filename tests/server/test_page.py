@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from inflight import LLM, SamplingParams
-from tests.browser import NARROW, Page
 from tests.server.chat_page import ask, is_seen, look, open_chat, wait_for_figures
 from tests.server.live import Backend, Live, live_server
+from tests.support.browser import NARROW, Page
 
 QUESTION = "Why does it rain?"
 STORY = "Tell me a story about a fox."

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from tests.browser import Page
 from tests.server.calling import call
 from tests.server.chat_page import ask, is_seen, look, open_chat, wait_for_figures
 from tests.server.live import Live
 from tests.server.scripted import ScriptedClient, scripted_server, write_folder
+from tests.support.browser import Page
 from tests.text.templates import CHATML
 
 THOUGHTS = "<think>\nThe weather is what the tool says, and the sum too.\n</think>\n\n"

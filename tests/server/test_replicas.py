@@ -22,11 +22,11 @@ from inflight.frontend import Frontend
 from inflight.router import Router, start_router
 from inflight.router import start as start_module
 from inflight.server.access.keys import AdminKey, Caller, Keys
-from tests.browser import Page
 from tests.engine.faulty import BUILD, SLOW
 from tests.router.replicas import Script, process_id
 from tests.server.chat_page import look
 from tests.server.live import Backend, Live, live_server
+from tests.support.browser import Page
 
 ADMIN = {"authorization": "Bearer the-admin-key"}
 LONG = {

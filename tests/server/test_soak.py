@@ -27,10 +27,10 @@ from inflight import LLM
 from inflight.constraints import trial, trial_worker
 from inflight.text import render_worker
 from inflight.text.render import RenderLimits
-from tests.processes import children
 from tests.server.live import SECONDS, ProcessBackend, live_server
 from tests.server.soak import NUM_AT_ONCE, Question, Soak, questions_of
 from tests.server.test_command import serving
+from tests.support.processes import children
 
 IS_LONG = "INFLIGHT_SOAK" in os.environ
 NUM_REQUESTS = int(os.environ.get("INFLIGHT_SOAK", "160"))

@@ -10,10 +10,10 @@ import pytest
 from inflight import LLM, SamplingParams, StructuredOutputs
 from inflight.attention.triton import rope_write
 from inflight.loading import load
-from tests.checkpoints import VOCAB_SIZE, write_checkpoint, write_tokenizer
 from tests.e2e.policies import GREEDY_CONTINUOUS
 from tests.execution.gpu.interpreted import InterpretedPlatform
 from tests.execution.gpu.test_runner import SHAPE, pytestmark  # noqa: F401
+from tests.support.checkpoints import VOCAB_SIZE, write_checkpoint, write_tokenizer
 
 PROMPTS = ["The dog", "A batch of", "When the sun is"]
 PLAIN = SamplingParams(temperature=0.8, seed=2, max_tokens=4, ignore_eos=True)

@@ -31,7 +31,7 @@ from inflight.models.heads import POOLINGS, Pooler
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
 from inflight.scheduling import Admission, Batch, Limits
-from tests.encoder_checkpoints import (
+from tests.support.encoder_checkpoints import (
     HIDDEN,
     LONGEST,
     load,

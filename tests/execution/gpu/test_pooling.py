@@ -13,7 +13,7 @@ from inflight.execution.platforms import platform
 from inflight.loading import load
 from tests.execution.gpu.interpreted import InterpretedPlatform
 from tests.execution.gpu.test_runner import SHAPE
-from tests.pooled import PooledEngine, random_texts, write_classifier, write_reranker
+from tests.support.pooled import PooledEngine, random_texts, write_classifier, write_reranker
 
 # Padding is computed from whatever was in memory, and its results are dropped.
 pytestmark = [

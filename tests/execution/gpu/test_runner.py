@@ -22,8 +22,8 @@ from inflight.execution.platforms import platform
 from inflight.loading import load
 from inflight.models.decoder import Decoder
 from inflight.scheduling import Batch
-from tests.checkpoints import write_checkpoint
 from tests.execution.gpu.interpreted import InterpretedPlatform
+from tests.support.checkpoints import write_checkpoint
 
 # Padding is computed from whatever was in memory, and its results are dropped.
 pytestmark = [

@@ -26,12 +26,12 @@ from inflight.models.shard import Shard
 from inflight.models.spec import DecoderSpec
 from inflight.native.library import native_library
 from inflight.outputs import RequestOutput
-from tests.checkpoints import FAMILIES
 from tests.e2e.conftest import Folder
 from tests.e2e.policies import GREEDY_CONTINUOUS
 from tests.e2e.reference import PROMPTS
 from tests.execution.parallel import thread_ranks
-from tests.pooled import write_reranker
+from tests.support.checkpoints import FAMILIES
+from tests.support.pooled import write_reranker
 
 pytestmark = [
     pytest.mark.skipif(native_library() is None, reason="ranks on a CPU need the compiled kernels"),

@@ -30,7 +30,7 @@ from inflight.native.library import native_library
 from tests.e2e.conftest import Folder
 from tests.e2e.policies import SLOW
 from tests.e2e.reference import PROMPTS
-from tests.processes import children, runs
+from tests.support.processes import children, runs
 
 pytestmark = pytest.mark.skipif(native_library() is None, reason="ranks on a CPU need the compiled kernels")
 

@@ -19,8 +19,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.processes import children
 from tests.server.test_command import read_until_ready, started
+from tests.support.processes import children
 
 SECONDS = 120.0
 KEYS = """

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.missing import missing
+from tests.support.missing import missing
 
 FOLDER = Path(__file__).parent.parent.parent.parent / "build" / "clients"
 SECONDS = 240.0

@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from tests.missing import missing
+from tests.support.missing import missing
 
 FOLDER = Path(__file__).parent / "ai_sdk"
 SECONDS = 240.0

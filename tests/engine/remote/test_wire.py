@@ -47,7 +47,7 @@ from inflight.events import (
 )
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
-from tests.helpers import make_request
+from tests.support.requests import make_request
 
 SECRET = b"s" * SECRET_LENGTH
 TO_ENGINE: Codec[Any] = Codec(SECRET, ToEngine)

@@ -26,9 +26,9 @@ from inflight.engine.remote.supervisor import Supervisor
 from inflight.engine.remote.wire import ConnectionInfo
 from inflight.errors import EngineDeadError
 from tests.engine.faulty import BUILD, SLOW
-from tests.helpers import make_request
-from tests.processes import exists
 from tests.router.replicas import process_id, until
+from tests.support.processes import exists
+from tests.support.requests import make_request
 
 ADDRESS = "127.0.0.1"
 

@@ -17,7 +17,7 @@ from inflight.events import Delta
 from inflight.loading import LoadedEngine, load_engine
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
-from tests.checkpoints import VOCAB_SIZE, randomise
+from tests.support.checkpoints import VOCAB_SIZE, randomise
 
 HIDDEN, LONGEST = 64, 96
 

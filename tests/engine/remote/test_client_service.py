@@ -17,7 +17,7 @@ from inflight.engine.remote.process_client import ProcessClient
 from inflight.engine.remote.wire import Codec, Message, Ready, StepOutputs, ToEngine, ToFront
 from inflight.errors import EngineDeadError, EngineError, RequestError
 from inflight.events import StepRecord
-from tests.helpers import FakeEngine, make_request
+from tests.support.requests import FakeEngine, make_request
 
 LONG = 30_000  # tokens: a request that a test must end
 SECRET = bytes(16)

@@ -43,8 +43,8 @@ from inflight.processes import parent_watch as lifeline
 from inflight.scheduling.policies.continuous import Continuous
 from tests.engine import late
 from tests.engine.faulty import BUILD, DIE, HANG, NUM_BLOCKS, RAISE, SLOW, STOP
-from tests.helpers import make_request
-from tests.processes import exists, runs
+from tests.support.processes import exists, runs
+from tests.support.requests import make_request
 
 LONG = 3000  # tokens: a request that a test must end; each with SLOW takes some milliseconds
 QUICK = ProcessConfig(heartbeat=0.05)
@@ -773,7 +773,7 @@ import asyncio, sys
 from inflight.config import EngineConfig
 from inflight.engine.remote.process_client import ProcessClient
 from tests.engine.faulty import BUILD, HANG
-from tests.helpers import make_request
+from tests.support.requests import make_request
 
 async def main():
     client = await ProcessClient.start(EngineConfig.create(model="x"), build=BUILD)

@@ -24,8 +24,8 @@ from inflight.models.families import decoder_spec
 from inflight.models.footprint import cpu_storage, gpu_storage, kv_bytes_per_token, weight_bytes
 from inflight.models.shard import shard_of
 from inflight.native.library import native_library
-from tests.checkpoints import FAMILIES
-from tests.held_bytes import held
+from tests.support.checkpoints import FAMILIES
+from tests.support.held_bytes import held
 
 GIB = 1 << 30
 

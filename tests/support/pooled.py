@@ -19,7 +19,7 @@ from inflight.loading import LoadedEngine, load_engine
 from inflight.models.decoder import Decoder
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
-from tests.checkpoints import FAMILIES, make_model, randomise, write_tokenizer
+from tests.support.checkpoints import FAMILIES, make_model, randomise, write_tokenizer
 
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
 

@@ -11,7 +11,7 @@ from inflight.engine.fake import FakeRunner
 from inflight.events import StepRecord
 from inflight.kv import BlockManager, NoPrefixCache
 from inflight.scheduling import Batch, Limits, Sampled, Scheduler, TokenBudget, make_policy
-from tests.helpers import make_request
+from tests.support.requests import make_request
 
 MAX_TOKENS = 4096
 BASE, EACH = 4.0, 0.02  # milliseconds: of any step, and of each of its tokens

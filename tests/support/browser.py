@@ -19,7 +19,7 @@ import httpx
 from websockets.sync.client import connect
 from websockets.sync.connection import Connection
 
-from tests.missing import missing
+from tests.support.missing import missing
 
 SECONDS = 120.0
 WIDE, NARROW = 1280, 390  # pixels: a desk, a phone
