@@ -163,7 +163,7 @@ def of_validation(errors: list[Any], unsupported: Mapping[str, str]) -> ApiError
 
 
 _TYPE_NAMES = ("str", "int", "float", "bool", "constrained-str")
-_UNION_MEMBERS = ("list[", "dict[", "literal[", "tagged-union[", "<")  # the last: tags (schemas/tagged.py)
+_UNION_MEMBERS = ("list[", "dict[", "literal[", "tagged-union[", "<")  # the last: tags (schemas.py)
 
 
 def _place(error: Any) -> list[Any]:

@@ -6,11 +6,11 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from inflight.server.error_shapes import error_at
+from inflight.server.anthropic.errors import error_at
 from inflight.server.errors import ApiError
 from inflight.server.openapi import respond
 from inflight.server.pages import PAGES, page_at
-from inflight.server.schemas.service import HealthStatus
+from inflight.server.routes.schemas import HealthStatus
 
 RETRY_AFTER = 5  # seconds; how long a model still takes is not known
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.responses import Response
 
-from inflight.server.schemas.common import ErrorBody
+from inflight.server.schemas import ErrorBody
 
 _REF = "#/components/schemas/{model}"
 _seen: dict[str, tuple[type[BaseModel], str]] = {}  # models that routes mention, and how they are used

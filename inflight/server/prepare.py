@@ -14,10 +14,10 @@ from inflight.frontend import (
 )
 from inflight.server.access.keys import Caller
 from inflight.server.errors import ApiError
-from inflight.server.openai.params import GenerationParams
 from inflight.server.openai.schemas import ChatBody, CompletionBody
-from inflight.server.schemas.common import GenerationBody
-from inflight.server.schemas.tokens import TokenizeBody
+from inflight.server.params import GenerationParams
+from inflight.server.routes.schemas import TokenizeBody
+from inflight.server.schemas import GenerationBody
 from inflight.server.state import ServerState
 
 NO_BUDGET = -1  # in vLLM's words

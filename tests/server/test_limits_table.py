@@ -15,7 +15,7 @@ from inflight.server.config import SERVE_OPTIONS
 from inflight.server.http.body import MAX_PARTS, MAX_VALUES
 from inflight.server.http.limits import MAX_RESERVED, MIN_PROGRESS, ConnectionPlaces
 from inflight.server.http.unsent import PIECE
-from inflight.server.openai.responses.input_listing import MAX_PAGE_BYTES
+from inflight.server.openai.responses.store import MAX_PAGE_BYTES
 from inflight.server.openai.schemas import MAX_ARGUMENTS
 from inflight.text.chat import MAX_MESSAGES
 from inflight.text.render import RenderLimits

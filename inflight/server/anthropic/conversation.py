@@ -19,9 +19,9 @@ from inflight.server.anthropic.schemas import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from inflight.server.constraints import ContentConstraint
 from inflight.server.conversation import Conversation
 from inflight.server.errors import ApiError
+from inflight.server.params import ContentConstraint
 
 # Some clients begin the system prompt with a line for whoever bills them, another one in every request: in the prompt
 # it would mean nothing to the model, and no prefix would ever be found again.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 from starlette.responses import Response
 
+from inflight.logs import request_id
 from inflight.server.errors import ApiError
 
 OVERLOADED = 529
@@ -37,3 +38,18 @@ def error_body(error: ApiError, request_id: str | None) -> bytes:
 
 def error_response(error: ApiError, request_id: str | None) -> Response:
     return Response(error_body(error, request_id), _status(error), error.headers, "application/json")
+
+
+ANTHROPIC = "/v1/messages"
+
+
+def is_anthropic(path: str) -> bool:
+    """Whether it is one that Anthropic's API has, and not OpenAI's."""
+    return path == ANTHROPIC or path.startswith(f"{ANTHROPIC}/")
+
+
+def error_at(path: str, error: ApiError) -> Response:
+    """What a client of this path is told."""
+    if is_anthropic(path):
+        return error_response(error, request_id.get())
+    return error.response()

@@ -22,8 +22,8 @@ from inflight.server.anthropic.schemas import (
 from inflight.server.engine_response import RequestHead
 from inflight.server.generation_response import GenerationResponse, GenerationSpec
 from inflight.server.http.body import read_json
-from inflight.server.openai.params import conversation_params
 from inflight.server.openapi import documented, respond
+from inflight.server.params import conversation_params
 from inflight.server.prepare import check_tokenizer, prepare_chat
 from inflight.server.routes.service import check_size, num_characters
 from inflight.server.state import caller_of, state_of

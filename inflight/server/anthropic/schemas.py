@@ -6,8 +6,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, Tag
 
-from inflight.server.schemas.common import Body, Ignored, Items, SampledBody, Unset, missing, ranged
-from inflight.server.schemas.tagged import ReturnedPart, by_type
+from inflight.server.schemas import (
+    Body,
+    Ignored,
+    Items,
+    ReturnedPart,
+    SampledBody,
+    Unset,
+    by_type,
+    missing,
+    ranged,
+)
 from inflight.text.chat import MAX_MESSAGES
 
 

@@ -27,9 +27,13 @@ from inflight.server.api_workers.wire import (
     Leave,
     RemoveResponse,
 )
-from inflight.server.openai.responses.input_listing import InputPage, PageQuery
-from inflight.server.openai.responses.store import ResponseContent, StoredResponse
-from inflight.server.openai.responses.stored_items import StoredItem
+from inflight.server.openai.responses.store import (
+    InputPage,
+    PageQuery,
+    ResponseContent,
+    StoredItem,
+    StoredResponse,
+)
 
 MAX_FRAMES = 64  # taken at a time, so that others get their turn
 

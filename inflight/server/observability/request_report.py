@@ -9,7 +9,7 @@ from inflight.engine import RequestState
 from inflight.errors import EngineError
 from inflight.events import RequestRecord
 from inflight.server.observability.request_log import LoggedRequest
-from inflight.server.schemas.service import AnswerReport, Breakdown, RequestReport, Status, Waited
+from inflight.server.routes.schemas import AnswerReport, Breakdown, RequestReport, Status, Waited
 from inflight.server.state import ServerState
 
 

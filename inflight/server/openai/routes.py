@@ -13,9 +13,9 @@ from inflight.server.engine_response import RequestHead
 from inflight.server.generation_response import GenerationResponse, GenerationSpec
 from inflight.server.http.body import read_json
 from inflight.server.openai.formatters import ChatFormatter, CompletionFormatter
-from inflight.server.openai.params import chat_params, completion_params
 from inflight.server.openai.schemas import ChatBody, ChatChunk, ChatCompletion, Completion, CompletionBody
 from inflight.server.openapi import documented
+from inflight.server.params import chat_params, completion_params
 from inflight.server.prepare import (
     chat_request,
     check_answers,
@@ -23,7 +23,7 @@ from inflight.server.prepare import (
     prepare_completion,
     split_prompts,
 )
-from inflight.server.schemas.common import GenerationBody
+from inflight.server.schemas import GenerationBody
 from inflight.server.state import ServerState, caller_of, state_of
 
 router = APIRouter()

@@ -8,8 +8,16 @@ from pydantic import BaseModel, BeforeValidator, Field, WithJsonSchema
 
 from inflight.frontend.chat import CLIENT_NOTES, MAX_TOOLS
 from inflight.sampling_params import MAX_LOGPROBS
-from inflight.server.schemas.common import Body, FinishReason, Items, Unset, Usage, missing, ranged
-from inflight.server.schemas.constraints import ConstrainedBody
+from inflight.server.schemas import (
+    Body,
+    ConstrainedBody,
+    FinishReason,
+    Items,
+    Unset,
+    Usage,
+    missing,
+    ranged,
+)
 from inflight.text.chat import MAX_MESSAGES
 
 _TEXT = {"type": "string", "minLength": 1}

@@ -15,7 +15,7 @@ from inflight.errors import EngineDeadError, EngineError
 from inflight.server.errors import ApiError
 from inflight.server.openapi import documented, respond
 from inflight.server.pages import docs_page
-from inflight.server.schemas.service import Done, ServerInfo, ServerLoad, Sleeping
+from inflight.server.routes.schemas import Done, ServerInfo, ServerLoad, Sleeping
 from inflight.server.state import ServerState, state_of
 
 logger = logging.getLogger(__name__)

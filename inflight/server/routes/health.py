@@ -12,7 +12,7 @@ from inflight.server.observability.metric_counts import with_counts
 from inflight.server.observability.metrics import CONTENT_TYPE
 from inflight.server.openapi import documented, respond
 from inflight.server.pages import page_at
-from inflight.server.schemas.service import HealthStatus
+from inflight.server.routes.schemas import HealthStatus
 from inflight.server.state import ServerState, state_of
 
 router = APIRouter()

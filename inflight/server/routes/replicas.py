@@ -16,7 +16,7 @@ from inflight.errors import CheckpointChangedError, ConfigError, EngineError
 from inflight.router import Replica, Replicas
 from inflight.server.errors import ApiError
 from inflight.server.openapi import documented, respond
-from inflight.server.schemas.service import ReplicaReport, ReplicaReports
+from inflight.server.routes.schemas import ReplicaReport, ReplicaReports
 from inflight.server.state import ServerState, state_of
 
 logger = logging.getLogger(__name__)

@@ -16,8 +16,18 @@ from inflight.server.http.body import read_json
 from inflight.server.observability.request_report import report_of
 from inflight.server.openapi import documented, respond
 from inflight.server.prepare import check_tokenizer, tokenized_chat
-from inflight.server.schemas.service import Cancelled, Model, Models, PoolingHead, RequestReport, Version
-from inflight.server.schemas.tokens import DetokenizeBody, DetokenizedText, TokenizeBody, Tokens
+from inflight.server.routes.schemas import (
+    Cancelled,
+    DetokenizeBody,
+    DetokenizedText,
+    Model,
+    Models,
+    PoolingHead,
+    RequestReport,
+    TokenizeBody,
+    Tokens,
+    Version,
+)
 from inflight.server.state import ServerState, caller_of, state_of
 from inflight.text import Tokenizer
 

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validat
 
 from inflight.pooling import Scale
 from inflight.request import MAX_SALT_LENGTH
-from inflight.server.schemas.common import REQUEST_ID, Body, Ignored, Unset, Usage, missing, ranged
+from inflight.server.schemas import REQUEST_ID, Body, Ignored, Unset, Usage, missing, ranged
 
 _TEXT = {"type": "string"}
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}

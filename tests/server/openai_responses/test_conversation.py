@@ -18,7 +18,7 @@ from inflight.server.errors import ApiError
 from inflight.server.http.body import parse_body
 from inflight.server.openai.responses.conversation import chat_of, input_items, text_constraint
 from inflight.server.openai.responses.schemas import ResponsesBody
-from inflight.server.openai.responses.stored_items import StoredItem
+from inflight.server.openai.responses.store import StoredItem
 
 TOOL = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": True}
 CALL = {"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a": 1}'}

@@ -17,10 +17,8 @@ from inflight.server.formatters import encode
 from inflight.server.generation_response import GenerationResponse, GenerationSpec
 from inflight.server.http.body import read_json
 from inflight.server.observability.request_log import LoggedRequest
-from inflight.server.openai.params import conversation_params
-from inflight.server.openai.responses.conversation import text_constraint, user_of
+from inflight.server.openai.responses.conversation import ResponseTurn, text_constraint, user_of
 from inflight.server.openai.responses.formatter import ResponsesFormatter, head_of
-from inflight.server.openai.responses.input_listing import PageQuery
 from inflight.server.openai.responses.schemas import (
     DeletedResponse,
     InputItemList,
@@ -28,9 +26,9 @@ from inflight.server.openai.responses.schemas import (
     ResponseObject,
     ResponsesBody,
 )
-from inflight.server.openai.responses.store import ResponseContent, not_stored
-from inflight.server.openai.responses.turn import ResponseTurn
+from inflight.server.openai.responses.store import PageQuery, ResponseContent, not_stored
 from inflight.server.openapi import documented, respond
+from inflight.server.params import conversation_params
 from inflight.server.state import caller_of, state_of
 
 router = APIRouter()

@@ -1,18 +1,191 @@
-"""Responses that clients may go on from. In memory, and so few that it stays small."""
+"""Items of a conversation as they are stored: only what templates render and clients can list."""
 
 from __future__ import annotations
 
+import secrets
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 
 from inflight.server.access.keys import Caller
 from inflight.server.errors import ApiError
-from inflight.server.openai.responses.input_listing import InputPage, PageQuery
-from inflight.server.openai.responses.stored_items import StoredItem, conversation_too_large
+from inflight.server.http.body import MAX_PARTS
+from inflight.server.openai.responses.schemas import (
+    FunctionCallItem,
+    FunctionCallOutput,
+    InputItem,
+    InputMessage,
+    ItemReference,
+    OutputText,
+    ReasoningItem,
+    Refusal,
+)
+
+_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+
+
+class TextPart(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+    annotations: list[Any] | None = None  # always empty, but clients expect the field in an output_text
+
+
+class ConversationItem(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """An item without the fields that no template renders (annotations, logprobs, encrypted content)."""
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning"]
+    id: str
+    status: str
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[TextPart] | None = None
+    summary: list[TextPart] | None = None
+    content: list[TextPart] | None = None
+
+
+class StoredItem(msgspec.Struct, frozen=True, array_like=True):
+    """One encoded item. Conversations share these, so a follow-up neither copies nor parses earlier turns."""
+
+    item_id: str
+    data: bytes  # JSON, in the form in which clients list it
+    num_parts: int  # counted as in a request's body: keys, objects and lists
+
+    @classmethod
+    def of_input(cls, item: InputItem) -> StoredItem:
+        return cls._of(_reduced(item))
+
+    @classmethod
+    def of_output(cls, item: dict[str, Any]) -> StoredItem:
+        """Encode an item of a response's output."""
+        return cls._of(msgspec.convert(item, ConversationItem))
+
+    @classmethod
+    def _of(cls, item: ConversationItem) -> StoredItem:
+        lists = (value for value in (item.output, item.summary, item.content) if isinstance(value, list))
+        return cls(item.id, msgspec.json.encode(item), 5 + 3 * sum(map(len, lists)))
+
+    def read(self) -> ConversationItem:
+        return _DECODER.decode(self.data)
+
+
+_DECODER = msgspec.json.Decoder(ConversationItem)
+
+
+def check_conversation(items: Sequence[StoredItem], max_bytes: int, param: str) -> None:
+    """Raise ApiError 400 where a conversation exceeds what one request's body could hold."""
+    num_bytes = sum(len(item.data) for item in items)
+    if num_bytes > max_bytes:
+        raise conversation_too_large(f"{num_bytes} bytes", f"{max_bytes} (--max-body-size)", param)
+    num_parts = sum(item.num_parts for item in items)
+    if num_parts > MAX_PARTS:
+        raise conversation_too_large(f"{num_parts} keys, objects and lists", str(MAX_PARTS), param)
+
+
+def conversation_too_large(size: str, limit: str, param: str) -> ApiError:
+    message = f"the conversation, with all that {param} refers to, has {size}: at most {limit} are allowed"
+    return ApiError(400, message, code="conversation_too_large", param=param)
+
+
+def _reduced(item: InputItem) -> ConversationItem:
+    """Return the item with an id, and without what is never rendered."""
+    assert not isinstance(item, ItemReference)  # these are resolved before
+    item_id = f"{_PREFIXES[item.type]}_{secrets.token_hex(24)}" if item.id is None else item.id
+    common: Any = {"type": item.type, "id": item_id, "status": item.status or "completed"}
+    match item:
+        case InputMessage(role=role, content=str(text)):
+            part = _output_text(text) if role == "assistant" else TextPart("input_text", text)
+            return ConversationItem(**common, role=role, content=[part])
+        case InputMessage():
+            return ConversationItem(**common, role=item.role, content=list(map(_part, item.content)))
+        case FunctionCallItem():
+            call_id, name, arguments = item.call_id, item.name, item.arguments
+            return ConversationItem(**common, call_id=call_id, name=name, arguments=arguments)
+        case FunctionCallOutput(call_id=call_id, output=str(text)):
+            return ConversationItem(**common, call_id=call_id, output=text)
+        case FunctionCallOutput(call_id=call_id):
+            return ConversationItem(**common, call_id=call_id, output=list(map(_part, item.output)))
+        case ReasoningItem(content=[_, *_] as parts):
+            return ConversationItem(**common, summary=[], content=list(map(_part, parts)))
+        case ReasoningItem():  # a summary is rendered only where there is nothing else
+            return ConversationItem(**common, summary=list(map(_part, item.summary or ())))
+
+
+def _part(part: Any) -> TextPart:
+    if isinstance(part, OutputText):
+        return _output_text(part.text)
+    if isinstance(part, Refusal):
+        return TextPart("refusal", refusal=part.refusal)
+    return TextPart(part.type, part.text)
+
+
+def _output_text(text: str) -> TextPart:
+    return TextPart("output_text", text, annotations=[])
+
+
+DEFAULT_LIMIT, MAX_LIMIT = 20, 100
+MAX_PAGE_BYTES = 1 << 20  # a page ends before the item that would exceed it, but has at least one
+
+
+class PageQuery(msgspec.Struct, frozen=True):
+    limit: int
+    order: str
+    after: str | None
+
+    @classmethod
+    def of(cls, query: Mapping[str, str]) -> PageQuery:
+        """Raise ApiError for a query that makes no sense."""
+        limit = query.get("limit", str(DEFAULT_LIMIT))
+        if not (limit.isascii() and limit.isdigit() and len(limit) < 4 and 1 <= int(limit) <= MAX_LIMIT):
+            raise _wrong("limit", f"limit is {limit!r:.100}: it must be an integer from 1 to {MAX_LIMIT}")
+        order = query.get("order", "desc")
+        if order not in ("asc", "desc"):
+            raise _wrong("order", f"order is {order!r:.100}: allowed are asc and desc")
+        return cls(int(limit), order, query.get("after"))
+
+
+class InputPage(msgspec.Struct, frozen=True):
+    items: list[StoredItem]
+    has_more: bool
+
+    @classmethod
+    def of(cls, items: Sequence[StoredItem], query: PageQuery) -> InputPage:
+        """Raise ApiError where no item has the id after which the page begins."""
+        ordered = items if query.order == "asc" else items[::-1]
+        start = 0 if query.after is None else _place(ordered, query.after) + 1
+        page: list[StoredItem] = []
+        num_bytes = 0
+        for item in ordered[start : start + query.limit]:
+            num_bytes += len(item.data)
+            if page and num_bytes > MAX_PAGE_BYTES:
+                break
+            page.append(item)
+        return cls(page, len(ordered) > start + len(page))
+
+    def encode(self) -> bytes:
+        """Return the JSON of an `InputItemList`; the items are JSON already."""
+        first_id, last_id = (self.items[0].item_id, self.items[-1].item_id) if self.items else (None, None)
+        return b'{"object":"list","data":[%b],"first_id":%b,"last_id":%b,"has_more":%b}' % (
+            b",".join([item.data for item in self.items]),
+            *map(msgspec.json.encode, (first_id, last_id, self.has_more)),
+        )
+
+
+def _place(items: Sequence[StoredItem], item_id: str) -> int:
+    for place, item in enumerate(items):
+        if item.item_id == item_id:
+            return place
+    raise _wrong("after", f"after is {item_id!r:.200}: there is no such item in this response's input")
+
+
+def _wrong(param: str, message: str) -> ApiError:
+    return ApiError(400, message, code="invalid_value", param=param)
+
 
 OVERHEAD = 1024  # bytes that a response takes beside its content and its items
 ITEM_OVERHEAD = 256  # bytes that an item takes beside its JSON

@@ -6,7 +6,16 @@ import re
 from functools import cache
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    PrivateAttr,
+    WithJsonSchema,
+    model_validator,
+)
 
 from inflight.request import MAX_SALT_LENGTH
 from inflight.sampling_params import MAX_LOGPROBS, MAX_N
@@ -194,3 +203,57 @@ class Usage(BaseModel):
 
 
 FinishReason = Literal["stop", "length", "abort"]
+
+
+class ReturnedPart(Body):
+    """A part of a conversation. What a client got in an answer it may send back as it was: null is nothing."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        return {name: value for name, value in given.items() if value is not None}
+
+
+def by_type(allowed: str, default: str | None = None) -> Discriminator:
+    """Tells the members of a union apart, each of which is tagged with its type in angle brackets: no parameter is
+    named so, and messages leave them out. `default` is the type of a part that does not say."""
+
+    def tag(given: Any) -> str:
+        kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
+        return f"<{kind or default}>"
+
+    return Discriminator(tag, custom_error_type="unsupported_type", custom_error_message=allowed)
+
+
+GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+
+
+class JsonSchemaFormat(Body):
+    name: str | None = Field(None, max_length=256)
+    description: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(
+        None, alias="schema", description="Any object, if there is none."
+    )
+    strict: bool | None = Field(None, description="Answers match the schema in any case.")
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchemaFormat | None = None
+    structures: Items[dict[str, Any]] | None = Field(None, description="Of a structural tag.")
+    triggers: Items[str] | None = Field(None, description="Of a structural tag.")
+
+
+class ConstrainedBody(GenerationBody):
+    """At most one of these. Those that begin with guided are older names."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: dict[str, Any] | None = Field(
+        None, description="One of json, regex, choice, grammar, json_object and structural_tag."
+    )
+    guided_json: dict[str, Any] | str | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: Items[str] | None = None
+    guided_grammar: str | None = None
