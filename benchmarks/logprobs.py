@@ -131,7 +131,9 @@ def prompts_with_answers(
 
 def as_json(llm: LLM, prompts: list[OutputProcessor], logprobs: int) -> int:
     tokenizer = llm._engine.tokenizer
-    formatter = ChatFormatter("id", 0, "model", tokenizer, fingerprint="fp", num_logprobs=logprobs)
+    formatter = ChatFormatter(
+        "id", "model", created=0, tokenizer=tokenizer, fingerprint="fp", num_logprobs=logprobs
+    )
     choices = [Choice(index, prompt, prompt.answers[0], False) for index, prompt in enumerate(prompts)]
     return len(b"".join(formatter.whole(choices)))
 

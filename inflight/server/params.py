@@ -1,4 +1,4 @@
-"""What a body says about the text of its answers, under whichever of its names."""
+"""The parameters of a body as `SamplingParams`, within the server's own limits, and its constraint on the text."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from inflight.server.schemas import (
     ResponseFormat,
     SampledBody,
 )
-from inflight.server.state import ServerState
+from inflight.server.state import ServedModel
 from inflight.structured_outputs import PARAM, StructuredOutputs
 
 
 @dataclass(frozen=True, slots=True)
 class ContentConstraint:
-    """A constraint, and where the client has written it."""
+    """A constraint on the text of an answer, and the parameter in which the client has written it."""
 
-    kind: str  # of `StructuredOutputs`; empty if the value has all of them
+    kind: str  # a field of `StructuredOutputs`; empty if the value is all of them
     value: Any
     param: str
-    place: str  # in the parameter, down to the value
+    path: str  # from the parameter down to the value
 
     def structured_outputs(self) -> StructuredOutputs | None:
-        with self.blamed():
-            given: Any = {self.kind: self.value} if self.kind else self.value
-            return SamplingParams(structured_outputs=given).structured_outputs
+        with self.translated_errors():
+            fields: Any = {self.kind: self.value} if self.kind else self.value
+            return SamplingParams(structured_outputs=fields).structured_outputs
 
     @contextmanager
-    def blamed(self) -> Iterator[None]:
-        """Refusals name what the client has written, not what became of it."""
+    def translated_errors(self) -> Iterator[None]:
+        """Let errors raised inside name the parameter that the client has written."""
         try:
             yield
         except ParameterError as error:
@@ -46,41 +46,36 @@ class ContentConstraint:
                 raise
             message = str(error)
             if self.kind:
-                message = message.replace(f"{PARAM}.{self.kind}", self.place).replace(PARAM, self.param)
+                message = message.replace(f"{PARAM}.{self.kind}", self.path).replace(PARAM, self.param)
             raise ParameterError(message, param=self.param, code=error.code) from None
 
 
 def read_constraint(body: ConstrainedBody) -> ContentConstraint | None:
-    """The one constraint of a body. Raises ApiError if it has several."""
-    found = [*_guided(body)]
+    """Return the constraint of a body. Raise ApiError if it has several."""
+    constraints = [*_guided(body)]
     if body.structured_outputs is not None:
-        found.append(ContentConstraint("", body.structured_outputs, PARAM, PARAM))
+        constraints.append(ContentConstraint("", body.structured_outputs, PARAM, PARAM))
     if body.response_format is not None:
-        found += of_format(body.response_format)
-    if len(found) > 1:
-        first, second = found[0].param, found[1].param
-        message = f"{first} and {second} are both given: there can be one constraint"
+        constraints += _response_format(body.response_format)
+    if len(constraints) > 1:
+        first, second = constraints[0].param, constraints[1].param
+        message = f"{first} and {second} are both given: only one constraint is allowed"
         raise ApiError(400, message, code="invalid_value", param=second)
-    return found[0] if found else None
+    return constraints[0] if constraints else None
 
 
-def of_format(given: ResponseFormat) -> list[ContentConstraint]:
-    """Nothing, or one."""
-    name = "response_format"
-    if given.type == "json_object":
-        return [ContentConstraint("json_object", True, name, name)]
-    if given.type == "json_schema":
-        asked = given.json_schema
-        if asked is None:
-            message = "response_format.json_schema is missing: it has the schema"
-            raise ApiError(400, message, code="missing_parameter", param="response_format.json_schema")
-        if asked.schema_ is None:
-            return [ContentConstraint("json_object", True, name, name)]
-        return [ContentConstraint("json", asked.schema_, name, f"{name}.json_schema.schema")]
-    if given.type == "structural_tag":
-        tag = given.model_dump(include={"structures", "triggers"}, exclude_none=True)
-        return [ContentConstraint("structural_tag", tag, name, name)]
-    return []
+def _response_format(response_format: ResponseFormat) -> Iterator[ContentConstraint]:
+    name, schema = "response_format", response_format.json_schema
+    if response_format.type == "json_schema" and schema is None:
+        message = "response_format.json_schema is missing: the type json_schema needs it"
+        raise ApiError(400, message, code="missing_parameter", param="response_format.json_schema")
+    if response_format.type == "json_schema" and schema is not None and schema.schema_ is not None:
+        yield ContentConstraint("json", schema.schema_, name, f"{name}.json_schema.schema")
+    elif response_format.type in ("json_object", "json_schema"):
+        yield ContentConstraint("json_object", True, name, name)
+    elif response_format.type == "structural_tag":
+        tag = response_format.model_dump(include={"structures", "triggers"}, exclude_none=True)
+        yield ContentConstraint("structural_tag", tag, name, name)
 
 
 def _guided(body: ConstrainedBody) -> Iterator[ContentConstraint]:
@@ -90,68 +85,74 @@ def _guided(body: ConstrainedBody) -> Iterator[ContentConstraint]:
             yield ContentConstraint(name.removeprefix("guided_"), value, name, name)
 
 
-DEFAULT_COMPLETION_TOKENS = 16  # as OpenAI's API has it
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationParams:
-    """What a body asks for, checked as far as that needs no tokens."""
+    """The parameters of a body, checked as far as that is possible without its tokens."""
 
     sampling: SamplingParams
     num_logprobs: int | None = None
     echo: bool = False
-    kind: str = "generate"  # of the requests
-    constraint: ContentConstraint | None = None  # which the sampling has too
-    asked_tokens: int | None = None  # the longest answer, where the body says it,
-    asked_name: str = "max_tokens"  # by this name
+    kind: str = "generate"  # of the engine's requests
+    constraint: ContentConstraint | None = None  # also part of `sampling`
+    max_tokens: int | None = None  # as the body gives it
+    max_tokens_name: str = "max_tokens"  # the parameter that gives it
 
-    def blamed(self) -> AbstractContextManager[None]:
-        """In it, refusals name what the client has written."""
-        return nullcontext() if self.constraint is None else self.constraint.blamed()
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether answers have logprobs, whose JSON is many times as long as the text."""
+        return self.num_logprobs is not None or self.sampling.prompt_logprobs is not None
+
+    def translated_errors(self) -> AbstractContextManager[None]:
+        """Let errors raised inside name the parameter that the client has written."""
+        return nullcontext() if self.constraint is None else self.constraint.translated_errors()
 
 
-def completion_params(state: ServerState, body: CompletionBody) -> GenerationParams:
-    scores_only = body.max_tokens == 0
-    if scores_only and not body.echo:
-        raise ApiError(400, "max_tokens is 0: only with echo is there anything to tell", param="max_tokens")
-    given = 1 if scores_only else body.max_tokens
-    asked: dict[str, Any] = {"max_tokens": _max_tokens(state, given, DEFAULT_COMPLETION_TOKENS)}
+def completion_params(model: ServedModel, body: CompletionBody) -> GenerationParams:
+    """Return the parameters of a completion. With max_tokens of 0, only the prompt's logprobs are computed."""
+    prompt_only = body.max_tokens == 0
+    if prompt_only and not body.echo:
+        raise ApiError(400, "max_tokens is 0: this is only allowed with echo", param="max_tokens")
+    max_tokens = 1 if prompt_only else body.max_tokens
+    fields: dict[str, Any] = {"max_tokens": _max_tokens(model, max_tokens, DEFAULT_COMPLETION_TOKENS)}
     if body.logprobs is not None:
-        asked["logprobs"] = _num_logprobs(state, "logprobs", body.logprobs)
+        fields["logprobs"] = _num_logprobs(model, "logprobs", body.logprobs)
         if body.echo:
-            asked["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
-    constraint = _read_constraint(body, asked)
-    params = _params(state, body, asked)
-    kind = "score" if scores_only else "generate"
-    return GenerationParams(params, body.logprobs, bool(body.echo), kind, constraint, body.max_tokens)
+            fields["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
+    constraint = _read_constraint(body, fields)
+    sampling = _sampling(model, body, fields)
+    kind = "score" if prompt_only else "generate"
+    return GenerationParams(sampling, body.logprobs, bool(body.echo), kind, constraint, body.max_tokens)
 
 
-def chat_params(state: ServerState, body: ChatBody) -> GenerationParams:
-    newer = body.max_completion_tokens
-    given, name = (body.max_tokens, "max_tokens") if newer is None else (newer, "max_completion_tokens")
+def chat_params(model: ServedModel, body: ChatBody) -> GenerationParams:
+    """Return the parameters of a chat."""
+    max_tokens, name = body.max_completion_tokens, "max_completion_tokens"
+    if max_tokens is None:
+        max_tokens, name = body.max_tokens, "max_tokens"
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs is given: it needs logprobs to be true", param="top_logprobs")
-    num_logprobs = _num_logprobs(state, "top_logprobs", body.top_logprobs or 0) if body.logprobs else None
-    default = state.frontend.default_params.get("max_tokens")
-    asked: dict[str, Any] = {}
+    num_logprobs = _num_logprobs(model, "top_logprobs", body.top_logprobs or 0) if body.logprobs else None
+    default = model.frontend.default_params.get("max_tokens")
+    fields: dict[str, Any] = {}
     if num_logprobs is not None:
-        asked["logprobs"] = num_logprobs
-        default = _scored_tokens(state, body.n or 1, num_logprobs, default)
-    asked["max_tokens"] = _max_tokens(state, given, default, name)
-    constraint = _read_constraint(body, asked)
-    params = _params(state, body, asked)
-    return GenerationParams(params, num_logprobs, constraint=constraint, asked_tokens=given, asked_name=name)
-
-
-def _read_constraint(body: ConstrainedBody, asked: dict[str, Any]) -> ContentConstraint | None:
-    found = read_constraint(body)
-    if found is not None:
-        asked["structured_outputs"] = found.structured_outputs()
-    return found
+        fields["logprobs"] = num_logprobs
+        default = _max_tokens_with_logprobs(model, body.n or 1, num_logprobs, default)
+    fields["max_tokens"] = _max_tokens(model, max_tokens, default, name)
+    constraint = _read_constraint(body, fields)
+    return GenerationParams(
+        _sampling(model, body, fields),
+        num_logprobs,
+        constraint=constraint,
+        max_tokens=max_tokens,
+        max_tokens_name=name,
+    )
 
 
 def conversation_params(
-    state: ServerState,
+    model: ServedModel,
     body: SampledBody,
     *,
     max_tokens: int | None,
@@ -160,82 +161,94 @@ def conversation_params(
     stop_name: str = "stop",
     constraint: ContentConstraint | None = None,
 ) -> GenerationParams:
-    """Of bodies with names of their own for these."""
-    default = state.frontend.default_params.get("max_tokens")
-    asked: dict[str, Any] = {"max_tokens": _max_tokens(state, max_tokens, default, max_tokens_name)}
-    _check_stops(state, stop_name, stop)
+    """Return the parameters of a conversation in an API that has its own names for some of them."""
+    default = model.frontend.default_params.get("max_tokens")
+    fields: dict[str, Any] = {"max_tokens": _max_tokens(model, max_tokens, default, max_tokens_name)}
+    _check_stops(model, stop_name, stop)
     if stop:
-        asked["stop"] = stop
+        fields["stop"] = stop
     if constraint is not None:
-        asked["structured_outputs"] = constraint.structured_outputs()
-    params = SamplingParams(**{**state.frontend.default_params, **body.sampling(), **asked})
+        fields["structured_outputs"] = constraint.structured_outputs()
+    sampling = SamplingParams(**{**model.frontend.default_params, **body.sampling(), **fields})
     return GenerationParams(
-        params, constraint=constraint, asked_tokens=max_tokens, asked_name=max_tokens_name
+        sampling, constraint=constraint, max_tokens=max_tokens, max_tokens_name=max_tokens_name
     )
 
 
+def _read_constraint(body: ConstrainedBody, fields: dict[str, Any]) -> ContentConstraint | None:
+    """Return the constraint of a body, after adding it to the fields of its `SamplingParams`."""
+    constraint = read_constraint(body)
+    if constraint is not None:
+        fields["structured_outputs"] = constraint.structured_outputs()
+    return constraint
+
+
 def _max_tokens(
-    state: ServerState, given: int | None, default: int | None, name: str = "max_tokens"
+    model: ServedModel, max_tokens: int | None, default: int | None, name: str = "max_tokens"
 ) -> int | None:
-    """The longest answer: what is asked for by that name, or a default that the server's limit cuts."""
-    limit = state.options.max_output_tokens
-    if given is None:
+    """Return the length limit of an answer: the body's own, or a default that the server's limit cuts."""
+    limit = model.options.max_output_tokens
+    if max_tokens is None:
         return min(filter(None, (default, limit)), default=None)
-    if given < 1:
-        raise ApiError(400, f"{name} is {given}: it must be an integer of at least 1", param=name)
-    if limit is not None and given > limit:
-        raise ApiError(400, f"{name} is {given}: at most {limit} are allowed here", param=name)
-    return given
-
-
-def _scored_tokens(state: ServerState, n: int, num_logprobs: int, default: int | None) -> int:
-    """The longest answer with logprobs where the body does not say it: there may be as many as the limit has room for.
-    A limit without room for one token is left to the check of the request."""
-    room = max(1, state.options.max_answer_logprobs // (max(n, 1) * (num_logprobs + 1)))
-    return room if default is None else min(default, room)
-
-
-def _num_logprobs(state: ServerState, name: str, given: int) -> int:
-    limit = state.options.max_logprobs
-    if not 0 <= given <= limit:
-        message = f"{name} is {given}: it must be an integer from 0 to {limit}"
+    if max_tokens < 1:
+        raise ApiError(400, f"{name} is {max_tokens}: it must be an integer of at least 1", param=name)
+    if limit is not None and max_tokens > limit:
+        message = f"{name} is {max_tokens}: at most {limit} are allowed on this server"
         raise ApiError(400, message, param=name)
-    return given
+    return max_tokens
 
 
-def _params(state: ServerState, body: GenerationBody, asked: dict[str, Any]) -> SamplingParams:
+def _max_tokens_with_logprobs(model: ServedModel, n: int, num_logprobs: int, default: int | None) -> int:
+    """Return the default length limit of an answer with logprobs: as many tokens as the limit on logprobs allows.
+
+    If that is not even one, the check of the request refuses it.
+    """
+    num_tokens = max(1, model.options.max_answer_logprobs // (max(n, 1) * (num_logprobs + 1)))
+    return num_tokens if default is None else min(default, num_tokens)
+
+
+def _num_logprobs(model: ServedModel, name: str, num_logprobs: int) -> int:
+    limit = model.options.max_logprobs
+    if not 0 <= num_logprobs <= limit:
+        message = f"{name} is {num_logprobs}: it must be an integer from 0 to {limit}"
+        raise ApiError(400, message, param=name)
+    return num_logprobs
+
+
+def _sampling(model: ServedModel, body: GenerationBody, fields: dict[str, Any]) -> SamplingParams:
     if body.stream_options is not None and body.stream_options.include_usage and not body.stream:
         raise ApiError(400, "stream_options is given: it needs stream to be true", param="stream_options")
     if body.prompt_logprobs is not None and body.stream:
         raise ApiError(400, "prompt_logprobs is given: it needs stream to be false", param="prompt_logprobs")
     if body.prompt_logprobs is not None:
-        _num_logprobs(state, "prompt_logprobs", body.prompt_logprobs)
-    _check_lists(state, body)
-    return SamplingParams(**{**state.frontend.default_params, **body.sampling(), **asked})
+        _num_logprobs(model, "prompt_logprobs", body.prompt_logprobs)
+    _check_lists(model, body)
+    return SamplingParams(**{**model.frontend.default_params, **body.sampling(), **fields})
 
 
-def _check_lists(state: ServerState, body: GenerationBody) -> None:
-    """Lists are looked at in every step: what is longer than it can be of use is refused."""
-    _check_stops(state, "stop", [body.stop] if isinstance(body.stop, str) else body.stop or [])
-    _check_strings(state, "bad_words", body.bad_words or ())
-    size = state.frontend.input_processor.vocab_size
+def _check_lists(model: ServedModel, body: GenerationBody) -> None:
+    """Refuse lists that are longer than useful: they are looked at in every step."""
+    _check_stops(model, "stop", [body.stop] if isinstance(body.stop, str) else body.stop or [])
+    _check_strings(model, "bad_words", body.bad_words or ())
+    size = model.frontend.input_processor.vocab_size
     for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-        given = getattr(body, name) or ()
-        if len(given) > size:
-            raise ApiError(400, f"{name} has {len(given)} token ids: there are only {size}", param=name)
+        token_ids = getattr(body, name) or ()
+        if len(token_ids) > size:
+            message = f"{name} has {len(token_ids)} token ids: the vocabulary has only {size}"
+            raise ApiError(400, message, param=name)
 
 
-def _check_stops(state: ServerState, name: str, stops: Sequence[str]) -> None:
-    limit = state.options.max_stop_strings
+def _check_stops(model: ServedModel, name: str, stops: Sequence[str]) -> None:
+    limit = model.options.max_stop_strings
     if len(stops) > limit:
         raise ApiError(400, f"{name} has {len(stops)} strings: at most {limit} are allowed", param=name)
     if "" in stops:
-        raise ApiError(400, f"{name} has an empty string: each must have 1 character or more", param=name)
-    _check_strings(state, name, stops)
+        raise ApiError(400, f"{name} has an empty string: each must have at least 1 character", param=name)
+    _check_strings(model, name, stops)
 
 
-def _check_strings(state: ServerState, name: str, texts: Sequence[str]) -> None:
-    longest, limit = max(map(len, texts), default=0), state.options.max_stop_length
+def _check_strings(model: ServedModel, name: str, texts: Sequence[str]) -> None:
+    longest, limit = max(map(len, texts), default=0), model.options.max_stop_length
     if longest > limit:
         message = f"{name} has a string of {longest} characters: at most {limit} are allowed"
         raise ApiError(400, message, param=name)

@@ -229,10 +229,10 @@ class Server(uvicorn.Server):
 
     async def watch(self, state: ServerState) -> str:
         """End the server once the engine is dead for good, and say why it is. While it drains it ends anyway."""
-        health = await state.client.health()
+        health = await state.model.client.health()
         while health.state != "dead" or state.draining:
             await asyncio.sleep(HEALTH_POLL)
-            health = await state.client.health()
+            health = await state.model.client.health()
         self.should_exit = True
         return health.error or "no reason is known"
 

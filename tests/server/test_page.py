@@ -196,7 +196,7 @@ def test_a_server_that_is_gone_is_told_and_waited_for(page: Page, backend: Backe
             ask(page, STORY)
             wait_for_text(page)
             live.stop()
-            assert wait_for_figures(page) == "the server stopped before this was done"
+            assert wait_for_figures(page) == "the server shut down before the request was finished"
     page.wait_for("document.querySelector('#notice').innerText.includes('goes on when it is back')")
     assert page.text("#model") == "not reachable"
     ask(page, QUESTION)

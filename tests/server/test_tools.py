@@ -213,7 +213,7 @@ def test_logprobs_and_ids_are_those_of_all_tokens(live: Live, model: ScriptedCli
 def prompt_of(live: Live, model: ScriptedClient, **body: Any) -> str:
     ask(live, **body)
     request = model.requests[-1]
-    tokenizer = live.state.frontend.tokenizer
+    tokenizer = live.state.model.frontend.tokenizer
     assert tokenizer is not None
     return tokenizer.decode(request.token_ids, skip_special_tokens=False)
 

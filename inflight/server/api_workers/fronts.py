@@ -164,11 +164,11 @@ class Fronts:
         await front.close()
 
     def _serve(self, front: FrontProcess, state: ServerState) -> None:
-        front.serve(state.client, lambda: self._stats)
+        front.serve(state.model.client, lambda: self._stats)
 
     async def open(self, state: ServerState) -> None:
         """The engine is there."""
-        self._stats = await state.client.stats()
+        self._stats = await state.model.client.stats()
         state.counts_of_others = self.counts
         state.num_answered_by_others = lambda: sum(front.num_answered for front in self._fronts.values())
         self._app: ASGIApp = create_app(state)
@@ -184,11 +184,11 @@ class Fronts:
     async def tell_health(self, state: ServerState) -> None:
         """Once in a while."""
         with contextlib.suppress(EngineError):
-            before, self._stats = self._stats, await state.client.stats()
+            before, self._stats = self._stats, await state.model.client.stats()
             if self._stats != before:
                 for front in self._fronts.values():
                     front.send_stats()
-        self._send_all(EngineHealth(await state.client.health()))
+        self._send_all(EngineHealth(await state.model.client.health()))
 
     def drain(self) -> None:
         """Refuse new requests and let the others finish. Called again: end at once."""

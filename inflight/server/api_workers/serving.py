@@ -94,7 +94,7 @@ async def _finishes_first(
 async def _watch(fronts: Fronts, state: ServerState, running: asyncio.Task[None], told: StopSignals) -> None:
     """Until all front processes have ended, as they were told to. Raises EngineDeadError if the engine is given up."""
     while not running.done() and not told.times:
-        health = await state.client.health()
+        health = await state.model.client.health()
         if health.state == "dead":
             reason = health.error or "no reason is known"
             raise EngineDeadError(f"the engine was given up, and so the server ends: {reason}")

@@ -18,11 +18,11 @@ def address_of(state: ServerState, sockname: Any) -> str:
 
 
 def summary(state: ServerState, sockname: Any) -> str:
-    facts, options = state.client.facts, state.options
+    facts, options = state.model.client.facts, state.options
     url = address_of(state, sockname)
     key = " -H 'Authorization: Bearer KEY'" if state.keys.required else ""
     rows = (
-        ("model", f"{', '.join(state.names)} ({facts.dtype}, context {facts.max_model_len:,})"),
+        ("model", f"{', '.join(state.model.names)} ({facts.dtype}, context {facts.max_model_len:,})"),
         (
             "device",
             f"{facts.device}, {_engines(state)}",
@@ -31,24 +31,24 @@ def summary(state: ServerState, sockname: Any) -> str:
         *([("front", f"{options.api_workers} processes")] if options.api_workers > 1 else []),
         ("policy", f"{options.policy}, queue of {options.max_queue:,}"),
         ("keys", "needed" if state.keys.required else "not needed"),
-        ("can", ", ".join(state.tasks)),
+        ("can", ", ".join(state.model.tasks)),
         (
             "look",
             ", ".join([*([f"{url}/ to chat"] if facts.generates else []), f"{url}/metrics", f"{url}/health"]),
         ),
     )
     lines = [f"inflight {__version__}", *(f"  {name:<10} {text}" for name, text in rows), "", "  try"]
-    for route, body in (example for task, example in _EXAMPLES if task in state.tasks):
+    for route, body in (example for task, example in _EXAMPLES if task in state.model.tasks):
         lines.append(f"    curl -N {url}{route}{key} -H 'Content-Type: application/json' -d '{body}'")
     return "\n".join([*lines, ""])
 
 
 def _engines(state: ServerState) -> str:
-    if state.replicas is None:
+    if state.model.replicas is None:
         return f"engine in {'this process' if state.options.in_process else 'its own process'}"
     router = state.options.router
     place = "" if router.ray_address is None else " on a Ray cluster"
-    return f"{len(state.replicas.members)} replicas{place}, routing {router.routing}"
+    return f"{len(state.model.replicas.members)} replicas{place}, routing {router.routing}"
 
 
 def _room(facts: ModelFacts) -> list[tuple[str, str]]:

@@ -50,7 +50,7 @@ async def _lost(state: ServerState, logged: LoggedRequest, answers: list[AnswerR
         return f"The engine was lost {come}, and what it knew of this request with it."
     if logged.outcome is not None or len(answers) == len(logged.engine_ids):
         return None
-    health = await state.client.health()
+    health = await state.model.client.health()
     if health.healthy:
         return None
     since = health.seconds_since_step
@@ -59,7 +59,7 @@ async def _lost(state: ServerState, logged: LoggedRequest, answers: list[AnswerR
 
 async def _describe(state: ServerState, logged: LoggedRequest, engine_id: str) -> RequestState | None:
     try:
-        found = await state.client.describe(engine_id)
+        found = await state.model.client.describe(engine_id)
     except EngineError:  # the engine is not there; what was heard of the answer still is
         found = None
     if found is None and engine_id in logged.records:

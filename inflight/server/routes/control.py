@@ -42,7 +42,7 @@ async def server_info(request: Request) -> Response:
     """What the server was told at start, less its keys. Needs the admin key."""
     state = state_of(request)
     config = {name: _shown(value) for name, value in state.options.engine.options().items()}
-    return respond(ServerInfo(version=__version__, config=config, models=list(state.names)))
+    return respond(ServerInfo(version=__version__, config=config, models=list(state.model.names)))
 
 
 @router.post("/reset_prefix_cache", **documented(None, Done, 503))
@@ -78,7 +78,7 @@ async def _told(request: Request, command: Command) -> Response:
     state: ServerState = state_of(request)
     logger.info("%s, as asked for", command)
     try:
-        await state.client.command(command)
+        await state.model.client.command(command)
     except EngineDeadError:
         raise
     except EngineError as error:

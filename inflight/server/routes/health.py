@@ -20,13 +20,13 @@ router = APIRouter()
 
 async def _stats(state: ServerState) -> EngineStats | None:
     try:
-        return await state.client.stats()
+        return await state.model.client.stats()
     except EngineError:
         return None
 
 
 async def _health(state: ServerState, full_queue_counts: bool) -> Response:
-    health = await state.client.health()
+    health = await state.model.client.health()
     stats = await _stats(state) if health.healthy else None
     waiting = stats.num_waiting if stats is not None else 0
     status: str = "ok" if health.healthy else health.state
@@ -34,7 +34,7 @@ async def _health(state: ServerState, full_queue_counts: bool) -> Response:
         status = "draining"
     elif full_queue_counts and status == "ok" and stats is not None and stats.is_sleeping:
         status = "sleeping"
-    elif full_queue_counts and status == "ok" and waiting >= state.max_waiting:
+    elif full_queue_counts and status == "ok" and waiting >= state.model.max_waiting:
         status = "queue full"
     found = HealthStatus(
         status=status,
@@ -48,7 +48,7 @@ async def _health(state: ServerState, full_queue_counts: bool) -> Response:
 
 def _degraded(state: ServerState) -> list[str]:
     """The replicas that do not work, in words."""
-    replicas = [] if state.replicas is None else state.replicas.members
+    replicas = [] if state.model.replicas is None else state.model.replicas.members
     return [f"replica {item.replica_id} is {item.state}" for item in replicas if item.state != "running"]
 
 
@@ -78,8 +78,8 @@ async def ready(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     """For Prometheus."""
     state = state_of(request)
-    num_restarts = (await state.client.health()).num_restarts
-    replicas = [] if state.replicas is None else state.replicas.members
+    num_restarts = (await state.model.client.health()).num_restarts
+    replicas = [] if state.model.replicas is None else state.model.replicas.members
     counted, callers = state.metrics, state.keys.callers
     if state.counts_of_others is not None:
         counted, callers = with_counts(counted, callers, await state.counts_of_others())

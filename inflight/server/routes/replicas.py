@@ -111,19 +111,19 @@ async def _change(
 
 
 async def _list(state: ServerState) -> Response:
-    if state.replicas is None:
+    if state.model.replicas is None:
         return respond(ReplicaReports(routing=None, data=[await _only_engine(state)]))
-    data = [_report(replica) for replica in state.replicas.members]
-    data += [ReplicaReport(id=name, state="starting") for name in state.replicas.starting]
+    data = [_report(replica) for replica in state.model.replicas.members]
+    data += [ReplicaReport(id=name, state="starting") for name in state.model.replicas.starting]
     return respond(ReplicaReports(routing=state.options.router.routing, data=data))
 
 
 async def _only_engine(state: ServerState) -> ReplicaReport:
-    health = await state.client.health()
+    health = await state.model.client.health()
     report = ReplicaReport(id="0", **_life(health, health.state))
     if not health.healthy:
         return report
-    stats = await state.client.stats()
+    stats = await state.model.client.stats()
     return report.model_copy(update=_figures(stats))
 
 

@@ -28,7 +28,7 @@ from inflight.server.routes.schemas import (
     Tokens,
     Version,
 )
-from inflight.server.state import ServerState, caller_of, state_of
+from inflight.server.state import ServedModel, ServerState, caller_of, state_of
 from inflight.text import Tokenizer
 
 router = APIRouter()
@@ -38,18 +38,18 @@ router = APIRouter()
 async def models(request: Request) -> Response:
     """The names under which the model is served."""
     state = state_of(request)
-    return respond(Models(data=[_model(state, name) for name in state.names]))
+    return respond(Models(data=[_model(state, name) for name in state.model.names]))
 
 
 @router.get("/v1/models/{model:path}", **documented(None, Model, 404))
 async def model(request: Request) -> Response:
     """One of them."""
     state = state_of(request)
-    return respond(_model(state, state.check_model(request.path_params["model"])))
+    return respond(_model(state, state.find_model(request.path_params["model"])[1]))
 
 
 def _model(state: ServerState, name: str) -> Model:
-    facts = state.client.facts.pooling
+    facts = state.model.client.facts.pooling
     pooling = None
     if facts is not None:
         pooling = PoolingHead(
@@ -59,9 +59,9 @@ def _model(state: ServerState, name: str) -> Model:
             dimensions=None if facts.dimensions is None else list(facts.dimensions),
             prompts=list(facts.prompts),
         )
-    length = state.frontend.max_model_len
+    length = state.model.frontend.max_model_len
     return Model(
-        id=name, created=state.started, max_model_len=length, tasks=list(state.tasks), pooling=pooling
+        id=name, created=state.started, max_model_len=length, tasks=list(state.model.tasks), pooling=pooling
     )
 
 
@@ -79,18 +79,18 @@ async def tokenize(request: Request) -> Response:
     """The token ids of a prompt or of messages."""
     state, options = state_of(request), state_of(request).options
     body = await read_json(request, TokenizeBody, options)
-    state.check_model(body.model)
-    tokenizer = _tokenizer(state)
+    model, _ = state.find_model(body.model)
+    tokenizer = _tokenizer(model)
 
     def answer() -> Response:
         check_size(state, *_characters(body))
         if body.prompt is not None:
             token_ids = tokenizer.encode(body.prompt, body.add_special_tokens is not False)
         else:
-            check_tokenizer(state)
-            _, token_ids = state.frontend.encode_chat(tokenized_chat(body))
+            check_tokenizer(model)
+            _, token_ids = model.frontend.encode_chat(tokenized_chat(body))
         spelled = [tokenizer.token(token_id) for token_id in token_ids] if body.return_token_strs else None
-        length = state.frontend.max_model_len
+        length = model.frontend.max_model_len
         return respond(
             Tokens(count=len(token_ids), max_model_len=length, tokens=token_ids, token_strs=spelled)
         )
@@ -104,8 +104,8 @@ async def detokenize(request: Request) -> Response:
     """The text of token ids."""
     state, options = state_of(request), state_of(request).options
     body = await read_json(request, DetokenizeBody, options)
-    state.check_model(body.model)
-    tokenizer, size = _tokenizer(state), state.frontend.input_processor.vocab_size
+    model, _ = state.find_model(body.model)
+    tokenizer, size = _tokenizer(model), model.frontend.input_processor.vocab_size
     check_size(state, "tokens", len(body.tokens), "ids")
 
     def answer() -> Response:
@@ -143,10 +143,10 @@ def check_size(state: ServerState, name: str, size: int, unit: str) -> None:
         raise ApiError(400, message, code="text_too_long", param=name)
 
 
-def _tokenizer(state: ServerState) -> Tokenizer:
-    if state.frontend.tokenizer is None:
+def _tokenizer(model: ServedModel) -> Tokenizer:
+    if model.frontend.tokenizer is None:
         raise ApiError(400, "this model is served without a tokenizer", code="no_tokenizer")
-    return state.frontend.tokenizer
+    return model.frontend.tokenizer
 
 
 # ---- requests ----
