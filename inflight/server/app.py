@@ -1,4 +1,4 @@
-"""Paths that clients look for and that are not here: what to say about them."""
+"""The application: routes, error handlers, and hints for paths that clients expect and that do not exist."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from inflight.server.routes import control, health, replicas, service
 from inflight.server.scoring import routes as pooling
 from inflight.server.state import ServerState, state_of
 
-_TEXT_ONLY = "only text is read and written"
-_NO_LORA = "there are no adapters yet: merge it into a checkpoint"
-_NO_PROFILER = "/v1/requests/{id} says where a request's time went, and /metrics what the engine does"
-_NO_RPC = "there are no workers that run code of callers"
+_TEXT_ONLY = "only text input and output are supported"
+_NO_LORA = "LoRA adapters are not supported yet: merge the adapter into a checkpoint"
+_NO_PROFILER = "/v1/requests/{id} shows where a request's time went, and /metrics what the engine does"
+_NO_RPC = "workers do not run code from clients"
 
-# By clients whose base URL lacks /v1.
+# Requested by clients whose base URL lacks /v1.
 _FORGOTTEN = ("/chat/completions", "/completions", "/messages", "/responses", "/embeddings", "/models")
 
 MISSING_ROUTES: dict[str, str] = {
@@ -44,43 +44,43 @@ MISSING_ROUTES: dict[str, str] = {
     "/start_profile": _NO_PROFILER,
     "/stop_profile": _NO_PROFILER,
     "/collective_rpc": _NO_RPC,
-    "/invocations": "use the route of what is asked for, as /v1/chat/completions",
+    "/invocations": "use the route of the task, such as /v1/chat/completions",
     "/inference/v1/generate": "use /v1/completions with token ids and return_token_ids",
-    "/tokenizer_info": "the tokenizer's files are the checkpoint's; /tokenize and /detokenize are here",
+    "/tokenizer_info": "read the tokenizer's files in the checkpoint, or use /tokenize and /detokenize",
     "/scale_elastic_ep": "use /v1/replicas",
     "/is_scaling_elastic_ep": "use /v1/replicas",
     "/reset_mm_cache": _TEXT_ONLY,
     "/reset_encoder_cache": _TEXT_ONLY,
-    "/pause": "use /v1/replicas/{id}/drain, or /sleep when no request is left",
+    "/pause": "use /v1/replicas/{id}/drain, or /sleep when no requests are running",
     "/resume": "use /v1/replicas, or /wake_up",
-    "/v1/files": "nothing is kept here; send what is to be read",
-    "/v1/batches": "send the requests themselves: the queue takes --max-queue of them",
+    "/v1/files": "files are not stored; send their text in the request",
+    "/v1/batches": "send the requests one by one: the queue holds --max-queue of them",
     "/v1/assistants": "use /v1/responses",
     "/v1/threads": "use /v1/responses with previous_response_id",
-    "/v1/moderations": "no one looks at what is written here",
+    "/v1/moderations": "content is not moderated",
     "/redoc": "use /docs",
     "/generate": "use /v1/completions",
     "/v1/engines": "use /v1/models",
-    "/v1": "routes begin with it, as /v1/models does; it is the base URL of OpenAI's clients",
+    "/v1": "this is the base URL for OpenAI clients; routes start with it, such as /v1/models",
 }
 
 
 def hint_for(path: str) -> str:
-    """What follows the words that there is nothing at this path."""
+    """Return what to append to the error about a path that does not exist."""
     if path in _FORGOTTEN:
-        return f": it is at /v1{path}"
+        return f": use /v1{path}"
     known = MISSING_ROUTES.get(path.rstrip("/"))
     if known is None and path.endswith("/"):
-        return ": try it without the slash at its end"
+        return ": try it without the trailing slash"
     return "" if known is None else f": {known}"
 
 
 def create_app(state: ServerState) -> ASGIApp:
-    """Everything between the wire and the engine."""
+    """Return the application that serves a state."""
     app = FastAPI(
         title="inflight",
         version=__version__,
-        description="An LLM serving engine with OpenAI's API.",
+        description="An LLM serving engine with OpenAI's and Anthropic's API.",
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
@@ -102,7 +102,7 @@ def create_app(state: ServerState) -> ASGIApp:
 
 
 def _with_cors(app: ASGIApp, state: ServerState) -> ASGIApp:
-    """Outermost: a browser asks before it sends a key."""
+    """Wrap the application in CORS, outermost since a browser's preflight request has no key."""
     options = state.options
     if not options.allowed_origins:
         return app
@@ -118,25 +118,25 @@ def _with_cors(app: ASGIApp, state: ServerState) -> ASGIApp:
 
 async def _failed(request: Request, error: Exception) -> Response:
     state = state_of(request)
-    told = of_exception(error, state.request_log.retry_after())
-    state.metrics.refused[told.code or str(told.status)] += 1
-    return error_at(request.url.path, told)
+    api_error = of_exception(error, state.request_log.retry_after())
+    state.metrics.refused[api_error.code or str(api_error.status)] += 1
+    return error_at(request.url.path, api_error)
 
 
 async def _gone(request: Request, error: Exception) -> Response:  # noqa: ARG001
-    """The client left before its request was complete. No one reads this; the log and the counters see it."""
+    """Answer a client that disconnected while sending its request. Only the log and the metrics see this."""
     return Response(status_code=499)
 
 
 async def _not_routed(request: Request, error: Exception) -> Response:
-    """No such path, or not with this method."""
+    """Answer a request for an unknown path, or with a method that is not allowed."""
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
         path = request.url.path
-        message = f"there is nothing at {path!r:.200}{hint_for(path)}"
+        message = f"unknown path {path!r:.200}{hint_for(path)}"
         return error_at(path, ApiError(404, message, code="unknown_path"))
     if error.status_code == 405:
         message = f"{request.method} is not allowed at {request.url.path!r:.200}"
-        told = ApiError(405, message, code="method_not_allowed", headers=error.headers)
-        return error_at(request.url.path, told)
+        api_error = ApiError(405, message, code="method_not_allowed", headers=error.headers)
+        return error_at(request.url.path, api_error)
     return error_at(request.url.path, ApiError(error.status_code, str(error.detail), headers=error.headers))

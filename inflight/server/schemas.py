@@ -1,4 +1,4 @@
-"""What the bodies of several routes share."""
+"""Bodies and their parts that several APIs share."""
 
 from __future__ import annotations
 
@@ -24,18 +24,17 @@ REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 
 
 T = TypeVar("T")
-# One mistake is enough: a list of a million would otherwise be told one by one.
+# Stop at the first error: a list could have a million of them.
 Items = Annotated[list[T], Field(fail_fast=True)]
 
 
 def ranged(default: Any = None, **schema: Any) -> Any:
-    """A field whose range the document tells and `SamplingParams`, the one validator, checks."""
+    """Return a field whose range is documented here and checked by `SamplingParams`, the only validator."""
     return Field(default, json_schema_extra=schema)
 
 
 def missing(instead: str) -> Any:
-    """A field of OpenAI's or vLLM's requests that is refused unless its value changes nothing, which are those that its
-    type allows; and what to do instead."""
+    """Return a field that is not supported: its type allows only values without effect. `instead` says what to do."""
     return Field(None, description=f"Not supported: {instead}.", json_schema_extra={INSTEAD: instead})
 
 
@@ -48,14 +47,14 @@ def _check_unset(value: Any) -> Any:
     return value
 
 
-# null, false, 0, "", [] and {}: what clients send for what they do not want.
+# null, false, 0, "", [] and {}: what clients send for features that they do not use.
 Unset = Annotated[Any, AfterValidator(_check_unset), WithJsonSchema({"enum": [None, False, 0, "", [], {}]})]
-# Whatever is sent is taken, and changes nothing.
-Ignored = Annotated[Any, WithJsonSchema({"description": "Taken, and without effect."})]
+# Any value is accepted and ignored.
+Ignored = Annotated[Any, WithJsonSchema({"description": "Accepted and ignored."})]
 
 
 class Body(BaseModel):
-    """A body that a client sends: no unknown parameters, no types that only look alike."""
+    """A request body: no unknown parameters, and no conversion between types."""
 
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 
@@ -63,13 +62,13 @@ class Body(BaseModel):
 
     @property
     def is_large(self) -> bool:
-        """Whether work on all of it takes so long that other streams would notice."""
+        """Whether it is so large that processing it on the event loop would delay other requests."""
         return self._is_large
 
     @classmethod
     @cache
     def unsupported(cls) -> dict[str, str]:
-        """Fields that are refused unless they change nothing, and what to do instead."""
+        """Return the fields that are not supported, and what to do instead."""
         extras = ((name, field.json_schema_extra) for name, field in cls.model_fields.items())
         return {
             name: str(extra[INSTEAD]) for name, extra in extras if type(extra) is dict and INSTEAD in extra
@@ -77,11 +76,13 @@ class Body(BaseModel):
 
 
 class SampledBody(Body):
-    """What all that generate have in common, whatever their API."""
+    """The parameters of every generation, in all APIs."""
 
-    model: str | None = Field(None, description="A name that /v1/models lists; may be left out.")
+    model: str | None = Field(None, description="A name from /v1/models; optional.")
     stream: bool | None = None
-    user: str | None = Field(None, max_length=256, description="Whom fair scheduling counts this against.")
+    user: str | None = Field(
+        None, max_length=256, description="The user that fair scheduling counts this request against."
+    )
 
     temperature: float | None = ranged(minimum=0)
     top_p: float | None = ranged(exclusiveMinimum=0, maximum=1)
@@ -94,27 +95,33 @@ class SampledBody(Body):
     ignore_eos: bool | None = None
     min_tokens: int | None = ranged(minimum=0)
 
-    priority: int | None = Field(None, description="Smaller goes first, with --policy priority.")
-    cache_salt: str | None = Field(None, max_length=MAX_SALT_LENGTH, description="Separates cached prefixes.")
+    priority: int | None = Field(None, description="With --policy priority, smaller values go first.")
+    cache_salt: str | None = Field(
+        None,
+        max_length=MAX_SALT_LENGTH,
+        description="Cached prefixes are shared only between requests with the same salt.",
+    )
     request_id: Annotated[str, Field(pattern=f"^{REQUEST_ID.pattern}$")] | None = Field(
-        None, description="The answer's id, and its name under /v1/requests."
+        None, description="The id of the answer, also for /v1/requests."
     )
 
     def sampling(self) -> dict[str, Any]:
-        """The fields of `SamplingParams` that the client has set."""
+        """Return the fields of `SamplingParams` that the client has set."""
         return {name: value for name in SAMPLING if (value := getattr(self, name, None)) is not None}
 
 
 class StreamOptions(Body):
-    include_usage: bool | None = Field(None, description="A last event with the usage of the whole request.")
+    include_usage: bool | None = Field(
+        None, description="Send the usage of the whole request in a last event."
+    )
     continuous_usage_stats: bool | None = Field(
-        None, description="With include_usage: every event has the usage of its answer so far."
+        None, description="With include_usage: send the usage so far in every event."
     )
     include_obfuscation: Ignored = None
 
 
 class GenerationBody(SampledBody):
-    """What completions and chats have in common."""
+    """The parameters of completions and chats."""
 
     stream_options: StreamOptions | None = None
     n: int | None = ranged(minimum=1, maximum=MAX_N)
@@ -127,9 +134,9 @@ class GenerationBody(SampledBody):
     bad_words: Items[str] | None = None
     prompt_logprobs: int | None = ranged(minimum=0, maximum=MAX_LOGPROBS)
 
-    return_token_ids: bool | None = Field(None, description="Token ids beside the text.")
+    return_token_ids: bool | None = Field(None, description="Return token ids in addition to the text.")
 
-    # They inform whoever keeps answers, or choose where there is no choice.
+    # These have no effect here.
     store: Ignored = None
     metadata: Ignored = None
     service_tier: Ignored = None
@@ -138,27 +145,25 @@ class GenerationBody(SampledBody):
     prompt_cache_retention: Ignored = None
     session_id: Ignored = None
     guided_decoding_backend: Ignored = None
-    length_penalty: Ignored = None  # of beam search alone
-    spaces_between_special_tokens: Ignored = None  # text is what the tokenizer makes of tokens
-    prediction: Ignored = None  # would be faster, and is the same answer
+    length_penalty: Ignored = None  # only for beam search
+    spaces_between_special_tokens: Ignored = None  # the tokenizer decides about spaces
+    prediction: Ignored = None  # affects only speed
 
-    extra_body: Unset = missing(
-        "its fields belong beside the others: Python's openai package puts them there"
-    )
-    use_beam_search: Unset = missing("ask for n answers and choose by their logprobs, or use LLM.beam_search")
-    truncate_prompt_tokens: Unset = missing("leave out what does not fit")
-    truncation_side: Unset = missing("leave out what does not fit")
-    logprob_token_ids: Unset = missing("ask for more logprobs, or set allowed_token_ids")
+    extra_body: Unset = missing("put its fields at the top level, as Python's openai package does")
+    use_beam_search: Unset = missing("request n answers and choose by their logprobs, or use LLM.beam_search")
+    truncate_prompt_tokens: Unset = missing("shorten the prompt yourself")
+    truncation_side: Unset = missing("shorten the prompt yourself")
+    logprob_token_ids: Unset = missing("request more logprobs, or set allowed_token_ids")
     guided_whitespace_pattern: Unset = missing("use a regex or a grammar")
     return_tokens_as_token_ids: Unset = missing("set return_token_ids")
-    return_prompt_text: Unset = missing("ask /tokenize for the tokens, and /detokenize for their text")
+    return_prompt_text: Unset = missing("use /tokenize for the tokens, and /detokenize for their text")
     repetition_detection: Unset = missing("use repetition_penalty or frequency_penalty")
-    logits_processors: Unset = missing("code is never taken from a request; use logit_bias or bad_words")
-    vllm_xargs: Unset = missing("there are no plug-ins that read it")
-    kv_transfer_params: Unset = missing("KV stays in the engine that computed it")
-    mm_processor_kwargs: Unset = missing("only text is read")
-    media_io_kwargs: Unset = missing("only text is read")
-    watermarking: Unset = missing("answers have no watermark")
+    logits_processors: Unset = missing("requests cannot contain code; use logit_bias or bad_words")
+    vllm_xargs: Unset = missing("there are no plug-ins that use it")
+    kv_transfer_params: Unset = missing("KV blocks stay in the engine that computed them")
+    mm_processor_kwargs: Unset = missing("only text input is supported")
+    media_io_kwargs: Unset = missing("only text input is supported")
+    watermarking: Unset = missing("watermarking is not implemented")
 
 
 SAMPLING = (
@@ -168,7 +173,7 @@ SAMPLING = (
 )
 
 
-# ---- what comes back ----
+# ---- responses ----
 
 
 class ErrorDetail(BaseModel):
@@ -179,7 +184,7 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """Every error, whatever its status."""
+    """An error, of any status."""
 
     error: ErrorDetail
 
@@ -198,7 +203,7 @@ class Usage(BaseModel):
     total_tokens: int
     prompt_tokens_details: PromptDetails
     completion_tokens_details: CompletionDetails | None = Field(
-        None, description="Of chats, where it is known."
+        None, description="Only for chats whose format marks reasoning."
     )
 
 
@@ -206,22 +211,24 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 class ReturnedPart(Body):
-    """A part of a conversation. What a client got in an answer it may send back as it was: null is nothing."""
+    """A part of a conversation. Clients may send parts of an answer back unchanged: null values are dropped."""
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        return {name: value for name, value in given.items() if value is not None}
+    def _without_nulls(cls, part: Any) -> Any:
+        if not isinstance(part, dict):
+            return part
+        return {name: value for name, value in part.items() if value is not None}
 
 
 def by_type(allowed: str, default: str | None = None) -> Discriminator:
-    """Tells the members of a union apart, each of which is tagged with its type in angle brackets: no parameter is
-    named so, and messages leave them out. `default` is the type of a part that does not say."""
+    """Return what tells the members of a union apart by their `type`, which is `default` if it is not given.
 
-    def tag(given: Any) -> str:
-        kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
+    Tags are types in angle brackets. No parameter has such a name, so error messages can leave tags out.
+    """
+
+    def tag(part: Any) -> str:
+        kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
         return f"<{kind or default}>"
 
     return Discriminator(tag, custom_error_type="unsupported_type", custom_error_message=allowed)
@@ -234,20 +241,20 @@ class JsonSchemaFormat(Body):
     name: str | None = Field(None, max_length=256)
     description: str | None = None
     schema_: dict[str, Any] | bool | None = Field(
-        None, alias="schema", description="Any object, if there is none."
+        None, alias="schema", description="Without a schema, any JSON object is allowed."
     )
-    strict: bool | None = Field(None, description="Answers match the schema in any case.")
+    strict: bool | None = Field(None, description="Ignored: answers always match the schema.")
 
 
 class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
-    structures: Items[dict[str, Any]] | None = Field(None, description="Of a structural tag.")
-    triggers: Items[str] | None = Field(None, description="Of a structural tag.")
+    structures: Items[dict[str, Any]] | None = Field(None, description="Only for structural tags.")
+    triggers: Items[str] | None = Field(None, description="Only for structural tags.")
 
 
 class ConstrainedBody(GenerationBody):
-    """At most one of these. Those that begin with guided are older names."""
+    """A body that may constrain the text of answers, in at most one way. The `guided_*` names are vLLM's older ones."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = Field(

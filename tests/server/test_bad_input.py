@@ -209,7 +209,7 @@ def test_other_statuses(live: Live) -> None:
     assert (status, error["code"], error["param"]) == (404, "model_not_found", "model")
     assert refused(live, "/v1/nothing", b"{}")[0] == 404
     assert refused(live, "/v1/completions/", b"{}")[0] == 404
-    assert "it is at /v1/chat/completions" in refused(live, "/chat/completions", b"{}")[1]["message"]
+    assert "use /v1/chat/completions" in refused(live, "/chat/completions", b"{}")[1]["message"]
     assert refused(live, "/v1/models", b"{}")[0] == 405
     assert refused(live, COMPLETIONS, b"prompt=x", **{"content-type": "text/plain"})[0] == 415
     assert live.http.get("/v1/requests/unknown").json()["error"]["code"] == "request_not_found"

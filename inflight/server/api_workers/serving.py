@@ -96,8 +96,8 @@ async def _watch(fronts: Fronts, state: ServerState, running: asyncio.Task[None]
     while not running.done() and not told.times:
         health = await state.model.client.health()
         if health.state == "dead":
-            reason = health.error or "no reason is known"
-            raise EngineDeadError(f"the engine was given up, and so the server ends: {reason}")
+            reason = health.error or "the reason is unknown"
+            raise EngineDeadError(f"the engine is dead and the server stops: {reason}")
         await fronts.tell_health(state)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(HEALTH_POLL):

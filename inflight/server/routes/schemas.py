@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize."""
+"""Bodies and answers of the service routes: tokens, models, health, requests, replicas."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from inflight.server.schemas import Body, Items, Unset, missing
 
 
 class TokenizeBody(Body):
-    """Either a prompt, as completions read it, or messages, as chats do."""
+    """Either a prompt, as for completions, or messages, as for chats."""
 
     model_config = ConfigDict(
         json_schema_extra={"anyOf": [{"required": ["prompt"]}, {"required": ["messages"]}]}
@@ -21,7 +21,9 @@ class TokenizeBody(Body):
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
-    add_special_tokens: bool | None = Field(None, description="For a prompt; true unless told otherwise.")
+    add_special_tokens: bool | None = Field(
+        None, description="Add special tokens to the prompt; true by default."
+    )
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     tools: Tools | None = None
@@ -29,7 +31,7 @@ class TokenizeBody(Body):
     return_token_strs: bool | None = None
 
     chat_template: Unset = missing("templates come with the checkpoint, never with a request")
-    mm_processor_kwargs: Unset = missing("only text is read")
+    mm_processor_kwargs: Unset = missing("only text input is supported")
 
     @model_validator(mode="after")
     def _one_of_two(self) -> TokenizeBody:
@@ -55,13 +57,13 @@ class DetokenizedText(BaseModel):
 
 
 class PoolingHead(BaseModel):
-    """What a model that embeds, classifies or scores returns for a text."""
+    """What a model that embeds, classifies or scores computes for a text."""
 
     size: int
-    scale: Scale  # of scores and classes, unless asked for another
+    scale: Scale  # the default for scores and classes
     labels: list[str]
-    dimensions: list[int] | None  # to which embeddings may be cut; null: the checkpoint does not say
-    prompts: list[str]  # by name
+    dimensions: list[int] | None  # to which embeddings may be truncated; null: the checkpoint does not say
+    prompts: list[str]  # their names
 
 
 class Model(BaseModel):
@@ -80,8 +82,8 @@ class Models(BaseModel):
 
 
 class HealthStatus(BaseModel):
-    """`status` is "ok", or says why not; `degraded` names the replicas that do not work while others do; `progress` is
-    the share of the weights that is there, while they load."""
+    """The health of the server: `status` is "ok" or the reason why not, `degraded` names the replicas that do not work
+    while others do, and `progress` is the fraction of the weights that is loaded."""
 
     status: str
     seconds_since_step: float
@@ -110,13 +112,13 @@ class Sleeping(BaseModel):
 
 
 class Done(BaseModel):
-    """It was done."""
+    """The command was executed."""
 
     success: bool = True
 
 
 class Breakdown(BaseModel):
-    """Where an answer's time in the engine went, in seconds. The parts add up to it."""
+    """Where an answer's time in the engine went, in seconds. The parts add up to the total."""
 
     queue: dict[str, float]  # by cause: step, memory, slots, budget, policy
     prefill: float
@@ -124,11 +126,11 @@ class Breakdown(BaseModel):
     decode: float
     preempted: float
     held: float
-    lost: float  # with engines that died, and until another one had it
+    lost: float  # on engines that died, and until another one took over
 
 
 class AnswerReport(BaseModel):
-    """What happened to one answer of a request; times in seconds, null where it has not come so far."""
+    """What happened to one answer of a request. Times are in seconds, and null if not reached yet."""
 
     index: int
     status: Literal["queued", "running", "finished"]
@@ -137,8 +139,8 @@ class AnswerReport(BaseModel):
     num_cached_tokens: int
     num_output_tokens: int
     num_preemptions: int
-    replica: str  # that it is or was on, the last one; empty where there are none
-    num_failovers: int  # replicas that it outlived
+    replica: str  # the last one that computed it; empty without replicas
+    num_failovers: int  # how many replicas died under it
     queued_seconds: float | None
     prefill_seconds: float | None
     decode_seconds: float | None
@@ -146,7 +148,7 @@ class AnswerReport(BaseModel):
 
 
 class Waited(BaseModel):
-    """Who was in the engine while this one waited: how many, and those of the same key by id."""
+    """The requests in the engine while this one waited: how many, and the ids of those with the same key."""
 
     num_requests: int
     ids: list[str]
@@ -162,13 +164,13 @@ class RequestReport(BaseModel):
     status: Status
     created: int
     task: Task
-    num_answers: int  # or texts; of texts, `answers` has the first ones
+    num_answers: int  # or texts, of which `answers` has only the first ones
     stream: bool
     priority: int
     tenant: str
     total_seconds: float
     first_token_seconds: float | None
-    client_seconds: float  # that the server waited for the client to take in what it sent
+    client_seconds: float  # spent waiting for the client to read
     answers: list[AnswerReport]
     waited_for: Waited
     why: str
@@ -182,17 +184,17 @@ class Cancelled(BaseModel):
 
 
 class ReplicaReport(BaseModel):
-    """One engine: how it does, and what it has to do."""
+    """The state and load of one engine."""
 
     id: str
     object: Literal["replica"] = "replica"
     state: Literal["starting", "running", "draining", "stalled", "restarting", "dead", "closing", "closed"]
     num_running: int = 0
     num_waiting: int = 0
-    num_queued_tokens: int = 0  # of prompts, to be computed
-    kv_usage: float = 0.0  # used share of the KV blocks
-    num_cached_blocks: int = 0  # that a prefix hit finds, used ones not among them
-    prefix_hit_rate: float = 0.0  # of the prompt tokens since its start
+    num_queued_tokens: int = 0  # prompt tokens still to be computed
+    kv_usage: float = 0.0  # fraction of the KV blocks in use
+    num_cached_blocks: int = 0  # unused blocks that prefix hits can find
+    prefix_hit_rate: float = 0.0  # fraction of the prompt tokens since its start
     num_output_tokens: int = 0  # since its start
     num_restarts: int = 0
     seconds_since_step: float = 0.0
@@ -200,5 +202,5 @@ class ReplicaReport(BaseModel):
 
 class ReplicaReports(BaseModel):
     object: Literal["list"] = "list"
-    routing: str | None  # how one is chosen; null: there is one engine, and no router
+    routing: str | None  # how a replica is chosen; null: there is one engine and no router
     data: list[ReplicaReport]
