@@ -19,9 +19,8 @@ from inflight.agents.events import (
     ToolCallBegun,
     ToolCallEnded,
 )
+from inflight.agents.formats.base import REASONING_FORMATS, THINKING, TOOL_FORMATS
 from inflight.agents.parser import MessageParser
-from inflight.agents.thinking import REASONING_FORMATS, THINKING
-from inflight.agents.tool_format import TOOL_FORMATS
 
 __all__ = [
     "REASONING_FORMATS",

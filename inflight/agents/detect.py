@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+from inflight.agents.formats.base import HARMONY_REASONING, THINKING, TOOL_FORMATS
 from inflight.agents.parser import MessageParser
-from inflight.agents.python_literals import parsed_json
-from inflight.agents.thinking import HARMONY_REASONING, THINKING
-from inflight.agents.tool_format import TOOL_FORMATS
+from inflight.agents.values import parsed_json
 from inflight.errors import RequestError, TemplateError
 from inflight.text import ChatTemplate, Tokenizer
 

@@ -7,16 +7,17 @@ from typing import Any
 
 from inflight.agents.calls import Calls
 from inflight.agents.events import ContentDelta, ParsedMessage, ParserEvent, joined
-from inflight.agents.formats.harmony import HARMONY_WITHOUT_CALLS
-from inflight.agents.source import Markers, Reading, Source
-from inflight.agents.thinking import (
+from inflight.agents.formats.base import (
     HARMONY_REASONING,
     REASONING_FORMATS,
     THINKING,
+    TOOL_FORMATS,
     ThinkingMarkers,
+    ToolFormat,
     read_thinking,
 )
-from inflight.agents.tool_format import TOOL_FORMATS, ToolFormat
+from inflight.agents.formats.harmony import HARMONY_WITHOUT_CALLS
+from inflight.agents.source import Markers, Reading, Source
 from inflight.errors import ConfigError
 from inflight.text import Tokenizer
 

@@ -16,7 +16,7 @@ import codecs
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from inflight.text.pieces import ByteDecoder
+from inflight.text.byte_decoder import ByteDecoder
 from inflight.text.tokenizer import Tokenizer
 
 MAX_PENDING = 8  # ids that a decoder of unknown shape may hold back

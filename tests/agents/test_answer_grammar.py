@@ -12,7 +12,7 @@ import pytest
 
 from inflight import StructuredOutputs
 from inflight.agents import TOOL_FORMATS, MessageParser, ParsedMessage, answer_grammar
-from inflight.agents.thinking import THINKING
+from inflight.agents.formats.base import THINKING
 from inflight.constraints import GrammarValidator
 from inflight.errors import ParameterError
 from inflight.frontend.vocabulary import vocabulary_of

@@ -16,7 +16,7 @@ from inflight.agents import (
     ToolCallBegun,
     ToolCallEnded,
 )
-from inflight.agents.json_calls import MAX_HELD
+from inflight.agents.json_reader import MAX_HELD
 from inflight.agents.source import MAX_TRIMMED
 from inflight.errors import ConfigError
 from inflight.text import IncrementalDetokenizer, Tokenizer

@@ -9,9 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inflight.agents.python_literals import literal_json
-from inflight.agents.schema_types import types_of
-from inflight.agents.typed_values import value_json
+from inflight.agents.values import literal_json, types_of, value_json
 
 TEXTS = st.text(max_size=6)
 VALUES = st.recursive(

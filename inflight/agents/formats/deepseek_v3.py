@@ -8,10 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from inflight.agents.rule_writer import CallGrammar, RuleWriter, Tool
-from inflight.agents.sections import CallHeader, CallSections
+from inflight.agents.calls import CallHeader, CallSections
+from inflight.agents.formats.base import ToolFormat
+from inflight.agents.grammar_writer import CallGrammar, RuleWriter, Tool
 from inflight.agents.source import Markers, Reading, Source
-from inflight.agents.tool_format import ToolFormat
 
 _SECTION = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 _CALL = ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")

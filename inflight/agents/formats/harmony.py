@@ -14,12 +14,15 @@ from collections.abc import Callable
 
 from inflight.agents.calls import Calls
 from inflight.agents.events import ContentDelta, ParserEvent, ReasoningDelta
-from inflight.agents.json_text import read_value
+from inflight.agents.formats.base import ToolFormat
+from inflight.agents.grammar_writer import AnswerShape, RuleWriter
+from inflight.agents.json_reader import read_value
 from inflight.agents.source import Markers, Reading, Source
-from inflight.agents.tool_format import ToolFormat
+from inflight.errors import ParameterError
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
-_ENDS = ("<|end|>", "<|call|>", "<|return|>")
+_END, _CONSTRAIN, _CALL = "<|end|>", "<|constrain|>", "<|call|>"
+_ENDS = (_END, _CALL, "<|return|>")
 _HEADER_STARTS = (_START, _CHANNEL, _MESSAGE, " to=")  # the prompt ends with `<|start|>assistant`
 _BEGIN, _END_OF_HEADER = Markers(_START, _CHANNEL), Markers(_MESSAGE)
 _END_OF_BODY = Markers(*_ENDS, _START, _CHANNEL)
@@ -116,6 +119,51 @@ def _opened(prompt: str) -> str:
     return header + message if message and not any(end in text for end in _ENDS) else ""
 
 
-_MARKERS = (_START, _CHANNEL, "<|constrain|>", _MESSAGE, *_ENDS)
+def harmony_answer(writer: RuleWriter, shape: AnswerShape, opened: str) -> str:
+    """`opened` is the header of a message that the prompt has begun."""
+    if not all(map(writer.is_special, (_START, _CHANNEL, _MESSAGE, _END, _CONSTRAIN, _CALL))):
+        raise ParameterError(
+            "the tokenizer of this model lacks tokens of harmony, so its answers cannot be constrained",
+            code="constraints_unavailable",
+        )
+    text = writer.text("TEXT")
+    if opened and "analysis" not in opened:  # it is in its last message already
+        return shape.content or text
+    limit = shape.max_reasoning_tokens
+    next_message = writer.marked(_END, _START, "assistant")
+    said = writer.rule("thoughts" if not limit else f"thoughts[max_tokens={limit}]", text)
+    thought = f"{writer.marked(_CHANNEL, 'analysis', _MESSAGE)} {said} {next_message}"
+    # A limit is one message's, so with one there is but one.
+    many = "*" if limit is None else "?"
+    thoughts = "" if limit == 0 else f"({thought}){many}"
+    last = writer.rule("last", _last_message(writer, shape, text))
+    if opened:
+        rest = next_message if limit == 0 else f"{said} {next_message}"
+        return f"{rest} {thoughts if limit is None else ''} {last}"
+    return f"{thoughts} {last}"
+
+
+def _last_message(writer: RuleWriter, shape: AnswerShape, text: str) -> str:
+    final = f"{writer.marked(_CHANNEL, 'final', _MESSAGE)} {shape.content or text}"
+    if not shape.tools:
+        return final
+    to_function = writer.marked(_CHANNEL, "commentary to=functions.")
+    begin_arguments = writer.marked(_CONSTRAIN, "json", _MESSAGE)
+    ways = " | ".join(
+        f'{writer.marked(tool.name)} " "? {begin_arguments} {arguments}'
+        for tool, arguments in writer.arguments(tools=shape.tools)
+    )
+    call = f"{to_function} ({ways}) {writer.marked(_CALL)}?"
+    if shape.is_required:
+        return call
+    if shape.content is not None:
+        return f"{call} | {final}"
+    words = (
+        f"{writer.marked(_CHANNEL, 'commentary', _MESSAGE)} {text} {writer.marked(_END, _START, 'assistant')}"
+    )
+    return f"({words})? {call} | {final}"
+
+
+_MARKERS = (_START, _CHANNEL, _CONSTRAIN, _MESSAGE, *_ENDS)
 HARMONY = ToolFormat(_read, _MARKERS, opened=_opened)
 HARMONY_WITHOUT_CALLS = ToolFormat(_read_channels, _MARKERS, opened=_opened)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from inflight.agents.calls import Calls
 from inflight.agents.events import ContentDelta
-from inflight.agents.json_calls import read_json_call
-from inflight.agents.rule_writer import CallGrammar, RuleWriter, Tool
+from inflight.agents.formats.base import ToolFormat
+from inflight.agents.grammar_writer import CallGrammar, RuleWriter, Tool
+from inflight.agents.json_reader import read_json_call
 from inflight.agents.source import Markers, Reading, Source
-from inflight.agents.tool_format import ToolFormat
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _OPENING = Markers(_OPEN)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from inflight.agents.rule_writer import CallGrammar, RuleWriter, Tool
-from inflight.agents.sections import CallHeader, CallSections
+from inflight.agents.calls import CallHeader, CallSections
+from inflight.agents.formats.base import ToolFormat
+from inflight.agents.grammar_writer import CallGrammar, RuleWriter, Tool
 from inflight.agents.source import Markers, Reading, Source
-from inflight.agents.tool_format import ToolFormat
 
 _SECTION = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
 _CALL = ("<|tool_call_begin|>", "<|tool_call_end|>")

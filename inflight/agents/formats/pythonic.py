@@ -11,12 +11,10 @@ from collections.abc import Sequence
 
 from inflight.agents.calls import Calls
 from inflight.agents.events import ContentDelta
-from inflight.agents.parameter_rules import Parameter, json_value, parameters
-from inflight.agents.python_literals import json_string, literal_json
-from inflight.agents.rule_writer import CallGrammar, RuleWriter, Tool
-from inflight.agents.schema_types import types_of
+from inflight.agents.formats.base import ToolFormat
+from inflight.agents.grammar_writer import CallGrammar, Parameter, RuleWriter, Tool, json_value, parameters
 from inflight.agents.source import Markers, Reading, Source
-from inflight.agents.tool_format import ToolFormat
+from inflight.agents.values import json_string, literal_json, types_of
 
 _START, _END = "<|python_start|>", "<|python_end|>"
 _STARTS = Markers(_START)

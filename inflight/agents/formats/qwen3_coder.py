@@ -5,13 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from inflight.agents.calls import Calls
+from inflight.agents.calls import Calls, TypedArguments
 from inflight.agents.events import ContentDelta
-from inflight.agents.parameter_rules import Parameter, all_of, bare_value, parameters
-from inflight.agents.rule_writer import CallGrammar, RuleWriter, Tool
+from inflight.agents.formats.base import ToolFormat
+from inflight.agents.grammar_writer import (
+    CallGrammar,
+    Parameter,
+    RuleWriter,
+    Tool,
+    all_of,
+    bare_value,
+    parameters,
+)
 from inflight.agents.source import Markers, Reading, Source
-from inflight.agents.tool_format import ToolFormat
-from inflight.agents.typed_values import TypedArguments
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
