@@ -1,4 +1,9 @@
-"""Writes the grammar of an answer, in llguidance's Lark: what formats of calls and of reasoning share."""
+"""Writer of answer grammars in llguidance's Lark dialect, shared by the formats of tool calls and reasoning.
+
+The second half covers formats that write each argument separately by its name, rather than all of them in one JSON
+object. Between tags a value is bare: a string without quotes, or JSON. The rules allow what `values.bare_text_to_json`
+converts back to something that the parameter's schema allows. A strict tool is rejected if that cannot be guaranteed.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +13,26 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from inflight.agents.values import resolved, types_of, value_json
+from inflight.agents.values import bare_text_to_json, resolve_reference, schema_types
 from inflight.constraints import AnswerRules, RuleSchema, is_annotation, literal
 from inflight.errors import ParameterError, shown
 from inflight.text import Tokenizer
 
 ANY_OBJECT = {"type": "object"}
-_GAP = "GAP: /[ \\t\\r\\n]{0,8}/"  # some models would never stop to break lines
+_GAP = "GAP: /[ \\t\\r\\n]{0,8}/"  # bounded, as some models would write line breaks forever
+_DEFINITIONS = ("$defs", "definitions")
+_PER_PARAMETER = {"type", "properties", "required", "additionalProperties", *_DEFINITIONS}
+_STRING_KEYWORDS = {"type", "minLength", "maxLength", "enum", "const"}
 
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function that may be called, as a grammar needs to know it."""
+    """A function that may be called, as far as a grammar needs it."""
 
     name: str
     schema: dict[str, Any]  # of its arguments, which are an object
     strict: bool
-    param: str  # where a request has the schema
+    param: str  # where the schema is in the request
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,30 +40,30 @@ class CallGrammar:
     """How a format writes calls: an opening, and what must follow it."""
 
     opening: str
-    # What follows the opening, as an expression. It may hold several calls if asked to.
-    write: Callable[[RuleWriter, Sequence[Tool], bool], str]
-    repeats: bool = True  # whether every call has an opening of its own
-    # The character that begins a call at the beginning of an answer, where it needs no opening.
-    bare: str = ""
-    # What else a reader would take for the beginning of a call; it is never written.
-    never: tuple[str, ...] = ()
-    names: re.Pattern[str] | None = None  # of functions that a reader understands, None for all
+    # Returns the expression after the opening: one call, or several if the flag is true.
+    write: Callable[[GrammarWriter, Sequence[Tool], bool], str]
+    repeats_opening: bool = True  # every call has an opening of its own
+    # The character that starts a call at the start of an answer, if no opening is needed there.
+    bare_start: str = ""
+    # Other texts that the format's reader would take for the start of a call; they are never generated.
+    forbidden: tuple[str, ...] = ()
+    name_pattern: re.Pattern[str] | None = None  # of function names that the reader understands, None for all
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerShape:
-    """What a request asks of its answer."""
+    """The constraints of a request on its answer."""
 
     tools: Sequence[Tool]
-    is_required: bool  # to call one
-    parallel: bool  # several calls
-    content: str | None  # the expression that it must match, None for free text
+    is_required: bool  # at least one tool must be called
+    parallel: bool  # several calls are allowed
+    content: str | None  # the expression that the content must match, None for free text
     max_reasoning_tokens: int | None
 
 
 @dataclass(slots=True)
-class RuleWriter:
-    """The rules so far. Whoever adds some says what they stand for: an expression that others can use."""
+class GrammarWriter:
+    """Collects the rules of a grammar. Its methods return expressions that other rules can use."""
 
     tokenizer: Tokenizer | None
     _rules: list[str] = field(default_factory=lambda: [_GAP])
@@ -63,8 +71,8 @@ class RuleWriter:
     _schemas: dict[str, RuleSchema] = field(default_factory=dict)
     _content: tuple[str, str] | None = None
 
-    def answer(self, start: str) -> AnswerRules:
-        """All rules, with the one that an answer is."""
+    def finish(self, start: str) -> AnswerRules:
+        """Return all rules, with `start` as the expression for a whole answer."""
         return AnswerRules((f"start: {start}", *self._rules), self._tokens, self._schemas, self._content)
 
     def rule(self, name: str, expression: str) -> str:
@@ -72,7 +80,7 @@ class RuleWriter:
         return name.partition("[")[0]
 
     def is_special(self, marker: str) -> bool:
-        """Whether a marker is a token that no text spells."""
+        """Return whether a marker is a special token, which plain text never produces."""
         token_id = self.token_id(marker)
         return token_id is not None and self.tokenizer is not None and token_id in self.tokenizer.special_ids
 
@@ -80,31 +88,31 @@ class RuleWriter:
         return self.tokenizer.token_id(marker) if self.tokenizer and marker else None
 
     def token(self, token_id: int) -> str:
-        """One token and no other."""
+        """Return an expression for exactly this token."""
         name = f"token_{token_id}"
         self._tokens[name] = token_id
         return name
 
-    def marked(self, *parts: str) -> str:
-        """Markers and texts, one after the other: those that are special tokens as tokens."""
-        said = []
+    def terminals(self, *parts: str) -> str:
+        """Return an expression for markers and texts in sequence; special tokens become tokens, the rest literals."""
+        expressions = []
         for part in filter(None, parts):
             token_id = self.token_id(part)
             special = token_id is not None and self.is_special(part)
-            said.append(self.token(token_id) if special and token_id is not None else literal(part))
-        return " ".join(said)
+            expressions.append(self.token(token_id) if special and token_id is not None else literal(part))
+        return " ".join(expressions)
 
     def schema(self, name: str, schema: RuleSchema) -> str:
         self._schemas[name] = schema
         return name
 
     def user_content(self, kind: str, text: str) -> str:
-        """What a user asked for in a language of its own."""
+        """Return an expression for content that the user constrained with a regex or a grammar."""
         self._content = kind, text
         return "@content"
 
     def arguments(self, tools: Sequence[Tool]) -> list[tuple[Tool, str]]:
-        """The tools, each with the JSON of its arguments."""
+        """Return each tool with an expression for the JSON of its arguments."""
         return [
             (
                 tool,
@@ -117,58 +125,54 @@ class RuleWriter:
         ]
 
     def json_call(self, tools: Sequence[Tool], key: str) -> str:
-        """`{"name": ..., key: {...}}`, for any of the tools."""
-        ways = [
+        """Return an expression for `{"name": ..., key: {...}}` with any of the tools."""
+        alternatives = [
             self.schema(
                 f"call_{index}",
                 RuleSchema(tool.schema, tool.param, tool.strict, ANY_OBJECT, tool.name, key),
             )
             for index, tool in enumerate(tools)
         ]
-        return self.rule("call", " | ".join(ways))
+        return self.rule("call", " | ".join(alternatives))
 
     def text(
         self, name: str, never: Sequence[str] = (), never_first: Sequence[str] = (), length: str = "*"
     ) -> str:
-        """A terminal: free text without some texts in it, and without others at its beginning. `length` is how often a
-        character comes, as expressions say it."""
+        """Return a terminal for free text that does not contain `never` or start with `never_first`.
+
+        `length` is a regex quantifier for the number of characters.
+        """
         parts = [f"/(?s:.){length}/"]
-        if inside := _spelled(self, never):
+        if inside := self._alternatives(never):
             parts.append(f"~/(?s:.*)({inside})(?s:.*)/")
-        if first := _spelled(self, never_first):
+        if first := self._alternatives(never_first):
             parts.append(f"~/[ \\t\\r\\n]*({first})(?s:.*)/")
         return self.rule(name, " & ".join(parts))
 
-
-def regex(text: str) -> str:
-    """A text as a part of a regular expression between slashes."""
-    return re.sub(r"[\\.+*?()|\[\]{}^$/]", lambda found: "\\" + found[0], text)
-
-
-def _spelled(writer: RuleWriter, texts: Sequence[str]) -> str:
-    """As alternatives of an expression; special tokens never are text."""
-    return "|".join(regex(text) for text in texts if text and not writer.is_special(text))
+    def _alternatives(self, texts: Sequence[str]) -> str:
+        """Return a regex for any of the texts, without special tokens, which are never text."""
+        return "|".join(escape_regex(text) for text in texts if text and not self.is_special(text))
 
 
-_DEFINITIONS = ("$defs", "definitions")
-_PER_PARAMETER = {"type", "properties", "required", "additionalProperties", *_DEFINITIONS}
-_OF_STRINGS = {"type", "minLength", "maxLength", "enum", "const"}
+def escape_regex(text: str) -> str:
+    """Escape a text for use inside a regular expression between slashes."""
+    return re.sub(r"[\\.+*?()|\[\]{}^$/]", lambda match: "\\" + match[0], text)
 
 
 class Parameter(NamedTuple):
-    """One of a tool's."""
+    """A parameter of a tool."""
 
     tool: Tool
     name: str
     schema: dict[str, Any]
     required: bool
-    rule: str  # a name for it
+    rule: str  # the name of its rule
 
 
-def parameters(tools: Sequence[Tool], readable: re.Pattern[str]) -> list[list[Parameter]]:
-    """Those of each tool, in the order in which they are written. Raises ParameterError.
+def tool_parameters(tools: Sequence[Tool], readable: re.Pattern[str]) -> list[list[Parameter]]:
+    """Return the parameters of each tool in the order in which they are written. Raises ParameterError.
 
-    Their names must be `readable`.
+    Their names must match `readable`.
     """
     return [_parameters(f"parameter_{number}", tool, readable) for number, tool in enumerate(tools)]
 
@@ -176,107 +180,107 @@ def parameters(tools: Sequence[Tool], readable: re.Pattern[str]) -> list[list[Pa
 def _parameters(rule: str, tool: Tool, readable: re.Pattern[str]) -> list[Parameter]:
     for keyword in tool.schema:
         if keyword not in _PER_PARAMETER and not is_annotation(keyword):
-            _refuse(tool, keyword, "#")
-    known, required = tool.schema.get("properties"), tool.schema.get("required")
-    known = known if isinstance(known, dict) else {}
-    needed = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
-    found = []
-    for place, name in enumerate(dict.fromkeys((*known, *needed))):
+            _reject_if_strict(tool, keyword, "#")
+    properties, required = tool.schema.get("properties"), tool.schema.get("required")
+    properties = properties if isinstance(properties, dict) else {}
+    required = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
+    parameters = []
+    for index, name in enumerate(dict.fromkeys((*properties, *required))):
         if not readable.fullmatch(name) or name != name.strip() or not name:
-            if tool.strict or name in needed:
+            if tool.strict or name in required:
                 raise ParameterError(
-                    f"{tool.param} has the property {shown(name)}: this model cannot write such a name",
+                    f"{tool.param} has the property {shown(name)}: "
+                    "this model's tool call format cannot express that name",
                     param=tool.param,
                 )
             continue
-        schema = resolved(known.get(name, {}), tool.schema)
+        schema = resolve_reference(properties.get(name, {}), tool.schema)
         schema = schema if isinstance(schema, dict) else {}
-        found.append(Parameter(tool, name, schema, name in needed, f"{rule}_{place}"))
-    return found
+        parameters.append(Parameter(tool, name, schema, name in required, f"{rule}_{index}"))
+    return parameters
 
 
-def _refuse(tool: Tool, keyword: str, path: str) -> None:
-    """What the format cannot promise, if somebody insists on it."""
+def _reject_if_strict(tool: Tool, keyword: str, path: str) -> None:
+    """Raise for a keyword that the format cannot guarantee, if the tool is strict."""
     if tool.strict:
         raise ParameterError(
-            f"{tool.param}: the keyword {keyword!r}, at {path}, is not supported with the way in which this model "
-            "writes calls",
+            f"{tool.param}: the keyword {keyword!r}, at {path}, is not supported by this model's tool call format",
             param=tool.param,
             code="unsupported_keyword",
         )
 
 
-def all_of(given: list[Parameter], written: Callable[[Parameter], str]) -> str:
-    """One after the other, those that are not required if wanted."""
-    said = (f"({written(parameter)})" + ("" if parameter.required else "?") for parameter in given)
-    return " ".join(said)
+def parameter_sequence(parameters: list[Parameter], write: Callable[[Parameter], str]) -> str:
+    """Return an expression for the parameters in order; those that are not required may be omitted."""
+    expressions = (f"({write(parameter)})" + ("" if parameter.required else "?") for parameter in parameters)
+    return " ".join(expressions)
 
 
-def json_value(writer: RuleWriter, parameter: Parameter) -> str:
-    """A parameter as JSON."""
+def json_value(writer: GrammarWriter, parameter: Parameter) -> str:
+    """Return an expression for a parameter's value as JSON."""
     tool, schema = parameter.tool, parameter.schema
     for reference in _references(schema):
         if not reference.startswith(tuple(f"#/{name}/" for name in _DEFINITIONS)):
-            _refuse(tool, "$ref", f"#/properties/{parameter.name}")
+            _reject_if_strict(tool, "$ref", f"#/properties/{parameter.name}")
             schema = {}
             break
     definitions = {name: tool.schema[name] for name in _DEFINITIONS if name in tool.schema}
-    types = sorted(types_of(schema))
+    types = sorted(schema_types(schema))
     loose: Any = {"type": types} if types else True
     return writer.schema(
         parameter.rule, RuleSchema({**schema, **definitions}, tool.param, tool.strict, loose)
     )
 
 
-def bare_value(writer: RuleWriter, parameter: Parameter, ending: str, never: tuple[str, ...] = ()) -> str:
-    """A parameter as bare text and its ending. `never` are other texts that would end it."""
+def bare_value(writer: GrammarWriter, parameter: Parameter, ending: str, never: tuple[str, ...] = ()) -> str:
+    """Return an expression for a parameter's value as bare text with its ending. `never` lists other endings."""
     schema = parameter.schema
-    types = types_of(schema)
+    types = schema_types(schema)
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if isinstance(values, list):
         texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
         pairs = zip(texts, values, strict=True)
         texts = [text for text, value in pairs if _reads_as(text, value, types)]
         if texts:
-            said = " | ".join(f"/{regex(text)}/" for text in texts if text)
-            return f"({said}) {writer.marked(ending)}"
-        _refuse(parameter.tool, "enum", f"#/properties/{parameter.name}")
+            alternatives = " | ".join(f"/{escape_regex(text)}/" for text in texts if text)
+            return f"({alternatives}) {writer.terminals(ending)}"
+        _reject_if_strict(parameter.tool, "enum", f"#/properties/{parameter.name}")
     elif types and "string" not in types:
-        return f"GAP {json_value(writer, parameter)} GAP {writer.marked(ending.strip())}"
-    return _text(writer, parameter, types, ending, never)
+        return f"GAP {json_value(writer, parameter)} GAP {writer.terminals(ending.strip())}"
+    return _bare_text(writer, parameter, types, ending, never)
 
 
-def _text(
-    writer: RuleWriter, parameter: Parameter, types: frozenset[str], ending: str, never: tuple[str, ...]
+def _bare_text(
+    writer: GrammarWriter, parameter: Parameter, types: frozenset[str], ending: str, never: tuple[str, ...]
 ) -> str:
     schema = parameter.schema
-    allowed = _OF_STRINGS if types == {"string"} else {"type"}
+    allowed = _STRING_KEYWORDS if types == {"string"} else {"type"}
     alternatives = [schema.get(name) for name in ("anyOf", "oneOf")]
     for keyword in schema:
         if keyword in allowed or is_annotation(keyword):
             continue
         if keyword in ("anyOf", "oneOf") and all(map(_only_types, alternatives)):
             continue
-        _refuse(parameter.tool, keyword, f"#/properties/{parameter.name}")
+        _reject_if_strict(parameter.tool, keyword, f"#/properties/{parameter.name}")
     text = writer.text(
         parameter.rule.upper(),
         (ending.strip(), *never),
-        length=_length(schema) if types == {"string"} else "*",
+        length=_length_quantifier(schema) if types == {"string"} else "*",
     )
     if writer.is_special(ending):
-        return f"{text} {writer.marked(ending)}"
-    return writer.rule(f"{parameter.rule}[lazy]", f"{text} {writer.marked(ending)}")
+        return f"{text} {writer.terminals(ending)}"
+    return writer.rule(f"{parameter.rule}[lazy]", f"{text} {writer.terminals(ending)}")
 
 
-def _length(schema: dict[str, Any]) -> str:
-    """How many characters a string has, as an expression says it."""
+def _length_quantifier(schema: dict[str, Any]) -> str:
+    """Return the regex quantifier for the allowed lengths of a string."""
     least, most = schema.get("minLength", 0), schema.get("maxLength", "")
     numbers = [value for value in (least, most) if type(value) is int and value >= 0]
     return f"{{{least},{most}}}" if len(numbers) == 1 + (most != "") else "*"
 
 
 def _only_types(alternatives: Any) -> bool:
-    """Whether schemas tell types apart and say no more."""
+    """Return whether the alternatives of a schema name types and constrain nothing else."""
     return alternatives is None or (
         isinstance(alternatives, list)
         and all(
@@ -289,8 +293,8 @@ def _only_types(alternatives: Any) -> bool:
 
 
 def _reads_as(text: str, value: Any, types: frozenset[str]) -> bool:
-    said = json.dumps(text) if types == {"string"} else value_json(text, types)
-    return bool(json.loads(said) == value)
+    converted = json.dumps(text) if types == {"string"} else bare_text_to_json(text, types)
+    return bool(json.loads(converted) == value)
 
 
 def _references(schema: Any) -> Iterator[str]:

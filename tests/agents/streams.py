@@ -14,7 +14,7 @@ from inflight.agents import (
     ToolCallBegun,
     ToolCallEnded,
 )
-from inflight.agents.events import joined
+from inflight.agents.events import merge_deltas
 
 
 def pieces(text: str, cuts: Iterable[int]) -> list[str]:
@@ -24,7 +24,7 @@ def pieces(text: str, cuts: Iterable[int]) -> list[str]:
 
 def streamed(parser: MessageParser, deltas: Iterable[str]) -> list[ParserEvent]:
     """All events, with those in a row that say one thing as one: so they do not depend on the cuts."""
-    return joined(chain(*map(parser.feed, deltas), parser.finish()))
+    return merge_deltas(chain(*map(parser.feed, deltas), parser.finish()))
 
 
 def check_sane(events: Iterable[ParserEvent]) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from inflight import StructuredOutputs
 from inflight.agents import TOOL_FORMATS, MessageParser, ParsedMessage, answer_grammar
-from inflight.agents.formats.base import THINKING
+from inflight.agents.formats.base import REASONING_MARKERS
 from inflight.constraints import GrammarValidator
 from inflight.errors import ParameterError
 from inflight.frontend.vocabulary import vocabulary_of
@@ -63,7 +63,7 @@ NAMED = type("NamedTool", (), {"name": "get_weather"})()
 
 def model(tool_format: str | None, reasoning: str | None, special: bool) -> Model:
     markers = TOOL_FORMATS.get(tool_format).markers if tool_format else ()
-    thinking = THINKING.get(reasoning or "")
+    thinking = REASONING_MARKERS.get(reasoning or "")
     return Model.with_markers((*markers, *((thinking.open, thinking.close) if thinking else ())), special)
 
 
@@ -207,7 +207,7 @@ def test_a_budget_ends_the_thoughts(reasoning: str, opened: bool, limit: int) ->
 
 def test_a_budget_needs_an_end_that_is_one_token() -> None:
     some = model(None, None, special=False)
-    with pytest.raises(ParameterError, match="no single token") as caught:
+    with pytest.raises(ParameterError, match="not a single token") as caught:
         answer_grammar(None, "think", max_reasoning_tokens=5, tokenizer=some.tokenizer)
     assert caught.value.param == "max_reasoning_tokens"
 

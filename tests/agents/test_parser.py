@@ -16,8 +16,8 @@ from inflight.agents import (
     ToolCallBegun,
     ToolCallEnded,
 )
-from inflight.agents.json_reader import MAX_HELD
-from inflight.agents.source import MAX_TRIMMED
+from inflight.agents.json_reader import MAX_JSON_HEADER
+from inflight.agents.source import MAX_TRIMMED_SPACE
 from inflight.errors import ConfigError
 from inflight.text import IncrementalDetokenizer, Tokenizer
 
@@ -94,11 +94,11 @@ def test_names_that_there_are_not() -> None:
 def test_no_more_than_a_bound_is_held_back() -> None:
     parser = MessageParser("hermes", None)
     parser.feed('<tool_call>{"name": "')
-    assert parser.feed("x" * (MAX_HELD - 12)) == []
+    assert parser.feed("x" * (MAX_JSON_HEADER - 12)) == []
     [event] = parser.feed("x" * 2)
     assert isinstance(event, ContentDelta)
     spaces = MessageParser("hermes", None).feed(" " * 1000)
-    assert spaces == [ContentDelta(" " * (1000 - MAX_TRIMMED))]
+    assert spaces == [ContentDelta(" " * (1000 - MAX_TRIMMED_SPACE))]
 
 
 SPECIAL = ["[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"]

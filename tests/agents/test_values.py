@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inflight.agents.values import literal_json, types_of, value_json
+from inflight.agents.values import bare_text_to_json, python_to_json, schema_types
 
 TEXTS = st.text(max_size=6)
 VALUES = st.recursive(
@@ -22,7 +22,7 @@ VALUES = st.recursive(
 @settings(max_examples=40, deadline=None)
 @given(VALUES)
 def test_what_python_prints_is_read_back(value: Any) -> None:
-    found = literal_json(repr(value))
+    found = python_to_json(repr(value))
     assert found is not None
     assert json.loads(found) == value
 
@@ -46,7 +46,7 @@ def test_what_python_prints_is_read_back(value: Any) -> None:
     ],
 )
 def test_literals(text: str, said: str | None) -> None:
-    assert literal_json(text) == said
+    assert python_to_json(text) == said
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_literals(text: str, said: str | None) -> None:
     ],
 )
 def test_bare_values(text: str, types: list[str], said: str) -> None:
-    assert value_json(text, frozenset(types)) == said
+    assert bare_text_to_json(text, frozenset(types)) == said
 
 
 @pytest.mark.parametrize(
@@ -90,4 +90,4 @@ def test_bare_values(text: str, types: list[str], said: str) -> None:
     ],
 )
 def test_the_types_of_a_schema(schema: object, types: set[str]) -> None:
-    assert types_of(schema) == types
+    assert schema_types(schema) == types

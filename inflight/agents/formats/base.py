@@ -1,11 +1,11 @@
-"""What every format of tool calls is, and the ones that there are."""
+"""The registries of tool call formats and reasoning formats, and the reader of a block of reasoning."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from inflight.agents.calls import Calls
+from inflight.agents.calls import CallEmitter
 from inflight.agents.events import ReasoningDelta
 from inflight.agents.grammar_writer import CallGrammar
 from inflight.agents.source import Markers, Reading, Source
@@ -14,17 +14,14 @@ from inflight.registry import Registry
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How a family of models writes calls."""
+    """How a family of models writes tool calls."""
 
-    read: Callable[[Source, Calls], Reading[None]]  # a message without its reasoning, to the end
-    markers: tuple[str, ...]  # that may be special tokens
-    grammar: CallGrammar | None = None  # how calls are written; None where none can be
-    ends_reasoning: tuple[
-        str, ...
-    ] = ()  # markers that a model also writes instead of the end of its reasoning
-    opened: Callable[[str], str] = lambda _: (
-        ""
-    )  # what a prompt has begun of the message, in the format's own markers
+    read: Callable[[Source, CallEmitter], Reading[None]]  # reads a message after its reasoning, to the end
+    markers: tuple[str, ...]  # texts that may be special tokens
+    grammar: CallGrammar | None = None  # None if calls of this format are not written by `marker_answer`
+    ends_reasoning: tuple[str, ...] = ()  # markers that a model may write instead of the end of its reasoning
+    # The start of a message that the prompt has already opened, in the format's own markers.
+    opened_by: Callable[[str], str] = lambda _: ""
 
 
 TOOL_FORMATS: Registry[ToolFormat] = Registry(
@@ -44,32 +41,34 @@ TOOL_FORMATS: Registry[ToolFormat] = Registry(
 
 
 @dataclass(frozen=True, slots=True)
-class ThinkingMarkers:
-    """What a block of reasoning begins and ends with."""
+class ReasoningMarkers:
+    """The markers around a block of reasoning."""
 
     open: str
     close: str
 
-    def opened(self, prompt: str) -> str:
-        """The beginning of a block that a prompt ends with, so that the output starts inside it."""
+    def opened_by(self, prompt: str) -> str:
+        """Return the opening marker if the prompt ends with it, so that the output starts inside the block."""
         return self.open if prompt.rstrip().endswith(self.open) else ""
 
 
-# By name. Reasoning on channels of harmony is no block, and is read with the rest of that format.
-THINKING = {
-    "think": ThinkingMarkers("<think>", "</think>"),
-    "mistral": ThinkingMarkers("[THINK]", "[/THINK]"),
-    "seed_oss": ThinkingMarkers("<seed:think>", "</seed:think>"),
-    "kimi_vl": ThinkingMarkers("◁think▷", "◁/think▷"),
+# Harmony's reasoning is a channel rather than a block, and is read with the rest of that format.
+REASONING_MARKERS = {
+    "think": ReasoningMarkers("<think>", "</think>"),
+    "mistral": ReasoningMarkers("[THINK]", "[/THINK]"),
+    "seed_oss": ReasoningMarkers("<seed:think>", "</seed:think>"),
+    "kimi_vl": ReasoningMarkers("◁think▷", "◁/think▷"),
 }
 HARMONY_REASONING = "harmony"
-REASONING_FORMATS = (*THINKING, HARMONY_REASONING)
+REASONING_FORMATS = (*REASONING_MARKERS, HARMONY_REASONING)
 
 
-def read_thinking(source: Source, markers: ThinkingMarkers, also_ends: tuple[str, ...] = ()) -> Reading[None]:
-    """The block at the beginning of an output, if there is one, without the white space at its edges.
+def read_reasoning(
+    source: Source, markers: ReasoningMarkers, also_ends: tuple[str, ...] = ()
+) -> Reading[None]:
+    """Read the block of reasoning at the start of an output, if there is one, without surrounding white space.
 
-    Later in the output the markers are text: an answer may be about them. `also_ends` are markers that end the block
+    Later in the output the markers are text: an answer may be about them. The markers in `also_ends` end the block too,
     and are left for the next reader.
     """
     source.hold()
@@ -79,10 +78,10 @@ def read_thinking(source: Source, markers: ThinkingMarkers, also_ends: tuple[str
         return
     source.release()
     source.in_reasoning = True
-    yield from source.accept_after_space(markers.open)  # some models open what the prompt has opened
+    yield from source.accept_after_space(markers.open)  # some models repeat the opening marker of the prompt
     yield from source.skip_space()
-    ending = yield from source.until(Markers(markers.close, *also_ends), ReasoningDelta, trim=True)
+    ending = yield from source.emit_until(Markers(markers.close, *also_ends), ReasoningDelta, trim=True)
     source.in_reasoning = False
     if ending is not None and not ending.endswith(markers.close):
-        source.back(len(ending.lstrip()))
+        source.unread(len(ending.lstrip()))
     yield from source.skip_space()
