@@ -16,7 +16,7 @@ class CallEmitter:
     """Numbers the calls of a message and makes their events: `begin`, any number of `arguments`, `end`."""
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] = ()) -> None:
-        """`tools` as in a request: `{"type": "function", "function": {"name": ..., "parameters": ...}}`."""
+        """Create an emitter for the tools of a request: `{"type": "function", "function": {"name": ..., ...}}`."""
         self._parameters: dict[str, Any] = {}
         for tool in tools:
             function = tool.get("function", tool)

@@ -64,7 +64,10 @@ class DetectedCalls:
 
 
 def detect_calls(template: ChatTemplate, reasoning_format: str | None = None) -> DetectedCalls | None:
-    """Return None if the template does not show it. Raises only if templates cannot be rendered at the moment."""
+    """Return how the model writes calls, or None if the template does not show it.
+
+    Raises only if templates cannot be rendered at the moment.
+    """
     try:
         renderings = list(_render_calls(template))
     except RequestError:  # the template rejects tools, or all messages

@@ -1,4 +1,4 @@
-"""Everything between strings and token ids. No tensors here."""
+"""Conversion between text and token ids: tokenizer, detokenizer, chat templates and stop strings. No tensors."""
 
 from inflight.text.chat import ChatTemplate, check_messages, encode_chat
 from inflight.text.detokenizer import IncrementalDetokenizer
