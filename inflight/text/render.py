@@ -36,7 +36,7 @@ class _Worker:
 
     def __init__(self, limits: RenderLimits) -> None:
         ours, theirs = socket.socketpair()
-        # The complete sys.path is passed on, so that neither site-packages nor the script's folder is added again.
+        # The whole sys.path is passed on, so the worker need not process site-packages or its script's folder.
         environment = {name: os.environ[name] for name in _INHERITED if name in os.environ}
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         command = [sys.executable, "-S", "-P", render_worker.__file__, str(limits.memory)]

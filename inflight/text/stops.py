@@ -68,7 +68,7 @@ class StopStrings:
         self._automaton = _automaton(tuple(stops))
         self._include = include
         self._state = _ROOT
-        self._held = ""  # always as long as the state is deep
+        self._held = ""  # as long as the depth of the state
         self.matched: str | None = None  # the stop string at which the text ended
 
     def push(self, text: str) -> str:
@@ -100,10 +100,7 @@ class StopStrings:
         return text if self._include else text[: len(text) - len(stop)]
 
 
-IdSequence = tuple[int, ...]
-
-
-def bad_word_ids(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[IdSequence, ...]:
+def bad_word_ids(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     """Return the token sequences whose last token is banned if the tokens before it were just generated.
 
     Every word is banned both at the start of a text and after a space, as these are different tokens.

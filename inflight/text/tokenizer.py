@@ -311,6 +311,7 @@ class Tokenizer:
 
 
 def check_text(text: object) -> None:
+    """Raise PromptError unless the text is a string of valid Unicode."""
     if not isinstance(text, str):
         raise PromptError(f"the text is of type {type(text).__name__}: it must be a string")
     if text.isascii():

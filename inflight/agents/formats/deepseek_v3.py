@@ -40,9 +40,7 @@ def _write(writer: GrammarWriter, tools: Sequence[Tool], parallel: bool) -> str:
         alternatives.append(f"{writer.terminals(tool.name, _SEPARATOR)} {arguments}")
         fence = writer.terminals("function", _SEPARATOR, f"{tool.name}\n```json\n")
         alternatives.append(f'{fence} {arguments} "\\n```"')
-    opening, ending = writer.terminals(_CALL[0]), writer.terminals(_CALL[1])
-    call = writer.rule("call", f"{opening} ({' | '.join(alternatives)}) {ending}")
-    return f"{call} {f'(GAP {call})*' if parallel else ''} GAP {writer.terminals(_SECTION[1])}"
+    return writer.call_section(_CALL, _SECTION[1], alternatives, parallel)
 
 
 DEEPSEEK_V3 = ToolFormat(

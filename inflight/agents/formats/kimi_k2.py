@@ -31,9 +31,7 @@ def _write(writer: GrammarWriter, tools: Sequence[Tool], parallel: bool) -> str:
         f"{writer.terminals(f'functions.{tool.name}:')} /[0-9]{{1,4}}/ {writer.terminals(_ARGUMENTS)} {arguments}"
         for tool, arguments in writer.arguments(tools)
     )
-    opening, ending = writer.terminals(_CALL[0]), writer.terminals(_CALL[1])
-    call = writer.rule("call", f"{opening} ({' | '.join(alternatives)}) {ending}")
-    return f"{call} {f'(GAP {call})*' if parallel else ''} GAP {writer.terminals(_SECTION[1])}"
+    return writer.call_section(_CALL, _SECTION[1], alternatives, parallel)
 
 
 # Models of this format may start a call without ending their reasoning.
