@@ -27,10 +27,10 @@ from inflight.entrypoints.async_engine import AsyncEngine
 from inflight.errors import ConfigError, EngineDeadError, InflightError
 from inflight.logs import configure_logging
 from inflight.server.access.keys import AdminKey, Keys, load_keys
+from inflight.server.access.middleware import Hosts, RootPath
 from inflight.server.app import create_app
 from inflight.server.config import ServerConfig, tls_context
 from inflight.server.http.limits import connections_that_fit
-from inflight.server.http.middleware import Hosts, RootPath
 from inflight.server.http.protocol import BoundedProtocol, ConnectionLimits, bounded_protocol
 from inflight.server.http.tls import TlsListener, TlsProtocol
 from inflight.server.loading_app import LoadingApp

@@ -23,7 +23,7 @@ from inflight.engine.remote.wire import (
 )
 from inflight.server.access.keys import ToldKeys
 from inflight.server.errors import ApiError
-from inflight.server.observability.metric_counts import MetricCounts
+from inflight.server.observability.metrics import MetricCounts
 from inflight.server.openai.responses.input_listing import PageQuery
 from inflight.server.openai.responses.store import StoredResponse
 

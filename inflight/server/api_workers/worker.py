@@ -48,7 +48,7 @@ from inflight.server.api_workers.wire import (
 )
 from inflight.server.app import create_app
 from inflight.server.config import ServerConfig
-from inflight.server.observability.metric_counts import MetricCounts, counts_of
+from inflight.server.observability.metrics import MetricCounts, counts_of
 from inflight.server.observability.tracing import tracer_of
 from inflight.server.run import Server, hosts_of
 from inflight.server.state import ServerState

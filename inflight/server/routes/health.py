@@ -8,8 +8,7 @@ from starlette.responses import HTMLResponse, Response
 
 from inflight.engine import EngineStats
 from inflight.errors import EngineError
-from inflight.server.observability.metric_counts import with_counts
-from inflight.server.observability.metrics import CONTENT_TYPE
+from inflight.server.observability.metrics import CONTENT_TYPE, with_counts
 from inflight.server.openapi import documented, respond
 from inflight.server.pages import page_at
 from inflight.server.schemas.service import HealthStatus

@@ -16,7 +16,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from inflight.errors import ConfigError
 from inflight.logs import request_id as current_request_id
 from inflight.server.access.keys import Caller
-from inflight.server.access.origins import Origins
 from inflight.server.error_shapes import error_at, is_anthropic
 from inflight.server.errors import ApiError, of_exception
 from inflight.server.http.unsent import PacedSend
@@ -207,3 +206,40 @@ class RootPath:
             if path == self._root or path.startswith(f"{self._root}/"):
                 scope = {**scope, "path": path[len(self._root) :] or "/"}
         await self._app(scope, receive, send)
+
+
+ALL = "*"
+_SAFE = ("GET", "HEAD", "OPTIONS")  # they change nothing, and without CORS a page cannot read the answer
+_OWN = ("same-origin", "none")  # the page of this server, or someone who typed the address
+
+
+class Origins:
+    """The origins allowed for CORS, and the server's own.
+
+    A browser sends some requests of any page without asking the server first. It says whose they are, in headers that a
+    page cannot set; clients that are no browser send neither of the two.
+    """
+
+    def __init__(self, allowed: Iterable[str] = ()) -> None:
+        self._allowed = frozenset(allowed)
+
+    def check(self, scope: Scope) -> None:
+        """Raises ApiError for a request that a page of another site makes."""
+        if scope["method"] in _SAFE or ALL in self._allowed:
+            return
+        headers = Headers(scope=scope)
+        origins, site = headers.getlist("origin"), headers.get("sec-fetch-site")
+        if origins and self._allowed.issuperset(origins):
+            return
+        if site is None:
+            is_own = all(self._is_own(origin, headers.get("host", "")) for origin in origins)
+        else:  # the host may be another, behind a proxy; the browser knows the one that it called
+            is_own = site.lower() in _OWN
+        if not is_own:
+            what = f"the origin {origins[0]!r:.100}" if origins else "a page of another site"
+            message = f"{what} may not call this server: --allowed-origins names those that may"
+            raise ApiError(403, message, code="origin_not_allowed")
+
+    @staticmethod
+    def _is_own(origin: str, host: str) -> bool:
+        return origin.partition("://")[2].lower() == host.strip(" \t").lower() != ""
