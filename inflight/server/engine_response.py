@@ -15,7 +15,7 @@ from inflight.errors import EngineError
 from inflight.server.access.keys import Caller
 from inflight.server.cancel_scope import CancelScope, Reason
 from inflight.server.errors import ApiError, of_exception
-from inflight.server.http.unsent import PAID
+from inflight.server.http.unsent import ENGINE_RESPONSE
 from inflight.server.observability.request_log import LoggedRequest
 from inflight.server.state import ServerState
 
@@ -48,7 +48,7 @@ class EngineResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state, head, options = self._state, self._head, self._state.options
-        scope[PAID] = True
+        scope[ENGINE_RESPONSE] = True
         cancel_scope = CancelScope(receive, options.first_token_timeout, options.request_timeout)
         self._send = send
         self._cancel_scope = cancel_scope

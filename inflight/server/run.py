@@ -30,8 +30,8 @@ from inflight.server.access.keys import AdminKey, Keys, load_keys
 from inflight.server.access.middleware import Hosts, RootPath
 from inflight.server.app import create_app
 from inflight.server.config import ServerConfig, tls_context
-from inflight.server.http.limits import connections_that_fit
-from inflight.server.http.protocol import BoundedProtocol, ConnectionLimits, bounded_protocol
+from inflight.server.http.limits import ConnectionLimits, fit_open_files
+from inflight.server.http.protocol import BoundedProtocol, bounded_protocol
 from inflight.server.http.tls import TlsListener, TlsProtocol
 from inflight.server.loading_app import LoadingApp
 from inflight.server.observability.banner import summary
@@ -167,7 +167,7 @@ class Server(uvicorn.Server):
             max_header_size=options.max_header_size,
             read_timeout=options.read_timeout,
             write_timeout=options.write_timeout,
-            max_connections=connections_that_fit(options.max_connections),
+            max_connections=fit_open_files(options.max_connections),
         )
         self._tls = tls_context(options)
         kind = BoundedProtocol if self._tls is None else TlsProtocol

@@ -13,7 +13,7 @@ from inflight.request import MAX_SALT_LENGTH
 from inflight.sampling_params import MAX_BAD_WORDS, MAX_LOGPROBS, MAX_N, MAX_STOP_LENGTH, MAX_STOP_STRINGS
 from inflight.server.config import SERVE_OPTIONS
 from inflight.server.http.body import MAX_PARTS, MAX_VALUES
-from inflight.server.http.limits import MAX_RESERVED, MIN_PROGRESS, ConnectionPlaces
+from inflight.server.http.limits import MAX_RESERVED, MIN_PROGRESS, ConnectionSlots
 from inflight.server.http.unsent import PIECE
 from inflight.server.openai.responses.input_listing import MAX_PAGE_BYTES
 from inflight.server.openai.schemas import MAX_ARGUMENTS
@@ -96,5 +96,5 @@ def test_figures_inside_the_rows() -> None:
     text = "\n".join(" ".join(row) for row in rows())
     assert f"answers over {PIECE >> 10} KiB" in text
     assert f"(less than {MIN_PROGRESS >> 10} KiB)" in text
-    assert ConnectionPlaces(max_connections=80).num_reserved == 10
+    assert ConnectionSlots(max_connections=80).num_reserved == 10
     assert f"after {RENDER.seconds:g} s" in text
