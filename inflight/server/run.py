@@ -34,7 +34,7 @@ from inflight.server.http.limits import ConnectionLimits, fit_open_files
 from inflight.server.http.protocol import BoundedProtocol, bounded_protocol
 from inflight.server.http.tls import TlsListener, TlsProtocol
 from inflight.server.loading_app import LoadingApp
-from inflight.server.observability.banner import summary
+from inflight.server.observability.banner import banner
 from inflight.server.observability.tracing import Tracer, tracer_of
 from inflight.server.state import ServerState
 
@@ -149,8 +149,8 @@ async def _serve(options: ServerConfig, keys: Keys, hosts: Hosts, listeners: lis
 
 
 def announce(state: ServerState, sockname: Any) -> None:
-    """What runs, to whoever reads standard error, which may be a machine that expects one object a line."""
-    text = summary(state, sockname)
+    """Print the startup banner, or log it where the log is JSON: one object per line."""
+    text = banner(state, sockname)
     if state.options.process.log_format == "json":
         logger.info("%s", text)
     else:
