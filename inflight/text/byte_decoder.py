@@ -1,15 +1,15 @@
-"""What each token adds to a text, as bytes.
+"""The bytes that each token adds to a text.
 
-The decoders of nearly every language model are of one of two shapes, and both only join bytes:
+The decoders of nearly all language models have one of two shapes, and both only concatenate bytes:
 
 - `ByteLevel` (GPT-2, Llama 3, Qwen): every character of a token stands for one byte.
 - `Replace*, ByteFallback, Fuse, [Strip]` (Llama 2, Mistral, Gemma): tokens are text, apart from
-  `<0xE2>` and its like, which are one byte each; a space at the very beginning may be cut.
+  tokens like `<0xE2>`, which are one byte each; a leading space may be stripped.
 
-A text is then the UTF-8 of the bytes joined, which is what makes streaming cheap and exact. For the
-second shape `tokenizers` turns every byte of a run of byte tokens into U+FFFD when any of them is
-malformed, also the characters before it, which a stream has long sent. Here only the malformed bytes
-become U+FFFD, one each; well-formed text is the same.
+The text is the concatenated bytes decoded as UTF-8, which makes streaming cheap and exact. For the second
+shape, `tokenizers` turns every byte of a run of byte tokens into U+FFFD if any of them is malformed, including
+earlier characters that a stream has already sent. Here only the malformed bytes become U+FFFD, one each;
+well-formed text is the same.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ codecs.register_error(_EACH_BYTE, _replace_each_byte)
 
 
 def _byte_characters() -> dict[str, int]:
-    """GPT-2's alphabet: printable Latin-1 stands for itself, the other bytes for U+0100 upwards."""
+    """Return GPT-2's alphabet: printable Latin-1 characters stand for themselves, U+0100 upwards for other bytes."""
     printable = [
         *range(ord("!"), ord("~") + 1),
         *range(ord("¡"), ord("¬") + 1),
@@ -48,7 +48,7 @@ BYTE_OF = _byte_characters()
 
 
 class _Pieces(dict[int, bytes]):
-    """Bytes by token id, computed when first asked. Unknown ids have none."""
+    """Bytes by token id, computed on first use. Unknown ids have no bytes."""
 
     def __init__(self, spelling: Callable[[int], str | None], to_bytes: Callable[[str], bytes]) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class _Pieces(dict[int, bytes]):
         self._to_bytes = to_bytes
 
     def __missing__(self, token_id: int) -> bytes:
-        # The backend takes unsigned 32 bit ids only. Unknown ids are not kept: there are too many.
+        # The backend accepts only unsigned 32-bit ids. Unknown ids are not cached: there are too many.
         token = self._spelling(token_id) if 0 <= token_id < 2**32 else None
         if token is None:
             return b""
@@ -65,26 +65,26 @@ class _Pieces(dict[int, bytes]):
 
 
 class ByteDecoder:
-    """A decoder that joins bytes: the piece of each token, and how the joined bytes become text."""
+    """A decoder that concatenates the bytes of tokens and decodes them as UTF-8."""
 
     def __init__(
-        self, pieces: _Pieces, *, errors: str, own: bool, strip: str = "", max_strip: int = 0
+        self, pieces: _Pieces, *, errors: str, differs: bool, strip: str = "", max_strip: int = 0
     ) -> None:
         self.pieces = pieces
-        self.errors = errors  # of the UTF-8 codec
-        self.own = own  # differs from the backend on malformed bytes
-        self.strip = strip  # the character cut from the beginning of the text,
+        self.errors = errors  # the error handler of the UTF-8 codec
+        self.differs = differs  # from the backend, on malformed bytes
+        self.strip = strip  # the character stripped from the start of the text,
         self.max_strip = max_strip  # at most this many times
 
     @classmethod
-    def of(cls, backend: Any) -> ByteDecoder | None:
-        """The byte decoder of a `tokenizers.Tokenizer`, None when its decoder does more than join bytes."""
+    def from_backend(cls, backend: Any) -> ByteDecoder | None:
+        """Return the decoder of a `tokenizers.Tokenizer`, or None if it does more than concatenate bytes."""
         decoder = backend.decoder
         spec = None if decoder is None else json.loads(decoder.__getstate__())
         if spec is None:
             return None
         if spec["type"] == "ByteLevel":
-            return cls(_Pieces(backend.id_to_token, _from_byte_level), errors="replace", own=False)
+            return cls(_Pieces(backend.id_to_token, _from_byte_level), errors="replace", differs=False)
         steps = spec.get("decoders", ())
         kinds = [step["type"] for step in steps]
         if "ByteFallback" not in kinds:
@@ -100,14 +100,14 @@ class ByteDecoder:
             return None
         replacements = [(step["pattern"]["String"], step["content"]) for step in before]
         pieces = _Pieces(backend.id_to_token, _from_byte_fallback(replacements))
-        return cls(pieces, errors=_EACH_BYTE, own=True, strip=strip, max_strip=max_strip)
+        return cls(pieces, errors=_EACH_BYTE, differs=True, strip=strip, max_strip=max_strip)
 
     def decode(self, ids: Iterable[int]) -> str:
         text = b"".join(map(self.pieces.__getitem__, ids)).decode(errors=self.errors)
-        return self.cut(text, self.max_strip)[0]
+        return self.strip_start(text, self.max_strip)[0]
 
-    def cut(self, text: str, max_strip: int) -> tuple[str, int]:
-        """The beginning of a text after stripping, and how many more characters may still be stripped."""
+    def strip_start(self, text: str, max_strip: int) -> tuple[str, int]:
+        """Return the stripped start of a text, and how many more characters may still be stripped."""
         for taken in range(max_strip):
             if taken == len(text):
                 return "", max_strip - taken

@@ -1,4 +1,4 @@
-"""What a checkpoint's folder says about text, besides tokenizer.json itself."""
+"""Special tokens, added tokens and chat templates from the files next to a checkpoint's tokenizer.json."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from typing import Any
 from inflight.errors import ConfigError, ModelError
 from inflight.model_files import read_object, read_text
 
-# The names under which templates and configurations know special tokens.
-SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+# The names of special tokens in templates and configurations.
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
-MORE_TEMPLATES = "additional_chat_templates"  # a folder
+_TEMPLATE_FOLDER = "additional_chat_templates"
 
 ChatTemplateSource = str | dict[str, str]  # one template, or several by name
 
 
-def special_tokens(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Named special tokens; tokenizer_config.json wins over the older special_tokens_map.json."""
+def read_special_tokens(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Return the named special tokens. tokenizer_config.json overrides the older special_tokens_map.json."""
     named = {**(read_object(folder, "special_tokens_map.json") or {}), **config}
-    found = {}
-    for name in SPECIAL_NAMES:
+    tokens = {}
+    for name in _SPECIAL_NAMES:
         value = named.get(name)
         text = value.get("content") if isinstance(value, dict) else value
         if isinstance(text, str):
-            found[name] = text
-    return found
+            tokens[name] = text
+    return tokens
 
 
-def added_tokens(folder: Path, config: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    """Tokens that tokenizer_config.json or added_tokens.json declare, by id, in the order of their ids."""
+def read_added_tokens(folder: Path, config: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """Return the tokens that tokenizer_config.json or added_tokens.json declares, by id in ascending order."""
     declared: dict[int, dict[str, Any]] = {}
     try:
         for text, token_id in (read_object(folder, "added_tokens.json") or {}).items():
@@ -39,26 +39,26 @@ def added_tokens(folder: Path, config: dict[str, Any]) -> dict[int, dict[str, An
                 declared[int(token_id)] = token
     except (TypeError, ValueError, AttributeError) as error:
         raise ModelError(
-            f"the added tokens of {folder} are not a mapping of ids and tokens: {error}"
+            f"the added tokens of {folder} are not a mapping between ids and tokens: {error}"
         ) from error
     return dict(sorted(declared.items()))
 
 
-def given_template(given: str) -> str:
-    """A template that whoever started the engine gave: its text, or the file that it is in."""
-    if "{{" in given or "{%" in given:
-        return given
+def read_template_option(option: str) -> str:
+    """Return the template of the `chat_template` option, which is its text or the path of a file."""
+    if "{{" in option or "{%" in option:
+        return option
     try:
-        return Path(given).expanduser().read_text(encoding="utf-8")
+        return Path(option).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigError(
-            f"chat_template is {given!r:.200}: it must be a template, or a file with one ({why})"
+            f"chat_template is {option!r:.200}: it must be a template or the path of a template file ({why})"
         ) from error
 
 
-def chat_template(folder: Path, config: dict[str, Any]) -> ChatTemplateSource | None:
-    """The checkpoint's template or templates: files of their own win over tokenizer_config.json."""
+def read_chat_template(folder: Path, config: dict[str, Any]) -> ChatTemplateSource | None:
+    """Return the checkpoint's template or templates. Separate files override tokenizer_config.json."""
     templates: dict[str, str] = {}
     inline = config.get("chat_template")
     if isinstance(inline, str):
@@ -66,14 +66,14 @@ def chat_template(folder: Path, config: dict[str, Any]) -> ChatTemplateSource | 
     for entry in inline if isinstance(inline, list) else ():
         if not isinstance(entry, dict) or not {"name", "template"} <= entry.keys():
             raise ModelError(
-                f"chat_template in tokenizer_config.json lists {entry!r:.100}: it needs name and template"
+                f"chat_template in tokenizer_config.json has the entry {entry!r:.100}: it must have name and template"
             )
         templates[str(entry["name"])] = str(entry["template"])
     older = (read_object(folder, "chat_template.json") or {}).get("chat_template")
     if isinstance(older, str):
         templates["default"] = older
     names = ["chat_template.jinja"]
-    names += sorted(f"{MORE_TEMPLATES}/{path.name}" for path in (folder / MORE_TEMPLATES).glob("*.jinja"))
+    names += sorted(f"{_TEMPLATE_FOLDER}/{path.name}" for path in (folder / _TEMPLATE_FOLDER).glob("*.jinja"))
     for name in names:
         source = read_text(folder, name)
         if source is not None:
