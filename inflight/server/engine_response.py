@@ -75,7 +75,9 @@ class EngineResponse(Response):
             await self._close(error)
         if error is not None and cancel_scope.reason != "disconnect":
             await self._send_error(error)
-        state.tracer.ended(logged, head.model, Headers(scope=scope), None if error is None else error.message)
+        state.tracer.record(
+            logged, head.model, Headers(scope=scope), None if error is None else error.message
+        )
 
     async def _admit(self, logged: LoggedRequest) -> None:
         if self._state.draining:

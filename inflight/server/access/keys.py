@@ -31,12 +31,12 @@ class KeyUsage:
     num_output_tokens: int = 0
     queue_seconds: float = 0.0
 
-    def began(self, num_prompt_tokens: int) -> None:
+    def add_request(self, num_prompt_tokens: int) -> None:
         """Count a queued request and the prompt tokens of all its answers."""
         self.num_requests += 1
         self.num_prompt_tokens += num_prompt_tokens
 
-    def waited(self, record: RequestRecord | None, seconds: float) -> None:
+    def add_queue_time(self, record: RequestRecord | None, seconds: float) -> None:
         """Add the queue time of a finished answer; `seconds` is its whole time if there is no record."""
         if record is None:
             self.queue_seconds += seconds
@@ -106,7 +106,7 @@ class Caller:
 
 
 @dataclass(frozen=True, slots=True)
-class ToldKeys:
+class KeyDigests:
     """Keys in the form that API workers get, which does not reveal them."""
 
     secret: bytes
@@ -140,18 +140,18 @@ class Keys:
         """Return the caller with this name; all keys without a name belong to one caller."""
         return next(caller for caller in self.callers if caller.name == name)
 
-    def told(self) -> ToldKeys:
+    def digests(self) -> KeyDigests:
         """Return what another process needs to find callers by their keys."""
         callers = [(digest, caller.name, caller.own_cache) for digest, caller in self._callers.items()]
-        return ToldKeys(self._secret, callers)
+        return KeyDigests(self._secret, callers)
 
     @classmethod
-    def of_told(cls, told: ToldKeys) -> Keys:
+    def from_digests(cls, digests: KeyDigests) -> Keys:
         """Return the same callers, without their limits and usage."""
         keys = cls()
-        keys._secret = told.secret
-        by_name = {name: Caller(name, own_cache=own_cache) for _, name, own_cache in told.callers}
-        keys._callers = {digest: by_name[name] for digest, name, _ in told.callers}
+        keys._secret = digests.secret
+        by_name = {name: Caller(name, own_cache=own_cache) for _, name, own_cache in digests.callers}
+        keys._callers = {digest: by_name[name] for digest, name, _ in digests.callers}
         return keys
 
     def weights(self) -> dict[str, float]:

@@ -110,7 +110,7 @@ class Fronts:
             number,
             self._num_launches,
             self._told,
-            self._keys.told(),
+            self._keys.digests(),
             self._listeners[number].fileno(),
             self._state is not None,
         )

@@ -21,7 +21,7 @@ from inflight.engine.remote.wire import (
     Tell,
     Watch,
 )
-from inflight.server.access.keys import ToldKeys
+from inflight.server.access.keys import KeyDigests
 from inflight.server.errors import ApiError
 from inflight.server.observability.metrics import MetricCounts
 from inflight.server.openai.responses.input_listing import PageQuery
@@ -172,7 +172,7 @@ class StartFront(Message, frozen=True):
     number: int
     launch: int  # no other front process of this server ever has it
     options: dict[str, Any]  # of ServerConfig.create
-    keys: ToldKeys
+    keys: KeyDigests
     listener: int  # a descriptor
     is_loaded: bool  # the model is there: until the front is open, clients may wait
 

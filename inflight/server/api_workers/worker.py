@@ -155,7 +155,7 @@ class FrontWorker:
         self, start: StartFront, options: ServerConfig, listener: socket.socket
     ) -> tuple[AsyncEngine, ServerState]:
         ready = await self._ready
-        keys = Keys.of_told(start.keys)
+        keys = Keys.from_digests(start.keys)
         frontend = await asyncio.to_thread(_frontend, options, ready.facts, start.launch)
         engine = AsyncEngine(frontend, ProcessClient.over(self._link, ready))
         self._state = state = ServerState(

@@ -150,7 +150,7 @@ class Metrics:
     def empty_copy(self) -> Metrics:
         return Metrics(self._model, len(self._prefixes) > 1, self._cache)
 
-    def ended(self, record: RequestRecord) -> None:
+    def record_answer(self, record: RequestRecord) -> None:
         """Count an answer that has ended for any reason."""
         self.finished[record.finish_reason or "error"] += 1
         self.prompt_tokens.add(record.num_prompt_tokens)
@@ -167,7 +167,7 @@ class Metrics:
         if record.num_output_tokens > 1:
             self.request_gap.add(decoding / (record.num_output_tokens - 1))
 
-    def pooled(self, task: str, record: RequestRecord) -> None:
+    def record_text(self, task: str, record: RequestRecord) -> None:
         """Count a text that was embedded, classified or scored."""
         self.num_texts[task] += 1
         self.num_pooled_tokens[task] += record.num_prompt_tokens

@@ -13,7 +13,9 @@ from inflight.server.observability.request_log import LoggedRequest
 class Tracer(Protocol):
     """Where finished requests are traced."""
 
-    def ended(self, logged: LoggedRequest, model: str, headers: Mapping[str, str], error: str | None) -> None:
+    def record(
+        self, logged: LoggedRequest, model: str, headers: Mapping[str, str], error: str | None
+    ) -> None:
         """Trace a finished request from its records."""
 
     def close(self) -> None: ...
@@ -22,7 +24,9 @@ class Tracer(Protocol):
 class NoTracer:
     """Traces nothing."""
 
-    def ended(self, logged: LoggedRequest, model: str, headers: Mapping[str, str], error: str | None) -> None:
+    def record(
+        self, logged: LoggedRequest, model: str, headers: Mapping[str, str], error: str | None
+    ) -> None:
         pass
 
     def close(self) -> None:
@@ -53,7 +57,9 @@ class OtelTracer:
         self._tracer = self._provider.get_tracer("inflight.server")
         self._propagator = TraceContextTextMapPropagator()
 
-    def ended(self, logged: LoggedRequest, model: str, headers: Mapping[str, str], error: str | None) -> None:
+    def record(
+        self, logged: LoggedRequest, model: str, headers: Mapping[str, str], error: str | None
+    ) -> None:
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
         now, ended = time.time_ns(), time.perf_counter()

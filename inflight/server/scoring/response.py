@@ -90,10 +90,10 @@ class PoolingResponse(EngineResponse):
         if not logged.queued:
             logged.queued, logged.first_token_at = True, time.perf_counter()
             self._cancel_scope.first_token()
-            usage.began(0)
+            usage.add_request(0)
             state.metrics.requests[self._spec.task] += 1
         usage.num_prompt_tokens += record.num_prompt_tokens
-        usage.waited(record, 0.0)
+        usage.add_queue_time(record, 0.0)
         logged.num_pooled_tokens += record.num_prompt_tokens
         state.request_log.answer_ended(logged, record)
-        state.metrics.pooled(self._spec.task, record)
+        state.metrics.record_text(self._spec.task, record)
