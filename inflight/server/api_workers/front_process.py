@@ -25,7 +25,7 @@ from inflight.server.api_workers.wire import (
     Question,
     StartFront,
 )
-from inflight.server.observability.metric_counts import MetricCounts
+from inflight.server.observability.metrics import MetricCounts
 
 COMMAND: tuple[str, ...] = (sys.executable, "-P", "-m", "inflight.server.api_workers.worker")
 
