@@ -24,7 +24,7 @@ from inflight.frontend import Generation, OutputProcessor
 from inflight.server.cancel_scope import CancelScope, Reason
 from inflight.server.errors import ApiError, of_answer, of_exception
 from inflight.server.formatters import Choice, ResponseFormatter
-from inflight.server.http.unsent import PAID
+from inflight.server.http.unsent import ENGINE_RESPONSE
 from inflight.server.observability.request_log import LoggedRequest
 from inflight.server.params import GenerationParams
 from inflight.server.state import ServedModel, caller_of, state_of
@@ -77,7 +77,7 @@ class EngineResponse(Response):
         self._stream_started = self._parts_started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
-        scope[PAID] = True
+        scope[ENGINE_RESPONSE] = True
         self._send = send
         error: ApiError | None = None
         await self._admit()  # if this raises, there is nothing to clean up yet
@@ -96,7 +96,7 @@ class EngineResponse(Response):
                 async with asyncio.timeout(ERROR_SECONDS):
                     await self._send_error(error)
         message = None if error is None else error.message
-        self.state.tracer.ended(self.logged, self.model_name, Headers(scope=scope), message)
+        self.state.tracer.record(self.logged, self.model_name, Headers(scope=scope), message)
 
     async def _admit(self) -> None:
         if self.state.draining:
@@ -128,7 +128,7 @@ class EngineResponse(Response):
         await generation.start()
         state.metrics.requests["generate"] += 1
         logged.queued = True
-        self.caller.usage.began(sum(answer.request.num_prompt_tokens for _, answer in answers))
+        self.caller.usage.add_request(sum(answer.request.num_prompt_tokens for _, answer in answers))
         if logged.stream:
             last = await self._stream(generation, params)
         else:
@@ -194,7 +194,7 @@ class EngineResponse(Response):
             raise of_answer(delta)
         if delta.record is not None:
             self.state.request_log.answer_ended(self.logged, delta.record)
-            self.state.metrics.ended(delta.record)
+            self.state.metrics.record_answer(delta.record)
         return choice
 
     # ---- sending ----
@@ -281,7 +281,7 @@ class EngineResponse(Response):
         for request_id, choice in self._choices.items():
             record = self.logged.records.get(request_id)
             if record is not None or not choice.last_at:  # else it ran, and its time in the queue is unknown
-                self.caller.usage.waited(record, seconds)
+                self.caller.usage.add_queue_time(record, seconds)
 
 
 def _next_part(pieces: Iterator[bytes]) -> bytes:

@@ -1,4 +1,4 @@
-"""What the server says about itself: models, versions, tokens, requests."""
+"""Models, version, tokenization, and reports of requests."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ router = APIRouter()
 
 @router.get("/v1/models", **documented(None, Models))
 async def models(request: Request) -> Response:
-    """The names under which the model is served."""
+    """List the names of the served model."""
     state = state_of(request)
-    return respond(Models(data=[_model(state, name) for name in state.model.names]))
+    return respond(Models(data=[_model(state.model, name, state.started) for name in state.model.names]))
 
 
 @router.get("/v1/models/{model:path}", **documented(None, Model, 404))
 async def model(request: Request) -> Response:
-    """One of them."""
+    """Return one served model."""
     state = state_of(request)
-    return respond(_model(state, state.find_model(request.path_params["model"])[1]))
+    return respond(_model(*state.find_model(request.path_params["model"]), state.started))
 
 
-def _model(state: ServerState, name: str) -> Model:
-    facts = state.model.client.facts.pooling
+def _model(model: ServedModel, name: str, created: int) -> Model:
+    facts = model.client.facts.pooling
     pooling = None
     if facts is not None:
         pooling = PoolingHead(
@@ -59,15 +59,13 @@ def _model(state: ServerState, name: str) -> Model:
             dimensions=None if facts.dimensions is None else list(facts.dimensions),
             prompts=list(facts.prompts),
         )
-    length = state.model.frontend.max_model_len
-    return Model(
-        id=name, created=state.started, max_model_len=length, tasks=list(state.model.tasks), pooling=pooling
-    )
+    length = model.frontend.max_model_len
+    return Model(id=name, created=created, max_model_len=length, tasks=list(model.tasks), pooling=pooling)
 
 
 @router.get("/version", **documented(None, Version))
 async def version() -> Response:
-    """Of the server."""
+    """Return the server's version."""
     return respond(Version(version=__version__))
 
 
@@ -76,7 +74,7 @@ async def version() -> Response:
 
 @router.post("/tokenize", **documented(TokenizeBody, Tokens))
 async def tokenize(request: Request) -> Response:
-    """The token ids of a prompt or of messages."""
+    """Return the token ids of a prompt or of messages."""
     state, options = state_of(request), state_of(request).options
     body = await read_json(request, TokenizeBody, options)
     model, _ = state.find_model(body.model)
@@ -89,10 +87,10 @@ async def tokenize(request: Request) -> Response:
         else:
             check_tokenizer(model)
             _, token_ids = model.frontend.encode_chat(tokenized_chat(body))
-        spelled = [tokenizer.token(token_id) for token_id in token_ids] if body.return_token_strs else None
+        token_strs = [tokenizer.token(token_id) for token_id in token_ids] if body.return_token_strs else None
         length = model.frontend.max_model_len
         return respond(
-            Tokens(count=len(token_ids), max_model_len=length, tokens=token_ids, token_strs=spelled)
+            Tokens(count=len(token_ids), max_model_len=length, tokens=token_ids, token_strs=token_strs)
         )
 
     async with counted(state.admission, caller_of(request)):
@@ -101,7 +99,7 @@ async def tokenize(request: Request) -> Response:
 
 @router.post("/detokenize", **documented(DetokenizeBody, DetokenizedText))
 async def detokenize(request: Request) -> Response:
-    """The text of token ids."""
+    """Return the text of token ids."""
     state, options = state_of(request), state_of(request).options
     body = await read_json(request, DetokenizeBody, options)
     model, _ = state.find_model(body.model)
@@ -109,10 +107,10 @@ async def detokenize(request: Request) -> Response:
     check_size(state, "tokens", len(body.tokens), "ids")
 
     def answer() -> Response:
-        wrong = next((token_id for token_id in body.tokens if not 0 <= token_id < size), None)
-        if wrong is not None:
+        invalid = next((token_id for token_id in body.tokens if not 0 <= token_id < size), None)
+        if invalid is not None:
             raise PromptError(
-                f"tokens has the token id {wrong!r:.100}: ids must be from 0 to {size - 1}", param="tokens"
+                f"tokens has the token id {invalid!r:.100}: ids must be from 0 to {size - 1}", param="tokens"
             )
         return respond(DetokenizedText(prompt=tokenizer.decode(body.tokens, skip_special_tokens=False)))
 
@@ -128,7 +126,7 @@ def _characters(body: TokenizeBody) -> tuple[str, int, str]:
 
 
 def num_characters(value: Any) -> int:
-    """Of all that a template may put into the prompt, not the contents of messages alone."""
+    """Count the characters of everything that a template may put into the prompt, not only message contents."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, dict):
@@ -139,13 +137,13 @@ def num_characters(value: Any) -> int:
 def check_size(state: ServerState, name: str, size: int, unit: str) -> None:
     limit = state.options.max_tokenize_size
     if size > limit:
-        message = f"{name} has {size} {unit}: at most {limit} are allowed here"
+        message = f"{name} has {size} {unit}: at most {limit} are allowed"
         raise ApiError(400, message, code="text_too_long", param=name)
 
 
 def _tokenizer(model: ServedModel) -> Tokenizer:
     if model.frontend.tokenizer is None:
-        raise ApiError(400, "this model is served without a tokenizer", code="no_tokenizer")
+        raise ApiError(400, "the model is served without a tokenizer", code="no_tokenizer")
     return model.frontend.tokenizer
 
 
@@ -154,7 +152,7 @@ def _tokenizer(model: ServedModel) -> Tokenizer:
 
 @router.get("/v1/requests/{request_id}", **documented(None, RequestReport, 404))
 async def request_report(request: Request) -> Response:
-    """What happened to a request of yours, and why it took so long."""
+    """Report what happened to a request of yours and why it took so long."""
     state = state_of(request)
     logged = state.request_log.find(caller_of(request), request.path_params["request_id"])
     return respond(await report_of(state, logged))
@@ -162,7 +160,7 @@ async def request_report(request: Request) -> Response:
 
 @router.delete("/v1/requests/{request_id}", **documented(None, Cancelled, 404, 503))
 async def cancel_request(request: Request) -> Response:
-    """End a request of yours; its answers end with finish reason "abort"."""
+    """Cancel a request of yours; its answers end with the finish reason "abort"."""
     state = state_of(request)
     logged = state.request_log.find(caller_of(request), request.path_params["request_id"])
     freed = await state.request_log.cancel(logged)

@@ -19,7 +19,7 @@ from inflight.pooling import Task
 from inflight.server.engine_response import EngineResponse
 from inflight.server.errors import ApiError
 from inflight.server.http.body import read_json
-from inflight.server.observability.request_log import MAX_TOLD
+from inflight.server.observability.request_log import MAX_RECORDS
 from inflight.server.openapi import documented
 from inflight.server.scoring.formatters import (
     AnswerHead,
@@ -160,7 +160,7 @@ class PoolingRun:
         state, model, logged = response.state, response.model, response.logged
         engine_id = model.next_id("p")
         logged.task, logged.num_answers = self.task, self.num_texts
-        engine_ids = [f"{engine_id}/{index}" for index in range(min(self.num_texts, MAX_TOLD))]
+        engine_ids = [f"{engine_id}/{index}" for index in range(min(self.num_texts, MAX_RECORDS))]
         state.request_log.set_engine_ids(logged, engine_ids)
         logged.abort = partial(self._abort, response, engine_id)
         try:
@@ -197,13 +197,13 @@ class PoolingRun:
         if not logged.queued:
             logged.queued, logged.first_token_at = True, time.perf_counter()
             response.cancel_scope.first_token()
-            usage.began(0)
+            usage.add_request(0)
             state.metrics.requests[self.task] += 1
         usage.num_prompt_tokens += record.num_prompt_tokens
-        usage.waited(record, 0.0)
+        usage.add_queue_time(record, 0.0)
         logged.num_pooled_tokens += record.num_prompt_tokens
         state.request_log.answer_ended(logged, record)
-        state.metrics.pooled(self.task, record)
+        state.metrics.record_text(self.task, record)
 
 
 # ---- reading texts ----

@@ -28,7 +28,7 @@ from inflight.server.openai.responses.store import (
     ResponseContent,
     StoredItem,
     StoredResponse,
-    TextPart,
+    StoredText,
     check_conversation,
 )
 from inflight.server.params import ContentConstraint, GenerationParams
@@ -97,11 +97,11 @@ def _add(conversation: Conversation, item: ConversationItem) -> None:
             conversation.result(item.call_id or "", _text(item.output), "input.call_id")
 
 
-def _text(content: str | list[TextPart] | None) -> str:
+def _text(content: str | list[StoredText] | None) -> str:
     return content if isinstance(content, str) else "".join(map(_part_text, content or ()))
 
 
-def _part_text(part: TextPart) -> str:
+def _part_text(part: StoredText) -> str:
     return part.text or part.refusal or ""
 
 
