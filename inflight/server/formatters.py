@@ -174,9 +174,9 @@ class PartWriter:
                 return self._end(complete)
 
     def _more(self, kind: PartKind, text: str) -> bytes:
-        begun = b"" if self._open == kind else self._switch(kind)
+        start = b"" if self._open == kind else self._switch(kind)
         self._pieces.append(text)
-        return begun + self._delta(kind, text)
+        return start + self._delta(kind, text)
 
     def _switch(self, kind: PartKind, name: str = "", call_id: str = "") -> bytes:
         ended = self._end(complete=True)

@@ -140,7 +140,7 @@ def tokenized_chat(body: ChatBody | TokenizeBody) -> ChatRequest:
     continues = bool(body.continue_final_message)
     adds_prompt = not continues if body.add_generation_prompt is None else body.add_generation_prompt
     return ChatRequest(
-        [message.given() for message in body.messages or ()],
+        [message.set_fields() for message in body.messages or ()],
         checked_tools(body.tools),
         template_kwargs=body.chat_template_kwargs or {},
         add_generation_prompt=adds_prompt,

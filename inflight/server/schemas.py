@@ -173,43 +173,6 @@ SAMPLING = (
 )
 
 
-# ---- responses ----
-
-
-class ErrorDetail(BaseModel):
-    message: str
-    type: str
-    param: str | None = None
-    code: str | None = None
-
-
-class ErrorBody(BaseModel):
-    """An error, of any status."""
-
-    error: ErrorDetail
-
-
-class PromptDetails(BaseModel):
-    cached_tokens: int = 0
-
-
-class CompletionDetails(BaseModel):
-    reasoning_tokens: int = 0
-
-
-class Usage(BaseModel):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptDetails
-    completion_tokens_details: CompletionDetails | None = Field(
-        None, description="Only for chats whose format marks reasoning."
-    )
-
-
-FinishReason = Literal["stop", "length", "abort"]
-
-
 class ReturnedPart(Body):
     """A part of a conversation. Clients may send parts of an answer back unchanged: null values are dropped."""
 
@@ -264,3 +227,40 @@ class ConstrainedBody(GenerationBody):
     guided_regex: str | None = None
     guided_choice: Items[str] | None = None
     guided_grammar: str | None = None
+
+
+# ---- responses ----
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(BaseModel):
+    """An error, of any status."""
+
+    error: ErrorDetail
+
+
+class PromptDetails(BaseModel):
+    cached_tokens: int = 0
+
+
+class CompletionDetails(BaseModel):
+    reasoning_tokens: int = 0
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails | None = Field(
+        None, description="Only for chats whose format marks reasoning."
+    )
+
+
+FinishReason = Literal["stop", "length", "abort"]

@@ -94,7 +94,7 @@ class ServerState:
     # The numbers in engine request ids. Processes that share an engine must not use the same ones.
     serials: InitVar[Iterator[object] | None] = None
     admission: AdmissionControl = field(default_factory=LocalAdmission)
-    stored: InitVar[Responses | None] = None  # None: they are kept in this process
+    stored: InitVar[Responses | None] = None  # None: they are stored in this process
     counts_of_others: Callable[[], Awaitable[list[MetricCounts]]] | None = None  # from other API workers
     num_answered_by_others: Callable[[], int] = lambda: 0  # requests that other API workers answer now
 

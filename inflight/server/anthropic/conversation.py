@@ -32,7 +32,7 @@ DEFAULT_EFFORT = "medium"  # for thinking without an effort
 def chat_of(body: ConversationBody) -> ChatRequest:
     """Return the conversation. A final assistant message is continued (prefill). Raise ApiError if it is not valid."""
     choice, messages = body.tool_choice, _messages(body)
-    begun = (
+    continues = (
         bool(messages) and messages[-1].keys() == {"role", "content"} and messages[-1]["role"] == "assistant"
     )
     return ChatRequest(
@@ -42,8 +42,8 @@ def chat_of(body: ConversationBody) -> ChatRequest:
         parallel_tool_calls=choice is None or not choice.disable_parallel_tool_use,
         reasoning_effort=_effort(body),
         max_reasoning_tokens=None if body.thinking is None else body.thinking.budget_tokens,
-        add_generation_prompt=not begun,
-        continue_final_message=begun,
+        add_generation_prompt=not continues,
+        continue_final_message=continues,
     )
 
 
@@ -94,14 +94,14 @@ def _messages(body: ConversationBody) -> list[dict[str, Any]]:
     return conversation.messages
 
 
-def _add(conversation: Conversation, message: SentMessage, place: str) -> None:
+def _add(conversation: Conversation, message: SentMessage, path: str) -> None:
     content = message.content
     blocks = [TextBlock(type="text", text=content)] if isinstance(content, str) else content
     for index, block in enumerate(blocks):
-        _add_block(conversation, message.role, block, f"{place}.content[{index}]")
+        _add_block(conversation, message.role, block, f"{path}.content[{index}]")
 
 
-def _add_block(conversation: Conversation, role: str, block: ContentBlock, place: str) -> None:
+def _add_block(conversation: Conversation, role: str, block: ContentBlock, path: str) -> None:
     match role, block:
         case "user", TextBlock():
             conversation.user(block.text, joined=True)
@@ -117,9 +117,9 @@ def _add_block(conversation: Conversation, role: str, block: ContentBlock, place
         case "assistant", ToolUseBlock():
             conversation.call(block.id, block.name, block.input)
         case "user", ToolResultBlock():
-            conversation.result(block.tool_use_id, _result(block), f"{place}.tool_use_id")
+            conversation.result(block.tool_use_id, _result(block), f"{path}.tool_use_id")
         case _:
-            raise _wrong(place, f"{block.type} is not allowed in a message with the role {role}")
+            raise _wrong(path, f"{block.type} is not allowed in a message with the role {role}")
 
 
 def _result(block: ToolResultBlock) -> str:

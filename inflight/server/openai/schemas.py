@@ -113,7 +113,7 @@ class ChatMessage(Body):
     parsed: Any = None
     provider_specific_fields: Any = None
 
-    def given(self) -> dict[str, Any]:
+    def set_fields(self) -> dict[str, Any]:
         """Return the fields that are set and meant for the model."""
         return self.model_dump(exclude_none=True, exclude=set(CLIENT_NOTES))
 

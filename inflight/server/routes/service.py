@@ -121,7 +121,7 @@ async def detokenize(request: Request) -> Response:
 def _characters(body: TokenizeBody) -> tuple[str, int, str]:
     if body.prompt is not None:
         return "prompt", len(body.prompt), "characters"
-    messages = [message.given() for message in body.messages or ()]
+    messages = [message.set_fields() for message in body.messages or ()]
     return "messages", num_characters([messages, body.tools, body.chat_template_kwargs]), "characters"
 
 

@@ -63,8 +63,8 @@ async def embeddings(request: Request) -> Response:
         **_truncation(body),
     )
     write = partial(write_embeddings, base64=body.encoding_format == "base64")
-    run = PoolingRun("embed", len(texts), body.cache_salt, call, write, {"texts": "input"})
-    return _response(request, model, name, body, run)
+    pooling = PoolingCall("embed", len(texts), body.cache_salt, call, write, {"texts": "input"})
+    return _response(request, model, name, body, pooling)
 
 
 @router.post("/classify", **documented(ClassifyBody, ClassifyAnswer, *ERRORS))
@@ -74,8 +74,8 @@ async def classify(request: Request) -> Response:
     body, model, name = await _read(request, ClassifyBody, "classify")
     texts = read_inputs(body.input, model.options.max_documents)
     call = partial(model.engine.classify, texts, scale=body.scale, **_truncation(body))
-    run = PoolingRun("classify", len(texts), body.cache_salt, call, write_classes, {"texts": "input"})
-    return _response(request, model, name, body, run)
+    pooling = PoolingCall("classify", len(texts), body.cache_salt, call, write_classes, {"texts": "input"})
+    return _response(request, model, name, body, pooling)
 
 
 @router.post("/score", **documented(ScoreBody, ScoreAnswer, *ERRORS))
@@ -90,8 +90,8 @@ async def score(request: Request) -> Response:
     query = queries[0] if len(queries) == 1 else queries
     call = partial(model.engine.score, query, documents, **_scoring(body))
     params = {"query": first, "documents": second}
-    run = PoolingRun("score", len(documents), body.cache_salt, call, write_scores, params)
-    return _response(request, model, name, body, run)
+    pooling = PoolingCall("score", len(documents), body.cache_salt, call, write_scores, params)
+    return _response(request, model, name, body, pooling)
 
 
 @router.post("/rerank", **documented(RerankBody, RerankAnswer, *ERRORS))
@@ -103,8 +103,8 @@ async def rerank(request: Request) -> Response:
     documents = read_documents(body.documents, model.options.max_documents)
     call = partial(model.engine.rerank, body.query, documents, body.top_n, **_scoring(body))
     write = partial(write_ranking, documents=body.documents if body.return_documents else None)
-    run = PoolingRun("rerank", len(documents), body.cache_salt, call, write, {})
-    return _response(request, model, name, body, run)
+    pooling = PoolingCall("rerank", len(documents), body.cache_salt, call, write, {})
+    return _response(request, model, name, body, pooling)
 
 
 async def _read(request: Request, schema: type[T], task: Task) -> tuple[T, ServedModel, str]:
@@ -131,13 +131,13 @@ def _scoring(body: ScoringBody) -> dict[str, Any]:
 
 
 def _response(
-    request: Request, model: ServedModel, name: str, body: PoolingBody, run: PoolingRun
+    request: Request, model: ServedModel, name: str, body: PoolingBody, pooling: PoolingCall
 ) -> Response:
     return EngineResponse(
         request,
         model,
-        run.answer,
-        request_id=body.request_id or f"{run.task}-{secrets.token_hex(16)}",
+        pooling.answer,
+        request_id=body.request_id or f"{pooling.task}-{secrets.token_hex(16)}",
         model_name=name,
         priority=body.priority,
         user=body.user,
@@ -146,7 +146,7 @@ def _response(
 
 
 @dataclass(frozen=True, slots=True)
-class PoolingRun:
+class PoolingCall:
     """One call of the engine for several texts. All results are sent at once when the last one is computed."""
 
     task: Task

@@ -41,8 +41,8 @@ class ResponseItems(PartWriter):
 
     def finish(self, complete: bool) -> bytes:
         """Return the events that end the last item. An empty answer gets an empty message, which clients look for."""
-        begun = b"" if self.items else self._switch("text")
-        return begun + super().finish(complete)
+        start = b"" if self.items else self._switch("text")
+        return start + super().finish(complete)
 
     def _begun(self, kind: PartKind, name: str, call_id: str) -> bytes:
         item_id = f"{_PREFIXES[kind]}_{secrets.token_hex(16)}"
