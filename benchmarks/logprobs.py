@@ -50,18 +50,18 @@ class CannedRunner:
             self._wanted[row] = -1 if request.params.logprobs is None else request.params.logprobs
         entries = [entry for entry, samples in enumerate(batch.samples) if samples]
         columns = self._columns[: len(entries)]
-        told = [entry for entry in entries if self._wanted[batch.rows[entry]] >= 0]
+        with_logprobs = [entry for entry in entries if self._wanted[batch.rows[entry]] >= 0]
         logprobs = None
-        if told:
+        if with_logprobs:
             width = columns.shape[2]
-            logprobs = PackedLogprobs(columns.flatten(), [width - 1] * len(told), width)
-        drawn = torch.stack((columns[:, 0, 0], torch.zeros(len(entries), dtype=torch.int32)))
+            logprobs = PackedLogprobs(columns.flatten(), [width - 1] * len(with_logprobs), width)
+        sampled = torch.stack((columns[:, 0, 0], torch.zeros(len(entries), dtype=torch.int32)))
         return GpuStepHandle(
             num_entries=len(batch.rows),
             sampling_entries=entries,
-            drawn=drawn,
+            sampled=sampled,
             logprobs=logprobs,
-            logprob_entries=told,
+            logprob_entries=with_logprobs,
             prompt_logprobs=[],
             pooled=None,
             done=None,
