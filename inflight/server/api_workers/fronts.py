@@ -15,8 +15,9 @@ from typing import Any
 from starlette.types import ASGIApp
 
 from inflight.engine import EngineStats
-from inflight.engine.remote.wire import Message, Progress, Stop
+from inflight.engine.remote.wire import Progress
 from inflight.errors import EngineDeadError, EngineError
+from inflight.processes.channel import Message, Stop
 from inflight.server.access.admission import LocalAdmission
 from inflight.server.access.keys import Caller, Keys
 from inflight.server.api_workers.front_process import FrontProcess

@@ -12,15 +12,13 @@ from inflight.engine.remote.wire import (
     Ack,
     Add,
     Describe,
-    Message,
     Progress,
     Ready,
-    RemoteError,
+    RunCommand,
     StepOutputs,
-    Stop,
-    Tell,
     Watch,
 )
+from inflight.processes.channel import Message, RemoteError, Stop
 from inflight.server.access.keys import KeyDigests
 from inflight.server.errors import ApiError
 from inflight.server.observability.metrics import MetricCounts
@@ -197,5 +195,7 @@ class FrontHeartbeat(Message, frozen=True):
     counts: MetricCounts | None  # None: nothing yet
 
 
-FromFront = Add | Abort | Describe | Tell | Ack | Watch | Ask | AskReply | Leave | Opened | FrontHeartbeat
+FromFront = (
+    Add | Abort | Describe | RunCommand | Ack | Watch | Ask | AskReply | Leave | Opened | FrontHeartbeat
+)
 FromMain = StartFront | Progress | Ready | StepOutputs | EngineHealth | Ask | AskReply | Drain | Stop
