@@ -205,7 +205,7 @@ def test_templates() -> None:
         "llm.py",
         "async_engine.py",
         "frontend/input_processor.py",
-        "text/bad_words.py",
+        "text/stops.py",
     ],
 )
 def test_no_refusal_of_a_parameter_goes_without_its_name(file: str) -> None:

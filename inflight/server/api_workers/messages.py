@@ -20,9 +20,9 @@ from inflight.engine.remote.wire import (
 )
 from inflight.processes.channel import Message, RemoteError, Stop
 from inflight.processes.rpc import RpcCall, RpcReply
-from inflight.server.access.keys import ToldKeys
+from inflight.server.access.keys import KeyDigests
 from inflight.server.errors import ApiError
-from inflight.server.observability.metric_counts import MetricCounts
+from inflight.server.observability.metrics import MetricCounts
 from inflight.server.openai.responses.input_listing import PageQuery
 from inflight.server.openai.responses.store import StoredResponse
 
@@ -160,7 +160,7 @@ class StartWorker(Message, frozen=True):
     number: int
     launch: int  # unique among all workers that this server ever starts
     options: dict[str, Any]  # the arguments of ServerConfig.create
-    keys: ToldKeys
+    keys: KeyDigests
     listener: int  # a file descriptor
     is_loaded: bool  # if the model is loaded, clients can wait until the worker is open
 

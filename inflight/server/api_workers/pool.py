@@ -52,7 +52,7 @@ from inflight.server.api_workers.messages import (
 from inflight.server.api_workers.relay import answer_with
 from inflight.server.app import create_app
 from inflight.server.config import ServerConfig
-from inflight.server.observability.metric_counts import MetricCounts, add_counts
+from inflight.server.observability.metrics import MetricCounts, add_counts
 from inflight.server.openai.responses.store import ResponseContent
 from inflight.server.state import ServerState
 
@@ -211,7 +211,7 @@ class ApiWorkerPool:
             number,
             self._num_launches,
             self._worker_options,
-            self._keys.told(),
+            self._keys.digests(),
             self._listeners[number].fileno(),
             self._state is not None,
         )

@@ -47,7 +47,7 @@ from inflight.server.api_workers.messages import (
 from inflight.server.api_workers.relay import RelayMiddleware, answer_with
 from inflight.server.app import create_app
 from inflight.server.config import ServerConfig
-from inflight.server.observability.metric_counts import MetricCounts, counts_of
+from inflight.server.observability.metrics import MetricCounts, counts_of
 from inflight.server.observability.tracing import tracer_of
 from inflight.server.run import Server, hosts_of
 from inflight.server.state import ServerState
@@ -150,7 +150,7 @@ class ApiWorker:
         self, start: StartWorker, options: ServerConfig, listener: socket.socket
     ) -> tuple[AsyncEngine, ServerState]:
         ready = await self._ready
-        keys = Keys.of_told(start.keys)
+        keys = Keys.from_digests(start.keys)
         frontend = await asyncio.to_thread(_frontend, options, ready.facts, start.launch)
         engine = AsyncEngine(frontend, ProcessClient.over(self._connection, ready))
         self._state = state = ServerState(
