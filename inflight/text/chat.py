@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from inflight.errors import PromptError, TemplateError, shown
@@ -48,8 +48,9 @@ def encode_chat(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     kwargs: Mapping[str, Scalar] | None = None,
+    check_size: Callable[[int], None] | None = None,
 ) -> tuple[str, list[int]]:
-    """The prompt's text and its token ids."""
+    """The prompt's text and its token ids. `check_size` gets the number of its characters before they are tokenized."""
     check_messages(messages)
 
     def hidden(marks: Marks) -> dict[str, Any]:
@@ -71,8 +72,8 @@ def encode_chat(
         if careful.num_hidden > marks.num_hidden:
             second = template.render(**given, **flags)
             if careful.specials_in(second) != marks.specials_in(text):
-                return careful.encode(second)
-    return marks.encode(text)
+                return careful.encode(second, check_size)
+    return marks.encode(text, check_size)
 
 
 class ChatTemplate:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from inflight.text.tokenizer import Tokenizer
@@ -93,14 +93,19 @@ class Marks:
         spellings = map(re.escape, self._tokenizer.special_spellings)
         return re.findall("|".join(spellings) or "(?!)", text)
 
-    def encode(self, text: str) -> tuple[str, list[int]]:
-        """The rendered text with its spellings back, and its ids."""
+    def encode(self, text: str, check_size: Callable[[int], None] | None = None) -> tuple[str, list[int]]:
+        """Return the rendered text with its spellings back, and its ids. `check_size` gets the number of characters
+        before they are tokenized, and raises if there are too many."""
         tokenizer = self._tokenizer
         if not self._hidden:
+            if check_size is not None:
+                check_size(len(text))
             return text, tokenizer.encode(text, add_special_tokens=False)
         # Text, number, text, ... A template may write all in capitals, or cut a mark, which may then have any number.
         parts = re.split(f"{self._word}([0-9]{{1,9}})z", text, flags=re.IGNORECASE)
         parts[1::2] = [self._hidden[int(n)] if int(n) < self.num_hidden else "" for n in parts[1::2]]
+        if check_size is not None:
+            check_size(sum(map(len, parts)))
         # Each once: there may be a hundred thousand of a few.
         texts, spelled = dict.fromkeys(parts[::2]), dict.fromkeys(parts[1::2])
         known = (

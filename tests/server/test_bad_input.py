@@ -100,6 +100,38 @@ ROWS: list[tuple[str, dict[str, Any], str | None, str]] = [
     (CHAT, {"messages": [{"role": "user", "content": "word " * 9000}]}, "prompt", "context_length_exceeded"),
     (COMPLETIONS, {"prompt": "a" * 1_000_000}, "prompt", "1000000 characters"),
     (CHAT, {"messages": [{"role": "user", "content": "a" * 1_000_000}]}, "prompt", "1000000 characters"),
+    # None of these is tokenized: refusals that count tokens come after that.
+    (
+        CHAT,
+        {
+            "messages": [
+                USER,
+                {
+                    "role": "assistant",
+                    "tool_calls": [
+                        {
+                            "id": "1",
+                            "type": "function",
+                            "function": {"name": "f", "arguments": "[" * 1_000_000},
+                        }
+                    ],
+                },
+            ]
+        },
+        "prompt",
+        "characters",
+    ),
+    (
+        CHAT,
+        {
+            "messages": [USER],
+            "tools": [
+                {"type": "function", "function": {"name": "f", "parameters": {"enum": [123_456] * 100_000}}}
+            ],
+        },
+        "prompt",
+        "characters",
+    ),
     (CHAT, {"messages": []}, "messages", "at least 1"),
     (CHAT, {"messages": [USER] * 9000}, "messages", "at most 8192"),
     (CHAT, {"messages": [{"role": "king", "content": "x"}]}, "messages[0].role", "king"),

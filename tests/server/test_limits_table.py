@@ -16,6 +16,7 @@ from inflight.server.config import SERVE_OPTIONS
 from inflight.server.connection_places import MAX_RESERVED, ConnectionPlaces
 from inflight.server.responses.input_listing import MAX_PAGE_BYTES
 from inflight.server.schemas.chat import MAX_ARGUMENTS
+from inflight.server.state import TEXT_THREADS
 from inflight.server.unsent import PIECE
 from inflight.server.write_timer import MIN_PROGRESS
 from inflight.text.chat import MAX_MESSAGES
@@ -49,6 +50,10 @@ CONSTANTS = {
         f"{RENDER.seconds:g} s, {RENDER.max_characters >> 20} Mi characters, {RENDER.max_input_bytes >> 20} MiB"
     ),
     "chat templates rendered at a time": str(RENDER.max_workers),
+    "characters of a prompt, with the tools and calls that its template renders": (
+        "as many as tokens of the context can spell"
+    ),
+    f"threads that render and tokenize, of {TEXT_THREADS}, for one of several keys": str(TEXT_THREADS - 1),
     "processor time for one new grammar, and for all that are tried for a request": (
         f"{ATTEMPT_SECONDS:g} s, {TRIAL_SECONDS:g} s"
     ),

@@ -16,8 +16,8 @@ from inflight.server.generation_response import GenerationResponse, GenerationSp
 from inflight.server.messages.conversation import chat_of, check, text_constraint, user_of
 from inflight.server.messages.formatter import MessagesFormatter
 from inflight.server.openapi import documented, respond
-from inflight.server.prepare import check_tokenizer, prepare_chat
-from inflight.server.routes.service import check_size, num_characters
+from inflight.server.prepare import check_tokenizer, num_characters, prepare_chat
+from inflight.server.routes.service import check_size, text_limit
 from inflight.server.schemas.messages import (
     CountTokensBody,
     MessageErrorBody,
@@ -46,6 +46,7 @@ async def create_message(request: Request) -> Response:
     caller, user = caller_of(request), user_of(body)
     params = await state.in_thread_if(
         body.is_large,
+        caller,
         lambda: conversation_params(
             state,
             body,
@@ -88,7 +89,7 @@ async def count_tokens(request: Request) -> Response:
     def answer() -> Response:
         chat = chat_of(body)
         check_size(state, "messages", num_characters([chat.messages, chat.tools]), "characters")
-        _, token_ids = state.frontend.encode_chat(chat)
+        _, token_ids = state.frontend.encode_chat(chat, text_limit(state))
         return respond(TokenCount(input_tokens=len(token_ids)))
 
     async with counted(state.admission, caller_of(request)):

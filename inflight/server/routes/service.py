@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -14,7 +14,7 @@ from inflight.server.admission import counted
 from inflight.server.body import read_json
 from inflight.server.errors import ApiError
 from inflight.server.openapi import documented, respond
-from inflight.server.prepare import check_tokenizer, tokenized_chat
+from inflight.server.prepare import check_tokenizer, num_characters, tokenized_chat
 from inflight.server.request_report import report_of
 from inflight.server.schemas.service import Cancelled, Model, Models, PoolingHead, RequestReport, Version
 from inflight.server.schemas.tokens import DetokenizeBody, DetokenizedText, TokenizeBody, Tokens
@@ -78,7 +78,7 @@ async def tokenize(request: Request) -> Response:
             token_ids = tokenizer.encode(body.prompt, body.add_special_tokens is not False)
         else:
             check_tokenizer(state)
-            _, token_ids = state.frontend.encode_chat(tokenized_chat(body))
+            _, token_ids = state.frontend.encode_chat(tokenized_chat(body), text_limit(state))
         spelled = [tokenizer.token(token_id) for token_id in token_ids] if body.return_token_strs else None
         length = state.frontend.max_model_len
         return respond(
@@ -117,13 +117,9 @@ def _characters(body: TokenizeBody) -> tuple[str, int, str]:
     return "messages", num_characters([messages, body.tools, body.chat_template_kwargs]), "characters"
 
 
-def num_characters(value: Any) -> int:
-    """Of all that a template may put into the prompt, not the contents of messages alone."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, dict):
-        return sum(map(num_characters, (*value, *value.values())))
-    return sum(map(num_characters, value)) if isinstance(value, list) else 0
+def text_limit(state: ServerState) -> Callable[[int], None]:
+    """Return a check of the characters of a rendered conversation, where numbers may have many digits."""
+    return lambda num_characters: check_size(state, "messages", num_characters, "characters")
 
 
 def check_size(state: ServerState, name: str, size: int, unit: str) -> None:
