@@ -12,6 +12,7 @@ from inflight.frontend import (
     context_length_error,
     tool_choice_of,
 )
+from inflight.frontend.chat import num_characters
 from inflight.server.errors import ApiError
 from inflight.server.generation_params import GenerationParams
 from inflight.server.keys import Caller
@@ -153,16 +154,6 @@ def prepare_chat(
     _check_room(state, params, found)
     _check_logprobs(state, params, [found], "top_logprobs")
     return [found]
-
-
-def num_characters(value: Any) -> int:
-    """Of all that a template may put into the prompt, not the contents of messages alone. A number is one, whatever its
-    digits."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, dict):
-        return sum(map(num_characters, (*value, *value.values())))
-    return sum(map(num_characters, value)) if isinstance(value, list) else 1
 
 
 def _num_content_characters(content: Any) -> int:

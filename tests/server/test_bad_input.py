@@ -132,6 +132,23 @@ ROWS: list[tuple[str, dict[str, Any], str | None, str]] = [
         "prompt",
         "characters",
     ),
+    (
+        RESPONSES,
+        {
+            "tools": [
+                {"type": "function", "name": "f", "parameters": {}},
+                {"type": "function", "name": "hidden", "parameters": {}, "description": "a" * (1 << 20)},
+            ],
+            "tool_choice": {
+                "type": "allowed_tools",
+                "mode": "auto",
+                "tools": [{"type": "function", "name": "f"}],
+            },
+        },
+        "tools",
+        "at most 1048576",
+    ),
+    (RESPONSES, {"prompt_cache_key": "a" * (1 << 20)}, "tools", "at most 1048576"),
     (CHAT, {"messages": []}, "messages", "at least 1"),
     (CHAT, {"messages": [USER] * 9000}, "messages", "at most 8192"),
     (CHAT, {"messages": [{"role": "king", "content": "x"}]}, "messages[0].role", "king"),

@@ -14,6 +14,7 @@ from inflight.sampling_params import MAX_BAD_WORDS, MAX_LOGPROBS, MAX_N, MAX_STO
 from inflight.server.body import MAX_PARTS, MAX_VALUES
 from inflight.server.config import SERVE_OPTIONS
 from inflight.server.connection_places import MAX_RESERVED, ConnectionPlaces
+from inflight.server.responses.conversation import MAX_REPEATED_CHARACTERS
 from inflight.server.responses.input_listing import MAX_PAGE_BYTES
 from inflight.server.schemas.chat import MAX_ARGUMENTS
 from inflight.server.state import TEXT_THREADS
@@ -44,6 +45,9 @@ CONSTANTS = {
     "`n`, whatever `--max-answers`": str(MAX_N),
     "bad words": f"{MAX_BAD_WORDS:,}",
     "messages of a conversation": f"{MAX_MESSAGES:,}",
+    "characters of what `/v1/responses` repeats in its answers (`tools`, `tool_choice`, `text`, `prompt_cache_key`)": (
+        f"{MAX_REPEATED_CHARACTERS:,}"
+    ),
     "arguments for a chat template": str(MAX_ARGUMENTS),
     "characters of `user`, and of `cache_salt`": f"{MAX_TENANT_LENGTH}, {MAX_SALT_LENGTH}",
     "a chat template's time, its output, its input as JSON": (

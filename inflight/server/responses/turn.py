@@ -12,7 +12,7 @@ from inflight.server.formatters import encode
 from inflight.server.generation_params import GenerationParams
 from inflight.server.keys import Caller
 from inflight.server.prepare import prepare_chat
-from inflight.server.responses.conversation import chat_of, input_items, user_of
+from inflight.server.responses.conversation import chat_of, check_repeated, input_items, user_of
 from inflight.server.responses.store import ResponseContent, StoredResponse
 from inflight.server.responses.stored_items import StoredItem, check_conversation
 from inflight.server.schemas.response_items import ItemReference
@@ -53,6 +53,7 @@ class ResponseTurn:
     def prepare(self, params: GenerationParams) -> list[OutputProcessor]:
         """Render the conversation. Takes long."""
         body = self._body
+        check_repeated(body)
         items = [*self._earlier, *self._own_items()]
         if self._earlier or self._referenced:  # else all of it was in the body, whose limits are checked
             param = "previous_response_id" if self._earlier else "input"

@@ -8,6 +8,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from inflight.frontend.chat import num_characters
 from inflight.server.admission import counted
 from inflight.server.body import read_json
 from inflight.server.engine_response import RequestHead
@@ -16,7 +17,7 @@ from inflight.server.generation_response import GenerationResponse, GenerationSp
 from inflight.server.messages.conversation import chat_of, check, text_constraint, user_of
 from inflight.server.messages.formatter import MessagesFormatter
 from inflight.server.openapi import documented, respond
-from inflight.server.prepare import check_tokenizer, num_characters, prepare_chat
+from inflight.server.prepare import check_tokenizer, prepare_chat
 from inflight.server.routes.service import check_size, text_limit
 from inflight.server.schemas.messages import (
     CountTokensBody,

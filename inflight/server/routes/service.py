@@ -10,11 +10,12 @@ from starlette.responses import Response
 
 from inflight import __version__
 from inflight.errors import PromptError
+from inflight.frontend.chat import num_characters
 from inflight.server.admission import counted
 from inflight.server.body import read_json
 from inflight.server.errors import ApiError
 from inflight.server.openapi import documented, respond
-from inflight.server.prepare import check_tokenizer, num_characters, tokenized_chat
+from inflight.server.prepare import check_tokenizer, tokenized_chat
 from inflight.server.request_report import report_of
 from inflight.server.schemas.service import Cancelled, Model, Models, PoolingHead, RequestReport, Version
 from inflight.server.schemas.tokens import DetokenizeBody, DetokenizedText, TokenizeBody, Tokens
