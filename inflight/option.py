@@ -13,7 +13,7 @@ import types
 from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from inflight.errors import ConfigError, shown
 
@@ -104,17 +104,18 @@ def options_of(config: Any) -> dict[str, Option]:
     """The options among the fields of a configuration (its class), by name."""
     hints = get_type_hints(config)
     return {
-        item.name: Option(item.name, *_kind(hints[item.name]), item.default, **item.metadata)
+        item.name: Option(item.name, *option_kind(hints[item.name]), item.default, **item.metadata)
         for item in fields(config)
         if item.metadata
     }
 
 
-def _kind(hint: Any) -> tuple[type, bool]:
-    """int of `int | None`, tuple of `tuple[str, ...]`; and whether None is among them."""
+def option_kind(hint: Any) -> tuple[type, bool]:
+    """Return the type of an option (int for `int | None`, str for a Literal) and whether it may be None."""
     members = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     first = next(member for member in members if member is not type(None))
-    return get_origin(first) or first, type(None) in members
+    kind = str if get_origin(first) is Literal else get_origin(first) or first
+    return kind, type(None) in members
 
 
 def check(config: Any) -> None:

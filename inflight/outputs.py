@@ -9,7 +9,7 @@ from itertools import repeat
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from inflight.events import PositionLogprobs, RequestRecord, logprob_columns
-from inflight.pooling import Scale
+from inflight.scoring import Scale
 
 if TYPE_CHECKING:  # the command line reads this file, and loads numpy later
     import numpy as np

@@ -19,8 +19,7 @@ from inflight.errors import (
     RequestError,
 )
 from inflight.events import StepRecord
-from inflight.router.replica import Replica
-from inflight.router.totals import facts_of_all, left_behind, same_model, summed
+from inflight.router.replica import Replica, facts_of_all, left_behind, same_model, summed
 
 logger = logging.getLogger(__name__)
 

@@ -1,12 +1,4 @@
-"""An engine client made of engine clients.
-
-    add ──► routing chooses ──► replica ──► deltas ──► reader
-                  ▲                  │ dies
-                  └── prompt and the tokens so far ──┘
-
-A request whose engine dies goes on with another one from the tokens that its reader has. Sampling is keyed by position,
-so the tokens that follow are those that would have come, and no one above notices but for the time.
-"""
+"""An engine client over several replicas: it places requests, and moves them when an engine dies."""
 
 from __future__ import annotations
 
@@ -26,10 +18,8 @@ from inflight.kv.block_names import BlockMarks, BlockNamer
 from inflight.request import Request
 from inflight.router.replica import Replica
 from inflight.router.replicas import Replicas, StartReplica
-from inflight.router.routed import RoutedRequest
-from inflight.router.routed_stream import RoutedStream
+from inflight.router.routed import RoutedRequest, RoutedStream, share_blame
 from inflight.router.routing import RECENT_TOKENS, ROUTINGS, KnownTokens
-from inflight.router.suspicion import share_blame
 
 logger = logging.getLogger(__name__)
 

@@ -13,12 +13,12 @@ from inflight import AsyncEngine
 from inflight.engine.fake import FakeRunner, expected_vector
 from inflight.errors import EngineError, PromptError, QueueFullError, RequestError
 from inflight.events import RequestRecord
-from inflight.frontend.pooling_results import cosines
+from inflight.frontend.scoring import cosines
 from inflight.scheduling import Batch, Sampled
 from tests.support.requests import FakeEngine
 from tests.text.samples import tokenizer
 
-from .pooling_engine import CROSS_ENCODER, EMBEDDER, engine
+from .scoring_engine import CROSS_ENCODER, EMBEDDER, engine
 
 DOCUMENTS = [f"document {index} has " + "some words " * (index % 7) for index in range(60)]
 
