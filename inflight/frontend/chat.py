@@ -11,7 +11,7 @@ from hashlib import sha256
 from typing import Any, Literal
 
 from inflight.agents import (
-    THINKING,
+    REASONING_MARKERS,
     CallStyle,
     MessageParser,
     detect_calls,
@@ -301,7 +301,7 @@ class ChatFormats:
 
     def reasoning_after(self, prompt: str) -> str | None:
         """Return the format of the reasoning that the answer to this prompt may start with."""
-        enabled = not self.opens_reasoning or THINKING[self.reasoning or ""].opened(prompt)
+        enabled = not self.opens_reasoning or REASONING_MARKERS[self.reasoning or ""].opened_by(prompt)
         return self.reasoning if enabled else None
 
 

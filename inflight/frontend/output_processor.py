@@ -14,7 +14,7 @@ from inflight.agents import (
     ToolCallBegun,
     ToolCallEnded,
 )
-from inflight.agents.events import joined
+from inflight.agents.events import merge_deltas
 from inflight.events import Delta, PositionLogprobs, RequestRecord, own_logprob
 from inflight.outputs import (
     AssistantMessage,
@@ -56,7 +56,7 @@ class MessageReader:
         """Return the events since the last call; after the end of the answer, also those that were held back."""
         self._complete()
         events, self._events = self._events, []
-        return events if len(events) < 2 else joined(events)
+        return events if len(events) < 2 else merge_deltas(events)
 
     @property
     def finish_reason(self) -> str | None:

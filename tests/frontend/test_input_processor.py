@@ -154,7 +154,7 @@ def test_whatever_comes_is_taken_or_refused(prompt: Any, priority: Any, tenant: 
 
 def test_params_of_the_wrong_kind() -> None:
     wrong: Any = {"temperature": 0}
-    with pytest.raises(ParameterError, match="they must be SamplingParams"):
+    with pytest.raises(ParameterError, match="it must be SamplingParams"):
         make().requests("r", [5], wrong)
 
 
