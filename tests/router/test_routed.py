@@ -15,7 +15,7 @@ from tests.support.requests import make_request
 
 @dataclass
 class Lost:
-    is_taken: bool = True
+    is_accepted: bool = True
     has_token_here: bool = False
     suspicion: Suspicion = field(default_factory=Suspicion)
 
@@ -48,7 +48,7 @@ def test_the_one_on_trial_is_blamed_whoever_came_beside_it() -> None:
     share_blame([tried, other])
     share_blame([tried, *(Lost() for _ in range(5))], on_trial=tried)
     assert tried.suspicion.is_confirmed
-    waiting = Lost(is_taken=False)
+    waiting = Lost(is_accepted=False)
     share_blame([waiting, other], on_trial=waiting)
     assert (waiting.suspicion.share, other.suspicion.is_confirmed) == (0, True)
 
@@ -65,7 +65,7 @@ def test_many_who_got_on_well_go_on_all_at_once_and_end_only_alone() -> None:
 
 
 def test_a_token_clears_and_a_request_that_was_never_taken_is_innocent() -> None:
-    one, sent = Lost(), Lost(is_taken=False)
+    one, sent = Lost(), Lost(is_accepted=False)
     share_blame([one, sent])
     assert (one.suspicion.share, sent.suspicion.share, sent.suspicion.num_deaths) == (1, 0, 0)
     one.suspicion.clear()
