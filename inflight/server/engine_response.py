@@ -149,7 +149,11 @@ class EngineResponse(Response):
                 choice, is_last = self._count(delta), delta.finish_reason is not None
                 write = formatter.end if is_last else formatter.more
                 is_long = choice.echoes and params.has_logprobs  # the logprobs of a whole prompt
-                events = await self.state.in_thread(partial(write, choice)) if is_long else write(choice)
+                events = (
+                    await self.state.in_thread(self.caller, partial(write, choice))
+                    if is_long
+                    else write(choice)
+                )
                 num_open -= is_last
                 if not num_open:
                     break
@@ -168,13 +172,13 @@ class EngineResponse(Response):
         choices = list(self._choices.values())
         is_long = params.has_logprobs or sum(choice.num_tokens for choice in choices) > LONG_ANSWER
         pieces = self._formatter.whole(choices)
-        part = await self.state.in_thread_if(is_long, lambda: _next_part(pieces))
+        part = await self.state.in_thread_if(is_long, self.caller, lambda: _next_part(pieces))
         if len(part) >= PART_SIZE:
             self._parts_started = True
             await self._start((b"content-type", b"application/json"))
         while len(part) >= PART_SIZE:  # at the client's pace: nothing is encoded before most of this is read
             await self._send_more(part)
-            part = await self.state.in_thread_if(is_long, lambda: _next_part(pieces))
+            part = await self.state.in_thread_if(is_long, self.caller, lambda: _next_part(pieces))
         return part
 
     def _count(self, delta: Delta) -> Choice:

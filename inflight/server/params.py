@@ -123,7 +123,7 @@ def completion_params(model: ServedModel, body: CompletionBody) -> GenerationPar
             fields["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
     constraint = _read_constraint(body, fields)
     sampling = _sampling(model, body, fields)
-    kind = "score" if prompt_only else "generate"
+    kind = "prompt_logprobs" if prompt_only else "generate"
     return GenerationParams(sampling, body.logprobs, bool(body.echo), kind, constraint, body.max_tokens)
 
 

@@ -12,6 +12,7 @@ from inflight.frontend import (
     context_length_error,
     tool_choice_of,
 )
+from inflight.frontend.chat import num_characters
 from inflight.server.access.keys import Caller
 from inflight.server.errors import ApiError
 from inflight.server.openai.schemas import ChatBody, CompletionBody
@@ -70,7 +71,7 @@ def prepare_completion(
     for prompt in prompts:
         text = prompt if isinstance(prompt, str) else None
         if text is not None and tokenizer is not None:
-            _check_characters(model, len(text))
+            model.frontend.input_processor.check_characters(len(text))
             prompt = tokenizer.encode(text, body.add_special_tokens is not False)
         elif bool in set(map(type, prompt)):  # Python takes them for 0 and 1
             raise _bad_prompt("prompt has true or false among its token ids")
@@ -104,18 +105,6 @@ def _check_logprobs(
 def _check_listed(model: ServedModel, params: GenerationParams, num_prompts: int) -> None:
     num_answers = num_prompts * params.sampling.n
     model.frontend.input_processor.check_listed(params.sampling, num_answers, model.options.max_listed_tokens)
-
-
-def _check_characters(model: ServedModel, num_characters: int) -> None:
-    """Refuse texts that cannot fit into the context before megabytes of them are tokenized."""
-    tokenizer, max_model_len = model.frontend.tokenizer, model.frontend.max_model_len
-    assert tokenizer is not None
-    longest = tokenizer.max_characters_per_token
-    if longest is not None and num_characters > longest * max_model_len:
-        raise context_length_error(
-            f"it has {num_characters} characters: no more than {longest * max_model_len} can fit "
-            f"(max_model_len is {max_model_len})"
-        )
 
 
 def chat_request(body: ChatBody) -> ChatRequest:
@@ -164,7 +153,9 @@ def prepare_chat(
     """
     check_tokenizer(model)
     contents = (message.get("content") or "" for message in chat.messages)
-    _check_characters(model, sum(len(c) if isinstance(c, str) else _num_characters(c) for c in contents))
+    # Checked before the template is rendered, which takes time too.
+    min_characters = sum(map(_num_content_characters, contents)) + num_characters([*chat.offered_tools])
+    model.frontend.input_processor.check_characters(min_characters)
     _check_listed(model, params, 1)
     with params.translated_errors():
         processor = model.frontend.prepare_chat(
@@ -181,8 +172,8 @@ def prepare_chat(
     return [processor]
 
 
-def _num_characters(parts: Any) -> int:
-    return sum(len(part.get("text") or "") for part in parts)
+def _num_content_characters(content: Any) -> int:
+    return len(content) if isinstance(content, str) else sum(len(part.get("text") or "") for part in content)
 
 
 def check_tokenizer(model: ServedModel) -> None:

@@ -15,12 +15,13 @@ from typing import TypeVar
 from starlette.requests import Request
 
 from inflight import __version__
+from inflight.constraints.fair_threads import FairThreads
 from inflight.engine import EngineClient, ModelFacts
 from inflight.entrypoints.async_engine import AsyncEngine
 from inflight.frontend import Frontend
-from inflight.frontend.pooling import cannot
-from inflight.pooling import Task, tasks_of
+from inflight.frontend.scoring import unsupported_task
 from inflight.router import Replicas, Router
+from inflight.scoring import Task, tasks_of
 from inflight.server.access.admission import AdmissionControl, LocalAdmission
 from inflight.server.access.keys import AdminKey, Caller, Keys
 from inflight.server.access.middleware import Hosts
@@ -73,7 +74,7 @@ class ServedModel:
     def check_task(self, task: Task) -> None:
         """Raise RequestError if the model cannot do the task."""
         if task not in self.tasks:
-            raise cannot(task, self.frontend.pooling, self.frontend.generates)
+            raise unsupported_task(task, self.frontend.pooling, self.frontend.generates)
 
     def next_id(self, prefix: str) -> str:
         """Return a request id for the engine that no other request has."""
@@ -111,7 +112,9 @@ class ServerState:
         self.request_log = RequestLog(options.request_history)
         limits = options.max_stored_responses, options.max_stored_bytes
         self.responses: Responses = stored or LocalResponses(ResponseStore(*limits))
-        self.threads = ThreadPoolExecutor(TEXT_THREADS, "inflight-text")
+        # With several keys, none of them takes the last thread from the others.
+        max_per_key = TEXT_THREADS - (len(self.keys.callers) > 1)
+        self.threads = FairThreads("inflight-text", TEXT_THREADS, max_per_key)
         self.service_threads = ThreadPoolExecutor(SERVICE_THREADS, "inflight-service")
 
     def find_model(self, name: str | None, task: Task | None = None) -> tuple[ServedModel, str]:
@@ -127,21 +130,21 @@ class ServerState:
             model.check_task(task)
         return model, name or model.label
 
-    async def in_thread_if(self, is_long: bool, work: Callable[[], T]) -> T:
+    async def in_thread_if(self, is_long: bool, caller: Caller, work: Callable[[], T]) -> T:
         """Return the result of `work`, done in a thread if it takes long, so that other requests go on meanwhile."""
-        return await self.in_thread(work) if is_long else work()
+        return await self.in_thread(caller, work) if is_long else work()
 
-    async def in_thread(self, work: Callable[[], T]) -> T:
-        """Return the result of `work`, done in a thread."""
-        return await asyncio.get_running_loop().run_in_executor(self.threads, work)
+    async def in_thread(self, caller: Caller, work: Callable[[], T]) -> T:
+        """Return the result of `work`, done in a thread. Keys take turns."""
+        return await asyncio.wrap_future(self.threads.submit(caller.name, work))
 
     async def in_service_thread(self, work: Callable[[], T]) -> T:
         """Return the result of `work` for /tokenize and the like, which never take a thread from generation."""
         return await asyncio.get_running_loop().run_in_executor(self.service_threads, work)
 
     def close(self) -> None:
-        for threads in (self.threads, self.service_threads):
-            threads.shutdown(wait=False, cancel_futures=True)
+        self.threads.close()
+        self.service_threads.shutdown(wait=False, cancel_futures=True)
         self.tracer.close()
 
 

@@ -37,14 +37,14 @@ async def completions(request: Request) -> Response:
     state, caller = state_of(request), caller_of(request)
     body = await read_json(request, CompletionBody, state.options)
     model, name = state.find_model(body.model, "generate")
-    params = await state.in_thread_if(body.is_large, lambda: completion_params(model, body))
+    params = await state.in_thread_if(body.is_large, caller, lambda: completion_params(model, body))
     prompts = split_prompts(model, body, params.sampling.n)
     is_long = body.is_large or sum(map(len, prompts)) > LONG_TEXT
     request_id = body.request_id or f"cmpl-{secrets.token_hex(16)}"
 
     async def answer(response: EngineResponse) -> None:
         prepared = await state.in_thread_if(
-            is_long, lambda: prepare_completion(model, caller, body, params, prompts)
+            is_long, caller, lambda: prepare_completion(model, caller, body, params, prompts)
         )
         await response.generate(prepared, params)
 
@@ -67,18 +67,19 @@ async def chat_completions(request: Request) -> Response:
     state, caller = state_of(request), caller_of(request)
     body = await read_json(request, ChatBody, state.options)
     model, name = state.find_model(body.model, "generate")
-    params = await state.in_thread_if(body.is_large, lambda: chat_params(model, body))
+    params = await state.in_thread_if(body.is_large, caller, lambda: chat_params(model, body))
     check_answers(model, 1, params.sampling.n)
     request_id = body.request_id or f"chatcmpl-{secrets.token_hex(16)}"
 
     async def answer(response: EngineResponse) -> None:
         prepared = await state.in_thread(
+            caller,
             lambda: prepare_chat(
                 *(model, caller, chat_request(body), params),
                 priority=body.priority or 0,
                 user=body.user,
                 cache_salt=body.cache_salt or "",
-            )
+            ),
         )
         await response.generate(prepared, params)
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, WithJsonSchema
 
-from inflight.frontend.chat import CLIENT_NOTES, MAX_TOOLS
+from inflight.frontend.chat import CLIENT_FIELDS, MAX_TOOLS
 from inflight.sampling_params import MAX_LOGPROBS
 from inflight.server.schemas import (
     Body,
@@ -115,7 +115,7 @@ class ChatMessage(Body):
 
     def set_fields(self) -> dict[str, Any]:
         """Return the fields that are set and meant for the model."""
-        return self.model_dump(exclude_none=True, exclude=set(CLIENT_NOTES))
+        return self.model_dump(exclude_none=True, exclude=set(CLIENT_FIELDS))
 
 
 Messages = Annotated[Items[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from inflight.pooling import Scale, Task
+from inflight.scoring import Scale, Task
 from inflight.server.openai.schemas import Messages, TemplateArguments, Tools
 from inflight.server.schemas import Body, Items, Unset, missing
 

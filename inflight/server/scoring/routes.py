@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from inflight.errors import EngineError, RequestError
 from inflight.events import RequestRecord
-from inflight.pooling import Task
+from inflight.scoring import Task
 from inflight.server.engine_response import EngineResponse
 from inflight.server.errors import ApiError
 from inflight.server.http.body import read_json
@@ -181,7 +181,7 @@ class PoolingCall:
             raise response.interruption("disconnect" if disconnected else "cancelled") from None
         head = AnswerHead(logged.request_id, logged.created, response.model_name)
         is_long = self.num_texts * model.pooling_size > LONG_ANSWER
-        content = await state.in_thread_if(is_long, lambda: self.write(head, pooled))
+        content = await state.in_thread_if(is_long, response.caller, lambda: self.write(head, pooled))
         await response.respond(Response(content, media_type="application/json"))
 
     async def _abort(self, response: EngineResponse, engine_id: str) -> int:

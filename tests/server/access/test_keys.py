@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from inflight.errors import ConfigError
 from inflight.server.access.keys import Caller, Keys, load_keys
 from inflight.server.errors import ApiError
+from inflight.server.state import TEXT_THREADS
 from tests.server.live import Backend, Live, live_server
 
 PATH = "/v1/completions"
@@ -97,6 +99,20 @@ def test_concurrency_limit_of_a_key_is_enforced(keyed: Live) -> None:
     for _ in range(3):  # a refusal leaves nothing behind
         assert keyed.post(PATH, {"prompt": []}, headers=headers).status_code == 400
     assert keyed.post(PATH, GOOD, headers=headers).status_code == 200
+
+
+def test_one_key_leaves_a_thread_to_the_others(keyed: Live) -> None:
+    """Tokenizing long texts takes seconds, which no disconnect ends."""
+    go_on = threading.Event()
+    held = [keyed.state.threads.submit("alice", go_on.wait) for _ in range(2 * TEXT_THREADS)]
+    try:
+        chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+        answer = keyed.http.post("/v1/chat/completions", json=chat, headers=bearer("plain"))
+        assert answer.status_code == 200
+        assert not any(future.done() for future in held)
+    finally:
+        go_on.set()
+    assert all(future.result(30) for future in held)
 
 
 def test_rate_limit_of_a_key_is_enforced(keyed: Live) -> None:

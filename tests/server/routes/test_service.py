@@ -91,6 +91,7 @@ def test_invalid_tokenize_requests_are_refused(
 def test_too_long_texts_are_refused(backend: Backend) -> None:
     message = {"role": "user", "content": "x"}
     hidden = {"role": "assistant", "tool_calls": [{"function": {"arguments": {"y" * 101: 1}}}]}
+    numbers = [{"type": "function", "function": {"name": "f", "parameters": {"enum": [5] * 50}}}]
     with live_server(backend, max_tokenize_size=100) as live:
         for path, body, param in (
             ("/tokenize", {"prompt": "x" * 101}, "prompt"),
@@ -98,6 +99,7 @@ def test_too_long_texts_are_refused(backend: Backend) -> None:
             ("/tokenize", {"messages": [{**message, "name": "x" * 101}]}, "messages"),
             ("/tokenize", {"messages": [message, hidden]}, "messages"),
             ("/tokenize", {"messages": [message], "chat_template_kwargs": {"x": "y" * 101}}, "messages"),
+            ("/tokenize", {"messages": [message], "tools": numbers}, "messages"),
             ("/detokenize", {"tokens": [5] * 101}, "tokens"),
         ):
             response = live.post(path, body)

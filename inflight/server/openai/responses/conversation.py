@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from inflight.frontend import OutputProcessor
-from inflight.frontend.chat import ChatRequest, NamedTool, ToolChoice, checked_tools
+from inflight.frontend.chat import ChatRequest, NamedTool, ToolChoice, checked_tools, num_characters
 from inflight.server.access.keys import Caller
 from inflight.server.conversation import Conversation
 from inflight.server.errors import ApiError
@@ -35,6 +35,8 @@ from inflight.server.params import ContentConstraint, GenerationParams
 from inflight.server.prepare import prepare_chat
 from inflight.server.state import ServedModel, ServerState
 
+MAX_REPEATED_CHARACTERS = 1 << 20
+
 
 def chat_of(body: ResponsesBody, items: Iterable[ConversationItem]) -> ChatRequest:
     """Return the conversation of all items, earlier responses first. Raise ApiError if it is not valid."""
@@ -47,6 +49,17 @@ def chat_of(body: ResponsesBody, items: Iterable[ConversationItem]) -> ChatReque
         reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
         max_reasoning_tokens=body.max_reasoning_tokens,
     )
+
+
+def check_repeated(body: ResponsesBody) -> None:
+    """Bound what every event with the whole response repeats, though the model may never see it."""
+    size = num_characters(body.model_dump(include={"tools", "tool_choice", "text", "prompt_cache_key"}))
+    if size > MAX_REPEATED_CHARACTERS:
+        message = (
+            f"tools, tool_choice, text and prompt_cache_key have {size} characters: together they may have at most "
+            f"{MAX_REPEATED_CHARACTERS}"
+        )
+        raise ApiError(400, message, code="invalid_value", param="tools")
 
 
 def input_items(body: ResponsesBody) -> list[InputItem]:
@@ -159,6 +172,7 @@ class ResponseTurn:
     def prepare(self, params: GenerationParams) -> list[OutputProcessor]:
         """Render the conversation. Takes long: call it in a thread."""
         body = self._body
+        check_repeated(body)
         items = [*self._earlier, *self._own_items()]
         if self._earlier or self._referenced:  # otherwise it is the body, whose size is checked
             param = "previous_response_id" if self._earlier else "input"

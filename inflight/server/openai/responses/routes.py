@@ -44,6 +44,7 @@ async def create_response(request: Request) -> Response:
     model, name = state.find_model(body.model, "generate")
     params = await state.in_thread_if(
         body.is_large,
+        caller,
         lambda: conversation_params(
             model,
             body,
@@ -58,7 +59,7 @@ async def create_response(request: Request) -> Response:
 
     async def answer(response: EngineResponse) -> None:
         await turn.look_up()
-        prepared = await state.in_thread(lambda: turn.prepare(params))
+        prepared = await state.in_thread(caller, lambda: turn.prepare(params))
         await response.generate(prepared, params, before_end=turn.store)
 
     return EngineResponse(

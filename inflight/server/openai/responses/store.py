@@ -156,8 +156,12 @@ class InputPage(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, items: Sequence[StoredItem], query: PageQuery) -> InputPage:
-        """Return the page that a query asks for. Raise ApiError if no item has the id after which it starts."""
-        ordered = items if query.order == "asc" else items[::-1]
+        """Return the page that a query asks for. Raise ApiError if no item has the id after which it starts.
+
+        Items with the same id are listed once: `after` could not tell them apart, and pages would repeat forever.
+        """
+        unique = list({item.item_id: item for item in items}.values())
+        ordered = unique if query.order == "asc" else unique[::-1]
         start = 0 if query.after is None else _index(ordered, query.after) + 1
         page: list[StoredItem] = []
         num_bytes = 0
