@@ -6,8 +6,8 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from inflight.engine.core import EngineStats
 from inflight.engine.sleep import Command
+from inflight.engine.stats import EngineStats
 from inflight.engine.step_records import StepObserver
 from inflight.events import CacheUpdate, Delta, RequestRecord
 from inflight.pooling import PoolingFacts

@@ -4,47 +4,27 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 from inflight.engine.runner import Runner
 from inflight.engine.sleep import Command, Dormancy, NoDormancy, SleepingRunner, asleep
+from inflight.engine.stats import STEP_SIZES, EngineStats
 from inflight.engine.step_records import LaunchedStep, StepRecords
 from inflight.errors import DeviceLostError, EngineError, QueueFullError
-from inflight.events import Delta, KVUsage
+from inflight.events import Delta
 from inflight.request import Request
 from inflight.scheduling import Batch, Sampled, ScheduledStep, Scheduler
 
 logger = logging.getLogger(__name__)
 
-STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 MARGIN = 0.001  # seconds by which a step is launched before the device needs it
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """The engine at one moment, and its totals so far."""
-
-    num_running: int
-    num_waiting: int
-    num_steps: int
-    num_prompt_tokens: int
-    num_output_tokens: int
-    num_preemptions: int
-    num_failed_steps: int  # not among num_steps
-    num_prefix_queries: int  # tokens
-    num_prefix_hits: int  # tokens
-    kv: KVUsage
-    is_sleeping: bool = False
-    # Steps by the tokens that they computed: how many were no larger than each of STEP_SIZES, then those beyond.
-    step_sizes: tuple[int, ...] = (0,) * (len(STEP_SIZES) + 1)
-    num_step_tokens: int = 0  # of these steps together
 
 
 class EngineCore:
@@ -311,3 +291,41 @@ def _size(batch: Batch) -> tuple[bool, int]:
     tokens = batch.num_tokens
     octave = tokens.bit_length()
     return tokens > len(batch), 2 * octave + (tokens >> max(octave - 2, 0) & 1)
+
+
+# Requests that wait beyond those that fill a step: among them the policy looks for one that fits into what is left.
+SPARE = 16
+
+
+class RequestFeed:
+    """Lazily, only as many requests wait in the engine as fill its next step: the others are made while the device
+    computes, and the first step waits for none but its own."""
+
+    def __init__(self, core: EngineCore, requests: Iterable[Request], lazily: bool) -> None:
+        self._core = core
+        self._requests = iter(requests)
+        limits = core.scheduler.limits
+        self._enough = limits.max_num_batched_tokens if lazily else sys.maxsize
+        # A step has places for only so many, however short they are.
+        self._least_cost = -(-limits.max_num_batched_tokens // limits.max_num_seqs)
+        self._ends = [0]  # the tokens of the first n requests
+        self.added: list[str] = []  # request ids
+        self.is_empty = False
+
+    def fill(self) -> None:
+        """To be called before every step."""
+        while not self.is_empty and self._num_waiting_tokens() < self._enough:
+            request = next(self._requests, None)
+            if request is None:
+                self.is_empty = True
+            else:
+                self._core.add(request)
+                self.added.append(request.request_id)
+                self._ends.append(self._ends[-1] + max(request.num_tokens, self._least_cost))
+
+    def _num_waiting_tokens(self) -> int:
+        """Without the spare requests. Those that wait are, nearly always, those that came last."""
+        num_waiting = min(self._core.scheduler.pool.num_waiting, len(self.added))
+        if num_waiting <= SPARE:
+            return 0
+        return self._ends[-1 - SPARE] - self._ends[-1 - num_waiting]

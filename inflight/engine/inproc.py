@@ -11,14 +11,15 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from inflight.engine.client import CacheObserver, Health, ModelFacts, RequestState
-from inflight.engine.core import EngineCore, EngineStats
+from inflight.engine.core import EngineCore
 from inflight.engine.delta_queue import DeltaQueue, DeltaStream
 from inflight.engine.history import History, state_of
 from inflight.engine.sleep import Command
+from inflight.engine.stats import EngineStats
 from inflight.engine.step_records import StepObserver, notify
 from inflight.errors import EngineDeadError, EngineError, RequestError
 from inflight.events import Delta, StepRecord
-from inflight.kv.cache_changes import CacheChanges
+from inflight.kv.prefix_cache import CacheChanges
 from inflight.request import Request
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from inflight.events import CACHE_NAME_LENGTH, CacheUpdate
 
 
 class KnownBlocks:
-    """Names of full blocks (`kv/block_names.py`), of which the first bytes."""
+    """Names of full blocks (`kv/block_hashes.py`), of which the first bytes."""
 
     def __init__(self) -> None:
         self._stored: set[bytes] = set()

@@ -15,8 +15,8 @@ from itertools import islice
 from typing import Any
 
 from inflight.request import Request
+from inflight.scheduling.batch import ScheduledStep
 from inflight.scheduling.policy import Policy, answer
-from inflight.scheduling.step import ScheduledStep
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 
 from inflight.request import Request, Status
+from inflight.scheduling.batch import ScheduledStep
 from inflight.scheduling.policy import Policy
-from inflight.scheduling.step import ScheduledStep
 
 # Steps that may fail around a request without anyone failing alone, before it ends with the error all the same: a
 # fault that shows only in company would come back as often as its requests are cleared.

@@ -14,13 +14,12 @@ from inflight.errors import EngineError, RequestError
 from inflight.events import Delta, Preemption, RequestFailure
 from inflight.kv import BlockManager
 from inflight.request import Request, Status
-from inflight.scheduling.batch import Admission, Batch, Sampled, TableUpdate
+from inflight.scheduling.batch import Admission, Batch, Sampled, ScheduledStep, TableUpdate
 from inflight.scheduling.checked_policy import CheckedPolicy
 from inflight.scheduling.policy import Policy, answer
 from inflight.scheduling.quarantine import Quarantine
 from inflight.scheduling.request_pool import Limits, RequestPool
 from inflight.scheduling.results import end_with_errors, take_results
-from inflight.scheduling.step import ScheduledStep
 from inflight.scheduling.token_budget import TokenBudget
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from inflight.engine import InprocClient
 from inflight.engine.core import MARGIN, SURE
-from inflight.engine.engine_loop import EngineLoop
+from inflight.engine.remote.engine_loop import EngineLoop
 from inflight.engine.remote.wire import Abort, Ack, Add, Message, StepOutputs, Stop, ToEngine
 from inflight.request import Request
 from inflight.scheduling import TokenBudget

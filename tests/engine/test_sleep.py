@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from inflight.engine.core import STEP_SIZES
 from inflight.engine.fake import FakeRunner
+from inflight.engine.stats import STEP_SIZES
 from inflight.errors import EngineAsleepError, EngineError
 from tests.support.requests import FakeEngine, make_request
 

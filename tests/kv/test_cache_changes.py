@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from inflight.events import CACHE_NAME_LENGTH, CacheUpdate
 from inflight.kv import BlockManager, ChainHashCache, NoPrefixCache
-from inflight.kv.cache_changes import CacheChanges
+from inflight.kv.prefix_cache import CacheChanges
 from tests.support.requests import make_request
 
 SIZE = 4

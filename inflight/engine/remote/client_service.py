@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from inflight.engine.client import EngineClient
-from inflight.engine.core import EngineStats
-from inflight.engine.outbox import Outbox
+from inflight.engine.remote.outbox import Outbox
 from inflight.engine.remote.wire import (
     Abort,
     Ack,
@@ -26,6 +25,7 @@ from inflight.engine.remote.wire import (
     Tell,
     Watch,
 )
+from inflight.engine.stats import EngineStats
 from inflight.request import Request, RequestSpec
 
 ServiceMessage = Add | Abort | Describe | Tell | Ack | Watch

@@ -20,8 +20,8 @@ import msgspec
 
 from inflight import errors
 from inflight.engine.client import ModelFacts, RequestState
-from inflight.engine.core import EngineStats
 from inflight.engine.sleep import Command
+from inflight.engine.stats import EngineStats
 from inflight.errors import EngineError, InflightError, RequestError
 from inflight.events import CacheUpdate, Delta, StepRecord
 from inflight.request import Request, RequestSpec

@@ -21,7 +21,7 @@ import zmq
 from inflight.config import EngineConfig
 from inflight.engine.client import ModelFacts
 from inflight.engine.core import EngineCore
-from inflight.engine.engine_loop import EngineLoop
+from inflight.engine.remote.engine_loop import EngineLoop
 from inflight.engine.remote.sockets import EngineSockets
 from inflight.engine.remote.wire import ConnectionInfo, Failed, Progress, Ready, RemoteError, Start, Stopped
 from inflight.logs import configure_logging

@@ -14,8 +14,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 
 from inflight.request import Request
-from inflight.scheduling.policy import HEADROOM, Policy
-from inflight.scheduling.queue import WaitingQueue
+from inflight.scheduling.policy import HEADROOM, Policy, WaitingQueue
 
 LOOKAHEAD = 8
 SHORT = 256

@@ -13,9 +13,8 @@ from collections.abc import Generator, Mapping, Sequence
 from heapq import heappop, heappush, heapreplace
 
 from inflight.request import Request
-from inflight.scheduling.policy import HEADROOM, Policy
-from inflight.scheduling.queue import WaitingQueue
-from inflight.scheduling.step import ScheduledStep
+from inflight.scheduling.batch import ScheduledStep
+from inflight.scheduling.policy import HEADROOM, Policy, WaitingQueue
 
 MAX_REMEMBERED = 10_000  # tenants whose counters are kept before the meaningless ones are dropped
 

@@ -6,7 +6,29 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from inflight.engine.core import EngineStats
+from inflight.events import KVUsage
+
+STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """The engine at one moment, and its totals so far."""
+
+    num_running: int
+    num_waiting: int
+    num_steps: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_preemptions: int
+    num_failed_steps: int  # not among num_steps
+    num_prefix_queries: int  # tokens
+    num_prefix_hits: int  # tokens
+    kv: KVUsage
+    is_sleeping: bool = False
+    # Steps by the tokens that they computed: how many were no larger than each of STEP_SIZES, then those beyond.
+    step_sizes: tuple[int, ...] = (0,) * (len(STEP_SIZES) + 1)
+    num_step_tokens: int = 0  # of these steps together
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from inflight.request import Request
-from inflight.scheduling.queue import WaitingQueue
+from inflight.scheduling.policy import WaitingQueue
 from tests.support.requests import make_request
 
 ACTIONS = st.lists(st.tuples(st.booleans(), st.integers(0, 5), st.integers(-2, 2)), max_size=30)

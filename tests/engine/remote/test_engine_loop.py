@@ -12,10 +12,10 @@ from unittest.mock import Mock
 import msgspec
 import pytest
 
-from inflight.engine import engine_loop
-from inflight.engine.engine_loop import CHECK_EVERY, EngineLoop
 from inflight.engine.fake import expected_tokens
-from inflight.engine.outbox import STATS_EVERY
+from inflight.engine.remote import engine_loop
+from inflight.engine.remote.engine_loop import CHECK_EVERY, EngineLoop
+from inflight.engine.remote.outbox import STATS_EVERY
 from inflight.engine.remote.wire import (
     SECRET_LENGTH,
     Abort,

@@ -10,7 +10,7 @@ from typing import Any
 
 from inflight.engine.core import EngineCore
 from inflight.engine.history import state_of
-from inflight.engine.outbox import Outbox
+from inflight.engine.remote.outbox import Outbox
 from inflight.engine.remote.sockets import EngineSockets
 from inflight.engine.remote.wire import (
     Abort,
@@ -29,7 +29,7 @@ from inflight.engine.remote.wire import (
 )
 from inflight.engine.sleep import Command
 from inflight.errors import EngineError, InflightError
-from inflight.kv.cache_changes import CacheChanges
+from inflight.kv.prefix_cache import CacheChanges
 from inflight.request import Request
 
 logger = logging.getLogger(__name__)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from inflight.engine.core import EngineStats
 from inflight.engine.delta_queue import merge
 from inflight.engine.remote.wire import RemoteError, Reply, StepOutputs
+from inflight.engine.stats import EngineStats
 from inflight.events import Delta, StepRecord
-from inflight.kv.cache_changes import CacheChanges
+from inflight.kv.prefix_cache import CacheChanges
 
 WINDOW = 64  # StepOutputs on their way at any time; more wait here, merged
 STATS_EVERY = 0.05  # seconds, while steps follow each other
