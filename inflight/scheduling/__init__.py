@@ -1,4 +1,4 @@
-"""Who runs in each step. No tensors, no clock: times are given, never read."""
+"""Decides which requests run in each step. No tensors and no clock: times are passed in."""
 
 from inflight.scheduling.batch import Admission, Batch, Sampled, ScheduledStep, TableUpdate
 from inflight.scheduling.policy import HEADROOM, POLICIES, Policy, make_policy

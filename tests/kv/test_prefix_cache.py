@@ -9,7 +9,7 @@ from hashlib import sha256
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inflight.kv.block_hashes import NUM_RECENT, BlockMarks, BlockNamer
+from inflight.kv.block_hashes import NUM_RECENT, BlockMarks, BlockHasher
 from inflight.kv.prefix_cache import ChainHashCache
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
@@ -47,7 +47,7 @@ def test_names_depend_on_nobody_else(prompts: list[tuple[list[int], list[int], s
 def test_some_names_are_those_that_all_would_have(token_ids: list[int], salt: str, chosen: set[int]) -> None:
     marks = sorted(mark for mark in chosen if mark * SIZE <= len(token_ids))
     every = names(token_ids, salt)
-    assert BlockNamer(SIZE).names_at(ask(token_ids, salt), marks) == [every[mark - 1] for mark in marks]
+    assert BlockHasher(SIZE).hashes_at(ask(token_ids, salt), marks) == [every[mark - 1] for mark in marks]
 
 
 def test_marks_are_the_same_for_all_and_ever_further_apart() -> None:
@@ -79,6 +79,6 @@ def test_of_many_that_begin_alike_one_is_remembered() -> None:
     cache = ChainHashCache(SIZE)
     for kind in [*range(NUM_RECENT), *[0] * 20]:
         cache.match(ask([kind] * 9))
-    assert [request.spec.token_ids[0] for request in cache._namer.recent] == [*range(1, NUM_RECENT), 0]
+    assert [request.spec.token_ids[0] for request in cache._hasher.recent] == [*range(1, NUM_RECENT), 0]
     cache.match(ask([99] * 9))
-    assert [request.spec.token_ids[0] for request in cache._namer.recent] == [*range(2, NUM_RECENT), 0, 99]
+    assert [request.spec.token_ids[0] for request in cache._hasher.recent] == [*range(2, NUM_RECENT), 0, 99]

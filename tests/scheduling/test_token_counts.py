@@ -15,9 +15,9 @@ def counts_of(request: Request) -> tuple[int, int, int]:
     return request.num_computed, request.num_tokens, request.num_in_flight
 
 
-def holding_blocks(prompt: list[int], num_places: int = 16) -> Request:
+def holding_blocks(prompt: list[int], kv_capacity: int = 16) -> Request:
     request = make_request(prompt, 8)
-    request.block_ids, request.num_places = [0], num_places
+    request.block_ids, request.kv_capacity = [0], kv_capacity
     return request
 
 
