@@ -22,7 +22,7 @@ class TokenLogprob(NamedTuple):
 
 
 # The candidates at one position as little-endian 32-bit numbers: all token ids, then all log-probabilities, then all
-# ranks. The token itself comes first; the most likely ones follow in order and may include it again. They stay one bytes
+# ranks. The token itself comes first; the most likely ones follow in order and may include it again. They stay a bytes
 # object from the device to the reader, because a step has thousands of candidates and most are never looked at.
 PositionLogprobs = bytes
 

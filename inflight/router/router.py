@@ -22,7 +22,7 @@ from inflight.engine.history import History
 from inflight.engine.sleep import asleep
 from inflight.errors import EngineDeadError, EngineError, QueueFullError, RequestError
 from inflight.events import CACHE_NAME_LENGTH, Delta
-from inflight.kv.block_hashes import BlockMarks, BlockHasher
+from inflight.kv.block_hashes import BlockHasher, BlockMarks
 from inflight.request import Request
 from inflight.router.replica import Replica
 from inflight.router.replicas import Replicas, StartReplica

@@ -114,7 +114,7 @@ class RequestPool:
         return num_freed, [*self.retire(now), delta]
 
     def finish(self, ended: list[tuple[Request, Delta]], now: float) -> None:
-        """Finish requests that have all their tokens. Their deltas become the last ones unless the policy keeps them."""
+        """Finish requests that have all tokens. The deltas become their last ones unless the policy keeps them."""
         for request, _ in ended:
             if request.status is Status.WAITING:  # preempted while its last result was in flight
                 self.policy.remove(request)

@@ -2,7 +2,7 @@
 
 When a request ends and what it returns depends on its kind. The scheduler knows only tokens to compute: a request grows
 to at most `max_total` tokens, and the step that computes its last known token either samples another or, if none may
-follow, completes the request. Results travel in `Sampled` and are read by the kind; the scheduler does not look at them.
+follow, completes the request. Results travel in `Sampled` and are read by the kind, not by the scheduler.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 There are no prefill and decode phases. A request has `num_tokens` and `num_computed`; in every step computed catches up
 with total, and once it has, the step samples another token. Requests that are one token behind (decodes) are scheduled
 first, those further behind (prompts, resumed requests) share the rest of the step, and then waiting requests are
-admitted. A policy may reserve a part of the step for waiting requests, which are then admitted ahead of running prompts.
+admitted. A policy may reserve part of the step for waiting requests, which are then admitted ahead of running prompts.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 import inflight
-from inflight.engine.remote.wire import RemoteError
 from inflight.errors import InflightError, ParameterError, PromptError, TemplateError
 from inflight.frontend import InputProcessor, split_prompts
+from inflight.processes.channel import RemoteError
 from inflight.sampling_params import SamplingParams
 from inflight.text import ChatTemplate, Tokenizer
 from tests.support.checkpoints import write_tokenizer

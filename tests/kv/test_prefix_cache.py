@@ -9,7 +9,7 @@ from hashlib import sha256
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inflight.kv.block_hashes import NUM_RECENT, BlockMarks, BlockHasher
+from inflight.kv.block_hashes import NUM_RECENT, BlockHasher, BlockMarks
 from inflight.kv.prefix_cache import ChainHashCache
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams

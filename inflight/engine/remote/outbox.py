@@ -6,10 +6,11 @@ from collections import deque
 from collections.abc import Callable
 
 from inflight.engine.delta_queue import merge
-from inflight.engine.remote.wire import RemoteError, Reply, StepOutputs
+from inflight.engine.remote.wire import Reply, StepOutputs
 from inflight.engine.stats import EngineStats
 from inflight.events import Delta, StepRecord
 from inflight.kv.prefix_cache import CacheChanges
+from inflight.processes.channel import RemoteError
 
 WINDOW = 64  # StepOutputs on their way at any time; more wait here, merged
 STATS_EVERY = 0.05  # seconds, while steps follow each other

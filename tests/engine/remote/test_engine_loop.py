@@ -16,17 +16,8 @@ from inflight.engine.fake import expected_tokens
 from inflight.engine.remote import engine_loop
 from inflight.engine.remote.engine_loop import CHECK_EVERY, EngineLoop
 from inflight.engine.remote.outbox import STATS_EVERY
-from inflight.engine.remote.wire import (
-    SECRET_LENGTH,
-    Abort,
-    Add,
-    Codec,
-    Describe,
-    RemoteError,
-    StepOutputs,
-    Stop,
-    ToEngine,
-)
+from inflight.engine.remote.wire import Abort, Add, Describe, StepOutputs, ToEngine
+from inflight.processes.channel import SECRET_LENGTH, Codec, RemoteError, Stop
 from inflight.request import Request
 from tests.support.requests import FakeEngine, make_request
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from inflight.errors import ConfigError
+from inflight.server.access.middleware import Hosts
 from inflight.server.errors import ApiError
-from inflight.server.http.middleware import Hosts
 from tests.server.live import Backend, Live, live_server
 
 

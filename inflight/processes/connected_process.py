@@ -1,6 +1,4 @@
-"""One process of ours, from its start to its end, and the sockets to it. Used in one event loop.
-
-Where it runs, and how it is started and ended there, is its host's business (`host.py`)."""
+"""The parent's end of the message channel: one process from its start to its end. Used in one event loop."""
 
 from __future__ import annotations
 
@@ -22,51 +20,45 @@ from typing import Any, Generic
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from inflight.engine.remote.host import ProcessHost, ProcessNotStartedError
-from inflight.engine.remote.wire import (
-    SECRET_LENGTH,
-    Codec,
-    ConnectionInfo,
-    Heartbeat,
-    Message,
-    MessageT,
-    Stop,
-    ToFront,
-)
+from inflight.processes.channel import SECRET_LENGTH, Codec, ConnectionInfo, Message, MessageT, Stop
+from inflight.processes.child import ProcessHost, ProcessNotStartedError
 
 logger = logging.getLogger(__name__)
 
-MAX_FRAMES = 64  # taken at a time, so that others get their turn
-MAX_IPC_PATH = 100  # the system's limit is a little above
-END_TIMEOUT = 5.0  # seconds that a process gets to end by itself
-LAST_WORDS_TIMEOUT = 5.0  # seconds for what a dead process has said to get here
-CONNECTION_TIMEOUT = 0.5  # seconds after its end to see that it had connected at all
-CUT_TIMEOUT = 2.0  # seconds without a word after a connection has ended, until it counts as the engine's
+MAX_FRAMES = 64  # read in one turn of the event loop, so that other tasks get theirs
+MAX_IPC_PATH = 100  # the system's limit is slightly larger
+END_TIMEOUT = 5.0  # seconds for a process to exit by itself
+LAST_MESSAGES_TIMEOUT = 5.0  # seconds for the messages of a dead process to arrive
+CONNECTION_TIMEOUT = 0.5  # seconds after its end to learn that it had connected at all
+CUT_TIMEOUT = 2.0  # seconds of silence after a connection was closed until it counts as the process's
 POLL = 0.01
-FOLDER = "inflight-"  # how folders of sockets begin
-MAX_FOLDER_AGE = 3600.0  # seconds; a process connects, and its folder goes, long before
-NUM_DESCRIPTORS = 40  # that a process and its sockets need here, generously
+FOLDER = "inflight-"  # the prefix of folders with sockets
+MAX_FOLDER_AGE = 3600.0  # seconds; a process connects, and its folder is removed, long before
+NUM_DESCRIPTORS = 40  # a generous bound on what a process and its sockets need here
 
 
 class ConnectedProcess(Generic[MessageT]):
-    """A process with its sockets: `send` it messages, and `receive` what it says."""
+    """A process and the two sockets to it: `send` messages to it and `receive` those from it."""
 
-    def __init__(self, host: ProcessHost, incoming: Any, log_format: str) -> None:
-        """`incoming` are the types of what it says. Raises ProcessNotStartedError, and leaves nothing behind, where
-        the system has not what it needs."""
-        self.exited = asyncio.Event()  # set once the process is gone and all it said is here
-        self.was_started = True  # as far as is known
-        self.reason: str | None = None  # why it ended, where that is known
-        self._inbox: deque[MessageT] = deque()  # bounded by what the engine sends before it waits for an Ack
-        self._arrived = asyncio.Event()  # something is in the inbox, or nothing will ever be again
+    def __init__(
+        self, host: ProcessHost, incoming: Any, log_format: str, heartbeat: type[Message] | None = None
+    ) -> None:
+        """Start the process. `incoming` is the union of the message types that it sends, and `heartbeat` the one that
+        it sends regularly once it has started. Raises ProcessNotStartedError, and then leaves nothing behind."""
+        self.exited = asyncio.Event()  # set once the process is gone and all its messages are here
+        self.was_started = True  # as far as we know
+        self.reason: str | None = None  # why it ended, if that is known
+        self._inbox: deque[MessageT] = deque()  # bounded by what the process sends before it waits for an Ack
+        self._arrived = asyncio.Event()  # the inbox is not empty, or never will be again
         self._loop = asyncio.get_running_loop()
         self._address = host.address
         self._killed = False
         secret = secrets.token_bytes(SECRET_LENGTH)
         self.codec: Codec[MessageT] = Codec(secret, incoming)
         self._connected = self._disconnected = False
-        self._spoke = self._beats = False  # whether it has said something, and that it lives
-        self._num_heard = 0
+        self._heartbeat = heartbeat
+        self._has_spoken = self._has_heartbeat = False
+        self._num_received = 0
         self._folder: str | None = None
         self._context = zmq.Context()
         try:
@@ -81,24 +73,23 @@ class ConnectedProcess(Generic[MessageT]):
                 log_format,
                 server_key,
             )
-            self._hosted = host.hosted(connection)
-            # The thread that starts a process must live as long as it does: for the system, it is the parent.
-            threading.Thread(target=self._live, name="inflight-process", daemon=True).start()
-        except (OSError, zmq.ZMQError, RuntimeError) as error:  # the last: no more threads
+            self._process = host.create_process(connection)
+            threading.Thread(target=self._run, name="inflight-process", daemon=True).start()
+        except (OSError, zmq.ZMQError, RuntimeError) as error:  # RuntimeError: no more threads
             self._context.destroy(linger=0)
             self._remove_folder()
             raise ProcessNotStartedError(f"the {host.name} could not be started: {error}") from error
-        self._loop.add_reader(self._up.fileno(), self.take_frames)
+        self._loop.add_reader(self._up.fileno(), self.read_frames)
         if self._address is not None:
-            self._loop.add_reader(self._monitor.fileno(), self._watch_connection)
+            self._loop.add_reader(self._monitor.fileno(), self._on_connection_event)
 
     def _open_sockets(self) -> str | None:
-        """Sockets that only this user can reach; where there are no such, the secret alone keeps others out. For an
-        engine on another machine: encrypted ones, whose key is returned."""
+        """Open sockets that only this user can reach or, where the system has none, sockets that only the secret
+        protects. For a process on another machine open encrypted sockets, and return their public key."""
         self._up = self._context.socket(zmq.PULL)
         self._down = self._context.socket(zmq.PUSH)
         for socket in (self._up, self._down):
-            socket.set_hwm(0)  # what is on its way is bounded by the engine's outbox and by the open calls
+            socket.set_hwm(0)  # the process's outbox and the open calls bound what is in flight
             socket.linger = 0
         self._monitor = self._up.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         if self._address is not None:
@@ -115,7 +106,7 @@ class ConnectedProcess(Generic[MessageT]):
         return None
 
     def _listen(self, address: str) -> str:
-        """At an address of this machine, for whoever knows the key."""
+        """Listen at an address of this machine, for clients with the key that is returned."""
         public, private = zmq.curve_keypair()
         host = f"[{address}]" if ":" in address else address
         for socket in (self._up, self._down):
@@ -125,38 +116,37 @@ class ConnectedProcess(Generic[MessageT]):
             socket.bind(f"tcp://{host}:*")
         return public.decode()
 
-    # ---- its thread ----
+    # ---- in a thread of its own ----
 
-    def _live(self) -> None:
+    def _run(self) -> None:
         was_started = True
         try:
-            reason = self._hosted.live()
+            reason = self._process.run()
         except ProcessNotStartedError as error:
             reason, was_started = str(error), False
-        # A mistake of ours, or of Ray's: whoever waits for the end must not wait for ever.
-        except Exception as error:
+        except Exception as error:  # a bug in the host must not keep anyone waiting for the end
             logger.exception("a process could not be watched")
-            reason, was_started = f"it could not be watched: {type(error).__name__}: {error}", False
+            reason, was_started = f"the process could not be watched: {type(error).__name__}: {error}", False
         self._post(lambda: self._end(reason, was_started))
 
     def _post(self, callback: Callable[[], None]) -> None:
         with contextlib.suppress(RuntimeError):  # the event loop is closed
             self._loop.call_soon_threadsafe(callback)
 
-    # ---- the event loop ----
+    # ---- in the event loop ----
 
     def _end(self, reason: str, was_started: bool) -> None:
-        self._ending = self._loop.create_task(self._hear_and_close(reason, was_started))
+        self._ending = self._loop.create_task(self._read_and_close(reason, was_started))
 
-    async def _hear_and_close(self, reason: str, was_started: bool) -> None:
-        """What it said before its end may still be on its way; the end of its connection comes behind it."""
+    async def _read_and_close(self, reason: str, was_started: bool) -> None:
+        """Read the last messages, which may still be in flight: the end of the connection comes after them."""
         self._look_at_connection()
-        # Of a machine that is gone there may never be any.
+        # A machine that is gone may never close its connection.
         if was_started and not (self._killed and self._address is not None):
             await self._wait(CONNECTION_TIMEOUT, lambda: self._connected)
             if self._connected:
-                await self._wait(LAST_WORDS_TIMEOUT, lambda: self._disconnected)
-        while self.take_frames():
+                await self._wait(LAST_MESSAGES_TIMEOUT, lambda: self._disconnected)
+        while self.read_frames():
             pass
         self.was_started = was_started
         self.reason = self.reason or reason
@@ -165,7 +155,7 @@ class ConnectedProcess(Generic[MessageT]):
         self._arrived.set()
 
     async def _wait(self, seconds: float, happened: Callable[[], bool]) -> None:
-        """For what becomes of the connection."""
+        """Wait until the connection has changed as expected."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while not happened():
@@ -178,20 +168,20 @@ class ConnectedProcess(Generic[MessageT]):
             self._connected = self._connected or event == zmq.EVENT_ACCEPTED
             self._disconnected = self._disconnected or event == zmq.EVENT_DISCONNECTED
 
-    def _watch_connection(self) -> None:
-        """A connection may end without a word of the engine's host. It need not have been the engine's, on a network:
-        then the engine is heard again."""
+    def _on_connection_event(self) -> None:
+        """Notice that a connection was closed without news from the host. On a network it may have been a stranger's,
+        in which case the process's messages go on."""
         was_disconnected = self._disconnected
         self._look_at_connection()
         if self._disconnected and not was_disconnected:
-            while self.take_frames():  # what was said before
+            while self.read_frames():  # sent before the end
                 pass
-            self._loop.call_later(CUT_TIMEOUT, self._check_still_heard, self._num_heard)
+            self._loop.call_later(CUT_TIMEOUT, self._check_still_sending, self._num_received)
 
-    def _check_still_heard(self, num_heard: int) -> None:
+    def _check_still_sending(self, num_received: int) -> None:
         if self.exited.is_set():
             return
-        if self._num_heard == num_heard and self._beats:
+        if self._num_received == num_received and self._has_heartbeat:
             self.kill("the connection to the engine was cut")
         else:
             self._disconnected = False
@@ -214,11 +204,11 @@ class ConnectedProcess(Generic[MessageT]):
 
     @property
     def unread(self) -> Collection[MessageT]:
-        """What has come and no one has received yet."""
+        """Messages that have arrived and that no one has received yet."""
         return self._inbox
 
     async def receive(self, seconds: float) -> MessageT | None:
-        """The next message; None if none comes in time, or ever."""
+        """Return the next message, or None if none arrives in time or the process is gone."""
         if not self._inbox and not self.exited.is_set():
             self._arrived.clear()
             with contextlib.suppress(TimeoutError):
@@ -226,33 +216,34 @@ class ConnectedProcess(Generic[MessageT]):
                     await self._arrived.wait()
         return self._inbox.popleft() if self._inbox else None
 
-    def take_frames(self) -> bool:
-        """Take in what has come. Whether there may be more."""
+    def read_frames(self) -> bool:
+        """Read the frames that have arrived. Return whether there may be more."""
         for _ in range(MAX_FRAMES):
             try:
                 frame = self._up.recv(zmq.NOBLOCK)
-            except zmq.ZMQError:  # no more, or the socket was closed by what the last message said
+            except zmq.ZMQError:  # no more, or handling the last message closed the socket
                 return False
             message = self.codec.decode(frame)
             if message is None:
                 continue
-            if not self._spoke:
-                # It speaks only when spoken to, so it has both sockets: their names are needed no more, and
-                # nothing is left behind however this process ends.
-                self._spoke = True
+            if not self._has_spoken:
+                # It answers our first message, so it has connected both sockets and their names are no longer needed.
+                # Without them nothing is left behind, however this process ends.
+                self._has_spoken = True
                 self._remove_folder()
-            self._num_heard += 1
-            self._beats = self._beats or isinstance(message, Heartbeat)
+            self._num_received += 1
+            if self._heartbeat is not None and isinstance(message, self._heartbeat):
+                self._has_heartbeat = True
             self._inbox.append(message)
             self._arrived.set()
-        self._loop.call_soon(self.take_frames)
+        self._loop.call_soon(self.read_frames)
         return True
 
-    async def greet(self, first: Callable[[], Message]) -> None:
-        """Send the first message, as it is by then, once the process is there to take it."""
+    async def send_first(self, make_message: Callable[[], Message]) -> None:
+        """Send the first message, made at that moment, once the process has connected."""
         while not self._down.closed:
             try:
-                return self._down.send(self.codec.encode(first()), zmq.NOBLOCK)
+                return self._down.send(self.codec.encode(make_message()), zmq.NOBLOCK)
             except zmq.Again:
                 await asyncio.sleep(POLL)
         return None
@@ -262,17 +253,17 @@ class ConnectedProcess(Generic[MessageT]):
 
     def send_frame(self, frame: bytearray) -> None:
         if not self._down.closed:
-            with contextlib.suppress(zmq.Again):  # no one is at the other end: its exit will be noticed
+            with contextlib.suppress(zmq.Again):  # the other end is gone, which its exit will tell us
                 self._down.send(frame, zmq.NOBLOCK)
 
     def kill(self, reason: str | None = None) -> None:
-        """End it now."""
+        """Kill the process without waiting for its end."""
         self.reason = self.reason or reason
         self._killed = True
-        self._hosted.kill()
+        self._process.kill()
 
     async def end(self) -> None:
-        """Let it end by itself for a moment, then kill it. Returns when it is gone."""
+        """Ask the process to stop, and kill it if it does not. Returns when it is gone."""
         try:
             self.send(Stop())
             with contextlib.suppress(TimeoutError):
@@ -284,26 +275,19 @@ class ConnectedProcess(Generic[MessageT]):
 
     @property
     def process_id(self) -> int | None:
-        """On this machine."""
-        return self._hosted.process_id
+        """Its id, if it runs on this machine."""
+        return self._process.process_id
 
     @property
-    def is_waiting_for_room(self) -> bool:
-        """Whether no machine was found for it yet."""
-        return self._hosted.is_waiting_for_room
-
-
-class EngineProcess(ConnectedProcess[ToFront]):
-    """One that has an engine."""
-
-    def __init__(self, host: ProcessHost, log_format: str) -> None:
-        super().__init__(host, ToFront, log_format)
+    def is_waiting_for_machine(self) -> bool:
+        """Whether no machine has room for it yet."""
+        return self._process.is_waiting_for_machine
 
 
 def _remove_leftovers() -> None:
-    """Folders of sockets whose owner was killed before its process had connected. Nothing else is touched."""
+    """Remove folders of sockets whose owner was killed before its process had connected, and nothing else."""
     for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER}*"):
-        with contextlib.suppress(OSError):  # gone meanwhile, or not ours to look into
+        with contextlib.suppress(OSError):  # removed meanwhile, or not readable for us
             status = folder.lstat()
             ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
             if ours and time.time() - status.st_mtime > MAX_FOLDER_AGE:
@@ -313,7 +297,7 @@ def _remove_leftovers() -> None:
 
 
 def _check_descriptors() -> None:
-    """Raise OSError now if there are too few: libzmq ends the process when it finds none at a bad moment."""
+    """Raise OSError if too few file descriptors are left: libzmq aborts the process when it runs out of them."""
     taken: list[int] = []
     try:
         for _ in range(NUM_DESCRIPTORS):

@@ -10,9 +10,9 @@ import httpx
 import pytest
 
 from inflight.server.http.protocol import BoundedProtocol
+from tests.server.http.test_limits import connect, reply
 from tests.server.live import Backend, Live, live_server
 from tests.server.test_life import slow_steps
-from tests.server.test_limits import connect, reply
 
 PATH = "/v1/completions"
 GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"

@@ -143,7 +143,7 @@ RESULTS: list[tuple[str, str, str]] = [
     ("calculate", '{"expression": 7}', "7"),
     ("calculate", '{"expression": "alert(1)"}', "Error: cannot compute alert(1)"),
     ("calculate", '{"expression": "(1"}', "Error: cannot compute (1"),
-    ("get_time", '{"city": "Atlantis"}', "UTC (the time zone of Atlantis is not known)"),
+    ("get_time", '{"city": "Atlantis"}', "UTC (the time zone of Atlantis is unknown)"),
     ("lookup", '{"query": "How high is the Eiffel Tower?"}', "330 metres"),
     ("lookup", '{"query": "nonsense"}', "Nothing was found about nonsense"),
     ("lookup", "{}", "Error: query is missing"),

@@ -34,7 +34,7 @@ def wait_for_text(page: Page) -> None:
 
 def test_a_question_is_answered(page: Page, live: Live, llm: LLM) -> None:
     open_chat(page, live)
-    assert page.text("#model") == "inflight-builtin · context 4,096"
+    assert page.text("#model") == "inflight-builtin · context length 4,096"
     look(page, "empty")
     ask(page, QUESTION)
     figures = wait_for_figures(page)
@@ -51,7 +51,7 @@ def test_the_page_beside_it_says_that_there_is_one_engine(page: Page, live: Live
     open_chat(page, live)
     page.click("header a")
     page.wait_for("document.querySelectorAll('#replicas li').length === 1")
-    assert page.text("#summary") == "This server has one engine and no router; it runs."
+    assert page.text("#summary") == "This server has one engine and no router; it is running."
     assert page.text("h2").split() == ["Engine", "running"]
     page.click("header a")
     page.wait_for("document.querySelector('#model')?.innerText.includes('context')")
@@ -132,10 +132,10 @@ def test_markup_is_only_text(page: Page, live: Live) -> None:
 def test_a_key_is_asked_for(page: Page, backend: Backend) -> None:
     with live_server(backend, api_key=("secret",)) as live:
         page.open(live.url)
-        page.wait_for("document.querySelector('#model').innerText === 'needs an API key'")
+        page.wait_for("document.querySelector('#model').innerText === 'API key required'")
         assert page.run("document.activeElement.id") == "key"
         ask(page, QUESTION)
-        assert "asks for an API key" in wait_for_figures(page)
+        assert "requires an API key" in wait_for_figures(page)
         assert page.run("document.activeElement.id") == "key"
         assert page.run("document.querySelector('#text').value") == QUESTION  # to be sent again
         look(page, "key")
@@ -143,8 +143,8 @@ def test_a_key_is_asked_for(page: Page, backend: Backend) -> None:
             page.run("document.querySelector('#key').select()")
             page.write(wrong)
             page.press("Enter")
-            page.wait_for("document.querySelector('#model').innerText === 'wrong API key'")
-            assert "does not know this API key" in page.text("#notice")
+            page.wait_for("document.querySelector('#model').innerText === 'invalid API key'")
+            assert "API key is not valid" in page.text("#notice")
             page.run("document.querySelector('#model').innerText = ''")
         page.run("document.querySelector('#key').select()")
         page.write("secret")
@@ -174,7 +174,7 @@ def test_a_server_that_loads_is_waited_for(page: Page, backend: Backend) -> None
     with live_server(backend, is_open=False) as live:
         live.server.loading_app.progress(25, 100)
         page.open(live.url)
-        page.wait_for("document.querySelector('#notice').innerText.includes('being loaded (25 %)')")
+        page.wait_for("document.querySelector('#notice').innerText.includes('loading (25 %)')")
         ask(page, QUESTION)  # is kept until then
         look(page, "loading")
         assert page.text("#queue").startswith("Next:")
@@ -197,10 +197,10 @@ def test_a_server_that_is_gone_is_told_and_waited_for(page: Page, backend: Backe
             wait_for_text(page)
             live.stop()
             assert wait_for_figures(page) == "the server stopped before this was done"
-    page.wait_for("document.querySelector('#notice').innerText.includes('goes on when it is back')")
+    page.wait_for("document.querySelector('#notice').innerText.includes('continues when it is back')")
     assert page.text("#model") == "not reachable"
     ask(page, QUESTION)
-    assert "The server does not answer" in wait_for_figures(page, 2)
+    assert "The server does not respond" in wait_for_figures(page, 2)
     assert page.run("document.querySelector('#text').value") == QUESTION
     look(page, "gone")
     with live_server(backend, port=port) as live:

@@ -14,7 +14,7 @@ import pytest
 
 from tests.server.live import SECONDS, Backend, Live, live_server
 
-TLS = Path(__file__).parent / "tls"
+TLS = Path(__file__).parents[1] / "tls"
 TRUSTED = ssl.create_default_context(cafile=str(TLS / "cert.pem"))
 FILES: Any = {"ssl_keyfile": str(TLS / "key.pem"), "ssl_certfile": str(TLS / "cert.pem")}
 MAX_CONNECTIONS = 8  # one of them for probes

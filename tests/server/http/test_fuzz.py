@@ -13,8 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.server.http.test_limits import connect
 from tests.server.live import Backend, Live, live_server
-from tests.server.test_limits import connect
 
 EXAMPLES = 150
 SECONDS = 60.0  # then the rest of the examples is left out

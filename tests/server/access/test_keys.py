@@ -209,7 +209,7 @@ def test_without_keys_everyone_is_the_same() -> None:
     ("content", "message"),
     [
         ("[]", "at least one key"),
-        ("x: 1", "must hold 'keys'"),
+        ("x: 1", "must have 'keys'"),
         ("keys: [{name: a}]", "either 'key' or 'key_env'"),
         ("keys: [{name: a, key: ''}]", "non-empty"),
         ("keys: [{name: a, key: 5}]", "non-empty string"),
@@ -218,9 +218,9 @@ def test_without_keys_everyone_is_the_same() -> None:
         ("keys: [{name: a, key: x, weight: 0}]", "weight is 0"),
         ("keys: [{name: a, key: x, weight: .inf}]", "weight is inf"),
         ("keys: [{name: a, key: x, requests_per_minute: -1}]", "requests_per_minute is -1"),
-        ("keys: [{name: a, key: x, colour: red}]", "nothing else"),
-        ("keys: [{name: a, key: x, cache: both}]", "own and shared"),
-        ("keys: [{name: a, key: x}, {name: a, key: y}]", "'a' twice"),
+        ("keys: [{name: a, key: x, colour: red}]", "whose only fields are"),
+        ("keys: [{name: a, key: x, cache: both}]", "own or shared"),
+        ("keys: [{name: a, key: x}, {name: a, key: y}]", "two keys with the name 'a'"),
         ("keys: [{name: a, key: x}, {name: b, key: x}]", "given twice"),
         ("keys: [", "is not YAML"),
     ],
@@ -236,17 +236,17 @@ def test_keys_files_that_cannot_work(content: str, message: str, tmp_path: Path)
     "key", [" secret", "secret ", "secret\n", "\tsecret", "sécret", "sec\u00a0ret", "sec\x00ret"]
 )
 def test_keys_that_no_client_could_send(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="API key 2 has spaces around it") as caught:
+    with pytest.raises(ConfigError, match="API key 2 has surrounding spaces") as caught:
         load_keys(["good", key], None)
     assert key.strip() not in str(caught.value)
     file = tmp_path / "keys.json"
     file.write_text(json.dumps({"keys": [{"name": "a", "key": key}]}))
-    with pytest.raises(ConfigError, match="the key of 'a' has spaces"):
+    with pytest.raises(ConfigError, match="the key of 'a' has surrounding spaces"):
         load_keys([], str(file))
     if "\x00" not in key:
         monkeypatch.setenv("A_KEY", key)
         file.write_text(json.dumps({"keys": [{"name": "a", "key_env": "A_KEY"}]}))
-        with pytest.raises(ConfigError, match="the key of 'a' has spaces"):
+        with pytest.raises(ConfigError, match="the key of 'a' has surrounding spaces"):
             load_keys([], str(file))
     load_keys(["with a space inside ~!"], None)
 

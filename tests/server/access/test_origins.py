@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from inflight.server.access.origins import Origins
+from inflight.server.access.middleware import Origins
 from inflight.server.errors import ApiError
 from tests.server.live import Backend, Live, live_server
 

@@ -16,15 +16,13 @@ import zmq
 
 from inflight.config import EngineConfig, ProcessConfig
 from inflight.engine.fake import expected_tokens
-from inflight.engine.remote import child_process
-from inflight.engine.remote import connected_process as engine_process
-from inflight.engine.remote.child_process import ChildHost, ChildProcess
-from inflight.engine.remote.host import ProcessNotStartedError
+from inflight.engine.remote import supervisor as supervisor_module
 from inflight.engine.remote.process_client import ProcessClient
-from inflight.engine.remote.remote_link import RemoteLink
-from inflight.engine.remote.supervisor import Supervisor
-from inflight.engine.remote.wire import ConnectionInfo
+from inflight.engine.remote.supervisor import Supervisor, engine_host
 from inflight.errors import EngineDeadError
+from inflight.processes import connected_process
+from inflight.processes.channel import ConnectionInfo, EncryptedConnection
+from inflight.processes.child import ChildProcess, ProcessNotStartedError
 from tests.engine.faulty import BUILD, SLOW
 from tests.router.replicas import process_id, until
 from tests.support.processes import exists
@@ -85,16 +83,16 @@ class DistantHost:
         self.wire = Wire()
         self.processes: list[ChildProcess] = []
 
-    def hosted(self, connection: ConnectionInfo) -> ChildProcess:
+    def create_process(self, connection: ConnectionInfo) -> ChildProcess:
         up, down = self.wire.lay(connection.up), self.wire.lay(connection.down)
         laid = msgspec.structs.replace(connection, up=up, down=down)
-        self.processes.append(ChildHost().hosted(laid))
+        self.processes.append(engine_host({}).create_process(laid))
         return self.processes[-1]
 
 
 def supervisor_of(client: ProcessClient) -> Supervisor:
-    assert isinstance(client._link, Supervisor)
-    return client._link
+    assert isinstance(client._connection, Supervisor)
+    return client._connection
 
 
 @contextlib.asynccontextmanager
@@ -121,7 +119,7 @@ async def ask(client: ProcessClient, prompt: list[int], count: int) -> tuple[lis
 
 
 async def test_answers_come_and_times_are_of_this_machines_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child_process, "COMMAND", (sys.executable, "-m", "tests.engine.elsewhere"))
+    monkeypatch.setattr(supervisor_module, "COMMAND", (sys.executable, "-m", "tests.engine.elsewhere"))
     async with distant(DistantHost()) as client:
         began = time.monotonic()
         tokens, record = await ask(client, [1], 30)
@@ -132,7 +130,7 @@ async def test_answers_come_and_times_are_of_this_machines_clock(monkeypatch: py
 
 
 async def test_strangers_hear_and_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_process, "CUT_TIMEOUT", 0.3)
+    monkeypatch.setattr(connected_process, "CUT_TIMEOUT", 0.3)
     async with distant(DistantHost()) as client:
         process = supervisor_of(client).engine_process
         up, down = (found.get_string(zmq.LAST_ENDPOINT) for found in (process._up, process._down))
@@ -155,11 +153,11 @@ async def test_strangers_hear_and_say_nothing(monkeypatch: pytest.MonkeyPatch) -
 
 
 async def test_an_engine_whose_connection_is_cut_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_process, "CUT_TIMEOUT", 0.3)
+    monkeypatch.setattr(connected_process, "CUT_TIMEOUT", 0.3)
     host = DistantHost()
     async with distant(host) as client:
         asking = asyncio.create_task(ask(client, [SLOW], 3000))
-        await until(lambda: bool(client._open) and supervisor_of(client).engine_process._num_heard > 20)
+        await until(lambda: bool(client._open) and supervisor_of(client).engine_process._num_received > 20)
         first = process_id(client)
         await host.wire.cut()
         with pytest.raises(EngineDeadError, match=r"connection to the engine was cut|ended with code 1"):
@@ -179,7 +177,7 @@ def test_an_engine_that_cannot_reach_its_server_says_so() -> None:
         taken.bind((ADDRESS, 0))  # and does not listen
         endpoint = f"tcp://{ADDRESS}:{taken.getsockname()[1]}"
         with pytest.raises(EngineDeadError, match=f"^the engine cannot reach the server at {endpoint}"):
-            RemoteLink(public.decode()).connect(push, endpoint)
+            EncryptedConnection(public.decode()).connect(push, endpoint)
 
 
 async def test_an_address_that_is_not_this_machines_is_one_line() -> None:

@@ -14,7 +14,7 @@ from starlette.types import Message
 
 from inflight.server.access.keys import Caller
 from inflight.server.errors import ApiError
-from inflight.server.http.unsent import PAID, PIECE, PacedSend, UnsentBytes
+from inflight.server.http.unsent import ENGINE_RESPONSE, PIECE, PacedSend, UnsentBytes
 from tests.server.calling import CallingBackend
 from tests.server.live import Live, live_server
 
@@ -85,7 +85,9 @@ async def test_large_bodies_are_sent_in_pieces_and_counted_meanwhile() -> None:
     assert unsent.num_bytes == 0
 
 
-@pytest.mark.parametrize(("size", "scope"), [(PIECE, {}), (3 * PIECE, {PAID: True})], ids=["small", "paid"])
+@pytest.mark.parametrize(
+    ("size", "scope"), [(PIECE, {}), (3 * PIECE, {ENGINE_RESPONSE: True})], ids=["small", "paid"]
+)
 async def test_small_answers_and_those_of_the_engine_are_sent_at_once(size: int, scope: Any) -> None:
     unsent = UnsentBytes(0)
     unsent.take(ALICE, 1)

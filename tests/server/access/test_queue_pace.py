@@ -35,10 +35,10 @@ def logged(num_tokens: int, max_tokens: int, first_token_at: float | None) -> Lo
 def test_nothing_is_known() -> None:
     clock = Clock()
     pace = QueuePace(clock)
-    assert pace.seconds_to_place([]) == 1
-    assert pace.seconds_to_place([logged(0, 100, None)]) == 1
+    assert pace.seconds_to_free_slot([]) == 1
+    assert pace.seconds_to_free_slot([logged(0, 100, None)]) == 1
     clock.now += 7  # and no one has had a token: it takes longer than that
-    assert pace.seconds_to_place([logged(0, 100, None)]) == 7
+    assert pace.seconds_to_free_slot([logged(0, 100, None)]) == 7
 
 
 def test_the_time_between_ends() -> None:
@@ -46,17 +46,17 @@ def test_the_time_between_ends() -> None:
     pace = QueuePace(clock)
     for _ in range(50):
         clock.now += 12
-        pace.ended(1)
-    assert pace.seconds_to_place([]) == 12
+        pace.record_ends(1)
+    assert pace.seconds_to_free_slot([]) == 12
     clock.now += 30  # the next one takes longer than those did
-    assert pace.seconds_to_place([]) == 30
+    assert pace.seconds_to_free_slot([]) == 30
     clock.now += 10 * MAX_SECONDS
-    assert pace.seconds_to_place([]) == MAX_SECONDS
-    pace.began()
+    assert pace.seconds_to_free_slot([]) == MAX_SECONDS
+    pace.resume()
     for _ in range(50):
         clock.now += 12
-        pace.ended(4)
-    assert pace.seconds_to_place([]) == 3
+        pace.record_ends(4)
+    assert pace.seconds_to_free_slot([]) == 3
 
 
 def test_idle_time_is_no_ones_time() -> None:
@@ -64,20 +64,20 @@ def test_idle_time_is_no_ones_time() -> None:
     pace = QueuePace(clock)
     for _ in range(50):
         clock.now += 500
-        pace.began()
+        pace.resume()
         clock.now += 2
-        pace.ended(1)
-    assert pace.seconds_to_place([]) == 2
+        pace.record_ends(1)
+    assert pace.seconds_to_free_slot([]) == 2
 
 
 def test_what_the_running_may_still_have_to_come() -> None:
     clock = Clock()
     pace = QueuePace(clock)
     slow, fast = logged(11, 68, 90.0), logged(101, 150, 90.0)  # 1 s and 0.1 s for each token
-    assert pace.seconds_to_place([slow]) == 57
-    assert pace.seconds_to_place([slow, fast]) == 5
+    assert pace.seconds_to_free_slot([slow]) == 57
+    assert pace.seconds_to_free_slot([slow, fast]) == 5
     fast.generation = None  # over
-    assert pace.seconds_to_place([slow, fast]) == 57
+    assert pace.seconds_to_free_slot([slow, fast]) == 57
     clock.now += 3
-    pace.ended(1)  # ends come sooner than the longest answers allow
-    assert pace.seconds_to_place([slow]) == 3
+    pace.record_ends(1)  # ends come sooner than the longest answers allow
+    assert pace.seconds_to_free_slot([slow]) == 3

@@ -1,4 +1,4 @@
-"""What every request passes before any route: an id for the logs, the host it is for, the page it is from, its key."""
+"""Middleware before every route: request ids and the access log, and checks of host, origin and API key."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from inflight.errors import ConfigError
 from inflight.logs import request_id as current_request_id
 from inflight.server.access.keys import Caller
-from inflight.server.access.origins import Origins
 from inflight.server.error_shapes import error_at, is_anthropic
 from inflight.server.errors import ApiError, of_exception
 from inflight.server.http.unsent import PacedSend
@@ -26,19 +25,20 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("inflight.access")
 
-# Open to all: what a load balancer asks, and pages that hold nothing of the server's.
+# Open without a key: health checks, and pages that contain no data of the server.
 OPEN = frozenset({"/health", "/ready", "/ping", "/", "/replicas"})
 
-ADMIN = "/v1/replicas"  # and below: to look needs a key, to change needs the admin key
+ADMIN = "/v1/replicas"  # and below: reading needs an API key, changing needs the admin key
+UNLOGGED = frozenset({"/health", "/ready", "/ping", "/metrics"})  # polled all the time
 ADMIN_ALONE = frozenset({"/reset_prefix_cache", "/sleep", "/wake_up", "/is_sleeping", "/server_info"})
 
 ALL = "*"
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-_HEADER = re.compile(r"(\[[^\[\]]*\]|[^\[\]:]+)(?::[0-9]{1,5})?")  # a name or an address, and perhaps a port
+_HOST = re.compile(r"(\[[^\[\]]*\]|[^\[\]:]+)(?::[0-9]{1,5})?")  # a name or an address, with an optional port
 
 
 class AccessMiddleware:
-    """The path that is checked here is the path that is routed: nothing rewrites it in between."""
+    """Checks every request and logs it. The path checked is the path routed: nothing rewrites it in between."""
 
     def __init__(self, app: ASGIApp, state: ServerState) -> None:
         self._app = app
@@ -52,13 +52,13 @@ class AccessMiddleware:
         started = time.perf_counter()
         name = f"req-{secrets.token_hex(8)}"
         current_request_id.set(name)
-        seen: dict[str, Any] = {"status": 0, "id": name}
+        answer: dict[str, Any] = {"status": 0, "id": name}
 
-        def started_with(message: Message) -> None:
-            seen["status"] = message["status"]
-            self._name(message, seen, b"request-id" if is_anthropic(scope["path"]) else None)
+        def on_start(message: Message) -> None:
+            answer["status"] = message["status"]
+            self._name(message, answer, b"request-id" if is_anthropic(scope["path"]) else None)
 
-        paced = PacedSend(scope, send, self._state.unsent, started_with)
+        paced = PacedSend(scope, send, self._state.unsent, on_start)
         try:
             self._state.hosts.check(scope)
             self._origins.check(scope)
@@ -68,15 +68,15 @@ class AccessMiddleware:
             self._state.metrics.refused[error.code or "denied"] += 1
             await error_at(scope["path"], error)(scope, receive, paced)
         else:
-            await self._pass(scope, receive, paced, seen)
-        self._log(scope, seen, time.perf_counter() - started)
+            await self._pass(scope, receive, paced, answer)
+        self._log(scope, answer, time.perf_counter() - started)
 
-    async def _pass(self, scope: Scope, receive: Receive, send: PacedSend, seen: dict[str, Any]) -> None:
+    async def _pass(self, scope: Scope, receive: Receive, send: PacedSend, answer: dict[str, Any]) -> None:
         try:
             await self._app(scope, receive, send)
         except Exception as error:
-            # The framework has logged it and answered, where it could; here it ends.
-            if not seen["status"]:
+            # Starlette has logged it and answered if it could.
+            if not answer["status"]:
                 await error_at(scope["path"], of_exception(error))(scope, receive, send)
         finally:
             send.close()
@@ -98,35 +98,30 @@ class AccessMiddleware:
                 return Caller()
         return self._state.keys.find(headers.get("authorization"), headers.get("x-api-key"))
 
-    def _name(self, message: Message, seen: dict[str, Any], also: bytes | None) -> None:
-        """Every response has an id: its own, or the one that its line in the log has. `also` is another header for it,
-        which clients of some APIs look for."""
+    def _name(self, message: Message, answer: dict[str, Any], also: bytes | None) -> None:
+        """Make sure that the response has a request id: its own, or the one used in the log. `also` names a second
+        header for it, which clients of some APIs expect."""
         headers = message.setdefault("headers", [])
-        given = next((value for key, value in headers if key == b"x-request-id"), None)
-        if given is not None:
-            seen["id"] = given.decode("latin-1")
+        own_id = next((value for key, value in headers if key == b"x-request-id"), None)
+        if own_id is not None:
+            answer["id"] = own_id.decode("latin-1")
         else:
-            message["headers"] = [*headers, (b"x-request-id", seen["id"].encode())]
+            message["headers"] = [*headers, (b"x-request-id", answer["id"].encode())]
         if also is not None:
-            message["headers"] = [*message["headers"], (also, seen["id"].encode())]
+            message["headers"] = [*message["headers"], (also, answer["id"].encode())]
 
-    def _log(self, scope: Scope, seen: dict[str, Any], seconds: float) -> None:
+    def _log(self, scope: Scope, answer: dict[str, Any], seconds: float) -> None:
         route = scope.get("route")
         path = getattr(route, "path", "unknown")
-        status = str(seen["status"] or 499)  # the client went away before there was an answer
+        status = str(answer["status"] or 499)  # the client disconnected before there was an answer
         self._state.metrics.responses[path, status] += 1
-        if self._state.options.log_requests and scope["path"] not in (
-            "/health",
-            "/ready",
-            "/ping",
-            "/metrics",
-        ):
+        if self._state.options.log_requests and scope["path"] not in UNLOGGED:
             caller: Caller | None = scope["inflight.caller"]
             logger.info(
                 "%s %.200r %s in %.3f s",
                 *(scope["method"], scope["path"], status, seconds),
                 extra={
-                    "request_id": seen["id"],
+                    "request_id": answer["id"],
                     "method": scope["method"],
                     "path": scope["path"][:200],
                     "status": int(status),
@@ -137,10 +132,10 @@ class AccessMiddleware:
 
 
 class Hosts:
-    """Which hosts the server answers as: names without ports, in any spelling. `*` is all of them.
+    """The host names that the server answers to, without ports; `*` allows all.
 
-    Whoever owns a name can make it point to this machine: a page of that name may then call a server here, from the
-    browser of someone who only looked at it, as if the two were one site. The `Host` header still has the page's name.
+    This prevents DNS rebinding: a web page whose name is made to resolve to this machine could otherwise call the
+    server from the browser of any visitor, as if both were one site. The `Host` header still has the page's name.
     """
 
     def __init__(self, allowed: Iterable[str] = (ALL,)) -> None:
@@ -148,14 +143,16 @@ class Hosts:
         for name in names:
             if name != ALL and not _is_name(name):
                 raise ConfigError(
-                    f"allowed_hosts has {name!r}: it must be names or addresses without a port, or * for all"
+                    f"allowed_hosts has {name!r}: it must be a name or an address without a port, or * for all"
                 )
         self._names = None if ALL in names else frozenset(map(_canonical, names))
 
     @classmethod
     def for_server(cls, allowed: tuple[str, ...], host: str, bound: str, has_keys: bool) -> Hosts:
-        """Those allowed; unless told, all but for a server of this machine alone that asks no one for a key.
-        `host` is what was asked for, `bound` the address that it stands for."""
+        """Return the allowed hosts: by default all, except for a server without keys on a loopback address.
+
+        `host` is the configured host, and `bound` the address that it resolved to.
+        """
         if allowed:
             return cls(allowed)
         if has_keys or not ip_address(bound.partition("%")[0]).is_loopback:
@@ -163,19 +160,23 @@ class Hosts:
         return cls((*LOOPBACK, host, bound))
 
     def check(self, scope: Scope) -> None:
-        """Raises ApiError unless the request says, once, that it is for an allowed host."""
+        """Raise ApiError unless the request has exactly one `Host` header with an allowed host."""
         if self._names is None:
             return
-        given = [value.decode("latin-1").strip(" \t") for name, value in scope["headers"] if name == b"host"]
-        found = _HEADER.fullmatch(given[0]) if len(given) == 1 else None
-        if found is None or _canonical(found[1]) not in self._names:
-            what = f"the host {given[0]!r:.100}" if len(given) == 1 else f"a request with {len(given)} hosts"
-            message = f"{what} is not answered here: --allowed-hosts names those that are, * is all"
+        hosts = [value.decode("latin-1").strip(" \t") for name, value in scope["headers"] if name == b"host"]
+        match = _HOST.fullmatch(hosts[0]) if len(hosts) == 1 else None
+        if match is None or _canonical(match[1]) not in self._names:
+            what = (
+                f"the host {hosts[0]!r:.100}"
+                if len(hosts) == 1
+                else f"a request with {len(hosts)} Host headers"
+            )
+            message = f"{what} is not allowed: --allowed-hosts sets the host names to accept (* accepts all)"
             raise ApiError(403, message, code="host_not_allowed")
 
 
 def _canonical(name: str) -> str:
-    """One spelling of each: small letters, no dot at the end, addresses without brackets and as short as they get."""
+    """Return the canonical spelling: lower case, no final dot, addresses compressed and without brackets."""
     name = name.lower().removesuffix(".")
     try:
         return str(ip_address(name[1:-1] if name.startswith("[") else name))
@@ -192,9 +193,9 @@ def _is_name(text: str) -> bool:
 
 
 class RootPath:
-    """Takes the path's beginning off, for a proxy in front that leaves it on; one that takes it off itself may, too.
+    """Strips the root path for a proxy that does not strip it.
 
-    Outermost: everything behind it sees the paths that it would see without a proxy.
+    It is outermost, so that everything else sees the same paths as without a proxy.
     """
 
     def __init__(self, app: ASGIApp, root_path: str) -> None:
@@ -207,3 +208,44 @@ class RootPath:
             if path == self._root or path.startswith(f"{self._root}/"):
                 scope = {**scope, "path": path[len(self._root) :] or "/"}
         await self._app(scope, receive, send)
+
+
+ALL = "*"
+_SAFE_METHODS = (
+    "GET",
+    "HEAD",
+    "OPTIONS",
+)  # they change nothing, and without CORS a page cannot read the response
+_SAME_SITE = ("same-origin", "none")  # a page of this server, or an address typed by the user
+
+
+class Origins:
+    """The origins whose pages may change something: those allowed for CORS, and the server's own.
+
+    Browsers send some cross-site requests without a CORS preflight. They name the origin in headers that a page cannot
+    set; clients other than browsers send neither header.
+    """
+
+    def __init__(self, allowed: Iterable[str] = ()) -> None:
+        self._allowed = frozenset(allowed)
+
+    def check(self, scope: Scope) -> None:
+        """Raise ApiError for a request made by a page of another site."""
+        if scope["method"] in _SAFE_METHODS or ALL in self._allowed:
+            return
+        headers = Headers(scope=scope)
+        origins, site = headers.getlist("origin"), headers.get("sec-fetch-site")
+        if origins and self._allowed.issuperset(origins):
+            return
+        if site is None:
+            is_own = all(self._is_own(origin, headers.get("host", "")) for origin in origins)
+        else:  # behind a proxy the Host header may differ, but the browser knows what it called
+            is_own = site.lower() in _SAME_SITE
+        if not is_own:
+            what = f"the origin {origins[0]!r:.100}" if origins else "a cross-site request"
+            message = f"{what} is not allowed: --allowed-origins sets the origins to accept"
+            raise ApiError(403, message, code="origin_not_allowed")
+
+    @staticmethod
+    def _is_own(origin: str, host: str) -> bool:
+        return origin.partition("://")[2].lower() == host.strip(" \t").lower() != ""

@@ -107,12 +107,12 @@ def test_without_a_keys_file_there_are_none(backend: Backend) -> None:
 )
 def test_the_time_in_the_queue(times: dict[str, Any], expected: float) -> None:
     usage = KeyUsage()
-    usage.waited(RequestRecord("r", "", 0, 3, arrived_at=10.0, **times), 99.0)
+    usage.add_queue_time(RequestRecord("r", "", 0, 3, arrived_at=10.0, **times), 99.0)
     assert usage.queue_seconds == expected
 
 
 def test_what_no_one_told_of_has_waited_all_the_time() -> None:
     usage = KeyUsage()
-    usage.waited(None, 1.5)
-    usage.waited(None, 0.5)
+    usage.add_queue_time(None, 1.5)
+    usage.add_queue_time(None, 0.5)
     assert usage.queue_seconds == 2.0

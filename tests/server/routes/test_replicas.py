@@ -110,7 +110,7 @@ def test_a_stream_outlives_its_engine_and_the_report_says_so(live: Live, backend
     assert (answer["replica"], answer["num_failovers"]) == ({"0": "1", "1": "0"}[killed], 1)
     assert answer["num_output_tokens"] == 200
     assert answer["breakdown"]["lost"] > 0
-    assert "with an engine that died, and until another took over" in report["why"]
+    assert "lost to an engine that died, until another took over" in report["why"]
     health = live.http.get("/health")
     assert (health.status_code, health.json()["status"]) == (200, "ok")
     assert health.json()["degraded"] in ([f"replica {killed} is restarting"], [])
@@ -245,7 +245,7 @@ class _OneEngine(Backend):
 def test_an_admin_key_must_be_one_that_can_be_sent(key: str) -> None:
     with pytest.raises(ConfigError, match="admin_key"):
         AdminKey(key)
-    with pytest.raises(ConfigError, match="API key too"):
+    with pytest.raises(ConfigError, match="also an API key"):
         AdminKey("same", Keys([("same", Caller("of the keys file"))]))
 
 
@@ -259,7 +259,7 @@ def test_a_page_shows_each_replica(page: Page, live: Live, backend: ReplicaBacke
     page.press("Tab")
     page.wait_for("document.querySelectorAll('#replicas li').length === 2")
     page.excuse("401")
-    assert page.text("#summary") == "2 replicas behind a router (prefix aware): all run."
+    assert page.text("#summary") == "2 replicas behind a router (prefix aware): all are running."
     assert not page.text("#notice")
     with live.http.stream("POST", "/v1/completions", json={**LONG, "max_tokens": 4000, "stream": True}):
         page.wait_for("[...document.querySelectorAll('dd')].some((one) => one.innerText === '1')")
@@ -273,6 +273,6 @@ def test_a_page_shows_each_replica(page: Page, live: Live, backend: ReplicaBacke
     words = f"replica {drained.replica_id} takes no new requests"
     page.wait_for(f"document.querySelector('#summary').innerText.includes('{words}')")
     drained.draining = False
-    page.wait_for("document.querySelector('#summary').innerText.includes('all run')")
+    page.wait_for("document.querySelector('#summary').innerText.includes('all are running')")
     live.wait_until_idle()
     page.leave()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from inflight.server.http.limits import OWN, connections_that_fit
+from inflight.server.http.limits import NUM_OTHER_FILES, fit_open_files
 
 ALL = resource.RLIM_INFINITY
 
@@ -30,9 +30,9 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], list[tuple[i
     [
         (ALL, ALL, 4096, []),
         (1 << 20, 1 << 20, 4096, []),
-        (1024, 1 << 20, 4096, [(4096 + OWN, 1 << 20)]),
-        (1024, ALL, 4096, [(4096 + OWN, ALL)]),
-        (256, 1024, 1024 - OWN, [(1024, 1024)]),
+        (1024, 1 << 20, 4096, [(4096 + NUM_OTHER_FILES, 1 << 20)]),
+        (1024, ALL, 4096, [(4096 + NUM_OTHER_FILES, ALL)]),
+        (256, 1024, 1024 - NUM_OTHER_FILES, [(1024, 1024)]),
         (20, 20, 1, [(20, 20)]),
     ],
 )
@@ -45,7 +45,7 @@ def test_what_fits(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     changes = limits(soft, hard)
-    assert connections_that_fit(4096) == fitting
+    assert fit_open_files(4096) == fitting
     assert changes == raised
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == (fitting < 4096)
@@ -58,4 +58,4 @@ def test_a_limit_that_cannot_be_raised(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, ALL))
     monkeypatch.setattr(resource, "setrlimit", refuse)
-    assert connections_that_fit(4096) == 1024 - OWN
+    assert fit_open_files(4096) == 1024 - NUM_OTHER_FILES
