@@ -1,4 +1,4 @@
-"""The loop, and handles on it. Knows runners only through their protocol."""
+"""The engine core and its clients. It knows runners only through their protocol."""
 
 from inflight.engine.client import EngineClient, Health, ModelFacts, ReplicaClient, RequestState
 from inflight.engine.core import EngineCore, RequestFeed

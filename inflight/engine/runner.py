@@ -1,4 +1,4 @@
-"""The seam between deciding and computing."""
+"""The protocol between the engine core and whatever computes its batches."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ TicketT = TypeVar("TicketT")
 class Runner(Protocol[TicketT]):
     """Executes batches in the order they are launched.
 
-    `launch` enqueues and returns at once where the device allows it; `collect` waits for one launched
-    batch. The model runner, the fake runner of the tests and the simulator implement it.
+    `launch` enqueues a batch and, if the device allows it, returns at once; `collect` waits for a launched batch.
+    Implemented by the model runners, the fake runner of the tests and the simulator.
     """
 
     def launch(self, batch: Batch) -> TicketT: ...
@@ -21,4 +21,4 @@ class Runner(Protocol[TicketT]):
     def collect(self, ticket: TicketT) -> Sampled: ...
 
     def close(self) -> None:
-        """Give back what the runner holds."""
+        """Free the runner's resources."""

@@ -53,12 +53,12 @@ def test_an_engine_that_slept_gives_the_same_answers_and_knows_no_prefix(engine:
     before = run(engine)
     assert num_cached(engine) > 0
     runner = engine.core.runner
-    engine.core.obey("sleep")
+    engine.core.run_command("sleep")
     assert engine.core.stats().is_sleeping
     assert engine.core.stats().kv.num_cached == 0
-    engine.core.obey("sleep")  # again: nothing is left to do
-    engine.core.obey("wake_up")
-    engine.core.obey("wake_up")
+    engine.core.run_command("sleep")  # again: nothing is left to do
+    engine.core.run_command("wake_up")
+    engine.core.run_command("wake_up")
     assert engine.core.runner is not runner
     assert not engine.core.stats().is_sleeping
     assert engine.core._dormancy.told == ["check", "rest", "wake"]  # type: ignore[attr-defined]
@@ -66,28 +66,28 @@ def test_an_engine_that_slept_gives_the_same_answers_and_knows_no_prefix(engine:
 
 
 def test_who_sleeps_takes_no_requests_and_who_has_requests_does_not_sleep(engine: FakeEngine) -> None:
-    engine.core.obey("sleep")
+    engine.core.run_command("sleep")
     with pytest.raises(EngineAsleepError):
         engine.core.add(make_request(PROMPT))
     assert not engine.core.has_work
-    engine.core.obey("wake_up")
+    engine.core.run_command("wake_up")
     engine.add(make_request(PROMPT))
     with pytest.raises(EngineError, match="has requests"):
-        engine.core.obey("sleep")
+        engine.core.run_command("sleep")
     engine.run()
 
 
 def test_one_without_weights_to_put_away_says_so_and_goes_on() -> None:
     engine = FakeEngine()
     with pytest.raises(EngineError, match="cannot sleep"):
-        engine.core.obey("sleep")
+        engine.core.run_command("sleep")
     assert run(engine)
 
 
 def test_prefixes_can_be_forgotten(engine: FakeEngine) -> None:
     run(engine)
     assert num_cached(engine) > 0
-    engine.core.obey("reset_prefix_cache")
+    engine.core.run_command("reset_prefix_cache")
     assert num_cached(engine) == 0
 
 

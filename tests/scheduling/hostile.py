@@ -23,8 +23,8 @@ class Contrary(Policy):
         request.order = -request.arrival
         self.queue.push(request)
 
-    def tokens(self, request: Request, wanted: int, budget: int) -> int:  # noqa: ARG002
-        return min(wanted, max(1, budget // 2))
+    def tokens(self, request: Request, num_remaining: int, budget: int) -> int:  # noqa: ARG002
+        return min(num_remaining, max(1, budget // 2))
 
     def reserved(self, prompts: Sequence[Request], budget: int) -> int:  # noqa: ARG002
         return budget
@@ -45,15 +45,15 @@ class SmallBites(Continuous):
     def __init__(self) -> None:
         super().__init__(headroom=0)
 
-    def tokens(self, request: Request, wanted: int, budget: int) -> int:  # noqa: ARG002
-        return min(wanted, budget, 4)
+    def tokens(self, request: Request, num_remaining: int, budget: int) -> int:  # noqa: ARG002
+        return min(num_remaining, budget, 4)
 
 
 class OutOfRange(Policy):
     """More than there is, and fewer than none."""
 
-    def tokens(self, request: Request, wanted: int, budget: int) -> int:
-        return (wanted, budget, wanted + budget, -wanted)[request.arrival % 4]
+    def tokens(self, request: Request, num_remaining: int, budget: int) -> int:
+        return (num_remaining, budget, num_remaining + budget, -num_remaining)[request.arrival % 4]
 
     def reserve(self, request: Request, running: Sequence[Request]) -> int:  # noqa: ARG002
         return (0, -5, 1 << 40)[request.arrival % 3]
@@ -68,7 +68,7 @@ class Refusing(Policy):
     def admits(self, request: Request, running: Sequence[Request]) -> bool:  # noqa: ARG002
         return False
 
-    def tokens(self, request: Request, wanted: int, budget: int) -> int:  # noqa: ARG002
+    def tokens(self, request: Request, num_remaining: int, budget: int) -> int:  # noqa: ARG002
         return 0
 
     def leaves(self, request: Request, running: Sequence[Request]) -> bool:  # noqa: ARG002
@@ -133,8 +133,8 @@ class Erratic(Policy):
     def admits(self, request: Request, running: Sequence[Request]) -> Any:  # noqa: ARG002
         return self._maybe(self._random.random() < 0.5)
 
-    def tokens(self, request: Request, wanted: int, budget: int) -> Any:  # noqa: ARG002
-        return self._maybe(self._random.randint(0, min(wanted, budget)))
+    def tokens(self, request: Request, num_remaining: int, budget: int) -> Any:  # noqa: ARG002
+        return self._maybe(self._random.randint(0, min(num_remaining, budget)))
 
     def reserve(self, request: Request, running: Sequence[Request]) -> Any:
         return self._maybe(super().reserve(request, running))

@@ -1,4 +1,4 @@
-"""Answers that make no sense: each is told once, and the base policy's stands in."""
+"""Invalid results of policies are logged once and replaced by those of the base policy."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_a_policy_that_lets_nobody_run_is_overruled(caplog: pytest.LogCaptureFix
         engine.add(make_request([index] * 20, 3))
     engine.run()
     assert len(engine.finished) == 3
-    assert "lets nobody run" in caplog.text
+    assert "lets no request run" in caplog.text
 
 
 @pytest.mark.parametrize("policy", HOSTILE)

@@ -193,8 +193,8 @@ def test_a_policy_that_would_keep_a_suspect_waiting_is_not_asked() -> None:
         def reserve(self, request: Request, running: Sequence[Request]) -> int:
             return request.num_tokens if running or request.arrival else 1000
 
-        def tokens(self, request: Request, wanted: int, budget: int) -> int:
-            return min(wanted, budget) if request.arrival or request.num_output_tokens else 1
+        def tokens(self, request: Request, num_remaining: int, budget: int) -> int:
+            return min(num_remaining, budget) if request.arrival or request.num_output_tokens else 1
 
     trouble = Trouble(policy=Choosy)
     trouble.add([1] * 5, 6, "a")

@@ -116,7 +116,7 @@ def test_a_request_that_gets_no_token_ends_with_an_error() -> None:
 
     engine.runner.launch = forgetful  # type: ignore[method-assign]
     engine.run()
-    assert engine.finished[unlucky.request_id].error == "the step gave it no token"
+    assert engine.finished[unlucky.request_id].error == "the step returned no token for this request"
     assert engine.outputs[other.request_id] == expected_tokens([2], 4)
 
 
@@ -150,10 +150,10 @@ def test_a_prompt_that_is_not_to_be_split_shares_nothing() -> None:
 
 def test_what_can_never_be_computed_is_refused() -> None:
     engine = FakeEngine(max_num_batched_tokens=16)
-    with pytest.raises(RequestError, match="comes to 17 tokens: a step has at most 16"):
+    with pytest.raises(RequestError, match="has 17 tokens and cannot be split: a step has at most 16"):
         engine.core.add(make_request([1] * 10, 8, splittable=False))
     engine.add(make_request([1] * 10, 7, splittable=False))
     engine.add(make_request([1] * 16, 0, splittable=False, kind="score", params=SCORES))
-    with pytest.raises(RequestError, match="has all of its 2 outputs already"):
+    with pytest.raises(RequestError, match="already has all of its 2 output tokens"):
         engine.core.add(make_request([1, 2, 3], 2, num_prompt_tokens=1))
     engine.run()

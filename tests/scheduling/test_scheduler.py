@@ -350,7 +350,7 @@ def test_surplus_token_of_a_late_stop_is_dropped(depth: int) -> None:
 def test_unknown_policies_are_refused() -> None:
     with pytest.raises(ConfigError, match="choose one of sequential, static"):
         make_policy("lifo")
-    with pytest.raises(ConfigError, match="must make an inflight Policy"):
+    with pytest.raises(ConfigError, match="must return an inflight Policy"):
         make_policy(dict)
     with pytest.raises(ConfigError, match="cannot be imported"):
         make_policy("inflight.scheduling.policy:Nothing")

@@ -121,7 +121,7 @@ def test_a_question_about_a_request_that_goes_wrong_ends_no_other(
 ) -> None:
     engine = FakeEngine()
     monkeypatch.setattr(engine.core, "abort", Mock(side_effect=ValueError("broken on purpose")))
-    monkeypatch.setattr(engine_loop, "state_of", Mock(side_effect=ValueError("broken on purpose")))
+    monkeypatch.setattr(engine_loop, "request_state", Mock(side_effect=ValueError("broken on purpose")))
     wire = run_loop(engine, add(1, PROMPT), add(2, PROMPT), message)
     error = wire.errors[7]
     assert error is not None
