@@ -18,7 +18,7 @@ from tests.support.requests import FakeEngine, make_request
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_depth_is_the_number_of_steps_in_flight(depth: int) -> None:
+def test_pipeline_depth_is_the_number_of_steps_in_flight(depth: int) -> None:
     engine = FakeEngine(pipeline_depth=depth)
     engine.add(make_request([1, 2], 5))
     launched: list[int] = []
@@ -42,7 +42,7 @@ def test_depth_is_the_number_of_steps_in_flight(depth: int) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("where", ["launch", "collect"])
-def test_a_failed_step_ends_the_request_that_was_alone_in_it(depth: int, where: str) -> None:
+def test_failed_step_ends_the_request_that_was_alone_in_it(depth: int, where: str) -> None:
     engine = FakeEngine(pipeline_depth=depth, max_num_seqs=1)
     first, second = (engine.add(make_request([index] * 6, 8)) for index in range(2))
     original = getattr(engine.runner, where)
@@ -126,7 +126,7 @@ def test_others_survive_a_failed_step_with_their_tokens() -> None:
 NOT_FINITE = RequestFailure("logits_not_finite", "logits are not finite")
 
 
-def test_an_entry_that_fails_ends_alone() -> None:
+def test_failed_entry_ends_only_its_request() -> None:
     engine = FakeEngine()
     bad, good = engine.add(make_request([1], 4)), engine.add(make_request([2], 4))
     collect = engine.runner.collect
@@ -143,7 +143,7 @@ def test_an_entry_that_fails_ends_alone() -> None:
     assert engine.outputs[good.request_id] == expected_tokens([2], 4)
 
 
-def test_queue_limit() -> None:
+def test_full_queue_rejects_requests() -> None:
     engine = FakeEngine(max_num_seqs=1)
     engine.core.max_queue = 2
     for index in range(3):  # one can run at once
@@ -156,7 +156,7 @@ def test_queue_limit() -> None:
     engine.run()
 
 
-def test_free_rows_are_places_unless_something_else_is_wanting() -> None:
+def test_free_rows_extend_the_queue_unless_another_resource_is_short() -> None:
     engine = FakeEngine(max_num_seqs=8, num_blocks=4, block_size=4)
     engine.core.max_queue = 1
     requests = [engine.add(make_request([index] * 12, 4)) for index in range(3)]
@@ -173,7 +173,7 @@ def test_free_rows_are_places_unless_something_else_is_wanting() -> None:
     engine.run()
 
 
-def test_records_tell_every_step() -> None:
+def test_every_step_has_a_record() -> None:
     engine = FakeEngine(max_num_batched_tokens=8)
     request = engine.add(make_request(list(range(12)), 3))
     engine.run()
@@ -270,7 +270,7 @@ def test_a_finished_request_stays_finished_when_its_surplus_step_fails() -> None
     assert engine.outputs[other.request_id] == expected_tokens([7], 12)
 
 
-def test_a_failing_observer_does_not_hurt_the_engine() -> None:
+def test_failing_observer_does_not_stop_the_engine() -> None:
     engine = FakeEngine()
     calls = []
 
@@ -286,7 +286,7 @@ def test_a_failing_observer_does_not_hurt_the_engine() -> None:
     assert len(engine.records) == 4, "the others are"
 
 
-def test_preemptions_of_a_schedule_that_computes_nothing_are_told() -> None:
+def test_preemptions_of_an_empty_schedule_are_recorded() -> None:
     class Turns(Policy):
         """The younger of two makes way at once, for whoever waits."""
 
@@ -302,7 +302,7 @@ def test_preemptions_of_a_schedule_that_computes_nothing_are_told() -> None:
     assert {one.reason for one in told} == {"policy"}
 
 
-def test_a_schedule_that_only_preempts_leaves_its_news_to_the_next() -> None:
+def test_next_step_records_preemptions_of_an_empty_schedule() -> None:
     engine = FakeEngine(partial(Continuous, headroom=0), num_blocks=2, block_size=4, caching=False)
     first, second = (engine.add(make_request([index] * 4, 3)) for index in range(2))
     engine.step()
@@ -319,7 +319,7 @@ def test_a_schedule_that_only_preempts_leaves_its_news_to_the_next() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("where", ["launch", "collect"])
-def test_a_failed_step_has_its_record(depth: int, where: str) -> None:
+def test_failed_step_has_a_record(depth: int, where: str) -> None:
     engine = FakeEngine(pipeline_depth=depth)
     requests = [engine.add(make_request([index] * 6, 4)) for index in range(2)]
     original = getattr(engine.runner, where)
@@ -354,7 +354,7 @@ def test_a_request_that_ends_with_a_failed_step_is_in_its_record() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_records_tell_when(depth: int) -> None:
+def test_records_have_the_times_of_a_step(depth: int) -> None:
     engine = FakeEngine(pipeline_depth=depth)
     for index in range(3):
         engine.add(make_request([index] * 3, 4))
@@ -379,7 +379,7 @@ def test_records_tell_when(depth: int) -> None:
         assert one.at == life.arrived_at
 
 
-def test_aborts_are_told_even_if_nothing_is_left_to_do() -> None:
+def test_aborting_the_last_request_is_recorded() -> None:
     engine = FakeEngine()
     first, second = engine.add(make_request([1], 9)), engine.add(make_request([2], 9))
     engine.step()

@@ -37,7 +37,7 @@ def test_the_next_step_waits_for_most_of_the_one_on_the_device() -> None:
     assert engine.runner.now + MARGIN < engine.runner.free_at
 
 
-def test_who_comes_meanwhile_is_part_of_the_next_step() -> None:
+def test_arrival_during_the_delay_joins_the_next_step() -> None:
     engine = decoding(depth=2)
     engine.runner.now += engine.core.schedule_delay() / 2
     name = engine.add(40, 2)
@@ -49,7 +49,7 @@ def test_who_comes_meanwhile_is_part_of_the_next_step() -> None:
 
 
 @pytest.mark.parametrize("case", ["depth 1", "idle", "a new size"])
-def test_there_is_none_where_it_would_not_help(case: str) -> None:
+def test_no_delay_where_it_would_not_help(case: str) -> None:
     engine = decoding(depth=1 if case == "depth 1" else 2)
     match case:
         case "idle":

@@ -49,7 +49,7 @@ def num_cached(engine: FakeEngine) -> int:
     return engine.finished[request.request_id].record.num_cached_tokens  # type: ignore[union-attr]
 
 
-def test_an_engine_that_slept_gives_the_same_answers_and_knows_no_prefix(engine: FakeEngine) -> None:
+def test_woken_engine_has_the_same_outputs_and_an_empty_cache(engine: FakeEngine) -> None:
     before = run(engine)
     assert num_cached(engine) > 0
     runner = engine.core.runner
@@ -65,7 +65,7 @@ def test_an_engine_that_slept_gives_the_same_answers_and_knows_no_prefix(engine:
     assert run(engine) == before
 
 
-def test_who_sleeps_takes_no_requests_and_who_has_requests_does_not_sleep(engine: FakeEngine) -> None:
+def test_sleeping_engine_rejects_requests_and_busy_engine_does_not_sleep(engine: FakeEngine) -> None:
     engine.core.run_command("sleep")
     with pytest.raises(EngineAsleepError):
         engine.core.add(make_request(PROMPT))
@@ -77,14 +77,14 @@ def test_who_sleeps_takes_no_requests_and_who_has_requests_does_not_sleep(engine
     engine.run()
 
 
-def test_one_without_weights_to_put_away_says_so_and_goes_on() -> None:
+def test_engine_that_cannot_sleep_says_so_and_continues() -> None:
     engine = FakeEngine()
     with pytest.raises(EngineError, match="cannot sleep"):
         engine.core.run_command("sleep")
     assert run(engine)
 
 
-def test_prefixes_can_be_forgotten(engine: FakeEngine) -> None:
+def test_prefix_cache_can_be_reset(engine: FakeEngine) -> None:
     run(engine)
     assert num_cached(engine) > 0
     engine.core.run_command("reset_prefix_cache")

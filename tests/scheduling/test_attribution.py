@@ -57,7 +57,7 @@ def waited(found: TimeBreakdown) -> dict[str, float]:
     return {cause: seconds for cause, seconds in found.queue.items() if seconds}
 
 
-def test_alone_all_time_is_its_own() -> None:
+def test_a_lone_request_waits_for_nothing() -> None:
     scene = TimedScene()
     scene.add("a", 40, 5)
     found = scene.run()["a"]
@@ -67,7 +67,7 @@ def test_alone_all_time_is_its_own() -> None:
     assert (found.prefill_of_others, found.preempted, found.held) == (0, 0, 0)
 
 
-def test_prompts_of_others_beside_its_decodes() -> None:
+def test_time_added_by_prompts_of_others_is_attributed_to_them() -> None:
     scene = TimedScene()
     scene.add("a", 10, 8)
     scene.step(3)
@@ -78,7 +78,7 @@ def test_prompts_of_others_beside_its_decodes() -> None:
     assert found["b"].prefill == pytest.approx(timed(201))
 
 
-def test_the_first_step_beside_a_prompt_is_shared_by_tokens() -> None:
+def test_first_step_with_a_prompt_is_divided_by_tokens() -> None:
     """Nothing is known yet of steps without prompts."""
     scene = TimedScene(max_num_batched_tokens=100)
     scene.add("a", 10, 2)
@@ -87,21 +87,21 @@ def test_the_first_step_beside_a_prompt_is_shared_by_tokens() -> None:
     assert scene.found["a"].prefill_of_others == pytest.approx(timed(91) * 89 / 91)
 
 
-def test_waiting_for_a_slot() -> None:
+def test_waiting_for_a_row_is_attributed_to_slots() -> None:
     scene = TimedScene(max_num_seqs=1)
     scene.add("a", 10, 3)
     scene.add("b", 10, 1)
     assert waited(scene.run()["b"]) == {"slots": pytest.approx(timed(10) + 2 * timed(1))}
 
 
-def test_waiting_for_tokens_of_a_step() -> None:
+def test_waiting_for_tokens_of_a_step_is_attributed_to_budget() -> None:
     scene = TimedScene(max_num_batched_tokens=100)
     scene.add("a", 150, 1)
     scene.add("b", 10, 1)
     assert waited(scene.run()["b"]) == {"budget": pytest.approx(timed(100))}
 
 
-def test_waiting_for_memory_and_for_a_policy() -> None:
+def test_waiting_for_memory_or_a_policy_is_attributed_to_them() -> None:
     scene = TimedScene(num_blocks=4)
     scene.add("a", 30, 3)
     scene.add("b", 48, 1)
@@ -112,7 +112,7 @@ def test_waiting_for_memory_and_for_a_policy() -> None:
     assert waited(scene.run()["b"]) == {"policy": pytest.approx(timed(30) + 2 * timed(1))}
 
 
-def test_who_comes_while_a_step_is_computed_waits_for_the_next() -> None:
+def test_arrival_during_a_step_waits_for_the_next_step() -> None:
     scene = TimedScene()
     scene.add("a", 10, 3)
     scene.step()
@@ -124,7 +124,7 @@ def test_who_comes_while_a_step_is_computed_waits_for_the_next() -> None:
     assert waited(scene.found["b"]) == {"step": pytest.approx(0.5)}
 
 
-def test_preempted_and_computed_again() -> None:
+def test_recomputing_after_a_preemption_counts_as_prefill() -> None:
     class Turns(Policy):
         """The younger one makes way as soon as someone waits."""
 
@@ -144,7 +144,7 @@ def test_preempted_and_computed_again() -> None:
     assert found["b"].prefill > timed(30), "its prompt was computed twice"
 
 
-def test_held_by_a_static_batch() -> None:
+def test_time_in_a_static_batch_after_the_last_token_counts_as_held() -> None:
     scene = TimedScene(Static())
     scene.add("a", 10, 2)
     scene.add("b", 10, 6)
@@ -153,7 +153,7 @@ def test_held_by_a_static_batch() -> None:
     assert found["b"].held == 0
 
 
-def test_so_far() -> None:
+def test_breakdown_of_an_unfinished_request_adds_up() -> None:
     scene = TimedScene(max_num_seqs=1)
     scene.add("a", 10, 9)
     b = scene.add("b", 10, 1)

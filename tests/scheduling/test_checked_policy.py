@@ -66,7 +66,7 @@ CASES = [(question, answer) for question, answers in NONSENSE.items() for answer
 
 
 @pytest.mark.parametrize(("question", "answer"), CASES)
-def test_nonsense_is_replaced_and_told_once(
+def test_invalid_results_are_replaced_and_logged_once(
     question: str, answer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     policy = checked(question, answer)
@@ -100,13 +100,13 @@ def test_nonsense_is_replaced_and_told_once(
         ("yields", [RUNNING[2], RUNNING[1]]),
     ],
 )
-def test_what_makes_sense_stands(question: str, answer: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_valid_results_are_used(question: str, answer: Any, caplog: pytest.LogCaptureFixture) -> None:
     found = ask(checked(question, answer), question)
     assert sorted(found, key=id) == sorted(answer, key=id) if question == "yields" else found == answer
     assert not caplog.records
 
 
-def test_who_finished_leaves_when_nobody_runs() -> None:
+def test_finished_request_leaves_when_nothing_runs() -> None:
     assert checked("leaves", False).leaves(RUNNING[0], []) is True
 
 
@@ -127,7 +127,7 @@ def offered(candidates: Callable[[], Any], refused: Sequence[Request] = ()) -> l
     return found
 
 
-def test_candidates_that_make_no_sense_are_replaced() -> None:
+def test_invalid_candidates_are_replaced() -> None:
     first, second, third = WAITING
 
     def breaks_down() -> Generator[Request, bool, None]:
@@ -144,7 +144,7 @@ def test_candidates_that_make_no_sense_are_replaced() -> None:
     assert offered(lambda: [[]]) == WAITING
 
 
-def test_requests_ahead_that_make_no_sense_are_not_replaced(caplog: pytest.LogCaptureFixture) -> None:
+def test_invalid_requests_ahead_are_not_replaced(caplog: pytest.LogCaptureFixture) -> None:
     first, second, _ = WAITING
     for answer in ([second, RUNNING[0], first], [second, [], first]):
         policy = checked("ahead", answer)
@@ -161,7 +161,7 @@ def test_requests_ahead_that_make_no_sense_are_not_replaced(caplog: pytest.LogCa
     assert list(checked("ahead", None).ahead(RUNNING)) == []
 
 
-def test_who_was_not_taken_into_the_queue_waits_all_the_same() -> None:
+def test_request_that_the_policy_failed_to_queue_still_waits() -> None:
     class Picky(Policy):
         def push(self, request: Request, step: int) -> None:
             if request.arrival == 1:
@@ -176,7 +176,7 @@ def test_who_was_not_taken_into_the_queue_waits_all_the_same() -> None:
         assert engine.outputs[request.request_id] == expected_tokens([index], 2)
 
 
-def test_a_policy_that_lets_nobody_run_is_overruled(caplog: pytest.LogCaptureFixture) -> None:
+def test_policy_that_runs_nothing_is_overruled(caplog: pytest.LogCaptureFixture) -> None:
     engine = FakeEngine(Refusing, max_num_batched_tokens=8)
     for index in range(3):
         engine.add(make_request([index] * 20, 3))
@@ -186,7 +186,7 @@ def test_a_policy_that_lets_nobody_run_is_overruled(caplog: pytest.LogCaptureFix
 
 
 @pytest.mark.parametrize("policy", HOSTILE)
-def test_everyone_finishes_all_the_same(policy: Callable[[], Policy]) -> None:
+def test_all_requests_finish_under_any_policy(policy: Callable[[], Policy]) -> None:
     engine = FakeEngine(policy, num_blocks=8, max_num_batched_tokens=12)
     for index in range(8):
         engine.add(make_request([index] * (1 + 3 * index), 5, request_id=f"r{index}"))
@@ -196,7 +196,7 @@ def test_everyone_finishes_all_the_same(policy: Callable[[], Policy]) -> None:
     assert all(sum(slot.num_tokens for slot in record.slots) <= 12 for record in engine.records)
 
 
-def test_every_question_is_checked() -> None:
+def test_every_method_of_a_policy_is_checked() -> None:
     """One that is new in Policy must be guarded here, too."""
     questions = {name for name, value in vars(Policy).items() if callable(value)}
     assert questions <= vars(CheckedPolicy).keys()

@@ -13,7 +13,7 @@ ACTIONS = st.lists(st.tuples(st.booleans(), st.integers(0, 5), st.integers(-2, 2
 
 
 @given(ACTIONS)
-def test_requests_come_in_order_and_once(actions: list[tuple[bool, int, int]]) -> None:
+def test_queue_yields_each_request_once_in_order(actions: list[tuple[bool, int, int]]) -> None:
     queue = WaitingQueue()
     requests = [make_request([1]) for _ in range(6)]
     for arrival, request in enumerate(requests):

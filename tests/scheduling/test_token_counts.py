@@ -21,7 +21,7 @@ def holding_blocks(prompt: list[int], kv_capacity: int = 16) -> Request:
     return request
 
 
-def test_chunks_then_decode() -> None:
+def test_counts_through_chunks_and_decodes() -> None:
     counts, request = TokenCounts(), holding_blocks([1, 2, 3, 4, 5])
     assert counts.schedule(request, 3) == (False, False)
     assert counts_of(request) == (3, 5, 0)
