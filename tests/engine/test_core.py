@@ -148,10 +148,10 @@ def test_full_queue_rejects_requests() -> None:
     engine.core.max_queue = 2
     for index in range(3):  # one can run at once
         engine.add(make_request([index]))
-    with pytest.raises(QueueFullError, match=r"2 places \(max_queue\), beside 1 .* \(max_num_seqs\)"):
+    with pytest.raises(QueueFullError, match=r"max_queue is 2, plus 1 .* \(max_num_seqs\)"):
         engine.core.add(make_request([9]))
     engine.step()
-    with pytest.raises(QueueFullError, match=r"2 requests are waiting: .* 2 places \(max_queue\), and"):
+    with pytest.raises(QueueFullError, match=r"2 requests are waiting, and max_queue is 2; each"):
         engine.core.add(make_request([9]))
     engine.run()
 
@@ -161,12 +161,12 @@ def test_free_rows_extend_the_queue_unless_another_resource_is_short() -> None:
     engine.core.max_queue = 1
     requests = [engine.add(make_request([index] * 12, 4)) for index in range(3)]
     engine.step()
-    assert engine.core.stats().num_waiting == 2  # for want of memory: the other rows help no one
+    assert engine.core.stats().num_waiting == 2  # memory is short, so free rows do not help
     with pytest.raises(QueueFullError, match="2 requests are waiting"):
         engine.core.add(make_request([9]))
     for request in requests:
         engine.core.abort(request.request_id)
-    for index in range(9):  # nothing is known to be wanting any more
+    for index in range(9):  # nothing is known to be short any more
         engine.add(make_request([index]))
     with pytest.raises(QueueFullError):
         engine.core.add(make_request([9]))
