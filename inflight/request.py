@@ -1,4 +1,4 @@
-"""A request: what was asked for (`RequestSpec`), and its state inside the engine (`Request`)."""
+"""A request: its immutable specification (`RequestSpec`) and its state in the engine (`Request`)."""
 
 from __future__ import annotations
 

@@ -12,31 +12,31 @@ from inflight.scheduling import Batch, Sampled
 Command = Literal["reset_prefix_cache", "sleep", "wake_up"]
 
 
-class Dormancy(Protocol):
+class SleepSupport(Protocol):
     """Moves the weights out of device memory and back, for an engine that sleeps without a runner."""
 
     def check(self) -> None:
         """Raise EngineError if the engine cannot sleep."""
 
-    def rest(self) -> None:
+    def sleep(self) -> None:
         """Move the weights to host memory. The runner is already closed."""
 
     def wake(self) -> Runner[Any]:
         """Move the weights back and return a new runner with empty KV memory."""
 
 
-class NoDormancy:
-    """Implements `Dormancy` for those that cannot."""
+class NoSleepSupport:
+    """Implements `SleepSupport` for engines that cannot sleep."""
 
     def check(self) -> NoReturn:
         raise EngineError(
             "this engine cannot sleep: sleep mode needs a model on exactly one GPU", code="cannot_sleep"
         )
 
-    def rest(self) -> NoReturn:
+    def sleep(self) -> NoReturn:
         raise AssertionError("unreachable: check() raises")
 
-    wake = rest
+    wake = sleep
 
 
 class SleepingRunner:
@@ -45,7 +45,7 @@ class SleepingRunner:
     def launch(self, batch: Batch) -> NoReturn:  # noqa: ARG002
         raise asleep()
 
-    def collect(self, ticket: object) -> Sampled:  # noqa: ARG002
+    def collect(self, handle: object) -> Sampled:  # noqa: ARG002
         raise AssertionError("nothing was launched")
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -85,9 +86,12 @@ class Frontend:
         """How the model writes calls and reasoning. Found out when first asked, which is no work for an event loop."""
         return ChatFormats.of(self.config.model, self.chat_template, self.tokenizer)
 
-    def encode_chat(self, chat: ChatRequest) -> tuple[str, list[int]]:
+    def encode_chat(
+        self, chat: ChatRequest, check_size: Callable[[int], None] | None = None
+    ) -> tuple[str, list[int]]:
         """A conversation's prompt, as text and token ids. What messages and tools spell is text, never a special
-        token: those come from the template alone."""
+        token: those come from the template alone. `check_size` gets the number of characters before they are
+        tokenized."""
         template = self.chat_template
         assert self.tokenizer is not None
         check_messages(chat.messages)
@@ -99,6 +103,7 @@ class Frontend:
             add_generation_prompt=chat.add_generation_prompt,
             continue_final_message=chat.continue_final_message,
             kwargs={**template.effort_kwargs(chat.reasoning_effort), **chat.template_kwargs},
+            check_size=check_size,
         )
 
     def prepare(
@@ -135,7 +140,8 @@ class Frontend:
         if not self.generates:
             raise cannot("generate", self.pooling, generates=False)
         self._check_tools(chat)
-        text, token_ids = self.encode_chat(chat)
+        text, token_ids = self.encode_chat(chat, self.input_processor.check_characters)
+        self.input_processor.check_length(len(token_ids))  # before its tools become a grammar
         tools, reasoning = chat.offered_tools, self.chat_formats.reasoning
         formats = self.chat_formats.tools if tools else None, reasoning
         given: dict[str, Any] = {"tools": tools, "tokenizer": self.tokenizer, "prompt": text}

@@ -101,7 +101,7 @@ class InputProcessor:
         """The prompt's text, where it has one, and a request for each answer. A constraint is not looked at yet:
         `grammars` must validate it before it may reach the engine."""
         num_kept = 1 if kind == "generate" else 0  # places for outputs
-        text, ids, salt = self._read_prompt(prompt, self.max_model_len - num_kept)
+        text, ids, salt = self._read_prompt(prompt, num_kept)
         self._check_params(params)
         params = params.clone()  # what the caller does to them later is for later requests
         check_place(priority, tenant)
@@ -136,6 +136,25 @@ class InputProcessor:
             )
             for index in range(params.n)
         ]
+
+    def check_characters(self, num_characters: int) -> None:
+        """Refuse a text that cannot fit into the context, which is not worth tokenizing."""
+        longest = None if self.tokenizer is None else self.tokenizer.max_characters_per_token
+        if longest is not None and num_characters > longest * self.max_model_len:
+            raise context_length_error(
+                f"it has {num_characters} characters: no more than {longest * self.max_model_len} can fit "
+                f"(max_model_len is {self.max_model_len})"
+            )
+
+    def check_length(self, num_tokens: int, num_kept: int = 1) -> None:
+        """Refuse a prompt that does not fit into the context beside `num_kept` places for outputs."""
+        limit = self.max_model_len - num_kept
+        if num_tokens > limit:
+            kept = ", and one place is kept for an output" if num_kept else ""
+            raise context_length_error(
+                f"it has {num_tokens} tokens: at most {limit} are allowed "
+                f"(max_model_len is {self.max_model_len}{kept})"
+            )
 
     def check_listed(self, params: SamplingParams, num_answers: int, limit: int) -> None:
         """Lists cost every answer that has them, and others' steps wait for that: all of them together, times the
@@ -190,7 +209,7 @@ class InputProcessor:
             )
         return self.tokenizer
 
-    def _read_prompt(self, prompt: Prompt, limit: int) -> tuple[str | None, array[int], str]:
+    def _read_prompt(self, prompt: Prompt, num_kept: int) -> tuple[str | None, array[int], str]:
         salt: Any = ""
         if isinstance(prompt, Mapping):
             prompt, salt = _read_mapping(prompt)
@@ -198,12 +217,7 @@ class InputProcessor:
         ids = as_ids(prompt if text is None else self._need_tokenizer("text prompts").encode(text))
         if not ids:
             raise PromptError("the prompt is empty: it must have at least one token", param="prompt")
-        if len(ids) > limit:
-            kept = ", and one place is kept for an output" if limit < self.max_model_len else ""
-            raise context_length_error(
-                f"it has {len(ids)} tokens: at most {limit} are allowed "
-                f"(max_model_len is {self.max_model_len}{kept})"
-            )
+        self.check_length(len(ids), num_kept)
         # A tokenizer may know more tokens than the model: text is checked as ids are.
         numbers = np.frombuffer(ids, dtype=np.int64)
         if numbers.min() < 0 or numbers.max() >= self.vocab_size:

@@ -14,7 +14,7 @@ class CacheChanges:
     """The net changes of a prefix cache since they were last taken, for a router that tracks its content.
 
     A block that was stored and evicted again is not listed, so the number of entries is bounded by the blocks that the
-    cache had and has, however long nobody takes them.
+    cache had and has, however long they are not taken.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
 """Token counts: how many tokens a request has, has computed and has in flight.
 
-Every change of these counts is made here, so that a new way to gain or lose tokens has one place to be right:
+Every change of these counts is made here, so that a new way to gain or lose tokens has to be right only once:
 
     admit, release     a request gets blocks, which may already hold its prefix; it gives them back
     decode, schedule   a step being formed computes tokens of the request, and may sample one more
