@@ -1,4 +1,4 @@
-"""The loop: pipelining, records, and what happens when a step fails."""
+"""The engine loop: pipelining, records and failed steps."""
 
 from __future__ import annotations
 
@@ -207,11 +207,11 @@ def test_prompt_logprobs_arrive_once_and_survive_preemption() -> None:
         result = launch(batch)
         for index, (start, count) in enumerate(zip(batch.starts, batch.counts, strict=True)):
             last = min(start + count, 8)
-            found: list[PositionLogprobs] = [
+            logprobs: list[PositionLogprobs] = [
                 pack_logprobs([TokenLogprob(i, -1.0, 1)]) for i in range(start + 1, last + 1)
             ]
-            if found:
-                result.prompt_logprobs[index] = found
+            if logprobs:
+                result.prompt_logprobs[index] = logprobs
         return result
 
     engine.runner.launch = with_logprobs  # type: ignore[method-assign]
@@ -244,9 +244,9 @@ def test_prompt_logprobs_of_a_prompt_preempted_with_its_last_chunk_in_flight() -
     engine.scheduler._preempt(request, ScheduledStep(Batch(0)), "memory")
     deltas = [delta for _ in range(8) for delta in engine.core.step()]
     kept = [delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs]
-    assert [[position and unpack_logprobs(position)[0].token_id for position in found] for found in kept] == [
-        [None, 2, 3]
-    ]
+    assert [
+        [position and unpack_logprobs(position)[0].token_id for position in positions] for positions in kept
+    ] == [[None, 2, 3]]
 
 
 def test_a_finished_request_stays_finished_when_its_surplus_step_fails() -> None:
@@ -288,7 +288,7 @@ def test_failing_observer_does_not_stop_the_engine() -> None:
 
 def test_preemptions_of_an_empty_schedule_are_recorded() -> None:
     class Turns(Policy):
-        """The younger of two makes way at once, for whoever waits."""
+        """Preempts the younger of two requests as soon as another waits."""
 
         def yields(self, running: Sequence[Request]) -> Sequence[Request]:
             return running[1:]
@@ -296,10 +296,10 @@ def test_preemptions_of_an_empty_schedule_are_recorded() -> None:
     engine = FakeEngine(Turns, max_num_seqs=2, pipeline_depth=2)
     requests = [engine.add(make_request([index] * 4, 6)) for index in range(3)]
     engine.run()
-    told = [one for record in engine.records for one in record.preempted]
-    assert len(told) == sum(request.record.num_preemptions for request in requests) > 0
-    assert engine.core.stats().num_preemptions == len(told)
-    assert {one.reason for one in told} == {"policy"}
+    preemptions = [one for record in engine.records for one in record.preempted]
+    assert len(preemptions) == sum(request.record.num_preemptions for request in requests) > 0
+    assert engine.core.stats().num_preemptions == len(preemptions)
+    assert {one.reason for one in preemptions} == {"policy"}
 
 
 def test_next_step_records_preemptions_of_an_empty_schedule() -> None:
@@ -313,8 +313,8 @@ def test_next_step_records_preemptions_of_an_empty_schedule() -> None:
     assert second.record.num_preemptions == 1
     assert engine.core.stats().num_preemptions == 1
     engine.run()
-    told = [one for record in engine.records for one in record.preempted]
-    assert told == [(second.request_id, "memory")]
+    preemptions = [one for record in engine.records for one in record.preempted]
+    assert preemptions == [(second.request_id, "memory")]
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -339,9 +339,11 @@ def test_failed_step_has_a_record(depth: int, where: str) -> None:
     stats = engine.core.stats()
     assert stats.num_failed_steps == len(failed)
     assert stats.num_steps == len(engine.records) - len(failed)
-    told = [one for record in engine.records for one in record.preempted]
-    assert stats.num_preemptions == len(told) == sum(one.record.num_preemptions for one in requests)
-    assert {one.request_id for one in told if one.reason == "failure"} == {one.request_id for one in requests}
+    preemptions = [one for record in engine.records for one in record.preempted]
+    assert stats.num_preemptions == len(preemptions) == sum(one.record.num_preemptions for one in requests)
+    assert {one.request_id for one in preemptions if one.reason == "failure"} == {
+        one.request_id for one in requests
+    }
 
 
 def test_a_request_that_ends_with_a_failed_step_is_in_its_record() -> None:

@@ -24,9 +24,9 @@ def test_reused_id_returns_the_later_record() -> None:
     history = History()
     history.add(record("r", 0, 0, 1))
     history.add(record("r", 5, 5, 6))
-    found = history.get("r")
-    assert found is not None
-    assert found.record.arrived_at == 5
+    state = history.get("r")
+    assert state is not None
+    assert state.record.arrived_at == 5
     assert len(history) == 1
 
 
@@ -37,9 +37,9 @@ def test_it_waited_for_those_that_ended_between_its_arrival_and_its_admission() 
     history.add(record("never admitted", 2.5, None, 3))
     history.add(record("after", 0, 0, 5))
     history.add(record("mine", 2, 4, 6))
-    found = history.get("mine")
-    assert found is not None
-    assert (found.waited_for, found.num_waited_for) == (("during",), 1)
+    state = history.get("mine")
+    assert state is not None
+    assert (state.waited_for, state.num_waited_for) == (("during",), 1)
 
 
 def test_waiting_request_also_lists_running_ones() -> None:

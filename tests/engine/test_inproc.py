@@ -1,4 +1,4 @@
-"""The client in a thread, over the fake runner: its answers are known, so a lost or doubled token shows."""
+"""The in-process client over the fake runner, whose output is known: a lost or repeated token shows."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ async def client(engine: FakeEngine) -> AsyncIterator[InprocClient]:
 
 
 async def test_observer_gets_changes_of_the_prefix_cache(client: InprocClient) -> None:
-    told: list[CacheUpdate] = []
-    client.watch_cache(told.append)
+    updates: list[CacheUpdate] = []
+    client.watch_cache(updates.append)
     await client.add(make_request([*range(9)], 1, "r"))
     await read(client, "r")
-    assert [(update.cleared, len(update.stored)) for update in told] == [
+    assert [(update.cleared, len(update.stored)) for update in updates] == [
         (True, 0),
         (False, 2 * CACHE_NAME_LENGTH),
     ]
@@ -312,7 +312,7 @@ async def test_closing_ends_open_streams(client: InprocClient) -> None:
 async def test_call_while_the_engine_stops_fails_instead_of_hanging(
     client: InprocClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The thread may have looked at its queue for the last time just before the question got there."""
+    """The thread may have read its queue for the last time just before the call was queued."""
     await client.close()
     client._error = None
     real = client._calls

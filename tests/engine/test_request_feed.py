@@ -1,4 +1,4 @@
-"""Requests that are made as steps need them."""
+"""Requests that are created as steps need them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scheduling a step as late as the device allows, so that who comes meanwhile is part of it."""
+"""A step is scheduled as late as the device allows, so that more requests can join it."""
 
 from __future__ import annotations
 
@@ -122,8 +122,8 @@ def test_the_engine_process_takes_messages_while_it_waits() -> None:
 class Preparation:
     """Of requests, which is over when the test says so."""
 
-    def __init__(self, wanted: bool) -> None:
-        self.future: Future[None] | None = Future() if wanted else None
+    def __init__(self, pending: bool) -> None:
+        self.future: Future[None] | None = Future() if pending else None
 
     def __call__(self, request: Request) -> Future[None] | None:  # noqa: ARG002
         return self.future
@@ -131,7 +131,7 @@ class Preparation:
 
 def test_steps_do_not_wait_for_a_request_that_is_being_prepared() -> None:
     engine, link = decoding(depth=1), Script()
-    engine.core.prepare = preparation = Preparation(wanted=True)
+    engine.core.prepare = preparation = Preparation(pending=True)
     num_steps = len(engine.records)
     loop = EngineLoop(engine.core, link)  # type: ignore[arg-type]
     loop._handle(Add(1, make_request([1, 2, 3], 2).spec))
@@ -148,7 +148,7 @@ def test_steps_do_not_wait_for_a_request_that_is_being_prepared() -> None:
 
 def test_a_request_may_be_aborted_while_it_is_being_prepared() -> None:
     engine, link = FakeEngine(), Script()
-    engine.core.prepare = preparation = Preparation(wanted=True)
+    engine.core.prepare = preparation = Preparation(pending=True)
     link.later.extend((Add(1, make_request([1, 2, 3], 2).spec), Abort(2, 1, "abort"), Stop()))
     EngineLoop(engine.core, link).run()  # type: ignore[arg-type]
     assert not engine.core.has_work

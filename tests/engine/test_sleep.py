@@ -1,4 +1,4 @@
-"""Engines that are told something beside requests: to forget prefixes, to sleep, to wake up."""
+"""Commands of an engine: reset the prefix cache, sleep, wake up."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class FakeSleepSupport:
 
     def __init__(self, engine: FakeEngine) -> None:
         self._engine = engine
-        self.told: list[str] = []
+        self.calls: list[str] = []
 
     def check(self) -> None:
-        self.told.append("check")
+        self.calls.append("check")
 
     def sleep(self) -> None:
-        self.told.append("sleep")
+        self.calls.append("sleep")
 
     def wake(self) -> FakeRunner:
-        self.told.append("wake")
+        self.calls.append("wake")
         return FakeRunner(self._engine.num_blocks, self._engine.block_size)
 
 
@@ -61,7 +61,7 @@ def test_woken_engine_has_the_same_outputs_and_an_empty_cache(engine: FakeEngine
     engine.core.run_command("wake_up")
     assert engine.core.runner is not runner
     assert not engine.core.stats().is_sleeping
-    assert engine.core._sleep_support.told == ["check", "sleep", "wake"]  # type: ignore[attr-defined]
+    assert engine.core._sleep_support.calls == ["check", "sleep", "wake"]  # type: ignore[attr-defined]
     assert run(engine) == before
 
 

@@ -1,4 +1,4 @@
-"""A state machine over the block manager: whatever happens, blocks balance and shared content is right."""
+"""A state machine over the block manager: blocks always balance, and shared content is right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is told of a prefix cache is what is in it."""
+"""The reported changes of a prefix cache match its content."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of blocks: the same whether they were hashed or taken from a request that begins alike."""
+"""Block hashes: equal whether computed or copied from a request with a common prefix."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def test_hashes_do_not_depend_on_other_requests(prompts: list[tuple[list[int], l
         for token_ids in (beginning + rest, beginning, beginning + rest[::-1]):
             request = ask(token_ids, salt)
             cache.match(request)
-            found = request.block_hashes
-            assert len(found) >= (len(token_ids) - 1) // SIZE
-            assert found == names(token_ids, salt)[: len(found)]
+            hashes = request.block_hashes
+            assert len(hashes) >= (len(token_ids) - 1) // SIZE
+            assert hashes == names(token_ids, salt)[: len(hashes)]
 
 
 @given(IDS, st.sampled_from(["", "a"]), st.sets(st.integers(1, 5)))
@@ -69,7 +69,7 @@ def test_output_blocks_are_hashed_too() -> None:
     request.block_ids = list(range(5))
     cache.publish(request, 20)
     assert request.block_hashes == names(request.token_ids, "")
-    # And nobody takes them for a prompt's.
+    # They are not copied to requests with another prompt.
     other = ask([*range(9), 7, 7, 7, 7, 7])
     assert cache.match(other) == [0, 1]
     assert other.block_hashes == names(other.token_ids, "")

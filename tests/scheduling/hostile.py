@@ -1,4 +1,4 @@
-"""Policies that answer nonsense. Whatever they do, everyone must finish with the right tokens."""
+"""Policies with invalid results. Whatever they return, all requests must finish with the right tokens."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class OutOfRange(Policy):
 
 
 class Refusing(Policy):
-    """Nobody comes in, nobody gets tokens, nobody leaves."""
+    """Admits no request, grants no tokens and lets none leave."""
 
     def admits(self, request: Request, running: Sequence[Request]) -> bool:  # noqa: ARG002
         return False
@@ -78,13 +78,13 @@ class Refusing(Policy):
 QUESTIONS = {name for name, value in vars(Policy).items() if callable(value)} - {"__init__", "__len__"}
 
 
-def _answers(found: Any) -> type[Policy]:
+def _answers(result: Any) -> type[Policy]:
     """A policy that answers every question with the same thing, or raises."""
 
     def respond(*_: object) -> Any:
-        if found is RuntimeError:
+        if result is RuntimeError:
             raise RuntimeError("on purpose")
-        return found
+        return result
 
     return type("Monotonous", (Policy,), dict.fromkeys(QUESTIONS, respond))
 
@@ -95,7 +95,7 @@ class Erratic(Policy):
     def __init__(self, seed: int) -> None:
         super().__init__(headroom=0)
         self._random = random.Random(seed)
-        self._seen: list[Any] = [make_request([1])]  # a stranger, then everyone who ever came
+        self._seen: list[Any] = [make_request([1])]  # an unknown request, then all that ever arrived
 
     def _maybe(self, right: Any) -> Any:
         if self._random.random() < 0.7:

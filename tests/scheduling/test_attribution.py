@@ -1,4 +1,4 @@
-"""Where the time of a request goes, on a clock that only steps move. That the parts add up is in test_machine.py."""
+"""Latency attribution on a clock that only steps advance. test_machine.py checks that the parts add up."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.timed import TimedRunner, timed
 
 
 class TimedScene:
-    """Requests in an engine with these limits; whatever ends is in `found`."""
+    """Requests in an engine with these limits; `breakdowns` has those that ended."""
 
     def __init__(
         self,
@@ -30,11 +30,11 @@ class TimedScene:
         self.runner = TimedRunner(num_blocks, 16, ())
         limits = Limits(max_num_seqs, max_num_batched_tokens, 1 << 30)
         blocks = BlockManager(num_blocks, 16, NoPrefixCache())
-        if policy is None:  # one that nobody waits in is false, too
+        if policy is None:  # not `or`: a policy with an empty queue is falsy
             policy = Policy(headroom=0)
         scheduler = Scheduler(limits, policy, blocks, TokenBudget(max_num_batched_tokens))
         self.core = EngineCore(scheduler, self.runner, clock=lambda: self.runner.now)
-        self.found: dict[str, TimeBreakdown] = {}
+        self.breakdowns: dict[str, TimeBreakdown] = {}
 
     def add(self, name: str, num_prompt: int, max_tokens: int) -> Request:
         request = make_request([3] * num_prompt, max_tokens, name)
@@ -45,26 +45,26 @@ class TimedScene:
         for _ in range(count):
             for delta in self.core.step():
                 if delta.record is not None:
-                    self.found[delta.request_id] = delta.record.breakdown
+                    self.breakdowns[delta.request_id] = delta.record.breakdown
 
     def run(self) -> dict[str, TimeBreakdown]:
         while self.core.has_work:
             self.step()
-        return self.found
+        return self.breakdowns
 
 
-def waited(found: TimeBreakdown) -> dict[str, float]:
-    return {cause: seconds for cause, seconds in found.queue.items() if seconds}
+def waited(breakdown: TimeBreakdown) -> dict[str, float]:
+    return {cause: seconds for cause, seconds in breakdown.queue.items() if seconds}
 
 
 def test_a_lone_request_waits_for_nothing() -> None:
     scene = TimedScene()
     scene.add("a", 40, 5)
-    found = scene.run()["a"]
-    assert waited(found) == {}
-    assert found.prefill == pytest.approx(timed(40))
-    assert found.decode == pytest.approx(4 * timed(1))
-    assert (found.prefill_of_others, found.preempted, found.held) == (0, 0, 0)
+    breakdown = scene.run()["a"]
+    assert waited(breakdown) == {}
+    assert breakdown.prefill == pytest.approx(timed(40))
+    assert breakdown.decode == pytest.approx(4 * timed(1))
+    assert (breakdown.prefill_of_others, breakdown.preempted, breakdown.held) == (0, 0, 0)
 
 
 def test_time_added_by_prompts_of_others_is_attributed_to_them() -> None:
@@ -72,10 +72,10 @@ def test_time_added_by_prompts_of_others_is_attributed_to_them() -> None:
     scene.add("a", 10, 8)
     scene.step(3)
     scene.add("b", 200, 1)
-    found = scene.run()
-    assert found["a"].prefill_of_others == pytest.approx(timed(201) - timed(1))
-    assert found["a"].decode == pytest.approx(7 * timed(1))
-    assert found["b"].prefill == pytest.approx(timed(201))
+    breakdowns = scene.run()
+    assert breakdowns["a"].prefill_of_others == pytest.approx(timed(201) - timed(1))
+    assert breakdowns["a"].decode == pytest.approx(7 * timed(1))
+    assert breakdowns["b"].prefill == pytest.approx(timed(201))
 
 
 def test_first_step_with_a_prompt_is_divided_by_tokens() -> None:
@@ -84,7 +84,7 @@ def test_first_step_with_a_prompt_is_divided_by_tokens() -> None:
     scene.add("a", 10, 2)
     scene.add("b", 180, 1)
     scene.step(2)
-    assert scene.found["a"].prefill_of_others == pytest.approx(timed(91) * 89 / 91)
+    assert scene.breakdowns["a"].prefill_of_others == pytest.approx(timed(91) * 89 / 91)
 
 
 def test_waiting_for_a_row_is_attributed_to_slots() -> None:
@@ -121,12 +121,12 @@ def test_arrival_during_a_step_waits_for_the_next_step() -> None:
     scene.runner.now += 0.5  # the loop was busy elsewhere
     scene.step()
     assert b.record.arrived_at == start
-    assert waited(scene.found["b"]) == {"step": pytest.approx(0.5)}
+    assert waited(scene.breakdowns["b"]) == {"step": pytest.approx(0.5)}
 
 
 def test_recomputing_after_a_preemption_counts_as_prefill() -> None:
     class Turns(Policy):
-        """The younger one makes way as soon as someone waits."""
+        """Preempts the younger request as soon as another waits."""
 
         def yields(self, running: Sequence[Request]) -> Sequence[Request]:
             return running[1:]
@@ -139,18 +139,18 @@ def test_recomputing_after_a_preemption_counts_as_prefill() -> None:
     scene.step()
     b = scene.core.scheduler.pool.requests["b"].record
     assert b.num_preemptions == 1
-    found = scene.run()
-    assert found["b"].preempted > 0
-    assert found["b"].prefill > timed(30), "its prompt was computed twice"
+    breakdowns = scene.run()
+    assert breakdowns["b"].preempted > 0
+    assert breakdowns["b"].prefill > timed(30), "its prompt was computed twice"
 
 
 def test_time_in_a_static_batch_after_the_last_token_counts_as_held() -> None:
     scene = TimedScene(Static())
     scene.add("a", 10, 2)
     scene.add("b", 10, 6)
-    found = scene.run()
-    assert found["a"].held == pytest.approx(4 * timed(1))
-    assert found["b"].held == 0
+    breakdowns = scene.run()
+    assert breakdowns["a"].held == pytest.approx(4 * timed(1))
+    assert breakdowns["b"].held == 0
 
 
 def test_breakdown_of_an_unfinished_request_adds_up() -> None:
@@ -160,5 +160,5 @@ def test_breakdown_of_an_unfinished_request_adds_up() -> None:
     scene.step(2)
     pool = scene.core.scheduler.pool
     for _ in range(2):  # looking changes nothing
-        found = pool.attribution.breakdown(b, scene.runner.now)
-        assert found.total == pytest.approx(timed(10) + timed(1))
+        breakdown = pool.attribution.breakdown(b, scene.runner.now)
+        assert breakdown.total == pytest.approx(timed(10) + timed(1))

@@ -1,4 +1,4 @@
-"""A batch is plain data: it travels, and a recorded run can be played again."""
+"""A batch is plain data: it can be serialized, and a recorded run can be replayed."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ NONSENSE: dict[str, tuple[Any, ...]] = {
 
 
 def ask(policy: Policy, question: str) -> Any:
-    given: dict[str, tuple[Any, ...]] = {
+    args: dict[str, tuple[Any, ...]] = {
         "reserved": (RUNNING, 5),
         "prompts": (RUNNING,),
         "tokens": (RUNNING[0], 8, 5),
@@ -59,7 +59,7 @@ def ask(policy: Policy, question: str) -> Any:
         "yields": (RUNNING,),
         "reserves_ahead": (),
     }
-    return getattr(policy, question)(*given.get(question, (WAITING[0], RUNNING)))
+    return getattr(policy, question)(*args.get(question, (WAITING[0], RUNNING)))
 
 
 CASES = [(question, answer) for question, answers in NONSENSE.items() for answer in answers]
@@ -76,9 +76,9 @@ def test_invalid_results_are_replaced_and_logged_once(
         assert (
             list(ask(policy, question)) == [] if question == "yields" else ask(policy, question) == expected
         )
-    told = [record for record in caplog.records if record.levelno == logging.WARNING]
-    assert len(told) == 1
-    assert f"policy Odd, {question}" in told[0].getMessage()
+    warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    assert f"policy Odd, {question}" in warnings[0].getMessage()
 
 
 @pytest.mark.parametrize(
@@ -101,8 +101,8 @@ def test_invalid_results_are_replaced_and_logged_once(
     ],
 )
 def test_valid_results_are_used(question: str, answer: Any, caplog: pytest.LogCaptureFixture) -> None:
-    found = ask(checked(question, answer), question)
-    assert sorted(found, key=id) == sorted(answer, key=id) if question == "yields" else found == answer
+    result = ask(checked(question, answer), question)
+    assert sorted(result, key=id) == sorted(answer, key=id) if question == "yields" else result == answer
     assert not caplog.records
 
 
@@ -113,18 +113,18 @@ def test_finished_request_leaves_when_nothing_runs() -> None:
 def offered(candidates: Callable[[], Any], refused: Sequence[Request] = ()) -> list[Request]:
     policy = checked("candidates", None)
     policy.policy.candidates = lambda: candidates()  # type: ignore[method-assign]
-    found = []
+    result = []
     generator = policy.candidates()
     request = next(generator, None)
     while request is not None:
-        found.append(request)
+        result.append(request)
         if request not in refused:
             policy.remove(request)
         try:
             request = generator.send(request not in refused)
         except StopIteration:
             break
-    return found
+    return result
 
 
 def test_invalid_candidates_are_replaced() -> None:
@@ -135,7 +135,7 @@ def test_invalid_candidates_are_replaced() -> None:
         raise RuntimeError("no")
 
     assert offered(lambda: [third, first]) == [third, first], "any iterable will do"
-    assert offered(lambda: iter(())) == [], "nobody is an answer"
+    assert offered(lambda: iter(())) == [], "naming no request is valid"
     assert offered(lambda: 7) == WAITING
     assert offered(breaks_down) == [third, first, second]
     assert offered(lambda: [second, RUNNING[0], third]) == [second, first, third], "it is not waiting"
@@ -148,14 +148,14 @@ def test_invalid_requests_ahead_are_not_replaced(caplog: pytest.LogCaptureFixtur
     first, second, _ = WAITING
     for answer in ([second, RUNNING[0], first], [second, [], first]):
         policy = checked("ahead", answer)
-        candidates, found = policy.ahead(RUNNING), []
+        candidates, result = policy.ahead(RUNNING), []
         with contextlib.suppress(StopIteration):
             request = next(candidates)
             while True:
-                found.append(request)
+                result.append(request)
                 policy.remove(request)
                 request = candidates.send(True)
-        assert found == [second], "those behind wait until the queue is asked"
+        assert result == [second], "later ones wait until `candidates` is called"
     assert list(checked("ahead", RuntimeError("no")).ahead(RUNNING)) == []
     assert len(caplog.records) == 3
     assert list(checked("ahead", None).ahead(RUNNING)) == []

@@ -1,4 +1,4 @@
-"""The waiting queue against a plain sorted list."""
+"""The waiting queue, compared with a sorted list."""
 
 from __future__ import annotations
 

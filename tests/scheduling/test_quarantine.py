@@ -1,4 +1,4 @@
-"""A step that raises costs no one but the request that made it raise."""
+"""A step that raises affects only the request that made it raise."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_fault_after_some_tokens_ends_only_its_request(policy: str, depth: int) 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("method", ["launch", "collect"])
 def test_request_survives_any_number_of_faulty_neighbours(depth: int, method: str) -> None:
-    """What another was found to be the cause of is held against no one."""
+    """A failure whose cause is known does not count against other requests."""
     trouble = Trouble(method=method, pipeline_depth=depth)
     trouble.add([1] * 5, 80, "good")
     bad = {f"bad{number}" for number in range(2 * MAX_FAILURES)}

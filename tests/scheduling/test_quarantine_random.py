@@ -1,4 +1,4 @@
-"""Any requests, any of them poisonous: exactly those fail, and all others have the tokens they would have alone."""
+"""Random requests, some of them faulty: exactly those fail, and all others get the tokens they would get alone."""
 
 from __future__ import annotations
 

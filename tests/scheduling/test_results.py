@@ -1,4 +1,4 @@
-"""What ends a request and what it returns; several tokens from one step; prompts that are not split."""
+"""Ends and results of requests by kind, several tokens per step, and prompts that cannot be split."""
 
 from __future__ import annotations
 

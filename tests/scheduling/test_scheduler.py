@@ -1,4 +1,4 @@
-"""What the scheduler promises, one promise a test."""
+"""The guarantees of the scheduler, one per test."""
 
 from __future__ import annotations
 
@@ -204,12 +204,12 @@ def test_candidates_may_be_any_iterator() -> None:
     class Answered(Policy):
         def __init__(self) -> None:
             super().__init__()
-            self.told: list[tuple[int, bool]] = []
+            self.admissions: list[tuple[int, bool]] = []
 
         def candidates(self) -> Generator[Request, bool, None]:
             for request in self.queue.head(5):
                 admitted = yield request
-                self.told.append((request.arrival, admitted))
+                self.admissions.append((request.arrival, admitted))
 
     for policy in (Policy, Looking, Listed, Answered):
         engine = FakeEngine(policy, num_blocks=8, max_num_seqs=4)
@@ -217,8 +217,8 @@ def test_candidates_may_be_any_iterator() -> None:
             engine.add(make_request([1] * length, 3))
         engine.step()
         if policy is Answered:
-            told = engine.policy_given.told  # type: ignore[attr-defined]
-            assert told == [(0, True), (1, False), (2, False), (3, False)]
+            admissions = engine.policy_given.admissions  # type: ignore[attr-defined]
+            assert admissions == [(0, True), (1, False), (2, False), (3, False)]
         engine.run()
         assert len(engine.finished) == 4
 

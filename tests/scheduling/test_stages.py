@@ -1,4 +1,4 @@
-"""With stages, steps that are computed at once have no request's tokens in common."""
+"""With pipeline stages, steps that are computed at once share no request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps of a length that those who decode can bear, on a clock that only steps move."""
+"""Step times that decoding requests can tolerate, on a clock that only steps advance."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_small_steps_do_not_change_the_estimate() -> None:
     assert token_budget.limit(1, 1) == FIRST_TOKENS
 
 
-@pytest.mark.parametrize("given", [-1, float("nan"), float("inf"), "12", True])
-def test_a_target_is_a_number_of_milliseconds(given: Any) -> None:
+@pytest.mark.parametrize("target", [-1, float("nan"), float("inf"), "12", True])
+def test_a_target_is_a_number_of_milliseconds(target: Any) -> None:
     with pytest.raises(ConfigError, match="target_step_ms"):
-        SchedulerConfig(target_step_ms=given)
+        SchedulerConfig(target_step_ms=target)

@@ -23,7 +23,7 @@ from tests.support.requests import FakeEngine, make_request
 
 
 class Surprised:
-    """A core that is given work while it is asked for the time."""
+    """A core that gets work while its clock is read."""
 
     def __init__(self) -> None:
         self.now, self.has_work, self.work_comes = 0.0, False, False
@@ -70,16 +70,16 @@ class Wire:
         return {reply.call: reply.remote_error for outputs in self.sent for reply in outputs.replies}
 
     def tokens(self, handle: int) -> list[int]:
-        found: list[int] = []
+        token_ids: list[int] = []
         for outputs in self.sent:
-            found += [
+            token_ids += [
                 token
                 for each, token in zip(outputs.handles, outputs.token_ids, strict=True)
                 if each == handle
             ]
             for each, delta in outputs.deltas:
-                found += delta.token_ids if each == handle else []
-        return found
+                token_ids += delta.token_ids if each == handle else []
+        return token_ids
 
 
 def run_loop(engine: FakeEngine, *messages: Any) -> Wire:

@@ -1,4 +1,4 @@
-"""What waits for a front that does not keep up is merged, bounded and complete."""
+"""Output for a client that does not keep up is merged, bounded and complete."""
 
 from __future__ import annotations
 
