@@ -19,9 +19,9 @@ from inflight.constraints.fair_threads import FairThreads
 from inflight.engine import EngineClient, ModelFacts
 from inflight.entrypoints.async_engine import AsyncEngine
 from inflight.frontend import Frontend
-from inflight.frontend.pooling import cannot
-from inflight.pooling import Task, tasks_of
+from inflight.frontend.scoring import unsupported_task
 from inflight.router import Replicas, Router
+from inflight.scoring import Task, tasks_of
 from inflight.server.access.admission import AdmissionControl, LocalAdmission
 from inflight.server.access.keys import AdminKey, Caller, Keys
 from inflight.server.access.middleware import Hosts
@@ -103,7 +103,7 @@ class ServerState:
     def check_task(self, task: Task) -> None:
         """Raises RequestError for what the model cannot do."""
         if task not in self.tasks:
-            raise cannot(task, self.frontend.pooling, self.frontend.generates)
+            raise unsupported_task(task, self.frontend.pooling, self.frontend.generates)
 
     async def in_thread_if(self, is_long: bool, caller: Caller, work: Callable[[], T]) -> T:
         """What the work gives. What is long is done in a thread, so that other requests go on meanwhile. Keys take

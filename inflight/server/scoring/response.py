@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from inflight.errors import EngineError, RequestError
 from inflight.events import RequestRecord
-from inflight.pooling import Task
+from inflight.scoring import Task
 from inflight.server.access.keys import Caller
 from inflight.server.engine_response import EngineResponse, RequestHead
 from inflight.server.errors import ApiError

@@ -131,7 +131,7 @@ def test_endless_tool_calls_are_stopped(page: Page, live: Live, model: ScriptedC
     switch_on(page, "calculate")
     model.script = call("calculate", expression="1 + 1")
     ask(page, QUESTION)
-    assert f"ended after {MAX_ROUNDS} rounds of calls" in wait_for_figures(page, MAX_ROUNDS + 1)
+    assert f"stopped after {MAX_ROUNDS} rounds of tool calls" in wait_for_figures(page, MAX_ROUNDS + 1)
     assert len(model.requests) == MAX_ROUNDS + 1
     assert not page.run("Boolean(running)")
 
@@ -170,7 +170,7 @@ def test_model_without_tool_support_disables_the_switches(page: Page, tmp_path: 
     with scripted_server(write_folder(tmp_path, CHATML)) as (live, _):
         open_chat(page, live)
         page.click("#tools summary")
-        page.wait_for("document.querySelector('#tools-note').innerText.includes('does not show tools')")
+        page.wait_for("document.querySelector('#tools-note').innerText.includes('does not support tools')")
         assert page.run("document.querySelectorAll('#tools input:enabled').length") == 0
         assert page.run("document.querySelector('#think-switch').hidden")
         look(page, "no-tools")
