@@ -1,4 +1,4 @@
-"""The loop of an engine process, over a core: messages in, steps, outputs out. No text, JSON or HTTP in here."""
+"""The main loop of an engine process: messages in, steps, outputs out. No text, JSON or HTTP."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from concurrent.futures import Future
 from typing import Any
 
 from inflight.engine.core import EngineCore
-from inflight.engine.history import state_of
-from inflight.engine.outbox import Outbox
+from inflight.engine.history import request_state
+from inflight.engine.remote.outbox import Outbox
 from inflight.engine.remote.wire import (
     Abort,
     Ack,
@@ -26,27 +26,27 @@ from inflight.engine.remote.wire import (
 )
 from inflight.engine.sleep import Command
 from inflight.errors import EngineError, InflightError
-from inflight.kv.cache_changes import CacheChanges
+from inflight.kv.prefix_cache import CacheChanges
 from inflight.processes.channel import RemoteError, Stop, Unreadable
 from inflight.request import Request
 
 logger = logging.getLogger(__name__)
 
-MAX_MESSAGES = 128  # taken between two steps: a flood of requests must not keep the engine from stepping
-STEPS_PER_COLLECTION = 1 << 14  # of garbage, while steps follow each other
-REST_AFTER = 1 << 10  # steps after which garbage is collected as soon as there is nothing to do
-PREPARING_POLL = 0.001  # seconds, while there is nothing to do but to wait for a request to be prepared
-CHECK_EVERY = 1.0  # seconds, of what steps are run on while there are none
+MAX_MESSAGES = 128  # handled between two steps: a flood of requests must not keep the engine from stepping
+STEPS_PER_COLLECTION = 1 << 14  # steps between garbage collections while the engine is busy
+REST_AFTER = 1 << 10  # steps after which garbage is collected as soon as the engine is idle
+PREPARING_POLL = 0.001  # seconds between polls while requests are only being prepared
+CHECK_EVERY = 1.0  # seconds between checks of the device while the engine is idle
 
 
 class EngineLoop:
-    """Messages in, steps, outputs out."""
+    """Runs an engine core, driven by messages."""
 
     def __init__(self, core: EngineCore, sockets: EngineSockets) -> None:
         self._core = core
         self._sockets = sockets
         self._outbox = Outbox(sockets.send, core.stats, core.clock)
-        # Requests that are not in the core yet, by handle.
+        # Requests that wait for their preparation before they are added to the core, by handle.
         self._preparing: dict[int, tuple[Request, Future[Any]]] = {}
         self._stopped = False
         self._num_steps_since_collection = 0
@@ -58,15 +58,15 @@ class EngineLoop:
             if core.has_work or self._preparing:
                 self._take_messages()
             else:
-                self._rest()
+                self._wait_for_message()
             if self._preparing:
                 self._add_prepared()
-            if self._outbox.has_replies:  # whoever asked need not wait for a step
+            if self._outbox.has_replies:  # replies need not wait for a step
                 self._outbox.flush(idle=not core.has_work)
             stepped = core.has_work and not self._stopped
             if stepped:
                 if self._sockets.wait(core.schedule_delay()):
-                    continue  # what comes now can be part of the next step
+                    continue  # a message arrived that may affect the next step
                 deltas = core.step()
                 self.last_progress = core.clock()
                 self._outbox.put(deltas)
@@ -76,8 +76,8 @@ class EngineLoop:
             self._outbox.flush(idle=not core.has_work, stepped=stepped)
 
     def heartbeat(self) -> Heartbeat:
-        """How the loop does. Called by another thread."""
-        working = self._core.has_work  # asked first: work that comes now has not waited since the last step
+        """Return the progress of the loop. Called from another thread."""
+        working = self._core.has_work  # read first: work that arrives now has not waited since the last step
         since = self._core.clock() - self.last_progress
         return Heartbeat(since, working, self._sockets.incoming.num_dropped)
 
@@ -88,8 +88,8 @@ class EngineLoop:
                 return
             self._handle(message)
 
-    def _rest(self) -> None:
-        """Nothing to do: clean up, then wait for something."""
+    def _wait_for_message(self) -> None:
+        """Collect garbage if due, then wait for a message."""
         if self._num_steps_since_collection >= REST_AFTER:
             self._collect_garbage(2)
         while not self._sockets.wait(CHECK_EVERY):
@@ -118,7 +118,7 @@ class EngineLoop:
             case Unreadable(call, error):
                 self._outbox.reply(Reply(call, remote_error=RemoteError.of(error)))
             case RunCommand(call, command):
-                self._tell(call, command)
+                self._run_command(call, command)
             case Ack(num_read):
                 self._outbox.taken(num_read)
             case Watch(enabled):
@@ -133,10 +133,10 @@ class EngineLoop:
             case Stop():
                 self._stopped = True
             case _:
-                logger.warning("dropped a %s that came too late", type(message).__name__)
+                logger.warning("dropped an unexpected %s message", type(message).__name__)
 
     def _handle_request(self, message: Add | Abort | Describe) -> None:
-        """Whatever goes wrong here is the trouble of this request's owner alone."""
+        """Handle a message about one request. Errors are reported only to its owner."""
         try:
             match message:
                 case Add():
@@ -145,16 +145,16 @@ class EngineLoop:
                     self._abort(message)
                 case Describe(call, handle):
                     request_id = self._outbox.id_of(handle)
-                    state = None if request_id is None else state_of(self._core, request_id)
+                    state = None if request_id is None else request_state(self._core, request_id)
                     self._outbox.reply(Reply(call, state=state))
         except Exception as error:
             if not isinstance(error, InflightError):
-                logger.exception("a message about a request could not be handled: %s", type(message).__name__)
+                logger.exception("failed to handle a %s message", type(message).__name__)
             if message.call is not None:
                 self._outbox.reply(Reply(message.call, remote_error=RemoteError.of(error)))
 
     def _add(self, message: Add) -> None:
-        self._core.check_place(len(self._preparing))
+        self._core.check_queue_limit(len(self._preparing))
         request = Request(message.request)
         prepared = self._core.prepare(request)
         if prepared is None:
@@ -163,24 +163,24 @@ class EngineLoop:
             self._preparing[message.call] = request, prepared
 
     def _add_prepared(self) -> None:
-        """In the order in which they came, but for those that have to wait longer."""
+        """Add the requests whose preparation is done, in order of arrival."""
         done = [handle for handle, (_, prepared) in self._preparing.items() if prepared.done()]
-        for handle in done:  # well or not: a step finds out
+        for handle in done:  # a failed preparation will show in a step
             self._enter(handle, self._preparing.pop(handle)[0])
 
     def _enter(self, handle: int, request: Request) -> None:
         try:
             self._core.add(request)
-        except Exception as error:  # a request that cannot be added is its owner's trouble alone
+        except Exception as error:  # reported only to the owner of the request
             self._outbox.reply(Reply(handle, remote_error=RemoteError.of(error)))
             return
         self._outbox.open(request.request_id, handle)
         self._outbox.reply(Reply(handle))
 
-    def _tell(self, call: int, command: Command) -> None:
+    def _run_command(self, call: int, command: Command) -> None:
         try:
-            self._core.obey(command)
-        except EngineError as error:  # it goes on as it was
+            self._core.run_command(command)
+        except EngineError as error:  # the engine continues unchanged
             self._outbox.reply(Reply(call, remote_error=RemoteError.of(error)))
         else:
             self._outbox.reply(Reply(call))

@@ -1,8 +1,8 @@
-"""Names for full blocks by what they hold.
+"""Hashes that identify full blocks by their content.
 
-A full block is named by SHA-256 over the request's salt and all token ids up to the block's end, so equal names mean
-equal prefixes, and requests with different salts never meet. Whoever needs few of a prompt's names hashes what is
-between them in one go.
+The hash of a full block is SHA-256 over the request's cache salt and all token ids up to the block's end. Equal hashes
+therefore mean equal prefixes, and requests with different salts never share blocks. A caller that needs only a few
+hashes of a prompt (`hashes_at`) hashes the tokens between them in one update.
 """
 
 from __future__ import annotations
@@ -17,54 +17,56 @@ from inflight.request import Request
 
 NUM_RECENT = 8
 ID_BYTES = array("q").itemsize
-NUM_EACH = 64  # marks at every block; beyond, half as many between one power of two and the next
+NUM_EACH = 64  # marks at every block; beyond, half as many between consecutive powers of two
 
 
-class BlockNamer:
-    """Names the blocks of requests; a request keeps its names (`Request.block_hashes`)."""
+class BlockHasher:
+    """Hashes the blocks of requests; a request keeps its hashes (`Request.block_hashes`)."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
-        self.recent: list[Request] = []  # that were named, the latest last: what others begin with, likely
+        self.recent: list[
+            Request
+        ] = []  # hashed last, the latest at the end: others are likely to share their prefix
 
-    def names(self, request: Request, num_blocks: int) -> list[bytes]:
-        """The request's first names, hashing only those not hashed before. There may be more."""
-        names = request.block_hashes
-        if not names and num_blocks:
-            self._name_like_another(request)
-        first, width = len(names), self.block_size * ID_BYTES
+    def hashes(self, request: Request, num_blocks: int) -> list[bytes]:
+        """Return the hashes of at least the first `num_blocks` blocks, computing only missing ones."""
+        hashes = request.block_hashes
+        if not hashes and num_blocks:
+            self._copy_hashes(request)
+        first, width = len(hashes), self.block_size * ID_BYTES
         if first >= num_blocks:
-            return names
-        hasher = request.block_hasher
-        if hasher is None:  # none was needed so far
-            hasher = request.block_hasher = _hasher(request.spec.cache_salt)
+            return hashes
+        hasher = request.hash_state
+        if hasher is None:  # not needed so far
+            hasher = request.hash_state = _hasher(request.spec.cache_salt)
             hasher.update(self._ids(request, 0, first))
         ids = self._ids(request, first, num_blocks)
         for at in range(0, len(ids), width):
             hasher.update(ids[at : at + width])
-            names.append(hasher.copy().digest())
-        return names
+            hashes.append(hasher.copy().digest())
+        return hashes
 
-    def names_at(self, request: Request, marks: Sequence[int]) -> list[bytes]:
-        """The names of the blocks that end at these numbers of blocks, which ascend. The request keeps none of them."""
+    def hashes_at(self, request: Request, marks: Sequence[int]) -> list[bytes]:
+        """Return the hash of each prefix with a number of blocks in `marks` (ascending). The request keeps none."""
         hasher, width = _hasher(request.spec.cache_salt), self.block_size * ID_BYTES
         ids = self._ids(request, 0, marks[-1] if marks else 0)
-        names, at = [], 0
+        hashes, at = [], 0
         for mark in marks:
             hasher.update(ids[at : mark * width])
-            names.append(hasher.copy().digest())
+            hashes.append(hasher.copy().digest())
             at = mark * width
-        return names
+        return hashes
 
     def _ids(self, request: Request, first: int, end: int) -> memoryview:
-        """Token ids of the blocks from `first` to before `end`, as bytes."""
+        """Return the token ids of blocks [first, end) as bytes."""
         start, stop = first * self.block_size, end * self.block_size
         if stop <= len(request.spec.token_ids):
             return memoryview(request.spec.token_ids).cast("B")[start * ID_BYTES : stop * ID_BYTES]
         return memoryview(array("q", request.token_ids[start:stop])).cast("B")
 
-    def _name_like_another(self, request: Request) -> None:
-        """Take names from a recent request that begins alike: comparing is much faster than hashing."""
+    def _copy_hashes(self, request: Request) -> None:
+        """Copy hashes from a recent request with a common prefix: comparing is much faster than hashing."""
         ids, size, recent = request.spec.token_ids, self.block_size, self.recent
         first = ids[:size]
         for index, other in enumerate(recent):
@@ -72,7 +74,7 @@ class BlockNamer:
                 request.block_hashes += other.block_hashes[
                     : _num_equal_blocks(ids, other.spec.token_ids, size)
                 ]
-                del recent[index]  # one of a kind is enough
+                del recent[index]  # one request per prefix is enough
                 break
         recent.append(request)
         del recent[:-NUM_RECENT]
@@ -83,7 +85,7 @@ def _hasher(salt: str) -> Any:
 
 
 def _num_equal_blocks(ids: array[int], others: array[int], size: int) -> int:
-    """How many blocks are the same from the start. Halving: arrays are compared at the speed of memory."""
+    """Return the number of equal leading blocks, by bisection: arrays compare at memory speed."""
     low, high = 0, min(len(ids), len(others)) // size
     while low < high:
         middle = (low + high + 1) // 2
@@ -95,8 +97,11 @@ def _num_equal_blocks(ids: array[int], others: array[int], size: int) -> int:
 
 
 class BlockMarks:
-    """Some numbers of blocks, the same for all prompts: every one at the beginning, then ever fewer. So how much of a
-    prompt is found somewhere is known to a thirty-second of it, by a few hundred names however long it is."""
+    """Prefix lengths, in blocks, at which prompts are hashed: each of the first ones, then fewer and fewer.
+
+    They are the same for all prompts. A few hundred hashes tell, for a prompt of any length, how much of it a cache
+    holds, to within a thirty-second.
+    """
 
     def __init__(self) -> None:
         self._marks = list(range(1, NUM_EACH + 1))

@@ -1,25 +1,27 @@
-"""What an engine process has to send, until the front takes it in."""
+"""The outgoing messages of an engine process, held back while the client does not keep up."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
 
-from inflight.engine.core import EngineStats
 from inflight.engine.delta_queue import merge
 from inflight.engine.remote.wire import Reply, StepOutputs
+from inflight.engine.stats import EngineStats
 from inflight.events import Delta, StepRecord
-from inflight.kv.cache_changes import CacheChanges
+from inflight.kv.prefix_cache import CacheChanges
 from inflight.processes.channel import RemoteError
 
-WINDOW = 64  # StepOutputs on their way at any time; more wait here, merged
-STATS_EVERY = 0.05  # seconds, while steps follow each other
-MAX_STEPS = 1024  # records of steps kept for a front that does not take them
+WINDOW = 64  # unacknowledged StepOutputs; further ones are merged here
+STATS_EVERY = 0.05  # seconds between statistics while the engine is busy
+MAX_STEPS = 1024  # step records kept for a client that does not read
 
 
 class Outbox:
-    """Sends at once while the front keeps up. When it does not, deltas of one request become one, so a front that
-    is stuck costs memory bounded by the outputs themselves, and the engine never waits for it."""
+    """Sends at once while the client keeps up, and otherwise merges the deltas of each request.
+
+    A client that is stuck therefore costs memory bounded by the outputs, and the engine never waits for it.
+    """
 
     def __init__(
         self,
@@ -30,18 +32,18 @@ class Outbox:
         self._send = send
         self._stats = stats
         self._clock = clock
-        self._handles: dict[str, int] = {}  # of the requests in the engine
-        self._ids: dict[int, str] = {}  # the other way round
+        self._handles: dict[str, int] = {}  # by request id, for requests in the engine
+        self._ids: dict[int, str] = {}  # by handle
         self._deltas: dict[int, Delta] = {}  # by handle
         self._replies: list[Reply] = []
         self._lost: list[tuple[int, RemoteError]] = []
         self._steps: deque[StepRecord] = deque(maxlen=MAX_STEPS)
-        self.cache_changes: CacheChanges | None = None  # where someone wants to know of them
+        self.cache_changes: CacheChanges | None = None  # None unless they are observed
         self._stats_at = -STATS_EVERY
         self._num_sent = self._num_taken = 0
 
     def open(self, request_id: str, handle: int) -> None:
-        """A request is in the engine, until its last delta is put here."""
+        """Register a request that was added, until its last delta is put here."""
         self._handles[request_id] = handle
         self._ids[handle] = request_id
 
@@ -67,19 +69,22 @@ class Outbox:
             self._deltas[handle] = delta if earlier is None else merge(earlier, delta)
 
     def lose(self, handle: int, problem: RemoteError) -> None:
-        """A request ends with this, after what is put here."""
+        """End a request with this error, after the deltas that were put here."""
         del self._handles[self._ids.pop(handle)]
         self._lost.append((handle, problem))
 
     def taken(self, num_taken: int) -> None:
-        """The front has taken in so many StepOutputs."""
+        """Note that the client has read this many StepOutputs."""
         self._num_taken = max(self._num_taken, min(num_taken, self._num_sent))
 
     def flush(self, idle: bool, stepped: bool = False) -> None:
-        """Send what is there, if the front keeps up. Steps that brought nothing have changed the statistics: those
-        leave alone then, at a bounded rate, since a long prompt takes many such steps."""
-        wanted = self._deltas or self._replies or self._lost or self._steps or self.cache_changes
-        if not wanted and not (stepped and (idle or self._clock() - self._stats_at >= STATS_EVERY)):
+        """Send pending output if the client keeps up.
+
+        A step without output still changes the statistics. These are then sent alone, at a bounded rate, because a long
+        prompt takes many such steps.
+        """
+        has_output = self._deltas or self._replies or self._lost or self._steps or self.cache_changes
+        if not has_output and not (stepped and (idle or self._clock() - self._stats_at >= STATS_EVERY)):
             return
         if self._num_sent - self._num_taken >= WINDOW:
             return

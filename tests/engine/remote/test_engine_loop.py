@@ -12,10 +12,10 @@ from unittest.mock import Mock
 import msgspec
 import pytest
 
-from inflight.engine import engine_loop
-from inflight.engine.engine_loop import CHECK_EVERY, EngineLoop
 from inflight.engine.fake import expected_tokens
-from inflight.engine.outbox import STATS_EVERY
+from inflight.engine.remote import engine_loop
+from inflight.engine.remote.engine_loop import CHECK_EVERY, EngineLoop
+from inflight.engine.remote.outbox import STATS_EVERY
 from inflight.engine.remote.wire import Abort, Add, Describe, StepOutputs, ToEngine
 from inflight.processes.channel import SECRET_LENGTH, Codec, RemoteError, Stop
 from inflight.request import Request
@@ -23,7 +23,7 @@ from tests.support.requests import FakeEngine, make_request
 
 
 class Surprised:
-    """A core that is given work while it is asked for the time."""
+    """A core that gets work while its clock is read."""
 
     def __init__(self) -> None:
         self.now, self.has_work, self.work_comes = 0.0, False, False
@@ -35,7 +35,7 @@ class Surprised:
     def stats(self) -> None: ...
 
 
-def test_work_that_comes_now_has_not_waited_since_the_last_step() -> None:
+def test_new_work_does_not_count_as_stalled() -> None:
     core: Any = Surprised()
     sockets: Any = SimpleNamespace(send=lambda _: None, incoming=SimpleNamespace(num_dropped=0))
     loop = EngineLoop(core, sockets)
@@ -70,16 +70,16 @@ class Wire:
         return {reply.call: reply.remote_error for outputs in self.sent for reply in outputs.replies}
 
     def tokens(self, handle: int) -> list[int]:
-        found: list[int] = []
+        token_ids: list[int] = []
         for outputs in self.sent:
-            found += [
+            token_ids += [
                 token
                 for each, token in zip(outputs.handles, outputs.token_ids, strict=True)
                 if each == handle
             ]
             for each, delta in outputs.deltas:
-                found += delta.token_ids if each == handle else []
-        return found
+                token_ids += delta.token_ids if each == handle else []
+        return token_ids
 
 
 def run_loop(engine: FakeEngine, *messages: Any) -> Wire:
@@ -116,12 +116,12 @@ def test_a_request_that_cannot_be_prepared_ends_with_its_own_error() -> None:
 
 
 @pytest.mark.parametrize("message", [Abort(7, 1, "abort"), Describe(7, 1)])
-def test_a_question_about_a_request_that_goes_wrong_ends_no_other(
+def test_failing_message_about_a_request_affects_no_other(
     message: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = FakeEngine()
     monkeypatch.setattr(engine.core, "abort", Mock(side_effect=ValueError("broken on purpose")))
-    monkeypatch.setattr(engine_loop, "state_of", Mock(side_effect=ValueError("broken on purpose")))
+    monkeypatch.setattr(engine_loop, "request_state", Mock(side_effect=ValueError("broken on purpose")))
     wire = run_loop(engine, add(1, PROMPT), add(2, PROMPT), message)
     error = wire.errors[7]
     assert error is not None
@@ -130,7 +130,7 @@ def test_a_question_about_a_request_that_goes_wrong_ends_no_other(
     assert_served(wire, 2)
 
 
-def test_a_request_with_values_that_cannot_be_read_is_answered() -> None:
+def test_unreadable_request_gets_an_error_reply() -> None:
     codec: Codec[Any] = Codec(b"s" * SECRET_LENGTH, ToEngine)
     frame = bytes(codec.encode(add(1, PROMPT)))
     tag, call, spec = msgspec.msgpack.decode(frame[SECRET_LENGTH:])
@@ -144,7 +144,7 @@ def test_a_request_with_values_that_cannot_be_read_is_answered() -> None:
     assert_served(wire, 2)
 
 
-def test_a_request_larger_than_the_memory_is_refused_and_ends_no_other() -> None:
+def test_request_larger_than_memory_is_rejected_alone() -> None:
     engine = FakeEngine(num_blocks=8, block_size=4)
     wire = run_loop(engine, add(1, list(range(40))), add(2, PROMPT))
     error = wire.errors[1]
@@ -153,7 +153,7 @@ def test_a_request_larger_than_the_memory_is_refused_and_ends_no_other() -> None
     assert_served(wire, 2)
 
 
-def test_requests_that_are_prepared_count_as_waiting() -> None:
+def test_requests_in_preparation_count_as_waiting() -> None:
     engine = FakeEngine(max_num_seqs=1)
     engine.core.max_queue = 2
     pending: list[Future[None]] = []
@@ -177,7 +177,7 @@ def test_requests_that_are_prepared_count_as_waiting() -> None:
         assert_served(wire, call)
 
 
-def test_statistics_leave_while_a_prompt_is_computed() -> None:
+def test_statistics_are_sent_while_a_prompt_is_computed() -> None:
     engine = FakeEngine(num_blocks=512, max_num_batched_tokens=8)
     ticks = itertools.count()
     engine.core.clock = lambda: next(ticks) * STATS_EVERY / 64

@@ -1,4 +1,4 @@
-"""The waiting queue against a plain sorted list."""
+"""The waiting queue, compared with a sorted list."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from inflight.request import Request
-from inflight.scheduling.queue import WaitingQueue
+from inflight.scheduling.policy import WaitingQueue
 from tests.support.requests import make_request
 
 ACTIONS = st.lists(st.tuples(st.booleans(), st.integers(0, 5), st.integers(-2, 2)), max_size=30)
 
 
 @given(ACTIONS)
-def test_requests_come_in_order_and_once(actions: list[tuple[bool, int, int]]) -> None:
+def test_queue_yields_each_request_once_in_order(actions: list[tuple[bool, int, int]]) -> None:
     queue = WaitingQueue()
     requests = [make_request([1]) for _ in range(6)]
     for arrival, request in enumerate(requests):

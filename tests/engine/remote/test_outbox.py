@@ -1,8 +1,8 @@
-"""What waits for a front that does not keep up is merged, bounded and complete."""
+"""Output for a client that does not keep up is merged, bounded and complete."""
 
 from __future__ import annotations
 
-from inflight.engine.outbox import MAX_STEPS, STATS_EVERY, WINDOW, Outbox
+from inflight.engine.remote.outbox import MAX_STEPS, STATS_EVERY, WINDOW, Outbox
 from inflight.engine.remote.wire import Reply, StepOutputs
 from inflight.events import Delta, PositionLogprobs, StepRecord, TokenLogprob, pack_logprobs
 from tests.support.requests import FakeEngine, make_request
@@ -28,7 +28,7 @@ class Sender:
         assert len(self.outputs) == WINDOW
 
 
-def test_plain_tokens_are_columns_and_the_rest_is_whole() -> None:
+def test_single_tokens_are_sent_as_columns() -> None:
     sender = Sender()
     logprobs: list[PositionLogprobs] = [pack_logprobs([TokenLogprob(5, -0.5, 1)])]
     others = [Delta("r1", [5], logprobs), Delta("r2", [6], finish_reason="length")]
@@ -39,13 +39,13 @@ def test_plain_tokens_are_columns_and_the_rest_is_whole() -> None:
     assert [sender.outbox.id_of(handle) for handle in (10, 12, 99)] == ["r0", None, None]
 
 
-def test_nothing_is_sent_when_there_is_nothing() -> None:
+def test_nothing_is_sent_without_output() -> None:
     sender = Sender()
     sender.step()
     assert sender.outputs == []
 
 
-def test_a_front_that_does_not_keep_up_gets_merged_news() -> None:
+def test_slow_client_gets_merged_deltas() -> None:
     sender = Sender()
     sender.fill()
     for token_id in range(1000):
@@ -65,7 +65,7 @@ def test_a_front_that_does_not_keep_up_gets_merged_news() -> None:
     assert sender.outputs[-1].token_ids == [1]
 
 
-def test_a_front_cannot_have_taken_more_than_was_sent() -> None:
+def test_client_cannot_acknowledge_more_than_was_sent() -> None:
     sender = Sender()
     sender.outbox.taken(10**9)
     sender.fill()
@@ -73,7 +73,7 @@ def test_a_front_cannot_have_taken_more_than_was_sent() -> None:
     assert len(sender.outputs) == WINDOW
 
 
-def test_an_id_used_again_while_news_of_the_one_before_wait() -> None:
+def test_reused_id_does_not_mix_with_unsent_deltas() -> None:
     sender = Sender()
     sender.fill()
     sender.step(Delta("r1", [1], finish_reason="abort"))
@@ -86,7 +86,7 @@ def test_an_id_used_again_while_news_of_the_one_before_wait() -> None:
     assert (last.handles, last.token_ids) == ([20], [2])
 
 
-def test_statistics_come_now_and_then_with_answers_and_at_rest() -> None:
+def test_statistics_are_sent_periodically_with_replies_and_when_idle() -> None:
     sender = Sender()
     sender.step(Delta("r0", [1]))
     sender.step(Delta("r0", [2]))
@@ -99,7 +99,7 @@ def test_statistics_come_now_and_then_with_answers_and_at_rest() -> None:
     assert [outputs.stats is not None for outputs in sender.outputs] == [True, False, True, True, False, True]
 
 
-def test_records_of_steps_are_bounded() -> None:
+def test_step_records_are_bounded() -> None:
     records: list[StepRecord] = []
     engine = FakeEngine(records=records)
     engine.add(make_request([1], 3))

@@ -1,4 +1,4 @@
-"""What ends a request and what it returns; several tokens from one step; prompts that are not split."""
+"""Ends and results of requests by kind, several tokens per step, and prompts that cannot be split."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_scored_prompt_ends_when_it_is_computed(depth: int, policy: str, chunk
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("splittable", [True, False])
-def test_pooled_texts_end_with_their_vector_beside_one_that_generates(depth: int, splittable: bool) -> None:
+def test_pooled_texts_return_vectors_while_another_request_generates(depth: int, splittable: bool) -> None:
     engine = FakeEngine("continuous", pipeline_depth=depth, max_num_batched_tokens=7)
     texts = [[1, 2, 3, 4, 5], [7], [1, 2, 3, 4, 9, 9], [1, 2, 3, 4, 5]]
     pooled = [
@@ -66,7 +66,7 @@ def test_a_scored_prompt_without_scores_is_only_computed() -> None:
     assert engine.finished[request.request_id].prompt_logprobs is None
 
 
-def test_several_tokens_at_a_time() -> None:
+def test_runner_may_return_several_tokens_per_step() -> None:
     engine = FakeEngine(make_runner=SeveralRunner, num_blocks=64)
     prompts = {name: [number] * 5 for number, name in enumerate("abc")}
     answers = {name: expected_tokens(prompt, 10) for name, prompt in prompts.items()}
@@ -105,7 +105,7 @@ def test_several_tokens_have_as_many_logprobs() -> None:
         assert [unpack_logprobs(position)[0].token_id for position in delta.logprobs] == delta.token_ids
 
 
-def test_a_request_that_gets_no_token_ends_with_an_error() -> None:
+def test_request_without_a_sampled_token_ends_with_an_error() -> None:
     engine = FakeEngine()
     unlucky, other = engine.add(make_request([1], 4)), engine.add(make_request([2], 4))
     launch = engine.runner.launch
@@ -118,12 +118,12 @@ def test_a_request_that_gets_no_token_ends_with_an_error() -> None:
 
     engine.runner.launch = forgetful  # type: ignore[method-assign]
     engine.run()
-    assert engine.finished[unlucky.request_id].error == "the step gave it no token"
+    assert engine.finished[unlucky.request_id].error == "the step returned no token for this request"
     assert engine.outputs[other.request_id] == expected_tokens([2], 4)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_prompt_that_is_not_to_be_split_waits_for_a_step_that_holds_it(depth: int) -> None:
+def test_unsplittable_prompt_waits_for_a_step_that_holds_it(depth: int) -> None:
     engine = FakeEngine(max_num_batched_tokens=16, num_blocks=64, pipeline_depth=depth)
     first = engine.add(make_request([1] * 30, 8))
     whole = engine.add(make_request([2] * 14, 3, splittable=False))
@@ -134,7 +134,7 @@ def test_a_prompt_that_is_not_to_be_split_waits_for_a_step_that_holds_it(depth: 
     assert engine.outputs[whole.request_id] == expected_tokens([2] * 14, 3)
 
 
-def test_a_prompt_that_is_not_to_be_split_shares_nothing() -> None:
+def test_unsplittable_prompt_shares_no_blocks() -> None:
     engine = FakeEngine(num_blocks=64)
     for _ in range(2):
         engine.add(make_request([1] * 12, 2, splittable=False))
@@ -150,12 +150,12 @@ def test_a_prompt_that_is_not_to_be_split_shares_nothing() -> None:
     ]
 
 
-def test_what_can_never_be_computed_is_refused() -> None:
+def test_request_that_can_never_fit_is_rejected() -> None:
     engine = FakeEngine(max_num_batched_tokens=16)
-    with pytest.raises(RequestError, match="comes to 17 tokens: a step has at most 16"):
+    with pytest.raises(RequestError, match="has 17 tokens and cannot be split: a step has at most 16"):
         engine.core.add(make_request([1] * 10, 8, splittable=False))
     engine.add(make_request([1] * 10, 7, splittable=False))
     engine.add(make_request([1] * 16, 0, splittable=False, kind="prompt_logprobs", params=SCORES))
-    with pytest.raises(RequestError, match="has all of its 2 outputs already"):
+    with pytest.raises(RequestError, match="already has all of its 2 output tokens"):
         engine.core.add(make_request([1, 2, 3], 2, num_prompt_tokens=1))
     engine.run()
