@@ -1,4 +1,4 @@
-"""What a front process and the main process say to each other, beside what a client and an engine process do."""
+"""The messages between an API worker and the main process, in addition to those of a client and an engine process."""
 
 from __future__ import annotations
 
@@ -19,26 +19,27 @@ from inflight.engine.remote.wire import (
     Watch,
 )
 from inflight.processes.channel import Message, RemoteError, Stop
+from inflight.processes.rpc import RpcCall, RpcReply
 from inflight.server.access.keys import KeyDigests
 from inflight.server.errors import ApiError
 from inflight.server.observability.metrics import MetricCounts
 from inflight.server.openai.responses.input_listing import PageQuery
 from inflight.server.openai.responses.store import StoredResponse
 
-MAIN = -1  # the number of the main process, where front processes have theirs
+MAIN = -1  # the number of the main process; API workers have numbers from 0
 
-# ---- questions, each of which is answered ----
+# ---- RPC requests ----
 
 
 class Enter(Message, frozen=True):
-    """May a request begin?"""
+    """Admits a request, or raises ApiError if a limit is reached."""
 
     caller: str
     request_id: str | None
 
 
 class FindResponse(Message, frozen=True):
-    """Which content has a stored response? It is left out where the asker has this version."""
+    """Returns the content of a stored response, or only its version if the caller has that one."""
 
     caller: str
     response_id: str
@@ -46,7 +47,7 @@ class FindResponse(Message, frozen=True):
 
 
 class FindConversation(Message, frozen=True):
-    """Which items has a stored response, its own included?"""
+    """Returns the items of the conversation that a stored response ends."""
 
     caller: str
     response_id: str
@@ -59,7 +60,7 @@ class FindInputPage(Message, frozen=True):
 
 
 class FindItems(Message, frozen=True):
-    """Which items have these ids? Refused where together they have more bytes than allowed."""
+    """Returns the items with these ids. Raises ApiError if together they exceed `max_bytes`."""
 
     caller: str
     item_ids: list[str]
@@ -77,11 +78,11 @@ class RemoveResponse(Message, frozen=True):
 
 
 class FindRequest(Message, frozen=True):
-    """Which front process has the request? Its number, or None."""
+    """Returns the number of the API worker that has the request, or None."""
 
     caller: str
     request_id: str
-    only_running: bool  # else it may have ended
+    only_running: bool  # ignore requests that have ended
 
 
 class RelayedRequest(Message, frozen=True):
@@ -96,10 +97,10 @@ class RelayedRequest(Message, frozen=True):
 
 
 class TakeCounts(Message, frozen=True):
-    """What have you counted?"""
+    """Returns the worker's metric counts."""
 
 
-Question = (
+WorkerRequest = (
     Enter
     | FindResponse
     | FindConversation
@@ -121,8 +122,8 @@ class RelayedResponse(msgspec.Struct, frozen=True):
     body: bytes
 
 
-class ToldError(msgspec.Struct, array_like=True, frozen=True):
-    """What was raised instead of an answer."""
+class RpcError(msgspec.Struct, array_like=True, frozen=True):
+    """The exception that a call raised."""
 
     remote_error: RemoteError | None = None
     status: int = 500
@@ -132,7 +133,7 @@ class ToldError(msgspec.Struct, array_like=True, frozen=True):
     headers: dict[str, str] = {}
 
     @classmethod
-    def of(cls, error: Exception) -> ToldError:
+    def of(cls, error: Exception) -> RpcError:
         if isinstance(error, ApiError):
             return cls(None, error.status, error.message, error.code, error.param, error.headers)
         return cls(RemoteError.of(error))
@@ -143,59 +144,63 @@ class ToldError(msgspec.Struct, array_like=True, frozen=True):
         return ApiError(self.status, self.message, code=self.code, param=self.param, headers=self.headers)
 
 
-# ---- messages ----
-
-
-class Ask(Message, frozen=True):
-    call: int
-    question: Question
-
-
-class AskReply(Message, frozen=True):
-    call: int
-    value: Any = None
-    error: ToldError | None = None
+# ---- other messages ----
 
 
 class Leave(Message, frozen=True):
-    """A request that had entered has ended."""
+    """An admitted request has ended."""
 
     caller: str
     request_id: str | None
 
 
-class StartFront(Message, frozen=True):
-    """Begin to listen, and say so while the model loads."""
+class StartWorker(Message, frozen=True):
+    """Tells a worker to listen, and to answer that the model is loading until it is loaded."""
 
     number: int
-    launch: int  # no other front process of this server ever has it
-    options: dict[str, Any]  # of ServerConfig.create
+    launch: int  # unique among all workers that this server ever starts
+    options: dict[str, Any]  # the arguments of ServerConfig.create
     keys: KeyDigests
-    listener: int  # a descriptor
-    is_loaded: bool  # the model is there: until the front is open, clients may wait
+    listener: int  # a file descriptor
+    is_loaded: bool  # if the model is loaded, clients can wait until the worker is open
 
 
 class Drain(Message, frozen=True):
-    """Refuse new requests, let those that run finish within the time that there is, and end. Told again: end now."""
+    """Tells a worker to reject new requests, finish the running ones and exit; sent again, to exit now."""
 
 
 class EngineHealth(Message, frozen=True):
-    """How the engines do, once in a while."""
+    """The health of the engines, sent regularly."""
 
     health: Health
 
 
 class Opened(Message, frozen=True):
-    """The front takes requests."""
+    """The worker takes requests."""
 
 
-class FrontHeartbeat(Message, frozen=True):
-    """The front process lives, and this is what it has counted so far."""
+class WorkerHeartbeat(Message, frozen=True):
+    """A sign of life, with the worker's metric counts so far."""
 
-    counts: MetricCounts | None  # None: nothing yet
+    counts: MetricCounts | None  # None: the worker has not started to count
 
 
-FromFront = (
-    Add | Abort | Describe | RunCommand | Ack | Watch | Ask | AskReply | Leave | Opened | FrontHeartbeat
+WorkerCall = RpcCall[WorkerRequest]
+WorkerReply = RpcReply[RpcError]
+
+FromWorker = (
+    Add
+    | Abort
+    | Describe
+    | RunCommand
+    | Ack
+    | Watch
+    | WorkerCall
+    | WorkerReply
+    | Leave
+    | Opened
+    | WorkerHeartbeat
 )
-FromMain = StartFront | Progress | Ready | StepOutputs | EngineHealth | Ask | AskReply | Drain | Stop
+FromMain = (
+    StartWorker | Progress | Ready | StepOutputs | EngineHealth | WorkerCall | WorkerReply | Drain | Stop
+)

@@ -11,14 +11,14 @@ import pytest
 
 from inflight import AsyncEngine
 from inflight.engine.fake import FakeRunner, expected_vector
-from inflight.errors import EngineError, PromptError, QueueFullError, RequestError
+from inflight.errors import EngineError, ParameterError, PromptError, QueueFullError, RequestError
 from inflight.events import RequestRecord
-from inflight.frontend.pooling_results import cosines
+from inflight.frontend.scoring import cosines
 from inflight.scheduling import Batch, Sampled
 from tests.support.requests import FakeEngine
 from tests.text.samples import tokenizer
 
-from .pooling_engine import CROSS_ENCODER, EMBEDDER, engine
+from .scoring_engine import CROSS_ENCODER, EMBEDDER, engine
 
 DOCUMENTS = [f"document {index} has " + "some words " * (index % 7) for index in range(60)]
 
@@ -152,5 +152,5 @@ async def test_a_vector_that_is_not_finite_fails_the_call() -> None:
 
 async def test_options_that_do_not_exist_are_refused(served: tuple[AsyncEngine, FakeEngine]) -> None:
     options: dict[str, Any] = {"nosuch": 1}
-    with pytest.raises(TypeError, match="nosuch"):
+    with pytest.raises(ParameterError, match="unknown argument nosuch"):
         await served[0].embed("text", **options)

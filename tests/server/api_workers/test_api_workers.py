@@ -43,13 +43,13 @@ def until(what: str, condition: Callable[[], Any]) -> Any:
 
 
 @dataclass
-class TwoFronts:
+class TwoWorkers:
     process: subprocess.Popen[str]
     url: str
     connections: list[httpx.Client] = field(default_factory=list)
 
     @property
-    def fronts(self) -> list[int]:
+    def workers(self) -> list[int]:
         """Process ids."""
         return sorted(children(self.process.pid, "inflight.server.api_workers.worker"))
 
@@ -64,14 +64,14 @@ class TwoFronts:
         return found
 
     def to_each(self, key: str = "free-key") -> dict[int, httpx.Client]:
-        """A connection to each front process."""
-        wanted = until("two front processes", lambda: len(self.fronts) == 2 and self.fronts)
+        """A connection to each API worker."""
+        workers = until("two API workers", lambda: len(self.workers) == 2 and self.workers)
         found: dict[int, httpx.Client] = {}
-        while set(found) != set(wanted):
+        while set(found) != set(workers):
             http = self.connect(key)
             response = http.get("/version")
             port = response.extensions["network_stream"].get_extra_info("client_addr")[1]
-            found.setdefault(_owner(wanted, httpx.URL(self.url).port, port), http)
+            found.setdefault(_owner(workers, httpx.URL(self.url).port, port), http)
         return found
 
     def pair(self, key: str = "free-key") -> tuple[httpx.Client, httpx.Client]:
@@ -90,25 +90,25 @@ def _owner(process_ids: list[int], server_port: int | None, client_port: int) ->
             with contextlib.suppress(FileNotFoundError):  # closed meanwhile
                 if os.readlink(link) == f"socket:[{inode}]":
                     return process_id
-    raise AssertionError("no front process has the connection")
+    raise AssertionError("no API worker has the connection")
 
 
 @pytest.fixture
-def server(started_server: TwoFronts) -> Iterator[TwoFronts]:
+def server(started_server: TwoWorkers) -> Iterator[TwoWorkers]:
     yield started_server
     while started_server.connections:
         started_server.connections.pop().close()
 
 
 @pytest.fixture(scope="module")
-def started_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoFronts]:
+def started_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoWorkers]:
     keys = tmp_path_factory.mktemp("keys") / "keys.yaml"
     keys.write_text(KEYS)
     arguments = ("--api-workers", "2", "--in-process", "--keys", str(keys), "--admin-key", "the-admin-key")
     with started(*arguments, "--shutdown-timeout", "60", "--log-level", "warning") as process:
         said = read_until_ready(process)
         assert re.search(r"front +2 processes", said)
-        yield TwoFronts(process, re.findall(r"(https?://\S+)/metrics", said)[0])
+        yield TwoWorkers(process, re.findall(r"(https?://\S+)/metrics", said)[0])
 
 
 def answered(http: httpx.Client, body: Any = GOOD, path: str = "/v1/completions") -> Any:
@@ -134,7 +134,7 @@ def counts(http: httpx.Client, name: str, labels: str) -> float:
     return sum(map(float, found))
 
 
-def test_all_answer_alike_and_what_they_count_is_one_sum(server: TwoFronts) -> None:
+def test_all_answer_alike_and_what_they_count_is_one_sum(server: TwoWorkers) -> None:
     first, second = server.pair()
     before = counts(first, "key_requests", 'key="free"')
     texts = {answered(http)["choices"][0]["text"] for http in (first, second, second)}
@@ -149,7 +149,7 @@ def test_all_answer_alike_and_what_they_count_is_one_sum(server: TwoFronts) -> N
     assert drawn[0] != drawn[1], "requests without a seed have the same one in both"
 
 
-def test_limits_of_a_key_hold_over_both(server: TwoFronts) -> None:
+def test_limits_of_a_key_hold_over_both(server: TwoWorkers) -> None:
     first, second = server.pair("one-key")
     with first.stream("POST", "/v1/completions", json=ENDLESS) as response:
         next(response.iter_lines())
@@ -161,7 +161,7 @@ def test_limits_of_a_key_hold_over_both(server: TwoFronts) -> None:
     assert statuses == [200, 200, 200, 429]
 
 
-def test_a_request_is_known_and_ended_by_any(server: TwoFronts) -> None:
+def test_a_request_is_known_and_ended_by_any(server: TwoWorkers) -> None:
     first, second = server.pair()
     (other, _) = server.pair("one-key")
     with first.stream("POST", "/v1/completions", json={**ENDLESS, "request_id": "mine"}) as response:
@@ -181,7 +181,7 @@ def test_a_request_is_known_and_ended_by_any(server: TwoFronts) -> None:
         assert refusal(http.get("/v1/requests/unknown")) == (404, "request_not_found")
 
 
-def test_what_one_has_stored_the_other_goes_on_from(server: TwoFronts) -> None:
+def test_what_one_has_stored_the_other_goes_on_from(server: TwoWorkers) -> None:
     first, second = server.pair()
     body = {"input": "Tell me of foxes.", "max_output_tokens": 4, "temperature": 0}
     stored = answered(first, body, "/v1/responses")
@@ -196,7 +196,7 @@ def test_what_one_has_stored_the_other_goes_on_from(server: TwoFronts) -> None:
     assert refusal(first.get(path)) == (404, "response_not_found")
 
 
-def test_items_and_pages_are_found_by_every_front(server: TwoFronts) -> None:
+def test_items_and_pages_are_found_by_every_worker(server: TwoWorkers) -> None:
     first, second = server.pair()
     body = {"input": "Why?", "max_output_tokens": 4, "temperature": 0}
     stored = answered(first, body, "/v1/responses")
@@ -214,7 +214,7 @@ def test_items_and_pages_are_found_by_every_front(server: TwoFronts) -> None:
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "after")
 
 
-def test_an_answer_that_is_not_read_counts_in_every_front(server: TwoFronts) -> None:
+def test_an_answer_that_is_not_read_counts_in_every_worker(server: TwoWorkers) -> None:
     first, second = server.pair("one-key")
     body = {"input": "Why?", "max_output_tokens": 4, "prompt_cache_key": "x" * (4 << 20)}
     path = f"/v1/responses/{answered(first, body, '/v1/responses')['id']}"
@@ -225,8 +225,8 @@ def test_an_answer_that_is_not_read_counts_in_every_front(server: TwoFronts) -> 
         head = f"GET {path} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer one-key\r\n\r\n"
         connection.sendall(head.encode())
         assert connection.recv(12) == b"HTTP/1.1 200"
-        for front in (first, second):
-            refused = front.get(path)
+        for worker in (first, second):
+            refused = worker.get(path)
             assert refused.status_code == 429
             assert refused.json()["error"]["code"] == "concurrency_limit_exceeded"
     until(
@@ -235,7 +235,7 @@ def test_an_answer_that_is_not_read_counts_in_every_front(server: TwoFronts) -> 
     )
 
 
-def test_the_main_process_answers_for_the_engine(server: TwoFronts) -> None:
+def test_the_main_process_answers_for_the_engine(server: TwoWorkers) -> None:
     for http in server.pair():
         (only,) = http.get("/v1/replicas").json()["data"]
         assert only["state"] == "running"
@@ -247,7 +247,7 @@ def test_the_main_process_answers_for_the_engine(server: TwoFronts) -> None:
         assert http.head("/health").content == b""
 
 
-def test_they_sleep_and_wake_up_as_one(server: TwoFronts) -> None:
+def test_they_sleep_and_wake_up_as_one(server: TwoWorkers) -> None:
     first, second = server.pair()
     admin = {"authorization": "Bearer the-admin-key"}
     assert refusal(first.post("/sleep")) == (401, "invalid_admin_key")
@@ -267,7 +267,7 @@ def test_they_sleep_and_wake_up_as_one(server: TwoFronts) -> None:
         assert answered(http)["usage"]["completion_tokens"] == 8
 
 
-def test_a_front_process_that_dies_takes_only_its_own_with_it(server: TwoFronts) -> None:
+def test_a_worker_that_dies_takes_only_its_own_with_it(server: TwoWorkers) -> None:
     by_process = server.to_each("one-key")
     (killed, first), (other, second) = by_process.items()
     before = counts(second, "key_requests", 'key="one"')
@@ -280,27 +280,27 @@ def test_a_front_process_that_dies_takes_only_its_own_with_it(server: TwoFronts)
             list(lines)
     until("an idle engine", lambda: health(second)["num_running"] == 0)
     assert answered(second)["usage"]["completion_tokens"] == 8
-    until("another in its place", lambda: len(server.fronts) == 2 and killed not in server.fronts)
+    until("another in its place", lambda: len(server.workers) == 2 and killed not in server.workers)
     for process_id, http in server.to_each("one-key").items():
         assert process_id != killed
         # The process that answered before frees the key's place a moment after its last byte.
         until("an answer", partial(is_taken, http))
-    assert other in server.fronts
+    assert other in server.workers
     # What the killed one had counted until about a second before its end is still there.
     assert counts(second, "key_requests", 'key="one"') >= before + 3
 
 
-def test_a_stream_outlives_the_signal_and_nothing_is_left(server: TwoFronts) -> None:
+def test_a_stream_outlives_the_signal_and_nothing_is_left(server: TwoWorkers) -> None:
     first, _ = server.pair()
     with first.stream("POST", "/v1/completions", json={**ENDLESS, "max_tokens": 300, "n": 1}) as response:
         lines = response.iter_lines()
         next(lines)
-        fronts = server.fronts
+        workers = server.workers
         server.process.send_signal(signal.SIGHUP)  # as SIGTERM, which test_command.py sends
         until("no one listens", lambda: _refused(server.url))
         assert list(lines)[-2] == "data: [DONE]"
     assert server.process.wait(SECONDS) == 0
-    assert not [process_id for process_id in fronts if Path(f"/proc/{process_id}").exists()]
+    assert not [process_id for process_id in workers if Path(f"/proc/{process_id}").exists()]
 
 
 def _refused(url: str) -> bool:

@@ -1,4 +1,4 @@
-"""The main process of a server with several front processes: it has the engines, and speaks no HTTP itself."""
+"""The main process of a server with API workers: it runs the engines, and no HTTP server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from inflight.errors import EngineDeadError
 from inflight.server.access.keys import Keys
 from inflight.server.access.middleware import Hosts
-from inflight.server.api_workers.fronts import EXIT_SECONDS, Fronts
+from inflight.server.api_workers.pool import EXIT_SECONDS, ApiWorkerPool
 from inflight.server.config import ServerConfig
 from inflight.server.observability.tracing import NoTracer
 from inflight.server.run import BACKLOG, announce, start_state
@@ -21,12 +21,12 @@ from inflight.server.state import ServerState
 logger = logging.getLogger(__name__)
 
 POLL = 0.02
-HEALTH_POLL = 0.5  # seconds between two looks at how the engines do
+HEALTH_POLL = 0.5  # seconds between two health checks of the engines
 
 
 def listen_for_each(options: ServerConfig, probe: socket.socket) -> list[socket.socket]:
-    """A socket for each front process, all on one address: the system spreads connections over them. Each holds those
-    that wait for its process, be it a later one. `probe` has shown that the address is free, and gives it up."""
+    """Return a socket for each API worker, all on one address: the kernel spreads connections over them. Connections
+    that wait in a socket survive a restart of its worker. `probe`, which holds the address until now, is closed."""
     family, address = probe.family, probe.getsockname()
     probe.close()
     listeners = []
@@ -40,45 +40,45 @@ def listen_for_each(options: ServerConfig, probe: socket.socket) -> list[socket.
     return listeners
 
 
-async def serve_fronts(
+async def serve_with_workers(
     options: ServerConfig, keys: Keys, hosts: Hosts, listeners: list[socket.socket]
 ) -> bool:
-    """Serve until told to stop. False if that was before the model was there. Raises EngineDeadError once the engine,
-    or a front process, is given up."""
-    fronts = Fronts(options, keys, listeners)
-    told = StopSignals()
-    running = asyncio.create_task(fronts.run())
+    """Serve until a stop signal. Return False if it came before the model was loaded. Raises EngineDeadError if the
+    engine, or an API worker, ended too often."""
+    workers = ApiWorkerPool(options, keys, listeners)
+    signals = StopSignals()
+    running = asyncio.create_task(workers.run())
     loop = asyncio.get_running_loop()
 
     def progress(num_done: int, num_total: int) -> None:
-        loop.call_soon_threadsafe(fronts.progress, num_done, num_total)
+        loop.call_soon_threadsafe(workers.progress, num_done, num_total)
 
     try:
         loading = asyncio.create_task(start_state(options, keys, hosts, NoTracer(), progress))
-        if not await _finishes_first(loading, running, told):
+        if not await _finishes_first(loading, running, signals):
             return False
         engine, state = loading.result()
         try:
-            await fronts.open(state)
-            while not fronts.are_open and not running.done():
+            await workers.open(state)
+            while not workers.are_open and not running.done():
                 await asyncio.sleep(POLL)
             announce(state, listeners[0].getsockname())
-            await _watch(fronts, state, running, told)
+            await _watch(workers, state, running, signals)
         finally:
             state.close()
             await engine.close()
     finally:
-        told.close()
-        fronts.stop()
+        signals.close()
+        workers.stop()
         await asyncio.gather(running, return_exceptions=True)
     return True
 
 
 async def _finishes_first(
-    loading: asyncio.Task[object], running: asyncio.Task[None], told: StopSignals
+    loading: asyncio.Task[object], running: asyncio.Task[None], signals: StopSignals
 ) -> bool:
-    """Whether the engine is there before anyone wants the end. Raises what went wrong."""
-    stopping = asyncio.create_task(told.wait())
+    """Return whether the engine is ready before a stop signal comes. Raises the error of a worker that failed."""
+    stopping = asyncio.create_task(signals.wait())
     try:
         await asyncio.wait((loading, running, stopping), return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -91,33 +91,37 @@ async def _finishes_first(
     return not loading.cancelled()
 
 
-async def _watch(fronts: Fronts, state: ServerState, running: asyncio.Task[None], told: StopSignals) -> None:
-    """Until all front processes have ended, as they were told to. Raises EngineDeadError if the engine is given up."""
-    while not running.done() and not told.times:
+async def _watch(
+    workers: ApiWorkerPool, state: ServerState, running: asyncio.Task[None], signals: StopSignals
+) -> None:
+    """Watch the engine until all workers have ended. Raises EngineDeadError if the engine is dead."""
+    while not running.done() and not signals.times:
         health = await state.client.health()
         if health.state == "dead":
             reason = health.error or "no reason is known"
             raise EngineDeadError(f"the engine was given up, and so the server ends: {reason}")
-        await fronts.tell_health(state)
+        await workers.send_health(state)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(HEALTH_POLL):
-                await _first(running, told.wait)
+                await _first(running, signals.wait)
     if not running.done():
-        await _drain(fronts, state, running, told)
+        await _drain(workers, state, running, signals)
     running.result()
 
 
-async def _drain(fronts: Fronts, state: ServerState, running: asyncio.Task[None], told: StopSignals) -> None:
-    """The front processes end by themselves, within the time that their requests have; at once when told again."""
+async def _drain(
+    workers: ApiWorkerPool, state: ServerState, running: asyncio.Task[None], signals: StopSignals
+) -> None:
+    """Let the workers finish their requests within the shutdown timeout; a second signal ends them at once."""
     state.draining = True
-    fronts.drain()
+    workers.drain()
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(state.options.shutdown_timeout + EXIT_SECONDS):
-            await _first(running, told.wait)
+            await _first(running, signals.wait)
             if not running.done():
-                fronts.drain()
+                workers.drain()
                 await asyncio.wait((running,), timeout=EXIT_SECONDS)
-    fronts.stop()
+    workers.stop()
     await asyncio.wait((running,))
 
 
@@ -130,10 +134,10 @@ async def _first(running: asyncio.Task[None], wait: Callable[[], Awaitable[None]
 
 
 class StopSignals:
-    """Ctrl-C, SIGTERM and, unless it is ignored, the end of the terminal."""
+    """SIGINT, SIGTERM and, unless it is ignored, SIGHUP."""
 
     def __init__(self) -> None:
-        self.times = 0  # that one came
+        self.times = 0  # how many have arrived
         self._came = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._taken = [signal.SIGINT, signal.SIGTERM]
@@ -147,7 +151,7 @@ class StopSignals:
         self._came.set()
 
     async def wait(self) -> None:
-        """For one that no one has waited for yet."""
+        """Wait for a signal that no earlier call has returned for."""
         await self._came.wait()
         self._came.clear()
 

@@ -1,4 +1,4 @@
-"""Stored responses as a front process sees them."""
+"""Stored responses as an API worker sees them."""
 
 from __future__ import annotations
 
@@ -8,27 +8,26 @@ from typing import Any, cast
 import msgspec
 
 from inflight.server.access.keys import Caller
-from inflight.server.api_workers.asking import Asking
-from inflight.server.api_workers.link import RemoteResponses
-from inflight.server.api_workers.wire import FindResponse
+from inflight.server.api_workers.connection import RemoteResponses, Rpc
+from inflight.server.api_workers.messages import FindResponse
 from inflight.server.openai.responses.store import ResponseContent
 
 ALICE = Caller("alice")
 
 
 class MainProcess:
-    """Answers questions about one response, whose content every answer has a copy of."""
+    """Answers calls about one response, whose content every answer has a copy of."""
 
     def __init__(self) -> None:
         self.content = ResponseContent(b"x" * 1000, "v1")
-        self.versions: list[str | None] = []  # that the asker has
+        self.versions: list[str | None] = []  # that the caller has
         self.num_bytes = 0  # sent so far
 
-    async def ask(self, question: Any, kind: Any) -> Any:
-        assert isinstance(question, FindResponse)
-        self.versions.append(question.version)
+    async def call(self, request: Any, kind: Any) -> Any:
+        assert isinstance(request, FindResponse)
+        self.versions.append(request.version)
         await asyncio.sleep(0)
-        is_known = question.version == self.content.version
+        is_known = request.version == self.content.version
         data = b"" if is_known else self.content.data
         self.num_bytes += len(data)
         reply = msgspec.msgpack.encode(ResponseContent(data, self.content.version))
@@ -37,7 +36,7 @@ class MainProcess:
 
 async def test_readers_share_one_copy_that_is_sent_once() -> None:
     main = MainProcess()
-    responses = RemoteResponses(cast(Asking, main))
+    responses = RemoteResponses(cast(Rpc, main))
     found = await asyncio.gather(*(responses.content(ALICE, "r") for _ in range(3)))
     found.append(await responses.content(ALICE, "r"))
     assert found[0] is not None
@@ -56,7 +55,7 @@ async def test_readers_share_one_copy_that_is_sent_once() -> None:
 
 async def test_a_reader_that_leaves_does_not_take_the_answer_from_others() -> None:
     main = MainProcess()
-    responses = RemoteResponses(cast(Asking, main))
+    responses = RemoteResponses(cast(Rpc, main))
     first, second = (asyncio.create_task(responses.content(ALICE, "r")) for _ in range(2))
     await asyncio.sleep(0)
     first.cancel()

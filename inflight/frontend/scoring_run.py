@@ -1,4 +1,4 @@
-"""One call's texts through an engine client: a window of them at a time, so that others are served between."""
+"""Runs the texts of one scoring call through an engine client, a window at a time so that other calls get a turn."""
 
 from __future__ import annotations
 
@@ -9,27 +9,26 @@ from concurrent.futures import Executor
 
 from inflight.engine import EngineClient
 from inflight.errors import EngineError, QueueFullError
-from inflight.frontend.pooling import PoolingJob, PoolingProcessor, RequestContext
-from inflight.frontend.pooling_inputs import EncodedText
-from inflight.frontend.pooling_results import PooledVectors
+from inflight.frontend.scoring import PooledVectors, RequestContext, ScoringJob, ScoringProcessor
+from inflight.frontend.scoring_inputs import EncodedText
 from inflight.request import Request
 
-STEPS_IN_WINDOW = 2  # one that is computed, and the next
-LONG_TEXT = 2000  # characters from which on tokenizing is worth a thread
-RETRY_SECONDS = 0.02  # between two questions whether a full queue has a place again
+STEPS_IN_WINDOW = 2  # the step being computed, and the next one
+LONG_TEXT = 2000  # characters from which tokenizing is worth a thread
+RETRY_SECONDS = 0.02  # between attempts to add to a full queue
 
 
-class PoolingRun:
-    """`run` it once. Cancelling that aborts all texts that are in the engine.
+class ScoringRun:
+    """One scoring call. Cancelling `run` aborts all its texts in the engine.
 
-    A queue that is full refuses a call of which nothing is in the engine yet. One that has begun waits for places.
+    If the queue is full, a call with no text in the engine yet is rejected; one that has started waits for room.
     """
 
     def __init__(
         self,
         client: EngineClient,
-        processor: PoolingProcessor,
-        job: PoolingJob,
+        processor: ScoringProcessor,
+        job: ScoringJob,
         context: RequestContext,
         request_id: str,
         threads: Executor,
@@ -42,17 +41,17 @@ class PoolingRun:
         self._threads = threads
         facts = client.facts
         self._window = STEPS_IN_WINDOW * facts.max_num_batched_tokens
-        # A short text takes one of the step's slots, and counts for as many tokens as fill one on average.
+        # A short text takes a whole slot of a step, so it counts at least as many tokens as an average slot has.
         self._least_cost = max(1, facts.max_num_batched_tokens // facts.max_num_seqs)
-        self._num_tokens = 0  # of texts in the engine, or on their way
+        self._num_tokens = 0  # of texts in the engine or about to be added
         self._running: set[str] = set()  # request ids
         self._freed = asyncio.Event()
-        self._has_begun = self._aborted = False
+        self._started = self._aborted = False
         self._turn = asyncio.Lock()
         self.vectors = PooledVectors(job.num_texts, processor.facts.size)
 
     async def run(self) -> PooledVectors:
-        """The vectors of all texts. The first error of any of them ends it, and aborts the others."""
+        """Return the vectors of all texts. The first error aborts the remaining texts."""
         try:
             async with asyncio.TaskGroup() as group, contextlib.aclosing(self._encoded()) as chunks:
                 index = 0
@@ -67,7 +66,7 @@ class PoolingRun:
         return self.vectors
 
     async def _encoded(self) -> AsyncGenerator[list[EncodedText]]:
-        """All texts in order, the next ones being tokenized while the last ones are computed."""
+        """Yield all texts in order. The next chunk is tokenized while the current one is computed."""
         encode, job = self._processor.inputs.encode, self._job
         if job.num_characters < LONG_TEXT:
             for chunk in job.chunks():
@@ -84,7 +83,7 @@ class PoolingRun:
                 yield await ahead
         finally:
             if ahead is not None and not ahead.cancel() and not ahead.cancelled():
-                ahead.exception()  # looked at, so that no one is told that it was not
+                ahead.exception()  # retrieved, so that asyncio does not log it
 
     async def _wait_for_room(self, cost: int) -> None:
         while self._num_tokens and self._num_tokens + cost > self._window:
@@ -114,11 +113,11 @@ class PoolingRun:
         try:
             await self._client.add(request)
         except QueueFullError:
-            if not self._has_begun:
+            if not self._started:
                 raise
-            async with self._turn:  # one of them asks again, not all
+            async with self._turn:  # only one text retries at a time
                 await self._add_when_there_is_room(request)
-        self._has_begun = True
+        self._started = True
 
     async def _add_when_there_is_room(self, request: Request) -> None:
         while True:
@@ -127,6 +126,6 @@ class PoolingRun:
                 return await self._client.add(request)
 
     async def abort(self) -> int:
-        """End the call: `run` raises EngineError. The number of KV blocks freed."""
+        """Abort the call, so that `run` raises EngineError. Return the number of KV blocks freed."""
         self._aborted = True
         return sum([await self._client.abort(request_id) for request_id in list(self._running)])

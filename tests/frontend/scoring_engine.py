@@ -7,8 +7,8 @@ from typing import Any
 from inflight import AsyncEngine
 from inflight.config import EngineConfig
 from inflight.engine import InprocClient
-from inflight.frontend import Frontend, InputProcessor, PoolingInputs
-from inflight.pooling import PairTemplate, PoolingFacts
+from inflight.frontend import Frontend, InputProcessor, ScoringInputs
+from inflight.scoring import PairTemplate, PoolingFacts
 from tests.support.requests import FakeEngine
 from tests.text.samples import END, tokenizer
 
@@ -33,8 +33,8 @@ RERANKER = PoolingFacts(
 )
 
 
-def inputs(facts: PoolingFacts, max_model_len: int = 64, name: str = "wordpiece") -> PoolingInputs:
-    return PoolingInputs(facts, tokenizer(name), tokenizer(name).vocab_size, max_model_len)
+def inputs(facts: PoolingFacts, max_model_len: int = 64, name: str = "wordpiece") -> ScoringInputs:
+    return ScoringInputs(facts, tokenizer(name), tokenizer(name).vocab_size, max_model_len)
 
 
 def frontend(
