@@ -170,7 +170,7 @@ def test_a_model_that_knows_no_tools(page: Page, tmp_path: Path) -> None:
     with scripted_server(write_folder(tmp_path, CHATML)) as (live, _):
         open_chat(page, live)
         page.click("#tools summary")
-        page.wait_for("document.querySelector('#tools-note').innerText.includes('does not show tools')")
+        page.wait_for("document.querySelector('#tools-note').innerText.includes('does not support tools')")
         assert page.run("document.querySelectorAll('#tools input:enabled').length") == 0
         assert page.run("document.querySelector('#think-switch').hidden")
         look(page, "no-tools")
@@ -182,7 +182,7 @@ def test_tools_that_the_server_refuses(page: Page, tmp_path: Path) -> None:
         open_chat(page, live)
         switch_on(page, "lookup")
         ask(page, QUESTION)
-        assert "does not tell how it writes calls" in wait_for_figures(page)
+        assert "the format of this model's tool calls is unknown" in wait_for_figures(page)
         assert "This model cannot call tools: " in page.text("#tools-note")
         assert is_seen(page, ".figures.error")
         look(page, "refused")
