@@ -165,6 +165,16 @@ def checked_tools(items: Any) -> list[dict[str, Any]]:
     return tools
 
 
+def num_characters(value: Any) -> int:
+    """Of all that a template may put into the prompt, not the contents of messages alone. A number is one, whatever its
+    digits."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(num_characters, (*value, *value.values())))
+    return sum(map(num_characters, value)) if isinstance(value, list) else 1
+
+
 def _checked_tool(where: str, tool: Any) -> dict[str, Any]:
     kind = tool.get("type") if isinstance(tool, Mapping) else None
     if kind != "function":

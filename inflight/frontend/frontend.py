@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -91,10 +92,13 @@ class Frontend:
         """How the model writes tool calls and reasoning. The first use detects it and is too slow for an event loop."""
         return ChatFormats.of(self.config.model, self.chat_template, self.tokenizer)
 
-    def encode_chat(self, chat: ChatRequest) -> tuple[str, list[int]]:
+    def encode_chat(
+        self, chat: ChatRequest, check_size: Callable[[int], None] | None = None
+    ) -> tuple[str, list[int]]:
         """Return a conversation's prompt as text and token ids.
 
-        Special tokens come from the template only: those spelled in messages and tools are plain text.
+        Special tokens come from the template only: those spelled in messages and tools are plain text. `check_size`
+        gets the number of characters before they are tokenized.
         """
         template = self.chat_template
         assert self.tokenizer is not None
@@ -107,6 +111,7 @@ class Frontend:
             add_generation_prompt=chat.add_generation_prompt,
             continue_final_message=chat.continue_final_message,
             kwargs={**template.effort_kwargs(chat.reasoning_effort), **chat.template_kwargs},
+            check_size=check_size,
         )
 
     def prepare(
@@ -147,7 +152,8 @@ class Frontend:
         if not self.generates:
             raise unsupported_task("generate", self.pooling, generates=False)
         self._check_tools(chat)
-        text, token_ids = self.encode_chat(chat)
+        text, token_ids = self.encode_chat(chat, self.input_processor.check_characters)
+        self.input_processor.check_length(len(token_ids))  # before its tools become a grammar
         tools, reasoning = chat.offered_tools, self.chat_formats.reasoning
         formats = self.chat_formats.tools if tools else None, reasoning
         parsing: dict[str, Any] = {"tools": tools, "tokenizer": self.tokenizer, "prompt": text}

@@ -103,7 +103,7 @@ class InputProcessor:
         A constraint is not checked here: `grammars` must validate it before it reaches the engine.
         """
         num_reserved = 1 if kind == "generate" else 0  # for the first output token
-        text, ids, salt = self._read_prompt(prompt, self.max_model_len - num_reserved)
+        text, ids, salt = self._read_prompt(prompt, num_reserved)
         self._check_params(params)
         params = params.clone()  # the caller may change them later
         check_scheduling(priority, tenant)
@@ -138,6 +138,25 @@ class InputProcessor:
             )
             for index in range(params.n)
         ]
+
+    def check_characters(self, num_characters: int) -> None:
+        """Reject a text that cannot fit into the context before it is tokenized."""
+        longest = None if self.tokenizer is None else self.tokenizer.max_characters_per_token
+        if longest is not None and num_characters > longest * self.max_model_len:
+            raise context_length_error(
+                f"it has {num_characters} characters: no more than {longest * self.max_model_len} can fit "
+                f"(max_model_len is {self.max_model_len})"
+            )
+
+    def check_length(self, num_tokens: int, num_reserved: int = 1) -> None:
+        """Reject a prompt that does not fit into the context beside `num_reserved` output tokens."""
+        limit = self.max_model_len - num_reserved
+        if num_tokens > limit:
+            reserved = ", and one token is reserved for the output" if num_reserved else ""
+            raise context_length_error(
+                f"it has {num_tokens} tokens: at most {limit} are allowed "
+                f"(max_model_len is {self.max_model_len}{reserved})"
+            )
 
     def check_listed(self, params: SamplingParams, num_answers: int, limit: int) -> None:
         """Check that the token lists of all answers together have at most `limit` entries.
@@ -194,7 +213,7 @@ class InputProcessor:
             )
         return self.tokenizer
 
-    def _read_prompt(self, prompt: Prompt, limit: int) -> tuple[str | None, array[int], str]:
+    def _read_prompt(self, prompt: Prompt, num_reserved: int) -> tuple[str | None, array[int], str]:
         salt: Any = ""
         if isinstance(prompt, Mapping):
             prompt, salt = _read_mapping(prompt)
@@ -202,12 +221,7 @@ class InputProcessor:
         ids = as_ids(prompt if text is None else self._need_tokenizer("text prompts").encode(text))
         if not ids:
             raise PromptError("the prompt is empty: it must have at least one token", param="prompt")
-        if len(ids) > limit:
-            reserved = ", and one token is reserved for the output" if limit < self.max_model_len else ""
-            raise context_length_error(
-                f"it has {len(ids)} tokens: at most {limit} are allowed "
-                f"(max_model_len is {self.max_model_len}{reserved})"
-            )
+        self.check_length(len(ids), num_reserved)
         # A tokenizer may have more tokens than the model, so the ids of text are checked too.
         numbers = np.frombuffer(ids, dtype=np.int64)
         if numbers.min() < 0 or numbers.max() >= self.vocab_size:

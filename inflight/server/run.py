@@ -61,9 +61,12 @@ def run(options: ServerConfig, notes: Sequence[str] = ()) -> None:
         logger.warning("keys have weights, but the policy is %s: only fair looks at them", options.policy)
     serve, listeners = _serve, [listen(options)]  # a port that is taken should not take minutes to show
     if options.api_workers > 1:
-        from inflight.server.api_workers.serving import listen_for_each, serve_fronts  # made of what is here
+        from inflight.server.api_workers.main_process import (  # made of what is here
+            listen_for_each,
+            serve_with_workers,
+        )
 
-        serve, listeners = serve_fronts, listen_for_each(options, listeners[0])
+        serve, listeners = serve_with_workers, listen_for_each(options, listeners[0])
     try:
         hosts = hosts_of(options, keys, listeners[0])
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
