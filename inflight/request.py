@@ -63,7 +63,7 @@ class RequestSpec:
     tenant: str = ""
     cache_salt: str = ""
     num_prompt_tokens: int = 0  # 0: all of token_ids; fewer if the request already has outputs
-    # Or, with max_tokens 0, "score": the logprobs of the prompt's tokens, or "pool": what the model's head returns.
+    # With max_tokens 0: "prompt_logprobs" returns the logprobs of the prompt, "pool" the vector of the model's head.
     kind: str = "generate"
     splittable: bool = True  # False: all tokens are computed in one step, as bidirectional attention needs
     second_segment: int = (

@@ -10,8 +10,8 @@ from inflight.engine.core import EngineStats
 from inflight.engine.sleep import Command
 from inflight.engine.step_records import StepObserver
 from inflight.events import CacheUpdate, Delta, RequestRecord
-from inflight.pooling import PoolingFacts
 from inflight.request import Request
+from inflight.scoring import PoolingFacts
 
 
 @dataclass(frozen=True, slots=True)

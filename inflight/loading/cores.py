@@ -12,9 +12,9 @@ from inflight.config import EngineConfig, SchedulerConfig
 from inflight.constraints import Grammar, GrammarCompiler
 from inflight.engine import EngineCore
 from inflight.errors import ConfigError
-from inflight.execution.dormancy import ModelDormancy
 from inflight.execution.parallel.starting import parallel_core, stage_links
 from inflight.execution.platforms import Platform
+from inflight.execution.sleep import ModelSleepSupport
 from inflight.kv import BlockManager, ChainHashCache, NoPrefixCache
 from inflight.models.decoder import Decoder
 from inflight.models.encoder import PoolingEncoder
@@ -50,9 +50,9 @@ def decoder_core(
     make_runner = partial(place.runner, config, decoder, num_blocks, max_model_len, grammars, links)
     if ranks is None:
         prepare = partial(_compiled_grammar, grammars)
-        dormancy = ModelDormancy(decoder, place.device, make_runner)
+        sleep_support = ModelSleepSupport(decoder, place.device, make_runner)
         return EngineCore(
-            scheduler, make_runner(), depth, options.max_queue, prepare=prepare, dormancy=dormancy
+            scheduler, make_runner(), depth, options.max_queue, prepare=prepare, sleep_support=sleep_support
         )
     sizes = num_blocks, max_model_len
     return parallel_core(ranks, scheduler, decoder, make_runner, *sizes, depth, options.max_queue)
@@ -84,8 +84,8 @@ def encoder_core(
     scheduler = Scheduler(limits, policy, blocks)
     make_runner = partial(place.encoder_runner, config, encoder, limits)
     depth = options.pipeline_depth or place.pipeline_depth
-    dormancy = ModelDormancy(encoder, place.device, make_runner)
-    return EngineCore(scheduler, make_runner(), depth, options.max_queue, dormancy=dormancy)
+    sleep_support = ModelSleepSupport(encoder, place.device, make_runner)
+    return EngineCore(scheduler, make_runner(), depth, options.max_queue, sleep_support=sleep_support)
 
 
 def _limits(options: SchedulerConfig, place: Platform, max_num_batched_tokens: int) -> Limits:

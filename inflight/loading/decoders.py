@@ -15,7 +15,7 @@ from inflight.engine.runner import Runner
 from inflight.execution.parallel.starting import rank_shard, stage_links, start_ranks
 from inflight.execution.platforms import Platform, platform
 from inflight.frontend import InputProcessor
-from inflight.frontend.vocabulary import vocabulary_of
+from inflight.frontend.input_processor import vocabulary_of
 from inflight.kv.budget import fit_context
 from inflight.loading.cores import decoder_core
 from inflight.loading.loaded_engine import LoadedEngine, LoadProgress

@@ -5,7 +5,7 @@ from __future__ import annotations
 from inflight.config import EngineConfig
 from inflight.engine import EngineCore, ModelFacts
 from inflight.execution.platforms import platform
-from inflight.frontend.chat_formats import check_parsers
+from inflight.frontend.chat import check_parsers
 from inflight.loading.cores import policy_of
 from inflight.loading.decoders import load_decoder_engine
 from inflight.loading.encoders import load_encoder_engine

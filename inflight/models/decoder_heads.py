@@ -25,7 +25,7 @@ from inflight.models.heads import Head, LayeredHead, head_size
 from inflight.models.pooling_facts import classifier_facts, embedding_facts
 from inflight.models.sentence_files import SentenceFiles, read_sentence_files
 from inflight.models.spec import DecoderSpec
-from inflight.pooling import PairTemplate, PoolingFacts
+from inflight.scoring import PairTemplate, PoolingFacts
 
 # The answer's two tokens, as vLLM's field in config.json names them too.
 ANSWERS = ("no", "yes")

@@ -17,7 +17,7 @@ from inflight.models.heads import DenseLayer, HeadLayer, NormLayer, head_size
 from inflight.models.pooling_facts import classifier_facts, embedding_facts, read_labels
 from inflight.models.rope_config import read_rope
 from inflight.models.sentence_files import SentenceFiles
-from inflight.pooling import PoolingFacts
+from inflight.scoring import PoolingFacts
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 CLASSIFIER = "ForSequenceClassification"

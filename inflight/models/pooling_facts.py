@@ -8,7 +8,7 @@ from typing import Any, Literal
 from inflight.errors import ModelError, shown
 from inflight.models.fields import Fields
 from inflight.models.sentence_files import PROMPTS, SentenceFiles, torch_class
-from inflight.pooling import PoolingFacts, Scale
+from inflight.scoring import PoolingFacts, Scale
 
 MAX_LABELS = 1 << 16
 

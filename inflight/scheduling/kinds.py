@@ -46,8 +46,8 @@ def _stops(request: Request, token_id: int, num_tokens: int) -> bool:
     return token_id in request.stop_ids and num_tokens > request.num_prompt_tokens + request.params.min_tokens
 
 
-class Scoring:
-    """The logprobs of the prompt's own tokens. Nothing is sampled: it ends when they are computed."""
+class PromptLogprobs:
+    """Return the logprobs of the prompt's own tokens. Nothing is sampled; the request ends when they are computed."""
 
     def ends(self, request: Request, delta: Delta, sampled: Sampled, entry: int) -> bool:  # noqa: ARG002
         if request.params.prompt_logprobs is not None:
@@ -68,4 +68,8 @@ class Pooling:
         return True
 
 
-KINDS: dict[str, RequestKind] = {"generate": Generating(), "score": Scoring(), "pool": Pooling()}
+KINDS: dict[str, RequestKind] = {
+    "generate": Generating(),
+    "prompt_logprobs": PromptLogprobs(),
+    "pool": Pooling(),
+}

@@ -59,7 +59,7 @@ class GenerationResponse(EngineResponse):
         self._formatter = self._logged.formatter = spec.formatter(self._logged.created)
         if spec.before_prepare is not None:
             await spec.before_prepare()
-        prompts = await state.in_thread_if(spec.is_long, spec.prepare)
+        prompts = await state.in_thread_if(spec.is_long, self._caller, spec.prepare)
         with spec.blamed():
             for prompt in prompts:
                 await state.frontend.validate_async(prompt)
@@ -105,7 +105,7 @@ class GenerationResponse(EngineResponse):
     async def _event(self, choice: Choice, is_last: bool) -> bytes:
         write = self._formatter.end if is_last else self._formatter.more
         is_long = choice.echoes and self._spec.has_long_answer  # the logprobs of a whole prompt
-        return await self._state.in_thread_if(is_long, lambda: write(choice))
+        return await self._state.in_thread_if(is_long, self._caller, lambda: write(choice))
 
     async def _collect(self, generation: Generation) -> None:
         async with contextlib.aclosing(generation.deltas()) as deltas:
@@ -117,7 +117,7 @@ class GenerationResponse(EngineResponse):
         num_tokens = sum(choice.num_tokens for choice in choices)
         is_long = self._spec.has_long_answer or num_tokens > LONG_ANSWER
         pieces = self._formatter.whole(choices)
-        part = await self._state.in_thread_if(is_long, lambda: _next_part(pieces))
+        part = await self._state.in_thread_if(is_long, self._caller, lambda: _next_part(pieces))
         if len(part) < PART_SIZE:
             await self._before_end()
             await self._respond(Response(part, media_type="application/json"))
@@ -128,7 +128,7 @@ class GenerationResponse(EngineResponse):
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         while len(part) >= PART_SIZE:  # the client's pace: no more is made before it has read most of this
             await self._send({"type": "http.response.body", "body": part, "more_body": True})
-            part = await self._state.in_thread_if(is_long, lambda: _next_part(pieces))
+            part = await self._state.in_thread_if(is_long, self._caller, lambda: _next_part(pieces))
         await self._before_end()
         await self._send({"type": "http.response.body", "body": part, "more_body": False})
 

@@ -12,6 +12,7 @@ from inflight.frontend import (
     context_length_error,
     tool_choice_of,
 )
+from inflight.frontend.chat import num_characters
 from inflight.server.access.keys import Caller
 from inflight.server.errors import ApiError
 from inflight.server.openai.params import GenerationParams
@@ -70,7 +71,7 @@ def prepare_completion(
     for prompt in prompts:
         text = prompt if isinstance(prompt, str) else None
         if text is not None and tokenizer is not None:
-            _check_characters(state, len(text))
+            state.frontend.input_processor.check_characters(len(text))
             prompt = tokenizer.encode(text, body.add_special_tokens is not False)
         elif bool in set(map(type, prompt)):  # Python takes them for 0 and 1
             raise _bad_prompt("prompt has true or false among its token ids")
@@ -90,18 +91,6 @@ def _check_logprobs(
 def _check_listed(state: ServerState, params: GenerationParams, num_prompts: int) -> None:
     num_answers = num_prompts * params.sampling.n
     state.frontend.input_processor.check_listed(params.sampling, num_answers, state.options.max_listed_tokens)
-
-
-def _check_characters(state: ServerState, num_characters: int) -> None:
-    """Megabytes that cannot fit into the context are not worth tokenizing."""
-    front = state.frontend
-    assert front.tokenizer is not None
-    longest = front.tokenizer.max_characters_per_token
-    if longest is not None and num_characters > longest * front.max_model_len:
-        raise context_length_error(
-            f"it has {num_characters} characters: no more than {longest * front.max_model_len} can fit "
-            f"(max_model_len is {front.max_model_len})"
-        )
 
 
 def chat_request(body: ChatBody) -> ChatRequest:
@@ -147,7 +136,9 @@ def prepare_chat(
     """For every API that has conversations. Renders the template: no work for the loop."""
     check_tokenizer(state)
     contents = (message.get("content") or "" for message in chat.messages)
-    _check_characters(state, sum(len(c) if isinstance(c, str) else _num_characters(c) for c in contents))
+    # Before the template is rendered, which takes its time too.
+    least = sum(map(_num_content_characters, contents)) + num_characters([*chat.offered_tools])
+    state.frontend.input_processor.check_characters(least)
     _check_listed(state, params, 1)
     with params.blamed():
         found = state.frontend.prepare_chat(
@@ -164,8 +155,8 @@ def prepare_chat(
     return [found]
 
 
-def _num_characters(parts: Any) -> int:
-    return sum(len(part.get("text") or "") for part in parts)
+def _num_content_characters(content: Any) -> int:
+    return len(content) if isinstance(content, str) else sum(len(part.get("text") or "") for part in content)
 
 
 def check_tokenizer(state: ServerState) -> None:

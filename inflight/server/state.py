@@ -15,12 +15,13 @@ from typing import TypeVar
 from starlette.requests import Request
 
 from inflight import __version__
+from inflight.constraints.fair_threads import FairThreads
 from inflight.engine import EngineClient, ModelFacts
 from inflight.entrypoints.async_engine import AsyncEngine
 from inflight.frontend import Frontend
-from inflight.frontend.pooling import cannot
-from inflight.pooling import Task, tasks_of
+from inflight.frontend.scoring import unsupported_task
 from inflight.router import Replicas, Router
+from inflight.scoring import Task, tasks_of
 from inflight.server.access.admission import AdmissionControl, LocalAdmission
 from inflight.server.access.keys import AdminKey, Caller, Keys
 from inflight.server.access.middleware import Hosts
@@ -72,7 +73,9 @@ class ServerState:
         self.request_log = RequestLog(self.options.request_history)
         limits = self.options.max_stored_responses, self.options.max_stored_bytes
         self.responses: Responses = self.stored or LocalResponses(ResponseStore(*limits))
-        self.threads = ThreadPoolExecutor(TEXT_THREADS, "inflight-text")
+        # Where there are several keys, none of them takes the last thread from the others.
+        max_per_key = TEXT_THREADS - (len(self.keys.callers) > 1)
+        self.threads = FairThreads("inflight-text", TEXT_THREADS, max_per_key)
         self.service_threads = ThreadPoolExecutor(SERVICE_THREADS, "inflight-service")
 
     @property
@@ -100,21 +103,22 @@ class ServerState:
     def check_task(self, task: Task) -> None:
         """Raises RequestError for what the model cannot do."""
         if task not in self.tasks:
-            raise cannot(task, self.frontend.pooling, self.frontend.generates)
+            raise unsupported_task(task, self.frontend.pooling, self.frontend.generates)
 
-    async def in_thread_if(self, is_long: bool, work: Callable[[], T]) -> T:
-        """What the work gives. What is long is done in a thread, so that other requests go on meanwhile."""
+    async def in_thread_if(self, is_long: bool, caller: Caller, work: Callable[[], T]) -> T:
+        """What the work gives. What is long is done in a thread, so that other requests go on meanwhile. Keys take
+        turns."""
         if not is_long:
             return work()
-        return await asyncio.get_running_loop().run_in_executor(self.threads, work)
+        return await asyncio.wrap_future(self.threads.submit(caller.name, work))
 
     async def in_service_thread(self, work: Callable[[], T]) -> T:
         """What the work gives; of what asks only about texts, and so never takes a thread from answers."""
         return await asyncio.get_running_loop().run_in_executor(self.service_threads, work)
 
     def close(self) -> None:
-        for threads in (self.threads, self.service_threads):
-            threads.shutdown(wait=False, cancel_futures=True)
+        self.threads.close()
+        self.service_threads.shutdown(wait=False, cancel_futures=True)
         self.tracer.close()
 
 

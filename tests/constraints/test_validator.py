@@ -14,7 +14,7 @@ from inflight import StructuredOutputs
 from inflight.constraints import GrammarCompiler, GrammarValidator, Vocabulary, trial_worker
 from inflight.constraints.trial import NUM_WORKERS
 from inflight.errors import GrammarWorkerError, ParameterError
-from inflight.frontend.vocabulary import vocabulary_of
+from inflight.frontend.input_processor import vocabulary_of
 from tests.constraints.schemas import schema
 from tests.constraints.walking import compiler, validator, vocabulary
 from tests.support.processes import children

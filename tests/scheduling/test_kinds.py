@@ -24,7 +24,9 @@ GREEDY = SamplingParams(temperature=0)
 def test_a_scored_prompt_ends_when_it_is_computed(depth: int, policy: str, chunk: int) -> None:
     engine = FakeEngine(policy, pipeline_depth=depth, max_num_batched_tokens=chunk)
     prompts = [[1, 2, 3, 4, 5], [7], [1, 2, 3, 4, 9, 9]]
-    scored = [engine.add(make_request(prompt, 0, params=SCORES, kind="score")) for prompt in prompts]
+    scored = [
+        engine.add(make_request(prompt, 0, params=SCORES, kind="prompt_logprobs")) for prompt in prompts
+    ]
     other = engine.add(make_request([8, 8], 6))
     engine.run()
     for request, prompt in zip(scored, prompts, strict=True):
@@ -59,7 +61,7 @@ def test_pooled_texts_end_with_their_vector_beside_one_that_generates(depth: int
 
 def test_a_scored_prompt_without_scores_is_only_computed() -> None:
     engine = FakeEngine()
-    request = engine.add(make_request([1, 2, 3], 0, params=SamplingParams(), kind="score"))
+    request = engine.add(make_request([1, 2, 3], 0, params=SamplingParams(), kind="prompt_logprobs"))
     engine.run()
     assert engine.finished[request.request_id].prompt_logprobs is None
 
@@ -153,7 +155,7 @@ def test_what_can_never_be_computed_is_refused() -> None:
     with pytest.raises(RequestError, match="comes to 17 tokens: a step has at most 16"):
         engine.core.add(make_request([1] * 10, 8, splittable=False))
     engine.add(make_request([1] * 10, 7, splittable=False))
-    engine.add(make_request([1] * 16, 0, splittable=False, kind="score", params=SCORES))
+    engine.add(make_request([1] * 16, 0, splittable=False, kind="prompt_logprobs", params=SCORES))
     with pytest.raises(RequestError, match="has all of its 2 outputs already"):
         engine.core.add(make_request([1, 2, 3], 2, num_prompt_tokens=1))
     engine.run()

@@ -144,7 +144,7 @@ class EngineMachine(RuleBasedStateMachine):
             temperature=0,
             prompt_logprobs=0 if scored or not max_tokens else None,
         )
-        kind = "generate" if max_tokens else "score"
+        kind = "generate" if max_tokens else "prompt_logprobs"
         answer = expected_tokens(prompt, max_tokens, stop_ids=more["stop_ids"])
         given = answer[: min(num_given, len(answer) - 1)] if answer else []
         return make_request(

@@ -177,7 +177,7 @@ def test_scored_prompt_is_long_though_its_chunks_are_short() -> None:
     engine = make_engine()
     scores = SamplingParams(prompt_logprobs=0, temperature=0)
     add_long(engine, 3)
-    scored = engine.add(make_request([3] * 2000, 0, params=scores, kind="score"))
+    scored = engine.add(make_request([3] * 2000, 0, params=scores, kind="prompt_logprobs"))
     engine.step()
     short = engine.add(make_request([4] * 3, 1))
     assert steps_to_first_token(engine, short) == 1

@@ -100,6 +100,55 @@ ROWS: list[tuple[str, dict[str, Any], str | None, str]] = [
     (CHAT, {"messages": [{"role": "user", "content": "word " * 9000}]}, "prompt", "context_length_exceeded"),
     (COMPLETIONS, {"prompt": "a" * 1_000_000}, "prompt", "1000000 characters"),
     (CHAT, {"messages": [{"role": "user", "content": "a" * 1_000_000}]}, "prompt", "1000000 characters"),
+    # None of these is tokenized: refusals that count tokens come after that.
+    (
+        CHAT,
+        {
+            "messages": [
+                USER,
+                {
+                    "role": "assistant",
+                    "tool_calls": [
+                        {
+                            "id": "1",
+                            "type": "function",
+                            "function": {"name": "f", "arguments": "[" * 1_000_000},
+                        }
+                    ],
+                },
+            ]
+        },
+        "prompt",
+        "characters",
+    ),
+    (
+        CHAT,
+        {
+            "messages": [USER],
+            "tools": [
+                {"type": "function", "function": {"name": "f", "parameters": {"enum": [123_456] * 100_000}}}
+            ],
+        },
+        "prompt",
+        "characters",
+    ),
+    (
+        RESPONSES,
+        {
+            "tools": [
+                {"type": "function", "name": "f", "parameters": {}},
+                {"type": "function", "name": "hidden", "parameters": {}, "description": "a" * (1 << 20)},
+            ],
+            "tool_choice": {
+                "type": "allowed_tools",
+                "mode": "auto",
+                "tools": [{"type": "function", "name": "f"}],
+            },
+        },
+        "tools",
+        "at most 1048576",
+    ),
+    (RESPONSES, {"prompt_cache_key": "a" * (1 << 20)}, "tools", "at most 1048576"),
     (CHAT, {"messages": []}, "messages", "at least 1"),
     (CHAT, {"messages": [USER] * 9000}, "messages", "at most 8192"),
     (CHAT, {"messages": [{"role": "king", "content": "x"}]}, "messages[0].role", "king"),

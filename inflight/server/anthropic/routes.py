@@ -8,6 +8,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from inflight.frontend.chat import num_characters
 from inflight.server.access.admission import counted
 from inflight.server.anthropic.conversation import chat_of, check, text_constraint, user_of
 from inflight.server.anthropic.formatter import MessagesFormatter
@@ -25,7 +26,7 @@ from inflight.server.http.body import read_json
 from inflight.server.openai.params import conversation_params
 from inflight.server.openapi import documented, respond
 from inflight.server.prepare import check_tokenizer, prepare_chat
-from inflight.server.routes.service import check_size, num_characters
+from inflight.server.routes.service import check_size, text_limit
 from inflight.server.state import caller_of, state_of
 
 router = APIRouter()
@@ -46,6 +47,7 @@ async def create_message(request: Request) -> Response:
     caller, user = caller_of(request), user_of(body)
     params = await state.in_thread_if(
         body.is_large,
+        caller,
         lambda: conversation_params(
             state,
             body,
@@ -88,7 +90,7 @@ async def count_tokens(request: Request) -> Response:
     def answer() -> Response:
         chat = chat_of(body)
         check_size(state, "messages", num_characters([chat.messages, chat.tools]), "characters")
-        _, token_ids = state.frontend.encode_chat(chat)
+        _, token_ids = state.frontend.encode_chat(chat, text_limit(state))
         return respond(TokenCount(input_tokens=len(token_ids)))
 
     async with counted(state.admission, caller_of(request)):

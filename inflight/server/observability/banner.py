@@ -6,7 +6,7 @@ from typing import Any
 
 from inflight import __version__
 from inflight.engine import ModelFacts
-from inflight.pooling import Task
+from inflight.scoring import Task
 from inflight.server.state import ServerState
 
 

@@ -47,7 +47,7 @@ def completion_params(state: ServerState, body: CompletionBody) -> GenerationPar
             asked["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
     constraint = _read_constraint(body, asked)
     params = _params(state, body, asked)
-    kind = "score" if scores_only else "generate"
+    kind = "prompt_logprobs" if scores_only else "generate"
     return GenerationParams(params, body.logprobs, bool(body.echo), kind, constraint, body.max_tokens)
 
 

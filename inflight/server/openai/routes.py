@@ -38,9 +38,9 @@ async def completions(request: Request) -> Response:
     body = await read_json(request, CompletionBody, options)
     model = state.check_model(body.model)
     state.check_task("generate")
-    params = await state.in_thread_if(body.is_large, lambda: completion_params(state, body))
-    prompts = split_prompts(state, body, params.sampling.n)
     caller = caller_of(request)
+    params = await state.in_thread_if(body.is_large, caller, lambda: completion_params(state, body))
+    prompts = split_prompts(state, body, params.sampling.n)
     request_id = body.request_id or f"cmpl-{secrets.token_hex(16)}"
 
     def formatter(created: int) -> CompletionFormatter:
@@ -70,9 +70,9 @@ async def chat_completions(request: Request) -> Response:
     body = await read_json(request, ChatBody, options)
     model = state.check_model(body.model)
     state.check_task("generate")
-    params = await state.in_thread_if(body.is_large, lambda: chat_params(state, body))
-    check_answers(state, 1, params.sampling.n)
     caller = caller_of(request)
+    params = await state.in_thread_if(body.is_large, caller, lambda: chat_params(state, body))
+    check_answers(state, 1, params.sampling.n)
     request_id = body.request_id or f"chatcmpl-{secrets.token_hex(16)}"
 
     def formatter(created: int) -> ChatFormatter:

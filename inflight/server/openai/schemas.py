@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, WithJsonSchema
 
-from inflight.frontend.chat import CLIENT_NOTES, MAX_TOOLS
+from inflight.frontend.chat import CLIENT_FIELDS, MAX_TOOLS
 from inflight.sampling_params import MAX_LOGPROBS
 from inflight.server.schemas.common import Body, FinishReason, Items, Unset, Usage, missing, ranged
 from inflight.server.schemas.constraints import ConstrainedBody
@@ -103,7 +103,7 @@ class ChatMessage(Body):
 
     def given(self) -> dict[str, Any]:
         """What of it was given and is for the model."""
-        return self.model_dump(exclude_none=True, exclude=set(CLIENT_NOTES))
+        return self.model_dump(exclude_none=True, exclude=set(CLIENT_FIELDS))
 
 
 Messages = Annotated[Items[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]

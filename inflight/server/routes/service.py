@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from inflight import __version__
 from inflight.errors import PromptError
+from inflight.frontend.chat import num_characters
 from inflight.server.access.admission import counted
 from inflight.server.errors import ApiError
 from inflight.server.http.body import read_json
@@ -78,7 +79,7 @@ async def tokenize(request: Request) -> Response:
             token_ids = tokenizer.encode(body.prompt, body.add_special_tokens is not False)
         else:
             check_tokenizer(state)
-            _, token_ids = state.frontend.encode_chat(tokenized_chat(body))
+            _, token_ids = state.frontend.encode_chat(tokenized_chat(body), text_limit(state))
         token_strs = [tokenizer.token(token_id) for token_id in token_ids] if body.return_token_strs else None
         length = state.frontend.max_model_len
         return respond(
@@ -117,13 +118,9 @@ def _characters(body: TokenizeBody) -> tuple[str, int, str]:
     return "messages", num_characters([messages, body.tools, body.chat_template_kwargs]), "characters"
 
 
-def num_characters(value: Any) -> int:
-    """Count the characters of everything that a template may put into the prompt, not only message contents."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, dict):
-        return sum(map(num_characters, (*value, *value.values())))
-    return sum(map(num_characters, value)) if isinstance(value, list) else 0
+def text_limit(state: ServerState) -> Callable[[int], None]:
+    """Return a check of the characters of a rendered conversation, where numbers may have many digits."""
+    return lambda num_characters: check_size(state, "messages", num_characters, "characters")
 
 
 def check_size(state: ServerState, name: str, size: int, unit: str) -> None:

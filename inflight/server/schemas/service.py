@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-from inflight.pooling import Scale, Task
+from inflight.scoring import Scale, Task
 
 
 class PoolingHead(BaseModel):

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from inflight.errors import EngineError, RequestError
 from inflight.events import RequestRecord
-from inflight.pooling import Task
+from inflight.scoring import Task
 from inflight.server.access.keys import Caller
 from inflight.server.engine_response import EngineResponse, RequestHead
 from inflight.server.errors import ApiError
@@ -55,7 +55,7 @@ class PoolingResponse(EngineResponse):
         found = await self._call(name)
         head = AnswerHead(spec.head.request_id, logged.created, spec.head.model)
         is_long = spec.num_texts * state.num_results > LONG_ANSWER
-        content = await state.in_thread_if(is_long, lambda: spec.write(head, found))
+        content = await state.in_thread_if(is_long, self._caller, lambda: spec.write(head, found))
         await self._respond(Response(content, media_type="application/json"))
 
     async def _call(self, name: str) -> Pooled:

@@ -10,7 +10,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from inflight.pooling import Task
+from inflight.scoring import Task
 from inflight.server.engine_response import RequestHead
 from inflight.server.http.body import read_json
 from inflight.server.openapi import documented

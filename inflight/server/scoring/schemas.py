@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
 
-from inflight.pooling import Scale
 from inflight.request import MAX_SALT_LENGTH
+from inflight.scoring import Scale
 from inflight.server.schemas.common import REQUEST_ID, Body, Ignored, Unset, Usage, missing, ranged
 
 _TEXT = {"type": "string"}

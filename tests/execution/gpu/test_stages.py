@@ -15,10 +15,9 @@ from inflight.attention.triton import rope_write
 from inflight.config import EngineConfig
 from inflight.constraints import GrammarCompiler
 from inflight.execution.forward import StageLinks
-from inflight.execution.gpu.runner import GpuRunner
-from inflight.execution.gpu.ticket import GpuTicket
+from inflight.execution.gpu.runner import GpuRunner, GpuStepHandle
 from inflight.execution.parallel.follower import StageRank
-from inflight.execution.parallel.messages import DrawnIds
+from inflight.execution.parallel.messages import SampledIds
 from inflight.execution.platforms.cpu import CpuPlatform
 from inflight.loading import load
 from inflight.models.checkpoint import open_checkpoint
@@ -56,19 +55,19 @@ class TwoStages:
         assert not first.samples
         self._first = StageRank(first)
         self._last = last
-        self._drawn: list[DrawnIds] = []
+        self._sampled: list[SampledIds] = []
 
-    def launch(self, batch: Batch) -> tuple[int, GpuTicket]:
-        self._first.run(batch, self._drawn)
-        self._drawn = []
+    def launch(self, batch: Batch) -> tuple[int, GpuStepHandle]:
+        self._first.run(batch, self._sampled)
+        self._sampled = []
         return batch.step, self._last.launch(batch)
 
-    def collect(self, ticket: tuple[int, GpuTicket]) -> Sampled:
-        step, of_last = ticket
+    def collect(self, handle: tuple[int, GpuStepHandle]) -> Sampled:
+        step, of_last = handle
         sampled = self._last.collect(of_last)
         token_ids = [ids[0] for ids in sampled.token_ids if ids]
         if token_ids:
-            self._drawn.append(DrawnIds(step, token_ids))
+            self._sampled.append(SampledIds(step, token_ids))
         return sampled
 
     def close(self) -> None:
@@ -77,7 +76,7 @@ class TwoStages:
 
 
 class StagedPlatform(InterpretedPlatform):
-    """Whose runner has the layers of the decoder that it is given in two stages."""
+    """A platform whose runner splits the decoder's layers into two stages."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -108,7 +107,7 @@ class StagedPlatform(InterpretedPlatform):
 
 
 def test_two_stages_give_the_tokens_of_one(deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt in chunks, and a row that is given to another request."""
+    """A prompt is chunked, and a row is reused by another request."""
     monkeypatch.setattr(rope_write, "FEW_TOKENS", rope_write.HeadTile(tokens=32, heads=8, num_warps=4))
     prompts = [[12] * 10, [5, 6]]
     asked = [replace(greedy(), max_tokens=2), replace(greedy(), max_tokens=2, temperature=0.9, seed=3)]

@@ -101,7 +101,7 @@ def test_a_stage_that_hangs_ends_the_engine_by_name(folder: Folder, expected: li
     assert found == expected
     (rank,) = ranks()
     os.kill(rank, signal.SIGSTOP)
-    with pytest.raises(DeviceLostError, match=rf"rank 1 of 2 \(process {rank}\) gave no sign of life"):
+    with pytest.raises(DeviceLostError, match=rf"rank 1 of 2 \(process {rank}\) sent no heartbeat"):
         llm.generate(PROMPTS, LONG, use_tqdm=False)
     llm.close()
     assert not ranks()
@@ -171,7 +171,7 @@ def test_progress_of_any_rank_counts_and_the_slowest_is_given_up(monkeypatch: py
         found.close()
 
 
-def test_ranks_that_are_ready_are_not_asked_for_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ready_ranks_need_not_make_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(rank_processes, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(rank_processes, "RankProcess", SilentRank)
@@ -233,7 +233,7 @@ async def test_the_supervisor_brings_all_ranks_back(folder: Folder, expected: li
     await engine.close()
 
 
-def test_sizes_that_do_not_divide(folder: Folder) -> None:
+def test_sizes_that_do_not_divide_are_rejected(folder: Folder) -> None:
     with pytest.raises(
         ConfigError,
         match="tensor_parallel_size is 3: the model has 4 attention heads and 2 key/value heads, "
@@ -251,7 +251,7 @@ def test_sizes_that_do_not_divide(folder: Folder) -> None:
         LLM(folder("qwen3"), tensor_parallel_size=16, pipeline_parallel_size=8)
 
 
-def test_what_a_rank_cannot_do_at_start_is_one_line(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_a_starting_rank_is_one_line(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 reads good weights, its neighbour a file that is cut off."""
     from inflight.execution.parallel import starting
 

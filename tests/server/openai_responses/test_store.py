@@ -121,6 +121,19 @@ def test_pages_end_by_bytes_as_well_as_by_number() -> None:
     assert len(InputPage.of(items, PageQuery(1, "desc", None)).items) == 1
 
 
+@pytest.mark.parametrize("order", ["asc", "desc"])
+def test_pages_of_items_with_the_same_id_end(order: str) -> None:
+    items = [item(name) for name in "abcbbcbd"]
+    listed: list[str] = []
+    after, has_more = None, True
+    while has_more:
+        assert len(listed) < len(items)
+        page = InputPage.of(items, PageQuery(1, order, after))
+        listed += [item.item_id for item in page.items]
+        after, has_more = listed[-1], page.has_more
+    assert listed == sorted("abcd", reverse=order == "desc")
+
+
 def test_a_page_is_json() -> None:
     page = json.loads(InputPage([item("a"), item('"b')], True).encode())
     assert page == {"object": "list", "data": ["", ""], "first_id": "a", "last_id": '"b', "has_more": True}

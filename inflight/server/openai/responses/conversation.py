@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from inflight.frontend.chat import ChatRequest, NamedTool, ToolChoice, checked_tools
+from inflight.frontend.chat import ChatRequest, NamedTool, ToolChoice, checked_tools, num_characters
 from inflight.server.constraints import ContentConstraint
 from inflight.server.conversation import Conversation
 from inflight.server.errors import ApiError
@@ -20,6 +20,8 @@ from inflight.server.openai.responses.schemas import (
 )
 from inflight.server.openai.responses.stored_items import ConversationItem, StoredText
 
+MAX_REPEATED_CHARACTERS = 1 << 20
+
 
 def chat_of(body: ResponsesBody, items: Iterable[ConversationItem]) -> ChatRequest:
     """The conversation of all items, those of earlier responses first. Raises ApiError where it makes no sense."""
@@ -32,6 +34,17 @@ def chat_of(body: ResponsesBody, items: Iterable[ConversationItem]) -> ChatReque
         reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
         max_reasoning_tokens=body.max_reasoning_tokens,
     )
+
+
+def check_repeated(body: ResponsesBody) -> None:
+    """Bound what every event with the whole response repeats, though the model may never see it."""
+    size = num_characters(body.model_dump(include={"tools", "tool_choice", "text", "prompt_cache_key"}))
+    if size > MAX_REPEATED_CHARACTERS:
+        message = (
+            f"tools, tool_choice, text and prompt_cache_key have {size} characters: together they may have at most "
+            f"{MAX_REPEATED_CHARACTERS}"
+        )
+        raise ApiError(400, message, code="invalid_value", param="tools")
 
 
 def input_items(body: ResponsesBody) -> list[InputItem]:

@@ -36,8 +36,10 @@ class InputPage(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, items: Sequence[StoredItem], query: PageQuery) -> InputPage:
-        """Raise ApiError where no item has the id after which the page begins."""
-        ordered = items if query.order == "asc" else items[::-1]
+        """Raise ApiError where no item has the id after which the page begins. Items with the same id are listed once:
+        `after` could not tell them apart, and pages would repeat without end."""
+        unique = list({item.item_id: item for item in items}.values())
+        ordered = unique if query.order == "asc" else unique[::-1]
         start = 0 if query.after is None else _place(ordered, query.after) + 1
         page: list[StoredItem] = []
         num_bytes = 0

@@ -48,6 +48,7 @@ async def create_response(request: Request) -> Response:
     caller = caller_of(request)
     params = await state.in_thread_if(
         body.is_large,
+        caller,
         lambda: conversation_params(
             state,
             body,

@@ -11,7 +11,7 @@ from inflight.server.access.keys import Caller
 from inflight.server.errors import ApiError
 from inflight.server.formatters import encode
 from inflight.server.openai.params import GenerationParams
-from inflight.server.openai.responses.conversation import chat_of, input_items, user_of
+from inflight.server.openai.responses.conversation import chat_of, check_repeated, input_items, user_of
 from inflight.server.openai.responses.schemas import ItemReference, ResponsesBody
 from inflight.server.openai.responses.store import ResponseContent, StoredResponse
 from inflight.server.openai.responses.stored_items import StoredItem, check_conversation
@@ -52,6 +52,7 @@ class ResponseTurn:
     def prepare(self, params: GenerationParams) -> list[OutputProcessor]:
         """Render the conversation. Takes long."""
         body = self._body
+        check_repeated(body)
         items = [*self._earlier, *self._own_items()]
         if self._earlier or self._referenced:  # else all of it was in the body, whose limits are checked
             param = "previous_response_id" if self._earlier else "input"

@@ -1,0 +1,20 @@
+"""All samplers of a CPU: in torch, compiled, and compiled with several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from inflight.native.library import native_library
+from tests.execution.sampling.sampler_oracle import Bench
+
+
+@pytest.fixture(scope="module", params=["torch", "native", "ranks"])
+def each_sampler(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The kind of sampler that `Bench` has: every test of a module that uses this runs with each of them."""
+    if request.param != "torch" and native_library() is None:
+        pytest.skip("nothing can be compiled here")
+    before, Bench.default_kind = Bench.default_kind, request.param
+    yield request.param
+    Bench.default_kind = before
