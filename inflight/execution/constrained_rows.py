@@ -47,7 +47,7 @@ class _PendingToken(NamedTuple):
     """A token that a launched step samples."""
 
     tokens: SampledTokens
-    index: int
+    sample: int  # its index among them
 
 
 @dataclass(slots=True)
