@@ -149,15 +149,15 @@ def test_users_with_long_names() -> None:
         ({"messages": [{"role": "user"}]}, "messages[0].content", "missing parameter"),
         ({"max_tokens": None}, "max_tokens", "valid integer"),
         ({"mcp_servers": [{}]}, "mcp_servers", "call them yourself"),
-        ({"thread": {"type": "create"}}, "thread", "send all of its messages"),
+        ({"thread": {"type": "create"}}, "thread", "send all messages"),
         ({"nonsense": 1}, "nonsense", "unknown parameter"),
-        ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens", "it is needed"),
+        ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens", "it is required"),
         (
             {"thinking": {"type": "enabled", "budget_tokens": 16}},
             "thinking.budget_tokens",
             "less than max_tokens",
         ),
-        ({"tool_choice": {"type": "tool"}}, "tool_choice.name", "it is needed"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice.name", "it is required"),
         (
             {"messages": [{"role": "user", "content": [CALL]}]},
             "messages[0].content[0]",
@@ -166,7 +166,7 @@ def test_users_with_long_names() -> None:
         (
             {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t"}]}]},
             "messages[0].content[0].tool_use_id",
-            "no such call",
+            "no earlier call",
         ),
     ],
 )
