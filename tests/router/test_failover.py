@@ -102,7 +102,7 @@ async def test_a_request_that_kills_engines_ends_after_the_second_and_alone() ->
             told, code = last.error, last.error_code
         except EngineError as error:
             told, code = str(error), error.code
-        assert told == "2 engines died while they computed this request: it is not tried again"
+        assert told == "2 engines died while computing this request: it is not retried"
         assert code == "poison_request"
         assert await asyncio.gather(*newcomers) == [expected_tokens([index], 5) for index in range(3)]
         assert await asyncio.gather(*tasks) == [expected_tokens([SLOW, index], 200) for index in range(6)]

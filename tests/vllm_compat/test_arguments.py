@@ -202,7 +202,7 @@ def test_variables_without_effect_are_reported() -> None:
     assert unread(SERVE_OPTIONS, environment) == [
         "VLLM_QWERTY is set, but has no effect",
         "INFLIGHT_APIKEY is set, but has no effect: did you mean INFLIGHT_API_KEY?",
-        "INFLIGHT_API_KEY is empty: that is as if it were not set",
+        "INFLIGHT_API_KEY is empty and has no effect",
         "INFLIGHT_QWERTY is set, but has no effect",
     ]
 

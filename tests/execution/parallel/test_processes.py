@@ -247,7 +247,7 @@ def test_sizes_that_do_not_divide_are_rejected(folder: Folder) -> None:
         match="pipeline_parallel_size is 4: the model has 3 layers, and every stage needs one",
     ):
         LLM(folder("qwen3"), pipeline_parallel_size=4)
-    with pytest.raises(ConfigError, match="that makes 128 ranks, and 64 is the limit"):
+    with pytest.raises(ConfigError, match="that makes 128 ranks, and at most 64 are allowed"):
         LLM(folder("qwen3"), tensor_parallel_size=16, pipeline_parallel_size=8)
 
 

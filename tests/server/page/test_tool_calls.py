@@ -43,7 +43,7 @@ def model(served: tuple[Live, ScriptedClient]) -> ScriptedClient:
 
 
 def prompt(live: Live, model: ScriptedClient, number: int = -1) -> str:
-    tokenizer = live.state.frontend.tokenizer
+    tokenizer = live.state.model.frontend.tokenizer
     assert tokenizer is not None
     return tokenizer.decode(model.requests[number].token_ids, skip_special_tokens=False)
 
@@ -182,7 +182,7 @@ def test_refused_tools_disable_the_switches(page: Page, tmp_path: Path) -> None:
         open_chat(page, live)
         switch_on(page, "lookup")
         ask(page, QUESTION)
-        assert "does not tell how it writes calls" in wait_for_figures(page)
+        assert "the format of this model's tool calls is unknown" in wait_for_figures(page)
         assert "This model cannot call tools: " in page.text("#tools-note")
         assert is_seen(page, ".figures.error")
         look(page, "refused")

@@ -166,7 +166,7 @@ class PanickingBackend:
 def test_a_tokenizer_that_panics_is_one_requests_trouble(
     long: bool, live: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokenizer = live.state.frontend.tokenizer
+    tokenizer = live.state.model.frontend.tokenizer
     assert tokenizer is not None
     monkeypatch.setattr(tokenizer, "_backend", PanickingBackend(tokenizer._backend))
     padding = " x" * 2000 if long else ""  # long texts are tokenized in a thread
@@ -183,7 +183,7 @@ def test_a_tokenizer_that_panics_is_one_requests_trouble(
 def test_a_template_worker_that_died_is_not_the_clients_fault(live: Live) -> None:
     body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
     assert live.post("/v1/chat/completions", body).status_code == 200
-    for worker in live.state.frontend.chat_template._renderer._idle:
+    for worker in live.state.model.frontend.chat_template._renderer._pool.idle:
         worker._process.kill()
         worker._process.wait()
     died = live.post("/v1/chat/completions", body)

@@ -18,7 +18,7 @@ from inflight.server.errors import ApiError
 from inflight.server.http.body import parse_body
 from inflight.server.openai.responses.conversation import chat_of, input_items, text_constraint
 from inflight.server.openai.responses.schemas import ResponsesBody
-from inflight.server.openai.responses.stored_items import StoredItem
+from inflight.server.openai.responses.store import StoredItem
 
 TOOL = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": True}
 CALL = {"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a": 1}'}
@@ -88,7 +88,7 @@ def test_calls_in_a_row_are_of_one_message_and_what_comes_after_is_of_another() 
 
 
 def test_a_result_without_a_call_is_refused() -> None:
-    with pytest.raises(ApiError, match="'c1': there is no such call before it"):
+    with pytest.raises(ApiError, match="'c1': no earlier call has this id"):
         chat(input=[RESULT, CALL])
 
 
@@ -131,7 +131,7 @@ def test_the_form_of_the_text() -> None:
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
             "input[0].content[0]",
-            "input_image.*only text is read",
+            "input_image.*only text is supported",
         ),
         ({"input": [{**CALL, "arguments": 1}]}, "input[0].arguments", "should be a valid string"),
         ({"input": [{**CALL, "colour": 1}]}, "input[0].colour", "unknown parameter"),

@@ -11,7 +11,7 @@ from inflight.server.errors import ApiError
 from inflight.server.http.body import MAX_PARTS, parse_body
 from inflight.server.openai.responses.conversation import input_items
 from inflight.server.openai.responses.schemas import ResponsesBody
-from inflight.server.openai.responses.stored_items import StoredItem, check_conversation
+from inflight.server.openai.responses.store import StoredItem, check_conversation
 
 UNSEEN = "not rendered " * 1000
 

@@ -9,7 +9,7 @@ from openai.types.responses import ResponseOutputItem, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from inflight.agents import ContentDelta
-from inflight.server.openai.responses.items import EventNumbers, ResponseItems
+from inflight.server.openai.responses.formatter import EventNumbers, ResponseItems
 from tests.server.parsed import CUT_SHORT, WHOLE, read_events
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)

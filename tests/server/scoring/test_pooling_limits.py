@@ -220,7 +220,7 @@ def test_the_first_result_must_come_in_time(backend: PooledBackend) -> None:
     with live_server(backend, first_token_timeout=0.05) as live, slow_steps(backend, 0.5):
         response = live.post(EMBED, {"input": "a"})
         assert (response.status_code, response.json()["error"]["code"]) == (503, "first_token_timeout")
-        assert "no result came" in response.json()["error"]["message"]
+        assert "no result was computed" in response.json()["error"]["message"]
 
 
 # ---- what is told ----

@@ -8,15 +8,17 @@ import pytest
 
 from inflight.server.access.keys import Caller
 from inflight.server.errors import ApiError
-from inflight.server.openai.responses.input_listing import MAX_PAGE_BYTES, InputPage, PageQuery
 from inflight.server.openai.responses.store import (
     ITEM_OVERHEAD,
+    MAX_PAGE_BYTES,
     OVERHEAD,
+    InputPage,
+    PageQuery,
     ResponseContent,
     ResponseStore,
+    StoredItem,
     StoredResponse,
 )
-from inflight.server.openai.responses.stored_items import StoredItem
 
 ALICE, BOB = Caller("alice"), Caller("bob")
 LARGEST = 1 << 20

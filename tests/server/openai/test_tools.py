@@ -213,7 +213,7 @@ def test_logprobs_and_ids_are_those_of_all_tokens(live: Live, model: ScriptedCli
 def prompt_of(live: Live, model: ScriptedClient, **body: Any) -> str:
     ask(live, **body)
     request = model.requests[-1]
-    tokenizer = live.state.frontend.tokenizer
+    tokenizer = live.state.model.frontend.tokenizer
     assert tokenizer is not None
     return tokenizer.decode(request.token_ids, skip_special_tokens=False)
 
@@ -305,12 +305,12 @@ ROWS: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{"type": "function"}]}, "tools[0]", "must be an object"),
     ({"tools": [tool("")]}, "tools[0]", "letters"),
     ({"tools": [tool("a b")]}, "tools[0]", "letters"),
-    ({"tools": [tool(), tool()]}, "tools", "as that of a tool before it"),
+    ({"tools": [tool(), tool()]}, "tools", "another tool already has this name"),
     ({"tools": [tool(parameters=[])]}, "tools[0]", "JSON schema"),
     ({"tools": [tool(strict=1)]}, "tools[0]", "true or false"),
     ({"tools": [tool()] * 600}, "tools", "512"),
     ({"tools": [tool(strict=True, parameters=SCHEMA)]}, "tools[0].function.parameters", "'not'"),
-    ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
+    ({"tool_choice": "required"}, "tool_choice", "no tools are given"),
     ({"tools": [tool()], "tool_choice": "any"}, "tool_choice", "it must be none, auto, required"),
     (
         {"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": "mul"}}},
@@ -375,7 +375,7 @@ def test_a_template_that_does_not_show_tools(tmp_path: Any) -> None:
     with scripted_server(write_folder(tmp_path, CHATML)) as (live, model):
         response = live.post(PATH, {"messages": [USER], "tools": [tool()]})
         assert (response.status_code, response.json()["error"]["code"]) == (400, "tools_unavailable")
-        assert "does not show tools" in response.json()["error"]["message"]
+        assert "does not support tools" in response.json()["error"]["message"]
         model.script = call()
         answer = ask(live, tools=[tool()], tool_choice="none")
         assert answer["choices"][0]["message"]["content"] == call()

@@ -165,7 +165,7 @@ def test_stored_responses_are_their_callers_own(client: openai.OpenAI, scripted:
         with pytest.raises(openai.NotFoundError) as unknown:
             who.responses.retrieve(response_id)
         assert unknown.value.code == "response_not_found"
-        with pytest.raises(openai.BadRequestError, match="to go on from") as refused:
+        with pytest.raises(openai.BadRequestError, match="previous_response_id is") as refused:
             who.responses.create(model="m", input="And?", previous_response_id=response_id)
         assert refused.value.code == "previous_response_not_found"
     client.responses.delete(found.id)

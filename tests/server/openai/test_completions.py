@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from inflight import LLM, SamplingParams
-from inflight.server import generation_response
+from inflight.server import engine_response
 from inflight.server.openai.schemas import Completion
 from tests.server.live import Live, stream
 
@@ -64,7 +64,7 @@ def test_long_answer_is_sent_in_parts(live: Live, monkeypatch: pytest.MonkeyPatc
         body |= {"messages": [{"role": "user", "content": PROMPT}], "logprobs": True, "top_logprobs": 3}
     at_once = live.post(path, body)
     assert "content-length" in at_once.headers
-    monkeypatch.setattr(generation_response, "PART_SIZE", 1000)
+    monkeypatch.setattr(engine_response, "PART_SIZE", 1000)
     with live.http.stream("POST", path, json=body) as response:
         assert response.headers["transfer-encoding"] == "chunked"
         assert response.headers["content-type"] == "application/json"

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from inflight.server.anthropic.blocks import SIGNATURE, MessageBlocks
 from inflight.server.anthropic.errors import error_body, error_response
+from inflight.server.anthropic.formatter import SIGNATURE, MessageBlocks
 from inflight.server.errors import ApiError
 from tests.server.parsed import CUT_SHORT, WHOLE, read_events
 
