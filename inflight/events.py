@@ -165,7 +165,7 @@ class StepRecord:
     aborted: tuple[AbortRecord, ...] = ()  # since the record before
 
 
-CACHE_NAME_LENGTH = 8  # bytes of a block's hash that are sent: enough to choose an engine by
+CACHE_HASH_LENGTH = 8  # bytes of a block's hash that are sent: enough to choose an engine by
 
 
 class CacheUpdate(NamedTuple):

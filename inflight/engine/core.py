@@ -238,9 +238,13 @@ class EngineCore:
     # ---- commands ----
 
     def run_command(self, command: Command) -> None:
-        {"reset_prefix_cache": self.reset_prefix_cache, "sleep": self.sleep, "wake_up": self.wake_up}[
-            command
-        ]()
+        match command:
+            case "reset_prefix_cache":
+                self.reset_prefix_cache()
+            case "sleep":
+                self.sleep()
+            case "wake_up":
+                self.wake_up()
 
     def reset_prefix_cache(self) -> None:
         """Forget all prefixes. Running requests keep their blocks."""
@@ -283,9 +287,7 @@ class StepTimes:
     """Estimates the duration of a step from recent ones of about the same size."""
 
     def __init__(self) -> None:
-        self._seconds: dict[
-            tuple[bool, int], tuple[float, float]
-        ] = {}  # the last two durations by size class
+        self._seconds: dict[tuple[bool, int], tuple[float, float]] = {}  # the last two by size class
 
     def observe(self, batch: Batch, seconds: float) -> None:
         size = _size(batch)

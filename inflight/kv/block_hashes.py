@@ -25,9 +25,8 @@ class BlockHasher:
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
-        self.recent: list[
-            Request
-        ] = []  # hashed last, the latest at the end: others are likely to share their prefix
+        # The requests that were hashed last, the latest at the end: others are likely to share their prefix.
+        self.recent: list[Request] = []
 
     def hashes(self, request: Request, num_blocks: int) -> list[bytes]:
         """Return the hashes of at least the first `num_blocks` blocks, computing only missing ones."""

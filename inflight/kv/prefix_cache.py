@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Protocol
 
-from inflight.events import CACHE_NAME_LENGTH, CacheUpdate
+from inflight.events import CACHE_HASH_LENGTH, CacheUpdate
 from inflight.kv.block_hashes import BlockHasher
 from inflight.request import Request
 
@@ -23,14 +23,14 @@ class CacheChanges:
         self._evicted: dict[bytes, None] = {}
 
     def store(self, block_hash: bytes) -> None:
-        block_hash = block_hash[:CACHE_NAME_LENGTH]
+        block_hash = block_hash[:CACHE_HASH_LENGTH]
         if block_hash in self._evicted:
             del self._evicted[block_hash]
         else:
             self._stored[block_hash] = None
 
     def evict(self, block_hash: bytes) -> None:
-        block_hash = block_hash[:CACHE_NAME_LENGTH]
+        block_hash = block_hash[:CACHE_HASH_LENGTH]
         if block_hash in self._stored:
             del self._stored[block_hash]
         elif not self._cleared:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Literal
 
 from inflight.engine import EngineStats, Health, ModelFacts, ReplicaClient
-from inflight.events import CACHE_NAME_LENGTH, CacheUpdate, KVUsage
+from inflight.events import CACHE_HASH_LENGTH, CacheUpdate, KVUsage
 
 if TYPE_CHECKING:
     from inflight.router.routed import RoutedRequest
@@ -65,7 +65,7 @@ class KnownBlocks:
 
 
 def _split(packed: bytes) -> list[bytes]:
-    return [packed[at : at + CACHE_NAME_LENGTH] for at in range(0, len(packed), CACHE_NAME_LENGTH)]
+    return [packed[at : at + CACHE_HASH_LENGTH] for at in range(0, len(packed), CACHE_HASH_LENGTH)]
 
 
 ReplicaState = Literal[

@@ -13,7 +13,7 @@ from inflight.engine import Command, EngineStats, Health, ModelFacts, RequestSta
 from inflight.engine.history import History
 from inflight.engine.sleep import asleep
 from inflight.errors import EngineDeadError, EngineError, QueueFullError, RequestError
-from inflight.events import CACHE_NAME_LENGTH, Delta
+from inflight.events import CACHE_HASH_LENGTH, Delta
 from inflight.kv.block_hashes import BlockHasher, BlockMarks
 from inflight.request import Request
 from inflight.router.replica import Replica
@@ -168,7 +168,7 @@ class Router:
         ):  # computed without the prefix cache
             return KnownTokens(num_tokens, size, (), ())
         marks = self._marks.up_to((num_tokens - 1) // size)
-        names = [name[:CACHE_NAME_LENGTH] for name in self._hasher.hashes_at(request, marks)]
+        names = [name[:CACHE_HASH_LENGTH] for name in self._hasher.hashes_at(request, marks)]
         return KnownTokens(num_tokens, size, names, marks)
 
     # ---- failover ----

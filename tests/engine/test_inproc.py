@@ -14,7 +14,7 @@ from inflight.engine import InprocClient
 from inflight.engine.fake import expected_tokens
 from inflight.engine.inproc import STALLED_AFTER
 from inflight.errors import EngineDeadError, EngineError, QueueFullError, RequestError
-from inflight.events import CACHE_NAME_LENGTH, CacheUpdate, Delta, StepRecord
+from inflight.events import CACHE_HASH_LENGTH, CacheUpdate, Delta, StepRecord
 from inflight.scheduling import Batch
 from tests.support.requests import FakeEngine, make_request
 
@@ -48,7 +48,7 @@ async def test_observer_gets_changes_of_the_prefix_cache(client: InprocClient) -
     await read(client, "r")
     assert [(update.cleared, len(update.stored)) for update in updates] == [
         (True, 0),
-        (False, 2 * CACHE_NAME_LENGTH),
+        (False, 2 * CACHE_HASH_LENGTH),
     ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inflight.events import CACHE_NAME_LENGTH, CacheUpdate
+from inflight.events import CACHE_HASH_LENGTH, CacheUpdate
 from inflight.kv import BlockManager, ChainHashCache, NoPrefixCache
 from inflight.kv.prefix_cache import CacheChanges
 from tests.support.requests import make_request
@@ -14,7 +14,7 @@ SIZE = 4
 
 
 def names(packed: bytes) -> list[bytes]:
-    return [packed[at : at + CACHE_NAME_LENGTH] for at in range(0, len(packed), CACHE_NAME_LENGTH)]
+    return [packed[at : at + CACHE_HASH_LENGTH] for at in range(0, len(packed), CACHE_HASH_LENGTH)]
 
 
 def apply(known: set[bytes], update: CacheUpdate | None) -> None:
@@ -26,7 +26,7 @@ def apply(known: set[bytes], update: CacheUpdate | None) -> None:
 
 
 def in_cache(cache: ChainHashCache) -> set[bytes]:
-    return {name[:CACHE_NAME_LENGTH] for name in cache._block_of}
+    return {name[:CACHE_HASH_LENGTH] for name in cache._block_of}
 
 
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=14)

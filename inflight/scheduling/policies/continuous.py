@@ -55,9 +55,7 @@ class Continuous(Policy):
         yield from super().candidates()
         passed: list[Request] = []
         for request in self.queue.head(LOOKAHEAD):
-            admitted = (
-                (yield request) if passed else False
-            )  # the first in line was just tried and does not fit
+            admitted = (yield request) if passed else False  # the first in line was just tried
             if admitted:
                 for older in passed:
                     older.num_passed += 1
