@@ -13,7 +13,7 @@ from rich.console import Console
 
 from inflight.config import EngineConfig, RouterConfig
 from inflight.engine import Command, EngineStats, StepObserver
-from inflight.engine.metrics import MetricValue, metrics_of
+from inflight.engine.stats import MetricValue, metrics_of
 from inflight.entrypoints.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from inflight.entrypoints.offline import LocalEngine, OfflineEngine, OfflineRun, ReplicatedEngine
 from inflight.entrypoints.progress_bars import loading_bar

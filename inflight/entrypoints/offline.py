@@ -115,7 +115,7 @@ class LocalEngine:
         core.scheduler.blocks.drop_cache()
 
     def command(self, command: Command) -> None:
-        self._loaded.core.obey(command)
+        self._loaded.core.run_command(command)
 
     def stats(self) -> EngineStats:
         return self._loaded.core.stats()

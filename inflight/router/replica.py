@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class KnownBlocks:
     """The cached blocks of one replica, as reported and as expected from requests on their way.
 
-    Blocks are known by the first bytes of their names (`kv/block_names.py`).
+    Blocks are known by the first bytes of their hashes (`kv/block_hashes.py`).
     """
 
     def __init__(self) -> None:

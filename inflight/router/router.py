@@ -14,7 +14,7 @@ from inflight.engine.history import History
 from inflight.engine.sleep import asleep
 from inflight.errors import EngineDeadError, EngineError, QueueFullError, RequestError
 from inflight.events import CACHE_NAME_LENGTH, Delta
-from inflight.kv.block_names import BlockMarks, BlockNamer
+from inflight.kv.block_hashes import BlockHasher, BlockMarks
 from inflight.request import Request
 from inflight.router.replica import Replica
 from inflight.router.replicas import Replicas, StartReplica
@@ -50,7 +50,7 @@ class Router:
         self._clock = time.monotonic
         self._requests: dict[str, RoutedRequest] = {}  # by request id, until their stream has ended
         self._history = History()
-        self._namer: BlockNamer
+        self._hasher: BlockHasher
         self._marks = BlockMarks()
         self._news = asyncio.Event()
         self._num_placed = 0
@@ -69,7 +69,7 @@ class Router:
         """Start a router with `count` replicas and wait until all are ready. Raises the error of one that fails."""
         router = cls(start, routing, patience, on_close)
         await router.replicas.open(count)
-        router._namer = BlockNamer(router.facts.block_size)
+        router._hasher = BlockHasher(router.facts.block_size)
         return router
 
     @property
@@ -161,14 +161,14 @@ class Router:
             await replica.client.abort(request.request_id, routed.abort_reason)
 
     def _known_tokens(self, request: Request) -> KnownTokens:
-        size = self._namer.block_size
+        size = self._hasher.block_size
         num_tokens = len(request.token_ids)
         if (
             not request.splittable or request.params.prompt_logprobs is not None
         ):  # computed without the prefix cache
             return KnownTokens(num_tokens, size, (), ())
         marks = self._marks.up_to((num_tokens - 1) // size)
-        names = [name[:CACHE_NAME_LENGTH] for name in self._namer.names_at(request, marks)]
+        names = [name[:CACHE_NAME_LENGTH] for name in self._hasher.hashes_at(request, marks)]
         return KnownTokens(num_tokens, size, names, marks)
 
     # ---- failover ----

@@ -19,8 +19,13 @@ BUDGET = 512
 
 
 def make_engine(policy: str | Callable[[], Policy] = "continuous", **options: object) -> FakeEngine:
-    found = {"num_blocks": 8000, "block_size": 16, "max_num_seqs": 64, "max_num_batched_tokens": BUDGET}
-    return FakeEngine(policy, **(found | options))  # type: ignore[arg-type]
+    defaults = {
+        "num_blocks": 8000,
+        "block_size": 16,
+        "max_num_seqs": 64,
+        "max_num_batched_tokens": BUDGET,
+    }
+    return FakeEngine(policy, **(defaults | options))  # type: ignore[arg-type]
 
 
 def add_long(engine: FakeEngine, count: int, length: int = 3500, tenant: str = "a") -> list[Request]:

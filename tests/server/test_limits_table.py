@@ -16,7 +16,7 @@ from inflight.server.http.body import MAX_PARTS, MAX_VALUES
 from inflight.server.http.limits import MAX_RESERVED, MIN_PROGRESS, ConnectionSlots
 from inflight.server.http.unsent import PIECE
 from inflight.server.openai.responses.conversation import MAX_REPEATED_CHARACTERS
-from inflight.server.openai.responses.input_listing import MAX_PAGE_BYTES
+from inflight.server.openai.responses.store import MAX_PAGE_BYTES
 from inflight.server.openai.schemas import MAX_ARGUMENTS
 from inflight.server.state import TEXT_THREADS
 from inflight.text.chat import MAX_MESSAGES

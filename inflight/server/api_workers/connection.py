@@ -25,9 +25,13 @@ from inflight.server.api_workers.messages import (
     RpcError,
     WorkerRequest,
 )
-from inflight.server.openai.responses.input_listing import InputPage, PageQuery
-from inflight.server.openai.responses.store import ResponseContent, StoredResponse
-from inflight.server.openai.responses.stored_items import StoredItem
+from inflight.server.openai.responses.store import (
+    InputPage,
+    PageQuery,
+    ResponseContent,
+    StoredItem,
+    StoredResponse,
+)
 
 Rpc = RpcPeer[WorkerRequest, RpcError]
 

@@ -96,10 +96,10 @@ async def _watch(
 ) -> None:
     """Watch the engine until all workers have ended. Raises EngineDeadError if the engine is dead."""
     while not running.done() and not signals.times:
-        health = await state.client.health()
+        health = await state.model.client.health()
         if health.state == "dead":
-            reason = health.error or "no reason is known"
-            raise EngineDeadError(f"the engine was given up, and so the server ends: {reason}")
+            reason = health.error or "the reason is unknown"
+            raise EngineDeadError(f"the engine is dead and the server stops: {reason}")
         await workers.send_health(state)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(HEALTH_POLL):

@@ -23,8 +23,7 @@ from inflight.processes.rpc import RpcCall, RpcReply
 from inflight.server.access.keys import KeyDigests
 from inflight.server.errors import ApiError
 from inflight.server.observability.metrics import MetricCounts
-from inflight.server.openai.responses.input_listing import PageQuery
-from inflight.server.openai.responses.store import StoredResponse
+from inflight.server.openai.responses.store import PageQuery, StoredResponse
 
 MAIN = -1  # the number of the main process; API workers have numbers from 0
 

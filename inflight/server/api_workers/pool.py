@@ -265,11 +265,11 @@ class ApiWorkerPool:
         await worker.close()
 
     def _serve(self, worker: ApiWorkerProcess, state: ServerState) -> None:
-        worker.serve(state.client, lambda: self._stats)
+        worker.serve(state.model.client, lambda: self._stats)
 
     async def open(self, state: ServerState) -> None:
         """Let the workers take requests: the engine is ready."""
-        self._stats = await state.client.stats()
+        self._stats = await state.model.client.stats()
         state.counts_of_others = self.counts
         state.num_answered_by_others = lambda: sum(worker.num_answered for worker in self._workers.values())
         self._app: ASGIApp = create_app(state)
@@ -285,11 +285,11 @@ class ApiWorkerPool:
     async def send_health(self, state: ServerState) -> None:
         """Send the engines' health and statistics to all workers."""
         with contextlib.suppress(EngineError):
-            before, self._stats = self._stats, await state.client.stats()
+            before, self._stats = self._stats, await state.model.client.stats()
             if self._stats != before:
                 for worker in self._workers.values():
                     worker.send_stats()
-        self._send_all(EngineHealth(await state.client.health()))
+        self._send_all(EngineHealth(await state.model.client.health()))
 
     def drain(self) -> None:
         """Reject new requests and let the running ones finish. A second call ends them at once."""

@@ -10,8 +10,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inflight.errors import EngineDeadError
 from inflight.server.access.middleware import ADMIN, ADMIN_ALONE
+from inflight.server.anthropic.errors import error_at
 from inflight.server.api_workers.messages import MAIN, RelayedRequest, RelayedResponse
-from inflight.server.error_shapes import error_at
 from inflight.server.errors import ApiError, of_exception
 from inflight.server.http.unsent import PacedSend
 from inflight.server.state import ServerState

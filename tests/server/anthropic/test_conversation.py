@@ -161,7 +161,7 @@ def test_users_with_long_names() -> None:
         (
             {"messages": [{"role": "user", "content": [CALL]}]},
             "messages[0].content[0]",
-            "tool_use is not allowed in a message of the user",
+            "tool_use is not allowed in a message with the role user",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t"}]}]},

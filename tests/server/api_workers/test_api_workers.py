@@ -107,7 +107,7 @@ def started_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoWork
     arguments = ("--api-workers", "2", "--in-process", "--keys", str(keys), "--admin-key", "the-admin-key")
     with started(*arguments, "--shutdown-timeout", "60", "--log-level", "warning") as process:
         said = read_until_ready(process)
-        assert re.search(r"front +2 processes", said)
+        assert re.search(r"API workers +2 processes", said)
         yield TwoWorkers(process, re.findall(r"(https?://\S+)/metrics", said)[0])
 
 

@@ -408,7 +408,7 @@ def test_answers_that_can_run_at_once_need_no_queue_slot(backend: Backend) -> No
             refused = live.post(PATH, {**ENDLESS, "temperature": 1.0, "n": 64 + 16 + 1})
             assert refused.status_code == 429
             message = refused.json()["error"]["message"]
-            assert "16 places (max_queue)" in message
+            assert "max_queue is 16" in message
             assert "(max_num_seqs)" in message
         finally:
             live.wait_until_idle()

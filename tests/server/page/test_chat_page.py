@@ -196,7 +196,7 @@ def test_page_waits_for_an_unreachable_server(page: Page, backend: Backend) -> N
             ask(page, STORY)
             wait_for_text(page)
             live.stop()
-            assert wait_for_figures(page) == "the server stopped before this was done"
+            assert wait_for_figures(page) == "the server shut down before the request was finished"
     page.wait_for("document.querySelector('#notice').innerText.includes('continues when it is back')")
     assert page.text("#model") == "not reachable"
     ask(page, QUESTION)

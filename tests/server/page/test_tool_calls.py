@@ -43,7 +43,7 @@ def model(served: tuple[Live, ScriptedClient]) -> ScriptedClient:
 
 
 def prompt(live: Live, model: ScriptedClient, number: int = -1) -> str:
-    tokenizer = live.state.frontend.tokenizer
+    tokenizer = live.state.model.frontend.tokenizer
     assert tokenizer is not None
     return tokenizer.decode(model.requests[number].token_ids, skip_special_tokens=False)
 

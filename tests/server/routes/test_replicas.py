@@ -76,7 +76,7 @@ def states(live: Live) -> dict[str, str]:
 
 
 def until_running(live: Live, count: int) -> None:
-    live.wait_until("replicas that run", lambda: len(live.state.replicas.available) == count)  # type: ignore[union-attr]
+    live.wait_until("replicas that run", lambda: len(live.state.model.replicas.available) == count)  # type: ignore[union-attr]
 
 
 def kill_busy(backend: ReplicaBackend) -> str:
@@ -166,11 +166,11 @@ def test_commands_add_and_remove_replicas(
     with pytest.raises(SystemExit, match="1"):
         main()
     assert "is the last one that takes requests" in capsys.readouterr().err
-    before = [replica.client.process_id for replica in live.state.replicas.members]  # type: ignore[union-attr]
+    before = [replica.client.process_id for replica in live.state.model.replicas.members]  # type: ignore[union-attr]
     command("add")
     command("roll")
     assert sorted(states(live).values()) == ["running", "running"]
-    after = [replica.client.process_id for replica in live.state.replicas.members]  # type: ignore[union-attr]
+    after = [replica.client.process_id for replica in live.state.model.replicas.members]  # type: ignore[union-attr]
     assert not set(before) & set(after)
     assert live.complete(**LONG)["usage"]["completion_tokens"] == 200
 
