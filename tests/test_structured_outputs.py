@@ -22,7 +22,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
         ({"json_object": False}, "has nothing"),
         ({"json_object": 1.5}, "json_object is 1.5: it must be true or false"),
         ({"regex": ""}, "regex is '': it must be a non-empty string"),
-        ({"grammar": 3}, "grammar is 3: it must be a text"),
+        ({"grammar": 3}, "grammar is 3: it must be a non-empty string"),
         ({"choice": "yes"}, "choice is 'yes': it must be a list of texts"),
         ({"choice": []}, "choice has 0 texts: it must have 1 to"),
         ({"choice": ["a", ""]}, "choice has '': it must be a list of non-empty texts"),
