@@ -9,7 +9,7 @@ from inflight.execution.packed_texts import PackedTexts, pack_batch, trial_texts
 from inflight.execution.results import StepVectors
 from inflight.execution.threads import torch_threads
 from inflight.layers.native_kernels import NativeKernels
-from inflight.models.encoder import PoolingEncoder, TextBatch
+from inflight.models.encoders.encoder import PoolingEncoder, TextBatch
 from inflight.scheduling import Batch, Sampled
 
 

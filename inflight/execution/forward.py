@@ -11,7 +11,7 @@ from torch import Tensor
 from inflight.execution.inputs import Rows, StepInputs, build_inputs
 from inflight.execution.results import PooledRows, PromptPiece, ScoredRows
 from inflight.execution.threads import torch_threads
-from inflight.models.decoder import Decoder
+from inflight.models.decoders.decoder import Decoder
 from inflight.scheduling import Batch
 
 

@@ -13,8 +13,8 @@ from inflight.execution.parallel.collective import SharedCollective
 from inflight.execution.results import StepVectors, Ticket
 from inflight.execution.sampling import SampledTensors, Sampler, VocabularyPart, cpu_sampler
 from inflight.execution.threads import torch_threads
-from inflight.models.decoder import Decoder
-from inflight.models.shard import Shard
+from inflight.models.decoders.decoder import Decoder
+from inflight.models.decoders.shard import Shard
 from inflight.scheduling import Batch, Sampled
 
 # Elements from which torch's threads pay for themselves on a CPU.

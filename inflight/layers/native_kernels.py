@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from inflight.errors import ConfigError
-from inflight.layers.composed import ComposedLinear
 from inflight.layers.kernels import (
     Kernels,
     Linear,
@@ -19,7 +18,7 @@ from inflight.layers.kernels import (
     check_gate,
     check_weight,
 )
-from inflight.layers.torch_kernels import TorchKernels
+from inflight.layers.torch_kernels import ComposedLinear, TorchKernels
 from inflight.native.library import ACTIVATION_NUMBERS, Library, native_library
 
 LOAD_ROWS = 4096  # rows converted at a time, so that a large weight is never held twice

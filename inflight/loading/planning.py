@@ -12,12 +12,11 @@ from inflight.errors import ConfigError
 from inflight.execution.platforms.cpu import MEMORY_SHARE
 from inflight.kv.budget import CONTEXT_MEMORY
 from inflight.loading import open_model
-from inflight.models.decoder_heads import plan_decoder
+from inflight.models.decoders.pooling import plan_decoder
+from inflight.models.decoders.shard import RankShare, Storage, cpu_storage, gpu_storage, rank_shares, shard_of
+from inflight.models.decoders.spec import DecoderSpec
 from inflight.models.defaults import resolve_context, resolve_dtype
-from inflight.models.encoder_families import encoder_architecture
-from inflight.models.footprint import RankShare, Storage, cpu_storage, gpu_storage, rank_shares
-from inflight.models.shard import shard_of
-from inflight.models.spec import DecoderSpec
+from inflight.models.encoders.families import encoder_architecture
 from inflight.native.library import native_library
 
 # As the platforms have them, which need a device to ask.

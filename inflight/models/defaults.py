@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from inflight.errors import ConfigError, ModelError, ParameterError, shown
-from inflight.models.fields import Fields
-from inflight.models.spec import DecoderSpec
+from inflight.models.decoders.spec import DecoderSpec
+from inflight.models.hf_config import Fields
 from inflight.sampling_params import SamplingParams
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

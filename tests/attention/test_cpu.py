@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from inflight.attention.backend import KVShape
 from inflight.attention.cpu import CpuAttention, HeadAttention, TorchCpuAttention, cpu_attention
-from inflight.attention.reference import ReferenceAttention
 from inflight.errors import ConfigError
 from inflight.native.library import native_library
 from tests.attention.paged import Heads, Scene, Step
+from tests.support.reference_attention import ReferenceAttention
 
 
 def native() -> CpuAttention:

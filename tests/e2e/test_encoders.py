@@ -16,7 +16,7 @@ from inflight.errors import ConfigError, RequestError, WeightsError
 from inflight.execution.encoder_runner import EncoderRunner
 from inflight.layers.native_kernels import NativeKernels
 from inflight.loading import LoadedEngine
-from inflight.models.encoder import PoolingEncoder
+from inflight.models.encoders.encoder import PoolingEncoder
 from tests.support.encoder_checkpoints import (
     FAMILIES,
     HIDDEN,

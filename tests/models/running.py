@@ -13,8 +13,8 @@ from inflight.attention.cpu import ComposedAttention, TorchCpuAttention, cpu_att
 from inflight.layers.native_kernels import cpu_kernels
 from inflight.layers.torch_kernels import TorchKernels
 from inflight.models.checkpoint import open_checkpoint
-from inflight.models.decoder import Decoder
-from inflight.models.weights import load_decoder
+from inflight.models.decoders.decoder import Decoder
+from inflight.models.decoders.weights import load_decoder
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 4

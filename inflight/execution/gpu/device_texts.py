@@ -14,7 +14,7 @@ from inflight.attention.triton.step import Items
 from inflight.execution.gpu.host_step import Layout, put, put_items, staging
 from inflight.execution.gpu.text_shapes import TextBuckets, TextShape
 from inflight.execution.packed_texts import PackedTexts, pack
-from inflight.models.encoder import TextBatch
+from inflight.models.encoders.encoder import TextBatch
 
 
 class DeviceTexts:

@@ -15,7 +15,7 @@ from inflight.execution.gpu.graphs import EagerSteps, StepGraphs
 from inflight.execution.gpu.text_shapes import TextBuckets, TextShape
 from inflight.execution.packed_texts import pack_batch, trial_texts
 from inflight.execution.results import StepVectors
-from inflight.models.encoder import PoolingEncoder
+from inflight.models.encoders.encoder import PoolingEncoder
 from inflight.scheduling import Batch, Sampled
 
 

@@ -29,8 +29,8 @@ from inflight.execution.sampling.triton import (
     draw_by_ranks,
     score_all,
 )
-from inflight.models.decoder import Decoder
-from inflight.models.shard import GatheringCollective
+from inflight.models.decoders.decoder import Decoder
+from inflight.models.decoders.shard import GatheringCollective
 from inflight.scheduling import Batch, Sampled
 
 

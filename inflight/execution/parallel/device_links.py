@@ -13,7 +13,7 @@ from inflight.execution.parallel.layout import RankMemory
 from inflight.execution.parallel.links import SharedLinks
 from inflight.execution.parallel.peer_memory import HANDLE_BYTES, PeerMemory, copy_on_device
 from inflight.execution.parallel.stream import SharedStream
-from inflight.models.decoder import Decoder
+from inflight.models.decoders.decoder import Decoder
 
 _TOLD = b"\1"  # what a step is for the host of the stage behind: that it may be waited for
 

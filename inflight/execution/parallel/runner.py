@@ -14,7 +14,7 @@ from inflight.execution.parallel.messages import DrawnIds, End, RankStep, decode
 from inflight.execution.parallel.rank_processes import RankProcesses
 from inflight.execution.parallel.stream import SharedStream
 from inflight.execution.threads import torch_threads
-from inflight.models.shard import Collective
+from inflight.models.decoders.shard import Collective
 from inflight.native.library import Library
 from inflight.scheduling import Batch, Sampled
 

@@ -21,7 +21,7 @@ from inflight.execution.sampling.triton.offers import OFFER, offer_kernel
 from inflight.execution.sampling.triton.race import NOT_SETTLED, SETTLED
 from inflight.execution.sampling.triton.rows import DrawRows
 from inflight.execution.sampling.triton.workspace import GROUPS_OF_CHUNK, SamplingWorkspace
-from inflight.models.shard import GatheringCollective
+from inflight.models.decoders.shard import GatheringCollective
 from inflight.triton_utils.pdl import launch_options, supports_pdl
 
 

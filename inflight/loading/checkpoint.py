@@ -9,7 +9,7 @@ from inflight.config import EngineConfig
 from inflight.errors import ModelError
 from inflight.models.builtin import checkpoint_folder
 from inflight.models.checkpoint import Checkpoint, open_checkpoint
-from inflight.models.decoder_heads import Encode
+from inflight.models.decoders.pooling import Encode
 from inflight.models.defaults import eos_token_ids
 from inflight.text import Tokenizer
 

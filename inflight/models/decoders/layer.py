@@ -11,8 +11,8 @@ from torch import Tensor
 
 from inflight.attention.backend import AttentionBackend, AttentionLayer
 from inflight.layers.kernels import Kernels, Linear, Residual
-from inflight.models.shard import Shard
-from inflight.models.spec import QKNorm
+from inflight.models.decoders.shard import Shard
+from inflight.models.decoders.spec import QKNorm
 
 
 @dataclass(frozen=True, slots=True)

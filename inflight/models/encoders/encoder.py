@@ -10,8 +10,8 @@ from torch import Tensor
 
 from inflight.attention.sequences import SequenceAttention, Sequences
 from inflight.layers.kernels import Kernels, Linear, Residual
-from inflight.models.encoder_spec import EncoderSpec
-from inflight.models.heads import Head, Pooler
+from inflight.models.encoders.spec import EncoderSpec
+from inflight.models.pooling_head import Head, Pooler
 from inflight.models.tensors import Store, into_rows, into_tensor
 
 

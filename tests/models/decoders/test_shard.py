@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from inflight.errors import ConfigError
-from inflight.models.families import decoder_spec
-from inflight.models.shard import check_tensor_parallel, cut_layers, layer_weights, shard_of
-from inflight.models.spec import DecoderSpec
+from inflight.models.decoders.families import decoder_spec
+from inflight.models.decoders.shard import check_tensor_parallel, cut_layers, layer_weights, shard_of
+from inflight.models.decoders.spec import DecoderSpec
 from tests.support.checkpoints import FAMILIES
 
 

@@ -11,11 +11,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from inflight.errors import ModelError, UnknownArchitectureError
-from inflight.models.encoder_families import ENCODER_ARCHITECTURES
-from inflight.models.fields import Fields
-from inflight.models.pooling_facts import read_labels
-from inflight.models.rope_config import default_context, read_rope
-from inflight.models.spec import DecoderSpec, NormPlacement, QKNorm, WeightNames
+from inflight.models.decoders.spec import DecoderSpec, NormPlacement, QKNorm, WeightNames
+from inflight.models.encoders.families import ENCODER_ARCHITECTURES
+from inflight.models.hf_config import Fields, default_context, read_rope
+from inflight.models.pooling_config import read_labels
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from inflight.config import EngineConfig, SchedulerConfig
 from inflight.constraints import Grammar, GrammarCompiler
-from inflight.engine import EngineCore
-from inflight.errors import ConfigError
+from inflight.engine import EngineCore, ModelFacts
+from inflight.engine.sleep import asleep
+from inflight.errors import ConfigError, EngineError
 from inflight.execution.dormancy import ModelDormancy
 from inflight.execution.parallel.starting import parallel_core, stage_links
 from inflight.execution.platforms import Platform
+from inflight.frontend import Frontend
 from inflight.kv import BlockManager, ChainHashCache, NoPrefixCache
-from inflight.models.decoder import Decoder
-from inflight.models.encoder import PoolingEncoder
+from inflight.loading.checkpoint import model_name
+from inflight.models.decoders.decoder import Decoder
+from inflight.models.encoders.encoder import PoolingEncoder
 from inflight.request import Request
 from inflight.scheduling import HEADROOM, Limits, Policy, Scheduler, TimedTokenBudget, make_policy
 
@@ -111,3 +115,65 @@ def policy_of(options: SchedulerConfig) -> Policy:
     if options.tenant_weights:
         policy.set_weights(options.tenant_weights)
     return policy
+
+
+BuildCore = Callable[[EngineConfig, Policy], EngineCore]
+LoadProgress = Callable[[int, int], None]  # bytes done, bytes in all
+
+
+@dataclass
+class LoadedEngine(Frontend):
+    """An engine and what belongs to its model."""
+
+    platform: Platform
+    core: EngineCore
+    model: Decoder | PoolingEncoder
+    build_core: BuildCore
+    end_ranks: Callable[[], object] | None = None  # of a model on several ranks
+    fingerprint: str = ""  # of the checkpoint (`models/checkpoint.py`)
+
+    @property
+    def facts(self) -> ModelFacts:
+        """What is to be known without holding the weights."""
+        folder = None if self.tokenizer is None else self.tokenizer.folder
+        limits, blocks = self.core.scheduler.limits, self.core.scheduler.blocks
+        return ModelFacts(
+            model=model_name(self.config),
+            vocab_size=self.input_processor.vocab_size,
+            max_model_len=self.max_model_len,
+            eos_token_ids=self.input_processor.eos_token_ids,
+            default_params=self.default_params,
+            tokenizer_folder=None if folder is None else str(folder.absolute()),
+            device=self.platform.describe(),
+            dtype=str(self.model.dtype).removeprefix("torch."),
+            num_blocks=blocks.pool.num_blocks,
+            block_size=blocks.block_size,
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            generates=self.generates,
+            pooling=self.pooling,
+            fingerprint=self.fingerprint,
+        )
+
+    def use(self, **scheduler_options: Any) -> EngineCore:
+        """Put another engine over the same weights and KV memory in place of this one, which must be idle: another
+        policy, other limits. The memory of the one before is given back first."""
+        if self.core.is_sleeping:
+            raise asleep()
+        if self.core.has_work:
+            raise EngineError("the engine has requests: another one can take its place only when it is idle")
+        config = replace(self.config, scheduler=replace(self.config.scheduler, **scheduler_options))
+        policy = policy_of(config.scheduler)
+        self.core.close()
+        self.config = config
+        self.core = self.build_core(config, policy)
+        return self.core
+
+    def close(self) -> None:
+        """Give back memory and the processes that render templates and try grammars."""
+        try:
+            self.core.close()
+        finally:
+            if self.end_ranks is not None:
+                self.end_ranks()
+            super().close()

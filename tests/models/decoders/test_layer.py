@@ -11,12 +11,12 @@ from torch import Tensor
 
 from inflight.layers.kernels import Residual
 from inflight.layers.torch_kernels import TorchKernels
-from inflight.models.families import decoder_spec
-from inflight.models.layer import DenseMlp, Layer, LinearRows, Target
-from inflight.models.shard import whole_shard
-from inflight.models.spec import NormPlacement
+from inflight.models.decoders.families import decoder_spec
+from inflight.models.decoders.layer import DenseMlp, Layer, LinearRows, Target
+from inflight.models.decoders.shard import whole_shard
+from inflight.models.decoders.spec import NormPlacement
+from tests.models.decoders.test_weights import dummy
 from tests.models.running import CPU, logprobs, prompt
-from tests.models.test_weights import dummy
 from tests.support.checkpoints import FAMILIES
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from inflight.errors import ModelError, UnknownArchitectureError
 from inflight.layers.rotary import LinearScaling, LongScaling, Rope, YarnScaling
-from inflight.models.families import FAMILIES, decoder_spec
+from inflight.models.decoders.families import FAMILIES, decoder_spec
 
 SMALL: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

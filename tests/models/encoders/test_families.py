@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from inflight.errors import ModelError, UnknownArchitectureError
-from inflight.models.encoder_families import encoder_architecture, encoder_head, encoder_spec
-from inflight.models.families import decoder_spec
-from inflight.models.heads import DenseLayer
-from inflight.models.sentence_files import SentenceFiles
+from inflight.models.decoders.families import decoder_spec
+from inflight.models.encoders.families import encoder_architecture, encoder_head, encoder_spec
+from inflight.models.pooling_config import SentenceFiles
+from inflight.models.pooling_head import DenseLayer
 
 BERT: dict[str, Any] = {
     "architectures": ["BertForSequenceClassification"],

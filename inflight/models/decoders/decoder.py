@@ -12,10 +12,10 @@ from torch import Tensor
 from inflight.attention.backend import AttentionBackend, KVShape
 from inflight.errors import EngineError
 from inflight.layers.kernels import Kernels, Linear, Residual
-from inflight.models.heads import Head
-from inflight.models.layer import DenseMlp, Layer, SelfAttention
-from inflight.models.shard import GatheringCollective, Shard, whole_shard
-from inflight.models.spec import DecoderSpec
+from inflight.models.decoders.layer import DenseMlp, Layer, SelfAttention
+from inflight.models.decoders.shard import GatheringCollective, Shard, whole_shard
+from inflight.models.decoders.spec import DecoderSpec
+from inflight.models.pooling_head import Head
 
 
 class Decoder:

@@ -6,7 +6,7 @@ the `Dense` modules of an embedder and the score of a decoder are all the same f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,9 +14,22 @@ import torch
 from torch import Tensor
 
 from inflight.attention.sequences import Sequences
-from inflight.errors import ModelError
+from inflight.errors import ModelError, WeightsError
 from inflight.layers.kernels import Kernels, Linear
-from inflight.models.tensors import Placement, into_rows, into_tensor
+from inflight.model_files import inside
+from inflight.models.checkpoint import SINGLE, Checkpoint
+from inflight.models.tensors import (
+    Placement,
+    StoredTensor,
+    check_dtypes,
+    check_shapes,
+    check_surplus,
+    fill,
+    fill_random,
+    into_rows,
+    into_tensor,
+    read_headers,
+)
 
 # As sentence-transformers names them.
 POOLINGS = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
@@ -224,3 +237,41 @@ _POOL: dict[str, Callable[[Tensor, Sequences], Tensor]] = {
     "weightedmean": _weighted_mean,
     "lasttoken": _last,
 }
+
+
+def load_head(
+    checkpoint: Checkpoint,
+    in_features: int,
+    layers: Sequence[HeadLayer],
+    kernels: Kernels,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> LayeredHead:
+    """With made-up weights where those of the checkpoint are."""
+    if not checkpoint.weight_files:
+        head = LayeredHead(in_features, layers, kernels, dtype, device)
+        fill_random(head.placements(), dtype, device)
+        return head
+    stored = module_headers(checkpoint, (layer.module.partition("/")[0] for layer in layers))
+    wanted = dict(shape for layer in layers for shape in layer.shapes())
+    check_shapes(wanted, stored)
+    check_dtypes(wanted, stored)
+    check_surplus([name for name in stored if name not in wanted])
+    head = LayeredHead(in_features, layers, kernels, dtype, device)
+    fill({placement.name: placement for placement in head.placements()}, stored)
+    return head
+
+
+def module_headers(checkpoint: Checkpoint, folders: Iterable[str]) -> dict[str, StoredTensor]:
+    """The tensors of these modules, by "folder/name"."""
+    stored: dict[str, StoredTensor] = {}
+    for name in dict.fromkeys(folders):
+        assert checkpoint.folder is not None, "modules are read from a folder"
+        path = f"{name}/{SINGLE}"
+        if not inside(checkpoint.folder, path, WeightsError).is_file():
+            raise WeightsError(
+                f"{checkpoint.folder / path} is missing or not a file, though modules.json names it"
+            )
+        headers = read_headers([checkpoint.folder / path])
+        stored |= {f"{name}/{tensor}": header for tensor, header in headers.items()}
+    return stored

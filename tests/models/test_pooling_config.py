@@ -9,9 +9,14 @@ from typing import Any
 import pytest
 
 from inflight.errors import ModelError
-from inflight.models.heads import DenseLayer, NormLayer
-from inflight.models.pooling_facts import classifier_facts, embedding_facts, read_labels
-from inflight.models.sentence_files import SentenceFiles, read_sentence_files
+from inflight.models.pooling_config import (
+    SentenceFiles,
+    classifier_facts,
+    embedding_facts,
+    read_labels,
+    read_sentence_files,
+)
+from inflight.models.pooling_head import DenseLayer, NormLayer
 
 
 def write(folder: Path, files: dict[str, Any]) -> Path:

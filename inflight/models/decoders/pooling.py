@@ -18,13 +18,16 @@ from torch import Tensor
 from inflight.errors import ModelError, shown
 from inflight.layers.kernels import Linear
 from inflight.models.checkpoint import Checkpoint
-from inflight.models.decoder import Decoder
-from inflight.models.families import decoder_spec, without_lm_head
-from inflight.models.head_weights import load_head
-from inflight.models.heads import Head, LayeredHead, head_size
-from inflight.models.pooling_facts import classifier_facts, embedding_facts
-from inflight.models.sentence_files import SentenceFiles, read_sentence_files
-from inflight.models.spec import DecoderSpec
+from inflight.models.decoders.decoder import Decoder
+from inflight.models.decoders.families import decoder_spec, without_lm_head
+from inflight.models.decoders.spec import DecoderSpec
+from inflight.models.pooling_config import (
+    SentenceFiles,
+    classifier_facts,
+    embedding_facts,
+    read_sentence_files,
+)
+from inflight.models.pooling_head import Head, LayeredHead, head_size, load_head
 from inflight.pooling import PairTemplate, PoolingFacts
 
 # The answer's two tokens, as vLLM's field in config.json names them too.

@@ -16,12 +16,11 @@ from inflight.attention.cpu import ComposedAttention, TorchCpuAttention
 from inflight.errors import WeightsError
 from inflight.layers.torch_kernels import TorchKernels
 from inflight.models.checkpoint import open_checkpoint
-from inflight.models.decoder import Decoder
-from inflight.models.families import decoder_spec
-from inflight.models.layer import LinearRows
-from inflight.models.placement import placements
+from inflight.models.decoders.decoder import Decoder
+from inflight.models.decoders.families import decoder_spec
+from inflight.models.decoders.layer import LinearRows
+from inflight.models.decoders.weights import load_decoder, placements
 from inflight.models.tensors import fill_random
-from inflight.models.weights import load_decoder
 from tests.models.running import CPU, load, logprobs, prompt
 from tests.support.checkpoints import FAMILIES, write_checkpoint
 

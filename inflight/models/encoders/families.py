@@ -11,12 +11,10 @@ from typing import Any
 
 from inflight.errors import ModelError
 from inflight.layers.kernels import ACTIVATIONS, GATES
-from inflight.models.encoder_spec import EncoderNames, EncoderSpec
-from inflight.models.fields import Fields
-from inflight.models.heads import DenseLayer, HeadLayer, NormLayer, head_size
-from inflight.models.pooling_facts import classifier_facts, embedding_facts, read_labels
-from inflight.models.rope_config import read_rope
-from inflight.models.sentence_files import SentenceFiles
+from inflight.models.encoders.spec import EncoderNames, EncoderSpec
+from inflight.models.hf_config import Fields, read_rope
+from inflight.models.pooling_config import SentenceFiles, classifier_facts, embedding_facts, read_labels
+from inflight.models.pooling_head import DenseLayer, HeadLayer, NormLayer, head_size
 from inflight.pooling import PoolingFacts
 
 FULL, SLIDING = "full_attention", "sliding_attention"

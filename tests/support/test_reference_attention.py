@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from inflight.attention.reference import ReferenceAttention
 from tests.attention.paged import Heads, Scene
+from tests.support.reference_attention import ReferenceAttention
 
 
 @pytest.mark.parametrize("window", [None, 5])

@@ -10,11 +10,10 @@ import torch
 from inflight.attention.sequences import SequenceAttention
 from inflight.layers.kernels import Kernels
 from inflight.models.checkpoint import Checkpoint
-from inflight.models.encoder import Encoder, PoolingEncoder
-from inflight.models.encoder_families import EncoderHead
-from inflight.models.encoder_spec import EncoderSpec
-from inflight.models.head_weights import module_headers
-from inflight.models.heads import LayeredHead, Pooler
+from inflight.models.encoders.encoder import Encoder, PoolingEncoder
+from inflight.models.encoders.families import EncoderHead
+from inflight.models.encoders.spec import EncoderSpec
+from inflight.models.pooling_head import LayeredHead, Pooler, module_headers
 from inflight.models.tensors import (
     Placement,
     Progress,
