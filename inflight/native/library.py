@@ -53,19 +53,19 @@ class Library:
         self.attend = self._bind("attend", *strided * 3, *(_P,) * 7, *(_L,) * 8, _F, _I)
         scores = (_P, _P, _P, _L, _I)
         self.sample = self._bind("sample", _P, _L, _L, *(_P,) * 4, _L, _P, _P, *scores)
-        self.score = self._bind("score", _P, _L, _L, _P, *scores)
-        # What ranks do together; these return 0, -1 or 1 + a rank: see ranks.cpp and offers.cpp.
+        self.token_logprobs = self._bind("token_logprobs", _P, _L, _L, _P, *scores)
+        # What ranks do together; these return 0, -1 or 1 + a rank: see group.cpp and rank_sampling.cpp.
         seat = (_P, _I, _I, _L, _I, _L)
         self.group_bytes = int(self._bind("group_bytes", result=_L)())
         self.stream_bytes = int(self._bind("stream_bytes", result=_L)())
         self.group_lose = self._bind("group_lose", _P)
         self.group_sum = self._bind("group_sum", *seat, _P, _L, result=_I)
-        self.offer_bytes = self._bind("offer_bytes", _L, result=_L)
+        self.candidates_bytes = self._bind("candidates_bytes", _L, result=_L)
         part = (*seat, _L, _L, _L)
         self.group_sample = self._bind(
             "group_sample", *part, _P, _L, *(_P,) * 4, _L, _P, _P, *scores, result=_I
         )
-        self.group_score = self._bind("group_score", *part, _P, _L, _P, *scores, result=_I)
+        self.group_token_logprobs = self._bind("group_token_logprobs", *part, _P, _L, _P, *scores, result=_I)
         self.stream_write = self._bind("stream_write", _P, _P, _I, _L, _I, _P, _L, result=_I)
         self.stream_read = self._bind("stream_read", _P, _P, _I, _L, _I, _P, _L, result=_I)
         self.beat = self._bind("beat", _P, _L)

@@ -177,7 +177,7 @@ def parallel_core(
 
 def slot_bytes(library: Library, vocab_size: int, size: int) -> int:
     """Room for whatever one of `size` ranks offers of one row."""
-    needed: int = library.offer_bytes(-(-vocab_size // size))
+    needed: int = library.candidates_bytes(-(-vocab_size // size))
     return max(SLOT, -(-needed // LINE) * LINE)
 
 

@@ -1,4 +1,4 @@
-// What the ranks of one engine do together in memory that they share: sums, and streams of bytes.
+// Shared-memory operations of the ranks of one engine: sums, and streams of bytes.
 
 #include <algorithm>
 #include <cstring>
@@ -11,8 +11,8 @@ namespace {
 // One writer, several readers, a ring of bytes between them.
 struct Stream {
     alignas(64) std::atomic<uint64_t> written;
-    Counter rung;   // by the writer, when there is more to read
-    Counter freed;  // by readers, when there is more room
+    Counter rung;   // raised by the writer when there is more to read
+    Counter freed;  // raised by readers when there is more space
     struct alignas(64) {
         std::atomic<uint64_t> at;
     } taken[kMaxRanks];
@@ -20,9 +20,9 @@ struct Stream {
     char* ring() { return reinterpret_cast<char*>(this + 1); }
 
     uint64_t oldest(int readers) const {
-        uint64_t found = UINT64_MAX;
-        for (int i = 0; i < readers; ++i) found = std::min(found, taken[i].at.load());
-        return found;
+        uint64_t least = UINT64_MAX;
+        for (int i = 0; i < readers; ++i) least = std::min(least, taken[i].at.load());
+        return least;
     }
 };
 
@@ -41,40 +41,40 @@ void inflight_group_lose(void* group) { static_cast<Group*>(group)->lost.store(1
 // x [count] becomes the sum of all ranks' x, added in the order of the ranks: the same bits on each of them.
 int inflight_group_sum(void* group, int rank, int size, int64_t slot, int spins, int64_t limit, float* x,
                        int64_t count) {
-    const Seat seat{static_cast<Group*>(group), rank, size, spins, slot, limit};
+    const Member member{static_cast<Group*>(group), rank, size, spins, slot, limit};
     const int64_t most = slot / static_cast<int64_t>(sizeof(float));
     for (int64_t done = 0; done < count; done += most) {
         const int64_t n = std::min(most, count - done);
-        const uint32_t round = seat.next();
+        const uint32_t round = member.next();
         float* to = x + done;
-        std::memcpy(seat.part(rank, round), to, n * sizeof(float));
-        if (const int found = seat.meet(round)) return found;
-        const float* first = reinterpret_cast<const float*>(seat.part(0, round));
-        const float* second = reinterpret_cast<const float*>(seat.part(1, round));
+        std::memcpy(member.part(rank, round), to, n * sizeof(float));
+        if (const int status = member.meet(round)) return status;
+        const float* first = reinterpret_cast<const float*>(member.part(0, round));
+        const float* second = reinterpret_cast<const float*>(member.part(1, round));
         for (int64_t i = 0; i < n; ++i) to[i] = first[i] + second[i];
         for (int other = 2; other < size; ++other) {
-            const float* part = reinterpret_cast<const float*>(seat.part(other, round));
+            const float* part = reinterpret_cast<const float*>(member.part(other, round));
             for (int64_t i = 0; i < n; ++i) to[i] += part[i];
         }
     }
     return 0;
 }
 
-// Waits only while the ring is full.
+// Write to the stream; waits only while the ring is full.
 int inflight_stream_write(void* stream, void* group, int readers, int64_t capacity, int spins, const char* data,
                           int64_t count) {
     Stream& to = *static_cast<Stream*>(stream);
     uint64_t written = to.written.load();
     while (count > 0) {
-        const auto room = [&](uint32_t = 0) {
+        const auto space = [&](uint32_t = 0) {
             return static_cast<int64_t>(capacity - (written - to.oldest(readers)));
         };
-        if (room() <= 0) {
-            const auto reached = [&](uint32_t) { return room() > 0; };
-            if (const int found = to.freed.wait(static_cast<Group*>(group)->lost, spins, 0, reached)) return found;
+        if (space() <= 0) {
+            const auto reached = [&](uint32_t) { return space() > 0; };
+            if (const int status = to.freed.wait(static_cast<Group*>(group)->lost, spins, 0, reached)) return status;
         }
         const int64_t at = static_cast<int64_t>(written % capacity);
-        const int64_t n = std::min({count, room(), capacity - at});
+        const int64_t n = std::min({count, space(), capacity - at});
         std::memcpy(to.ring() + at, data, n);
         written += n, data += n, count -= n;
         to.written.store(written);
@@ -83,7 +83,7 @@ int inflight_stream_write(void* stream, void* group, int readers, int64_t capaci
     return 0;
 }
 
-// Waits until there are so many bytes.
+// Read `count` bytes, waiting until they are there.
 int inflight_stream_read(void* stream, void* group, int reader, int64_t capacity, int spins, char* data,
                          int64_t count) {
     Stream& from = *static_cast<Stream*>(stream);
@@ -92,7 +92,7 @@ int inflight_stream_read(void* stream, void* group, int reader, int64_t capacity
         const auto ready = [&](uint32_t = 0) { return static_cast<int64_t>(from.written.load() - taken); };
         if (ready() <= 0) {
             const auto reached = [&](uint32_t) { return ready() > 0; };
-            if (const int found = from.rung.wait(static_cast<Group*>(group)->lost, spins, 0, reached)) return found;
+            if (const int status = from.rung.wait(static_cast<Group*>(group)->lost, spins, 0, reached)) return status;
         }
         const int64_t at = static_cast<int64_t>(taken % capacity);
         const int64_t n = std::min({count, ready(), capacity - at});
@@ -105,7 +105,7 @@ int inflight_stream_read(void* stream, void* group, int reader, int64_t capacity
     return 0;
 }
 
-// A sign of life, for as long as this process has any: counts up in `beats`, from a thread of its own.
+// Heartbeat: count up in `beats` from a separate thread for as long as this process lives.
 void inflight_beat(void* beats, int64_t milliseconds) {
     auto* count = static_cast<std::atomic<uint32_t>*>(beats);
     std::thread([count, milliseconds] {
