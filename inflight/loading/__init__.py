@@ -1,4 +1,4 @@
-"""From a configuration to an engine: the checkpoint is opened, its weights loaded, the KV memory sized."""
+"""From a config to an engine: open the checkpoint, load the weights, size the KV cache."""
 
 from inflight.loading.checkpoint import open_model
 from inflight.loading.engine import LoadedEngine, LoadProgress

@@ -1,4 +1,4 @@
-"""What is read of a checkpoint before its weights: its config, its tokenizer, the tokens that end an answer."""
+"""Open the configured checkpoint and read everything but its weights: config, tokenizer, EOS tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from inflight.text import Tokenizer
 
 
 def open_model(config: EngineConfig) -> tuple[Checkpoint, str]:
-    """The checkpoint without its weights, which need not be there, and what it is called."""
+    """Return the checkpoint without its weights, which need not exist, and its name."""
     return open_configured(config, "dummy"), model_name(config)
 
 
@@ -45,7 +45,7 @@ def load_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | 
         return Tokenizer.load(folder, model.chat_template)
     except ModelError:
         if model.load_format == "dummy" and model.tokenizer is None:
-            return None  # a config alone is enough for random weights
+            return None  # random weights need only a config
         raise
 
 

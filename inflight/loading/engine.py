@@ -1,4 +1,4 @@
-"""A scheduler and a runner over a model: the core of an engine."""
+"""Build the engine core, a scheduler and a runner, over a loaded model; `LoadedEngine` can rebuild it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def decoder_core(
-    place: Platform,
+    platform: Platform,
     decoder: Decoder,
     ranks: RankProcesses | None,
     num_blocks: int,
@@ -40,21 +40,21 @@ def decoder_core(
     policy: Policy,
 ) -> EngineCore:
     options, block_size = config.scheduler, config.cache.block_size
-    limits = _limits(options, place, options.max_num_batched_tokens or place.max_num_batched_tokens)
+    limits = _limits(options, platform, options.max_num_batched_tokens or platform.max_num_batched_tokens)
     limits = replace(limits, num_stages=config.parallel.pipeline_parallel_size)
     cache = ChainHashCache(block_size) if config.cache.enable_prefix_caching else NoPrefixCache()
-    target = place.target_step_ms if options.target_step_ms is None else options.target_step_ms
+    target = platform.target_step_ms if options.target_step_ms is None else options.target_step_ms
     max_tokens = limits.max_num_batched_tokens
     token_budget = (
-        TimedTokenBudget(max_tokens, target / 1000, place.step_sizes(max_tokens)) if target else None
+        TimedTokenBudget(max_tokens, target / 1000, platform.step_sizes(max_tokens)) if target else None
     )
     scheduler = Scheduler(limits, policy, BlockManager(num_blocks, block_size, cache), token_budget)
-    depth = options.pipeline_depth or place.pipeline_depth
+    depth = options.pipeline_depth or platform.pipeline_depth
     links = None if ranks is None else stage_links(ranks.memory, decoder)
-    make_runner = partial(place.runner, config, decoder, num_blocks, max_model_len, grammars, links)
+    make_runner = partial(platform.runner, config, decoder, num_blocks, max_model_len, grammars, links)
     if ranks is None:
         prepare = partial(_compiled_grammar, grammars)
-        dormancy = ModelDormancy(decoder, place.device, make_runner)
+        dormancy = ModelDormancy(decoder, platform.device, make_runner)
         return EngineCore(
             scheduler, make_runner(), depth, options.max_queue, prepare=prepare, dormancy=dormancy
         )
@@ -63,41 +63,41 @@ def decoder_core(
 
 
 def _compiled_grammar(grammars: GrammarCompiler, request: Request) -> Future[Grammar] | None:
-    """On its way, where the request needs one that is not there yet."""
-    asked = request.params.structured_outputs
-    if asked is None or grammars.is_compiled(asked):
+    """Start to compile the request's grammar, if it needs one that is not compiled yet."""
+    constraint = request.params.structured_outputs
+    if constraint is None or grammars.is_compiled(constraint):
         return None
-    return grammars.begin(asked, request.tenant)
+    return grammars.begin(constraint, request.tenant)
 
 
 def encoder_core(
-    place: Platform, encoder: PoolingEncoder, max_model_len: int, config: EngineConfig, policy: Policy
+    platform: Platform, encoder: PoolingEncoder, max_model_len: int, config: EngineConfig, policy: Policy
 ) -> EngineCore:
-    """An encoder keeps nothing between steps. Its blocks are one for each text, with no memory behind them, and enough
-    for what policies keep free besides."""
+    """Build the core of an encoder. It keeps nothing between steps, so each text gets one block without memory behind
+    it, and there are spare blocks for the headroom that policies keep free."""
     options = config.scheduler
-    max_tokens = options.max_num_batched_tokens or max(place.max_text_tokens, max_model_len)
+    max_tokens = options.max_num_batched_tokens or max(platform.max_text_tokens, max_model_len)
     if max_tokens < max_model_len:
         raise ConfigError(
             f"max_num_batched_tokens is {max_tokens}: an encoder computes a text in one step, so it must be at least "
             f"max_model_len, {max_model_len}"
         )
-    limits = _limits(options, place, max_tokens)
+    limits = _limits(options, platform, max_tokens)
     num_spare = -(-HEADROOM * limits.max_num_seqs // max_model_len) + 1
     blocks = BlockManager(limits.max_num_seqs + num_spare, max_model_len, NoPrefixCache())
     scheduler = Scheduler(limits, policy, blocks)
-    make_runner = partial(place.encoder_runner, config, encoder, limits)
-    depth = options.pipeline_depth or place.pipeline_depth
-    dormancy = ModelDormancy(encoder, place.device, make_runner)
+    make_runner = partial(platform.encoder_runner, config, encoder, limits)
+    depth = options.pipeline_depth or platform.pipeline_depth
+    dormancy = ModelDormancy(encoder, platform.device, make_runner)
     return EngineCore(scheduler, make_runner(), depth, options.max_queue, dormancy=dormancy)
 
 
-def _limits(options: SchedulerConfig, place: Platform, max_num_batched_tokens: int) -> Limits:
+def _limits(options: SchedulerConfig, platform: Platform, max_num_batched_tokens: int) -> Limits:
     return Limits(
-        max_num_seqs=options.max_num_seqs or place.max_num_seqs,
+        max_num_seqs=options.max_num_seqs or platform.max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
-        # Unless asked for, no limit but the blocks themselves: tokens of a shared prefix are resident in every
-        # request that has it, and there may be many more of them than places.
+        # By default the blocks are the only limit: tokens of a shared prefix count once per request that has it, so
+        # there may be many more of them than slots.
         max_kv_tokens=options.max_kv_tokens or sys.maxsize,
     )
 
@@ -110,7 +110,7 @@ def policy_of(options: SchedulerConfig) -> Policy:
         raise
     except Exception as error:  # a user's class can raise anything
         raise ConfigError(
-            f"policy {choice!r} could not be made without arguments: {type(error).__name__}: {error}"
+            f"policy {choice!r} could not be created without arguments: {type(error).__name__}: {error}"
         ) from error
     if options.tenant_weights:
         policy.set_weights(options.tenant_weights)
@@ -118,12 +118,12 @@ def policy_of(options: SchedulerConfig) -> Policy:
 
 
 BuildCore = Callable[[EngineConfig, Policy], EngineCore]
-LoadProgress = Callable[[int, int], None]  # bytes done, bytes in all
+LoadProgress = Callable[[int, int], None]  # (bytes done, total bytes)
 
 
 @dataclass
 class LoadedEngine(Frontend):
-    """An engine and what belongs to its model."""
+    """An engine in this process, with its model and everything to rebuild it."""
 
     platform: Platform
     core: EngineCore
@@ -134,7 +134,7 @@ class LoadedEngine(Frontend):
 
     @property
     def facts(self) -> ModelFacts:
-        """What is to be known without holding the weights."""
+        """The facts about the model that clients need without holding the weights."""
         folder = None if self.tokenizer is None else self.tokenizer.folder
         limits, blocks = self.core.scheduler.limits, self.core.scheduler.blocks
         return ModelFacts(
@@ -156,12 +156,14 @@ class LoadedEngine(Frontend):
         )
 
     def use(self, **scheduler_options: Any) -> EngineCore:
-        """Put another engine over the same weights and KV memory in place of this one, which must be idle: another
-        policy, other limits. The memory of the one before is given back first."""
+        """Rebuild the engine core over the same weights with another policy or other limits. The engine must be idle;
+        the old core's memory is released first."""
         if self.core.is_sleeping:
             raise asleep()
         if self.core.has_work:
-            raise EngineError("the engine has requests: another one can take its place only when it is idle")
+            raise EngineError(
+                "the engine has requests: its scheduler options can only be changed while it is idle"
+            )
         config = replace(self.config, scheduler=replace(self.config.scheduler, **scheduler_options))
         policy = policy_of(config.scheduler)
         self.core.close()
@@ -170,7 +172,7 @@ class LoadedEngine(Frontend):
         return self.core
 
     def close(self) -> None:
-        """Give back memory and the processes that render templates and try grammars."""
+        """Release memory and the processes that render templates and validate grammars."""
         try:
             self.core.close()
         finally:

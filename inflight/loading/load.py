@@ -1,4 +1,8 @@
-"""Models that generate: a decoder, or the part of one that a rank holds, and an engine over it."""
+"""Load the configured model and build an engine over it.
+
+`load_engine` opens the checkpoint and calls `load_decoder_engine` or `load_encoder_engine`. `load_rank` is its
+counterpart in the process of another rank.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +18,9 @@ from inflight.constraints import GrammarCompiler
 from inflight.engine import EngineCore, ModelFacts
 from inflight.engine.runner import Runner
 from inflight.errors import ConfigError
+from inflight.execution import platforms
 from inflight.execution.parallel.starting import rank_shard, stage_links, start_ranks
-from inflight.execution.platforms import Platform, platform
+from inflight.execution.platforms import Platform
 from inflight.frontend import InputProcessor
 from inflight.frontend.chat_formats import check_parsers
 from inflight.frontend.vocabulary import vocabulary_of
@@ -46,7 +51,7 @@ logger = logging.getLogger(__name__)
 def load_decoder_engine(
     config: EngineConfig,
     policy: Policy,
-    place: Platform,
+    platform: Platform,
     checkpoint: Checkpoint,
     tokenizer: Tokenizer | None,
     progress: LoadProgress | None,
@@ -60,53 +65,53 @@ def load_decoder_engine(
     with ExitStack() as undo:
         dtype = resolve_dtype(model.dtype, checkpoint.config)
         shared = _SharedProgress(progress)
-        ranks = shared.ranks = start_ranks(config, place, spec, context, dtype, shared.repeat)
+        ranks = shared.ranks = start_ranks(config, platform, spec, context, dtype, shared.repeat)
         if ranks is not None:
             undo.callback(ranks.close)
         memory = None if ranks is None else ranks.memory
-        decoder = _fill_decoder(config, place, checkpoint, plan, context, memory, shared)
-        if ranks is not None and place.device.type == "cpu":
-            ranks.wait_until_loaded()  # what is left then is for KV; on GPUs all ranks try their largest steps now
-        num_blocks = place.num_blocks(config, decoder, context)
+        decoder = _fill_decoder(config, platform, checkpoint, plan, context, memory, shared)
+        if ranks is not None and platform.device.type == "cpu":
+            ranks.wait_until_loaded()  # the remaining memory is for KV; on GPUs, all ranks profile their largest step
+        num_blocks = platform.num_blocks(config, decoder, context)
         if ranks is not None:
-            theirs = ranks.wait_until_loaded()
-            num_blocks = min(num_blocks, num_blocks if theirs is None else theirs)
+            least = ranks.wait_until_loaded()
+            num_blocks = num_blocks if least is None else min(num_blocks, least)
         limits = config.scheduler
         max_model_len = fit_context(
             num_blocks, config.cache.block_size, limits.max_kv_tokens, context, model.max_model_len
         )
         if max_model_len < context:
             logger.warning(
-                "the KV memory holds %d tokens: max_model_len is cut from %d", max_model_len, context
+                "the KV cache holds %d tokens: max_model_len is reduced from %d", max_model_len, context
             )
-        logger.info("%s; %d KV blocks of %d tokens", place.describe(), num_blocks, config.cache.block_size)
+        logger.info("%s; %d KV blocks of %d tokens", platform.describe(), num_blocks, config.cache.block_size)
         grammars = GrammarCompiler(partial(vocabulary_of, tokenizer, spec.vocab_size, eos))
         input_processor = InputProcessor.create(
             tokenizer, spec.vocab_size, max_model_len, eos, model.seed, grammars
         )
-        build = partial(decoder_core, place, decoder, ranks, num_blocks, max_model_len, grammars)
+        build = partial(decoder_core, platform, decoder, ranks, num_blocks, max_model_len, grammars)
         core = build(config, policy)
         loaded = LoadedEngine(
             config,
             tokenizer,
             input_processor,
             recommended,
-            place,
+            platform,
             core,
             decoder,
             build,
             generates=decoder.generates,
             pooling=plan.pooling,
         )
-        if ranks is not None:  # they end with the model, also where nobody closes the engine
+        if ranks is not None:  # they end with the model, even if the engine is never closed
             loaded.end_ranks = weakref.finalize(decoder, ranks.close)
         undo.pop_all()
     return loaded
 
 
 class _SharedProgress:
-    """The progress of the first rank, which is repeated when another one makes some: nobody may give up an engine
-    whose first rank waits for one that still loads, nor a rank that waits for the first one."""
+    """The first rank's progress, reported again whenever another rank makes progress. An engine must not be given up
+    while its first rank waits for one that is still loading, nor a rank while it waits for the first."""
 
     def __init__(self, progress: LoadProgress | None) -> None:
         self.ranks: RankProcesses | None = None
@@ -126,22 +131,22 @@ class _SharedProgress:
 
 def _fill_decoder(
     config: EngineConfig,
-    place: Platform,
+    platform: Platform,
     checkpoint: Checkpoint,
     plan: DecoderPlan,
     context: int,
     memory: RankMemory | None,
     progress: LoadProgress | None,
 ) -> Decoder:
-    """The decoder, or with `memory` the part of it that belongs to the rank that sees it, with its weights."""
+    """Return the decoder with its weights; with `memory`, the shard of the calling rank."""
     model = config.model
-    shard = whole_shard(plan.spec) if memory is None else rank_shard(plan.spec, memory, place)
+    shard = whole_shard(plan.spec) if memory is None else rank_shard(plan.spec, memory, platform)
     dtype = resolve_dtype(model.dtype, checkpoint.config)
     decoder = load_decoder(
         checkpoint,
-        *place.kernels_and_attention(shard.spec, dtype),
+        *platform.kernels_and_attention(shard.spec, dtype),
         dtype,
-        place.device,
+        platform.device,
         progress=progress,
         load_format=model.load_format,
         seed=model.seed,
@@ -155,7 +160,7 @@ def _fill_decoder(
 
 
 def load_rank(config: EngineConfig, memory: RankMemory, progress: LoadProgress | None = None) -> LoadedRank:
-    """The part of a model that a rank in a process of its own holds: see `execution/parallel/worker.py`."""
+    """Load the part of a model that belongs to a rank in its own process: see `execution/parallel/worker.py`."""
     from inflight.execution.parallel.follower import LoadedRank
 
     model = config.model
@@ -165,44 +170,44 @@ def load_rank(config: EngineConfig, memory: RankMemory, progress: LoadProgress |
     context = resolve_context(plan.spec, model.max_model_len)
     eos = eos_ids(checkpoint, tokenizer)
     grammars = GrammarCompiler(partial(vocabulary_of, tokenizer, plan.spec.vocab_size, eos))
-    place = platform(model.device)
-    decoder = _fill_decoder(config, place, checkpoint, plan, context, memory, progress)
+    platform = platforms.platform(model.device)
+    decoder = _fill_decoder(config, platform, checkpoint, plan, context, memory, progress)
     if decoder.generates and decoder.shard.is_last:
-        grammars.warm_up()  # else all ranks would wait for this one at the first constraint
-    if place.device.type == "cpu":
+        grammars.warm_up()  # otherwise all ranks would wait for this one at the first constraint
+    if platform.device.type == "cpu":
         return LoadedRank(decoder, grammars)
 
     def make_runner(begin: Begin) -> Runner[Any]:
-        # Ranks round steps alike, also when the first has got other limits since it was loaded.
+        # Ranks must pad steps alike, even if the first rank's limits changed after loading.
         limits = replace(
             config.scheduler, max_num_seqs=begin.max_rows, max_num_batched_tokens=begin.max_tokens
         )
         limited = replace(config, scheduler=limits)
         links = stage_links(memory, decoder)
-        return place.runner(limited, decoder, begin.num_blocks, begin.max_len, grammars, links)
+        return platform.runner(limited, decoder, begin.num_blocks, begin.max_len, grammars, links)
 
-    num_blocks = place.num_blocks(config, decoder, context)
+    num_blocks = platform.num_blocks(config, decoder, context)
     return LoadedRank(decoder, grammars, num_blocks, make_runner)
 
 
 def load_encoder_engine(
     config: EngineConfig,
     policy: Policy,
-    place: Platform,
+    platform: Platform,
     checkpoint: Checkpoint,
     tokenizer: Tokenizer | None,
     progress: LoadProgress | None,
 ) -> LoadedEngine:
     model, folder = config.model, checkpoint.folder
     if config.parallel.num_ranks > 1:
-        raise ConfigError(f"{config.parallel}: an encoder has one rank")
+        raise ConfigError(f"{config.parallel}: an encoder runs on one rank")
     spec = encoder_spec(checkpoint.config)
     files = None if folder is None else read_sentence_files(folder)
     head = encoder_head(checkpoint.config, files, spec.hidden_size)
     declared = (None if files is None else files.max_length, declared_length(folder))
     max_model_len = resolve_text_length(spec.max_position, declared, model.max_model_len)
     dtype = resolve_dtype(model.dtype, checkpoint.config)
-    kernels = place.encoder_kernels(spec, dtype)
+    kernels = platform.encoder_kernels(spec, dtype)
     encoder = load_encoder(
         checkpoint,
         spec,
@@ -211,14 +216,14 @@ def load_encoder_engine(
         kernels.attention,
         kernels.head,
         dtype,
-        place.device,
+        platform.device,
         max_position=max_model_len,
         load_format=model.load_format,
         seed=model.seed,
         progress=progress,
     )
-    logger.info("%s; texts of up to %d tokens", place.describe(), max_model_len)
-    build = partial(encoder_core, place, encoder, max_model_len)
+    logger.info("%s; texts of up to %d tokens", platform.describe(), max_model_len)
+    build = partial(encoder_core, platform, encoder, max_model_len)
     input_processor = InputProcessor.create(tokenizer, spec.vocab_size, max_model_len, (), model.seed)
     core = build(config, policy)
     return LoadedEngine(
@@ -226,7 +231,7 @@ def load_encoder_engine(
         tokenizer,
         input_processor,
         {},
-        place,
+        platform,
         core,
         encoder,
         build,
@@ -236,24 +241,24 @@ def load_encoder_engine(
 
 
 def load_engine(config: EngineConfig, progress: LoadProgress | None = None) -> LoadedEngine:
-    """Open the checkpoint, load the weights, size the KV memory and put the engine together."""
+    """Open the checkpoint, load the weights, size the KV cache and build the engine."""
     model = config.model
-    policy = policy_of(config.scheduler)  # first of all: a wrong name should not take minutes to show
+    policy = policy_of(config.scheduler)  # first: a wrong name should not take minutes to be reported
     check_parsers(model)
-    place = platform(model.device)
+    platform = platforms.platform(model.device)
     checkpoint = open_configured(config, model.load_format)
     tokenizer = load_tokenizer(config, checkpoint)
     load = load_decoder_engine if encoder_architecture(checkpoint.config) is None else load_encoder_engine
-    known_as = fingerprint(
+    model_fingerprint = fingerprint(
         checkpoint, tokenizer.folder if tokenizer is not None and model.tokenizer else None
     )
-    loaded = load(config, policy, place, checkpoint, tokenizer, progress)
-    loaded.fingerprint = known_as
+    loaded = load(config, policy, platform, checkpoint, tokenizer, progress)
+    loaded.fingerprint = model_fingerprint
     return loaded
 
 
 def load_core(config: EngineConfig, progress: LoadProgress) -> tuple[EngineCore, ModelFacts]:
-    """The half of an engine that runs in a process of its own: see `engine/remote/worker.py`."""
+    """Load the half of an engine that runs in its own process: see `engine/remote/worker.py`."""
     loaded = load_engine(config, progress)
     compiler = loaded.input_processor.grammars.compiler
     if compiler is not None:

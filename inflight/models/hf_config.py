@@ -1,4 +1,7 @@
-"""Typed reading of a `config.json`: a field that is missing or of the wrong kind is named."""
+"""Typed reading of Hugging Face config files, and of the rotary embedding that a `config.json` describes.
+
+Errors name the field that is missing or has the wrong type.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ _MOST_FLOAT = sys.float_info.max  # an integer of JSON may be larger
 
 
 class Fields:
-    """A JSON object and where it stands. A null counts as missing."""
+    """A JSON object and the name of its file for error messages. A null counts as missing."""
 
     def __init__(self, values: Mapping[str, Any], where: str = "config.json") -> None:
         self.values = values
@@ -26,7 +29,7 @@ class Fields:
         return self.values.get(name) is not None
 
     def integer(self, name: str, default: int | None = None, least: int = 1) -> int:
-        """Up to a limit that no real model reaches, so that nothing made from it takes all memory."""
+        """Return an integer, bounded so that a bogus config cannot exhaust memory."""
         value = self._get(name, default)
         most = _MOST.get(name, _MOST_OTHERWISE)
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
@@ -74,10 +77,10 @@ class Fields:
         return Fields(value, f"{name} of {self.where}")
 
     def check_supported(self, fixed: Mapping[str, tuple[Any, ...]]) -> None:
-        """Refuse a model that computes otherwise. `fixed`: fields, and the values that they may have."""
+        """Raise unless each field in `fixed` has one of its supported values, and nothing is quantized."""
         if "quantization_config" in self:
             raise ModelError(
-                f"{self.where} has a quantization_config: only bf16, fp16 and fp32 checkpoints can be served"
+                f"{self.where} has a quantization_config: only bf16, fp16 and fp32 checkpoints are supported"
             )
         for name, allowed in fixed.items():
             if self.values.get(name) not in allowed:
@@ -93,7 +96,7 @@ class Fields:
         if value is None:
             value = default
         if value is None:
-            raise ModelError(f"{self.where} has no {name!r}, which is needed")
+            raise ModelError(f"{self.where} has no {name!r}, which is required")
         return value
 
 
@@ -101,7 +104,7 @@ MAX_CONTEXT, MAX_DEFAULT_CONTEXT = 1 << 24, 1 << 20  # tokens
 
 
 def read_rope(config: Fields, layer_type: str, head_dim: int, partial: bool) -> Rope:
-    """The rotary embedding of layers of `layer_type`. `partial`: the family may rotate a part of each head."""
+    """Return the rotary embedding of layers of `layer_type`. `partial`: the family may rotate only part of a head."""
     rope = _parameters(config, layer_type)
     share = rope.number("partial_rotary_factor", 1.0)
     if share > 1 or (share != 1 and not partial):
@@ -121,12 +124,11 @@ def read_rope(config: Fields, layer_type: str, head_dim: int, partial: bool) -> 
 
 
 def default_context(rope: Rope, max_position: int) -> tuple[int, int]:
-    """(the longest context the checkpoint is meant for, what to serve unless asked) given its
-    `max_position_embeddings`.
+    """Return (the longest context that the checkpoint supports, the context to serve by default).
 
-    Checkpoints that stretch with YaRN may declare the trained length or the stretched one. Those with
-    long and short factors do best at short prompts with the short ones: going further must be asked for. So must
-    more than a million tokens: tables of positions are made at start, and a config may claim anything.
+    `max_position` is its `max_position_embeddings`. With YaRN it may be the trained length or the stretched one. With
+    long and short factors, short prompts do best with the short ones, so a longer context is opt-in. So are more than
+    a million tokens: position tables are allocated at start, and a config may claim anything.
     """
     match rope.scaling:
         case YarnScaling(factor=factor, original_max_position=original):
@@ -139,7 +141,7 @@ def default_context(rope: Rope, max_position: int) -> tuple[int, int]:
 
 
 def _parameters(config: Fields, layer_type: str) -> Fields:
-    """Everything about one rotary embedding in one place, whichever writing it came in."""
+    """Return the parameters of one rotary embedding, whichever layout the config uses."""
     values: dict[str, Any] = {}
     where = config.where
     for key in ("rope_parameters", "rope_scaling"):
@@ -152,7 +154,7 @@ def _parameters(config: Fields, layer_type: str) -> Fields:
                 raise ModelError(f"{part.where} has {', '.join(sorted(nested))} but no {layer_type!r}")
             part = part.part(layer_type)
         elif key == "rope_scaling" and layer_type == "sliding_attention" and "rope_local_base_freq" in config:
-            continue  # layers with a base frequency of their own are not scaled
+            continue  # layers with their own base frequency are not scaled
         values.update(part.values)
         where = part.where
     theta_key = "rope_theta"
@@ -164,7 +166,7 @@ def _parameters(config: Fields, layer_type: str) -> Fields:
 
 
 def _original(rope: Fields, config: Fields) -> int:
-    """The trained context length. A field beside the rope's own wins, as Phi-3 writes it."""
+    """Return the trained context length. A top-level field takes precedence, as in Phi-3."""
     for fields in (config, rope):
         if "original_max_position_embeddings" in fields:
             return fields.integer("original_max_position_embeddings", least=2)
@@ -210,12 +212,12 @@ def _sharpening(factor: float, weight: float) -> float:
 def _longrope(rope: Fields, config: Fields, rotary_dim: int) -> Scaling:
     original = _original(rope, config)
     factor = rope.number("factor", config.integer("max_position_embeddings") / original)
-    unasked = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    default = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     return LongScaling(
         rope.numbers("short_factor", rotary_dim // 2),
         rope.numbers("long_factor", rotary_dim // 2),
         original,
-        rope.number("attention_factor", unasked),
+        rope.number("attention_factor", default),
     )
 
 

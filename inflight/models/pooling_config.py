@@ -1,11 +1,11 @@
-"""What the files of sentence-transformers say about an embedder: how tokens are pooled, what comes after, prompts.
+"""How a checkpoint pools, read from its sentence-transformers files and config.json: modules, labels, prompts, scales.
 
     modules.json                        the modules, in order
-    1_Pooling/config.json               and the like: the configuration of each
-    sentence_bert_config.json           how long a text may be
+    1_Pooling/config.json etc.          the configuration of each module
+    sentence_bert_config.json           the maximum length of a text
     config_sentence_transformers.json   prompts
 
-A module that is not known here is refused by its name: leaving it out would change every embedding.
+An unknown module is an error: leaving it out would change every embedding.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from inflight.pooling import PoolingFacts, Scale
 
 MODULES = "modules.json"
 PROMPTS = "config_sentence_transformers.json"
-# One for each kind of transformer, in the first years; now always the first.
+# Early versions wrote one file name per kind of transformer; now it is always the first.
 LENGTHS = tuple(
     f"sentence_{kind}_config.json"
     for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
 TOKENIZER = "tokenizer_config.json"
-MAX_LENGTH = 1 << 24  # beyond it, tokenizers mean that there is no limit
+MAX_LENGTH = 1 << 24  # tokenizers write larger numbers to mean that there is no limit
 MAX_MODULES = 16
 MAX_PROMPTS, MAX_PROMPT_LENGTH = 1024, 1 << 16
 
-# As older files write them, in the order in which their vectors are joined.
+# The flags of older files, in the order in which their vectors are concatenated.
 _FLAGS = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -42,7 +42,7 @@ _FLAGS = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-# By the last part of their names.
+# By the last part of the class name.
 _ACTIVATIONS = {
     "Identity": None,
     "Tanh": "tanh",
@@ -54,15 +54,14 @@ _ACTIVATIONS = {
 
 @dataclass(frozen=True, slots=True)
 class SentenceFiles:
-    """What comes after a transformer's hidden states, and what stands before its texts."""
+    """The contents of the sentence-transformers files: pooling, head layers, limits and prompts."""
 
-    pooling: tuple[
-        str, ...
-    ] = ()  # of POOLINGS, joined in this order; none where the transformer itself ends in scores
-    width: int = 0  # of the hidden states that are pooled
+    # Some of POOLINGS, concatenated in this order; empty if the transformer itself returns scores.
+    pooling: tuple[str, ...] = ()
+    width: int = 0  # features of the hidden states that are pooled
     head: tuple[HeadLayer, ...] = ()
     normalize: bool = False
-    max_length: int | None = None  # tokens of a text; None: they do not say
+    max_length: int | None = None  # tokens of a text; None: not declared
     lowercase: bool = False
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
@@ -71,7 +70,7 @@ class SentenceFiles:
 
 
 def read_sentence_files(folder: Path) -> SentenceFiles | None:
-    """None where there is no modules.json: the folder is not of sentence-transformers."""
+    """Return the contents, or None without a modules.json: the folder is not from sentence-transformers."""
     listed = read_list(folder, MODULES)
     if listed is None:
         return None
@@ -83,35 +82,35 @@ def read_sentence_files(folder: Path) -> SentenceFiles | None:
         )
     if modules[0][1]:
         raise ModelError(
-            f"{folder / MODULES} has its Transformer in {modules[0][1]!r}: give that folder's checkpoint"
+            f"{folder / MODULES} has its Transformer in {modules[0][1]!r}: serve that folder instead"
         )
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     head: list[HeadLayer] = []
     for index, (kind, path) in enumerate(modules[1:], 1):
-        if "normalize" in found and kind != "Dropout":
+        if "normalize" in values and kind != "Dropout":
             raise ModelError(
                 f"{folder / MODULES} has {kind} after Normalize: only a last Normalize is supported"
             )
         if (kind == "Pooling") != (index == 1):
             raise ModelError(
-                f"{folder / MODULES} has {kind} in place {index}: Pooling must come first, and once"
+                f"{folder / MODULES} has {kind} as module {index}: Pooling must be module 1, and only that"
             )
         if kind == "Pooling":
-            found["pooling"], found["width"] = _pooling(_config(folder, path))
+            values["pooling"], values["width"] = _pooling(_config(folder, path))
         elif kind == "Dense":
             head.append(_dense(_config(folder, path), path))
         elif kind == "LayerNorm":
             head.append(NormLayer(f"{path}/norm", _config(folder, path).integer("dimension"), eps=1e-5))
         elif kind == "Normalize":
-            found["normalize"] = True
-    return SentenceFiles(head=tuple(head), **found, **_lengths(folder), **_prompts(folder))
+            values["normalize"] = True
+    return SentenceFiles(head=tuple(head), **values, **_lengths(folder), **_prompts(folder))
 
 
 _KNOWN = ("Transformer", "Pooling", "Dense", "LayerNorm", "Normalize", "Dropout")
 
 
 def _module(folder: Path, item: Any) -> tuple[str, str]:
-    """(kind, sub-folder) of an entry of modules.json."""
+    """Return (kind, sub-folder) of an entry of modules.json."""
     if not isinstance(item, Mapping):
         raise ModelError(f"{folder / MODULES} has the entry {shown(item)}: it must be an object")
     fields = Fields(item, f"an entry of {MODULES}")
@@ -119,11 +118,11 @@ def _module(folder: Path, item: Any) -> tuple[str, str]:
     kind = name.rpartition(".")[2]
     if not name.startswith("sentence_transformers.") or kind not in _KNOWN:
         raise ModelError(
-            f"{folder / MODULES} has the module {shown(name)}, which is not supported: known are {', '.join(_KNOWN)}"
+            f"{folder / MODULES} has the module {shown(name)}: supported modules are {', '.join(_KNOWN)}"
         )
     has_files = kind in ("Pooling", "Dense", "LayerNorm")
     if (has_files and not path) or path in (".", "..") or "/" in path or "\\" in path or "\0" in path:
-        raise fields.error("path", "the name of a folder beside it")
+        raise fields.error("path", "the name of a folder next to it")
     inside(folder, path)
     return kind, path
 
@@ -132,23 +131,23 @@ def _config(folder: Path, path: str) -> Fields:
     name = f"{path}/config.json"
     values = read_object(folder, name)
     if values is None:
-        raise ModelError(f"{folder / name} is missing, though {MODULES} names it")
+        raise ModelError(f"{folder / name} is named in {MODULES} but is missing")
     return Fields(values, name)
 
 
 def _pooling(config: Fields) -> tuple[tuple[str, ...], int]:
-    """(modes, features of a token)"""
-    given = config.values.get("pooling_mode")
-    if given is not None:
-        modes = [given] if isinstance(given, str) else config.strings("pooling_mode")
+    """Return (modes, features of a token)."""
+    mode = config.values.get("pooling_mode")
+    if mode is not None:
+        modes = [mode] if isinstance(mode, str) else config.strings("pooling_mode")
         if not modes or len(modes) > len(POOLINGS) or not set(modes) <= set(POOLINGS):
             raise config.error("pooling_mode", f"some of {', '.join(POOLINGS)}")
     else:
         modes = [mode for flag, mode in _FLAGS.items() if config.boolean(flag, False)]
         if not modes:
-            raise ModelError(f"{config.where} says no pooling mode: it must be some of {', '.join(POOLINGS)}")
+            raise ModelError(f"{config.where} has no pooling mode: it must be some of {', '.join(POOLINGS)}")
     if not config.boolean("include_prompt", True):
-        raise config.error("include_prompt", "true: pooling that leaves out the prompt is not supported")
+        raise config.error("include_prompt", "true: pooling without the prompt is not supported")
     size = "embedding_dimension" if "embedding_dimension" in config else "word_embedding_dimension"
     return tuple(modes), config.integer(size)
 
@@ -169,16 +168,16 @@ def _dense(config: Fields, path: str) -> DenseLayer:
 
 
 def torch_class(config: Fields, name: str, allowed: tuple[str, ...]) -> str:
-    """The last part of the name of a class of torch.nn, which is never imported by that name."""
-    given = config.string(name)
-    kind = given.rpartition(".")[2]
-    if not given.startswith("torch.nn.") or kind not in allowed:
+    """Return the last part of a torch.nn class name. The class is never imported by that name."""
+    path = config.string(name)
+    kind = path.rpartition(".")[2]
+    if not path.startswith("torch.nn.") or kind not in allowed:
         raise config.error(name, f"torch.nn's {', '.join(allowed)}")
     return kind
 
 
 def declared_length(folder: Path | None) -> int | None:
-    """Tokens of a text, as the tokenizer's files say; None where they do not, or say a number without meaning."""
+    """Return the maximum length in tokenizer_config.json, or None if there is none or it is meaningless."""
     config = {} if folder is None else read_object(folder, TOKENIZER) or {}
     length = config.get("model_max_length")
     return length if isinstance(length, int) and 0 < length <= MAX_LENGTH else None
@@ -219,7 +218,7 @@ MAX_LABELS = 1 << 16
 def embedding_facts(
     files: SentenceFiles, config: Mapping[str, Any], size: int, splittable: bool
 ) -> PoolingFacts:
-    """Of an embedder. Scores are angles where the checkpoint compares embeddings so."""
+    """Return the facts of an embedder. It can score pairs if the checkpoint compares embeddings by cosine."""
     by_angle = files.similarity == "cosine" or (files.similarity == "dot" and files.normalize)
     return PoolingFacts(
         task="embed",
@@ -241,7 +240,7 @@ def classifier_facts(
     splittable: bool,
     scores: Literal["pair", "template"] | None = "pair",
 ) -> PoolingFacts:
-    """Of a model that ends in labels. `scores`: how a pair becomes one score, where there is one label."""
+    """Return the facts of a classifier. `scores` is how a pair becomes one score if there is a single label."""
     labels = read_labels(config)
     return PoolingFacts(
         task="classify",
@@ -257,7 +256,7 @@ def classifier_facts(
 
 
 def read_labels(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """A classifier's labels in order. Without any in the config there are two, as transformers has it."""
+    """Return a classifier's labels in order. Without any in the config there are two, as in transformers."""
     fields = Fields(config)
     if "id2label" not in fields:
         count = fields.integer("num_labels", 2)
@@ -268,13 +267,13 @@ def read_labels(config: Mapping[str, Any]) -> tuple[str, ...]:
     labels = tuple(names.get(str(index)) for index in range(len(names)))
     if not 1 <= len(labels) <= MAX_LABELS or not all(isinstance(label, str) for label in labels):
         raise ModelError(
-            f"id2label in config.json is {shown(names)}: it must name each of 1 to {MAX_LABELS} labels, from 0"
+            f"id2label in config.json is {shown(names)}: it must name 1 to {MAX_LABELS} labels, numbered from 0"
         )
     return labels  # type: ignore[return-value]  # all are strings
 
 
 def _scale(config: Fields, files: SentenceFiles | None, num_labels: int) -> Scale:
-    """What the checkpoint's makers do with its logits; else what sentence-transformers and transformers do."""
+    """Return the checkpoint's own scale of its logits, or the default of sentence-transformers and transformers."""
     stated: tuple[Fields, str] | None = None
     if files is not None and files.activation is not None:
         stated = Fields({"activation_fn": files.activation}, PROMPTS), "activation_fn"
@@ -291,11 +290,11 @@ def _scale(config: Fields, files: SentenceFiles | None, num_labels: int) -> Scal
 
 
 def _dimensions(config: Fields, size: int) -> tuple[int, ...] | None:
-    """To which an embedding may be cut, where the config tells."""
-    given = config.values.get("matryoshka_dimensions")
-    if given is None:
+    """Return the sizes to which an embedding may be truncated, if the config lists them."""
+    sizes = config.values.get("matryoshka_dimensions")
+    if sizes is None:
         return None
-    whole = isinstance(given, list) and all(type(item) is int and 0 < item <= size for item in given)
-    if not whole or not given:
+    valid = isinstance(sizes, list) and all(type(item) is int and 0 < item <= size for item in sizes)
+    if not valid or not sizes:
         raise config.error("matryoshka_dimensions", f"a list of sizes up to {size}")
-    return tuple(sorted(set(given)))
+    return tuple(sorted(set(sizes)))

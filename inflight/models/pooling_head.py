@@ -1,7 +1,7 @@
-"""From the hidden states of a text to one vector: pooling, then the layers of a head.
+"""Pooling heads: from the hidden states of a text to one vector.
 
-A head is data (`HeadLayer`s, as the checkpoint's files describe them) until it is made: BERT's pooler and classifier,
-the `Dense` modules of an embedder and the score of a decoder are all the same few layers.
+A head is described by data (`HeadLayer`s, read from the checkpoint's files) and then built: BERT's pooler and
+classifier, an embedder's `Dense` modules and a decoder's score layer consist of the same few layers.
 """
 
 from __future__ import annotations
@@ -39,16 +39,15 @@ POOLINGS = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lastt
 class DenseLayer:
     """activation(x @ W.T + b)"""
 
-    module: (
-        str  # the name of its tensors, less ".weight" and ".bias"; "2_Dense/linear" is in a folder of its own
-    )
+    # The name of its tensors without ".weight" and ".bias"; "2_Dense/linear" is in the folder 2_Dense.
+    module: str
     in_features: int
     out_features: int
     bias: bool = True
     activation: str | None = None
 
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """By name: all its tensors."""
+        """Yield (name, shape) of its tensors."""
         yield f"{self.module}.weight", (self.out_features, self.in_features)
         if self.bias:
             yield f"{self.module}.bias", (self.out_features,)
@@ -77,12 +76,12 @@ HeadLayer = DenseLayer | NormLayer
 
 
 def head_size(in_features: int, layers: Sequence[HeadLayer]) -> int:
-    """How many numbers come out of these layers. Refuses those whose sizes do not fit each other."""
+    """Return the number of outputs of these layers. Raises if their sizes do not match."""
     size = in_features
     for layer in layers:
         if layer.in_features != size:
             raise ModelError(
-                f"{layer.module} takes {layer.in_features} features: what comes before it gives {size}"
+                f"{layer.module} takes {layer.in_features} features, but the layer before it returns {size}"
             )
         size = layer.out_features
     return size
@@ -92,11 +91,11 @@ class Head(Protocol):
     size: int  # numbers in a vector
 
     def __call__(self, pooled: Tensor) -> Tensor:
-        """[B, features] -> [B, size] float32, each text by itself."""
+        """[B, features] -> [B, size] float32; texts do not affect each other."""
 
 
 class LayeredHead:
-    """Implements `Head`: some layers one after the other, or none."""
+    """Implements `Head`: a sequence of layers, possibly empty."""
 
     def __init__(
         self,
@@ -122,7 +121,7 @@ class LayeredHead:
         return x.float()
 
     def placements(self) -> Iterator[Placement]:
-        """Every tensor that it needs."""
+        """Yield every tensor that the head needs."""
         for layer in self._layers:
             stores = layer.stores()
             for name, shape in layer.described.shapes():
@@ -160,13 +159,13 @@ class _HeadNorm:
 
 
 class Pooler:
-    """One vector for each sequence: what each of `modes` makes of its hidden states, joined in that order."""
+    """One vector per sequence: its hidden states pooled by each of `modes`, concatenated in that order."""
 
     def __init__(self, modes: Sequence[str]) -> None:
         self.modes = tuple(modes)
 
     def picked(self, sequences: Sequences, num_tokens: int) -> Tensor | None:
-        """[B] int64: the tokens whose hidden states are all that is needed; None: those of all tokens are."""
+        """Return the only tokens [B] int64 whose hidden states are needed, or None if all are."""
         if self.modes == ("cls",):
             return _firsts(sequences, num_tokens)
         return _lasts(sequences) if self.modes == ("lasttoken",) else None
@@ -177,7 +176,7 @@ class Pooler:
 
 
 def _firsts(sequences: Sequences, num_tokens: int) -> Tensor:
-    """[B] int64. Where there is room for more sequences than there are, those begin behind the last token."""
+    """Return [B] int64. In a batch with spare capacity, the unused sequences start behind the last token."""
     return sequences.starts[:-1].long().clamp(max=num_tokens - 1)
 
 
@@ -207,11 +206,11 @@ def _mean_sqrt(hidden: Tensor, sequences: Sequences) -> Tensor:
 
 
 def _weighted_mean(hidden: Tensor, sequences: Sequences) -> Tensor:
-    """Token i of a text, from 1, counts i times."""
+    """Weight token i of a text, counted from 1, by i."""
     starts, lengths = sequences.starts, _lengths(sequences)
     tokens = torch.arange(len(hidden), dtype=starts.dtype, device=hidden.device)
-    places = tokens + 1 - starts[torch.searchsorted(starts[1:], tokens, right=True)]
-    return _reduced(hidden.float() * places.unsqueeze(1), sequences, "sum") / (lengths * (lengths + 1) / 2)
+    weights = tokens + 1 - starts[torch.searchsorted(starts[1:], tokens, right=True)]
+    return _reduced(hidden.float() * weights.unsqueeze(1), sequences, "sum") / (lengths * (lengths + 1) / 2)
 
 
 def _lengths(sequences: Sequences) -> Tensor:
@@ -220,11 +219,11 @@ def _lengths(sequences: Sequences) -> Tensor:
 
 
 def _reduced(hidden: Tensor, sequences: Sequences, how: str) -> Tensor:
-    """[T, n] -> [B, n] float32, over the tokens of each sequence."""
+    """Reduce [T, n] -> [B, n] float32 over the tokens of each sequence."""
     wide = hidden.float()
     if sequences.lengths is None:
         return torch.segment_reduce(wide, how, offsets=sequences.starts.long(), axis=0, unsafe=True)
-    # One by one, so that nothing depends on the neighbours; and a sum over rows is faster than that of segments.
+    # One by one, so that nothing depends on the rest of the batch; this is also faster than a segmented sum.
     parts = torch.split(wide, sequences.lengths)
     return torch.stack([part.amax(0) if how == "max" else part.sum(0) for part in parts])
 
@@ -247,30 +246,30 @@ def load_head(
     dtype: torch.dtype,
     device: torch.device,
 ) -> LayeredHead:
-    """With made-up weights where those of the checkpoint are."""
+    """Return the head with the checkpoint's weights, or dummy weights if the checkpoint was opened without any."""
     if not checkpoint.weight_files:
         head = LayeredHead(in_features, layers, kernels, dtype, device)
         fill_random(head.placements(), dtype, device)
         return head
     stored = module_headers(checkpoint, (layer.module.partition("/")[0] for layer in layers))
-    wanted = dict(shape for layer in layers for shape in layer.shapes())
-    check_shapes(wanted, stored)
-    check_dtypes(wanted, stored)
-    check_surplus([name for name in stored if name not in wanted])
+    shapes = dict(shape for layer in layers for shape in layer.shapes())
+    check_shapes(shapes, stored)
+    check_dtypes(shapes, stored)
+    check_surplus([name for name in stored if name not in shapes])
     head = LayeredHead(in_features, layers, kernels, dtype, device)
     fill({placement.name: placement for placement in head.placements()}, stored)
     return head
 
 
 def module_headers(checkpoint: Checkpoint, folders: Iterable[str]) -> dict[str, StoredTensor]:
-    """The tensors of these modules, by "folder/name"."""
+    """Return the stored tensors of these modules by "folder/name"."""
     stored: dict[str, StoredTensor] = {}
     for name in dict.fromkeys(folders):
         assert checkpoint.folder is not None, "modules are read from a folder"
         path = f"{name}/{SINGLE}"
         if not inside(checkpoint.folder, path, WeightsError).is_file():
             raise WeightsError(
-                f"{checkpoint.folder / path} is missing or not a file, though modules.json names it"
+                f"{checkpoint.folder / path} is named in modules.json but is missing or not a file"
             )
         headers = read_headers([checkpoint.folder / path])
         stored |= {f"{name}/{tensor}": header for tensor, header in headers.items()}

@@ -54,7 +54,7 @@ def test_dtype() -> None:
     assert resolve_dtype("auto", {"text_config": {"torch_dtype": "torch.bfloat16"}}) is torch.bfloat16
     assert resolve_dtype("auto", {}) is torch.float32
     assert resolve_dtype("float32", {"dtype": "bfloat16"}) is torch.float32
-    with pytest.raises(ModelError, match="'int8': weights can be held as float32"):
+    with pytest.raises(ModelError, match="'int8': it must be one of float32"):
         resolve_dtype("auto", {"dtype": "int8"})
 
 

@@ -1,4 +1,4 @@
-"""The decoder: one for all families, put together from a spec, kernels and an attention backend."""
+"""The decoder: one class for all families, built from a spec, kernels and an attention backend."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from inflight.models.pooling_head import Head
 
 
 class Decoder:
-    """Token ids to hidden states to logits. Holds weights, never the KV cache.
+    """Token ids to hidden states to logits. Holds the weights, never the KV cache.
 
-    `dtype` is what weights are stored as; `max_position`, the longest context that will be served, sizes
-    the rotary tables (and picks the factors of those that differ between long and short contexts). Of several ranks,
-    each has a decoder of its own `shard`; `spec` is then what is left to compute here.
+    `dtype` is the storage type of the weights; `max_position`, the longest context that will be served, sizes the
+    rotary tables (and selects the factors of those that distinguish long and short contexts). With several ranks, each
+    has a decoder over its own `shard`, and `spec` describes the part computed here.
     """
 
     def __init__(
@@ -57,13 +57,13 @@ class Decoder:
         self.classifier: Linear | None = None
         if spec.num_labels and shard.is_last:
             self.classifier = kernels.linear(spec.hidden_size, spec.num_labels, dtype, False)
-        # Of the hidden state of a text's last token, where the model was trained to tell something by it.
+        # Applied to the hidden state of a text's last token in models that embed, classify or rerank.
         self.pooling_head: Head | None = None
-        # Tied embeddings read the rows of the head; the table is held once.
+        # Tied embeddings are read from the LM head, so the table is held once.
         self.embedding: Tensor | None = None
         if shard.is_first and (self.head is None or not spec.tied_embeddings):
             self.embedding = torch.empty(len(shard.vocab), spec.hidden_size, dtype=dtype, device=device)
-        # Models that scale their embedding were trained with a factor of the weights' own precision.
+        # Models that scale their embedding were trained with a factor in the precision of the weights.
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype).item()
 
     @property
@@ -79,24 +79,25 @@ class Decoder:
     def forward(
         self, token_ids: Tensor, caches: list[Tensor], inputs: Any, wanted: Tensor | None = None
     ) -> Tensor:
-        """Token ids [T], and the step as the attention backend reads it -> hidden states [T, hidden_size].
+        """Return the hidden states [T, hidden_size] of token ids [T]. `inputs` is the step as the attention backend
+        reads it.
 
-        With `wanted` [W], indices of tokens, they are theirs alone [W, hidden_size]. Nobody reads the last layer's
-        result for the others: it ends with their keys and values, which spares a prompt most of a layer.
+        With `wanted` [W], token indices, return theirs alone, [W, hidden_size]. The last layer then computes only keys
+        and values for the other tokens, which saves a prompt most of a layer.
         """
         return self.run_layers(self.embed(token_ids), caches, inputs, wanted)
 
     def run_layers(
         self, x: Tensor, caches: list[Tensor], inputs: Any, wanted: Tensor | None = None
     ) -> Tensor:
-        """The layers that are here, over hidden states [T, hidden_size], which may be overwritten."""
+        """Run this stage's layers over hidden states [T, hidden_size], which may be overwritten."""
         in_norms = [layer.attention.in_norm for layer in self.layers]
         residual = Residual(x, in_norms[0])
         last = self.layers[-1]
         for layer, cache, next_norm in zip(self.layers, caches, [*in_norms[1:], None], strict=True):
-            kept = wanted if layer is last else None
-            residual = layer.attention(residual, cache, inputs, layer.mlp.in_norm, kept)
-            if kept is not None and not len(kept):
+            tokens = wanted if layer is last else None
+            residual = layer.attention(residual, cache, inputs, layer.mlp.in_norm, tokens)
+            if tokens is not None and not len(tokens):
                 break
             residual = layer.mlp(residual, next_norm)
         return residual.x
@@ -106,11 +107,11 @@ class Decoder:
         logits, collective = self.own_logits(hidden), self.shard.collective
         if collective is None:
             return logits
-        assert isinstance(collective, GatheringCollective), "the logits of these ranks are not gathered"
+        assert isinstance(collective, GatheringCollective), "CPU ranks do not gather logits"
         return collective.gather(logits, self.shard.vocab_sizes)
 
     def own_logits(self, hidden: Tensor) -> Tensor:
-        """Of several ranks, those of the tokens that this one has."""
+        """Return the logits of this rank's part of the vocabulary."""
         logits = self._lm_head().logits(hidden, self.final_norm, self.spec.norm_eps)
         cap = self.spec.logit_softcap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
@@ -125,11 +126,11 @@ class Decoder:
         return x if self._embedding_scale == 1.0 else x * self._embedding_scale
 
     def head_rows(self, token_ids: Tensor) -> Tensor:
-        """The rows of the language-model head that belong to these tokens, [N, hidden_size]."""
+        """Return the LM head's rows [N, hidden_size] of these tokens."""
         return self._rows_of(self._lm_head().embed, token_ids)
 
     def _rows_of(self, look_up: Callable[[Tensor], Tensor], token_ids: Tensor) -> Tensor:
-        """Rows of a table over the vocabulary. Of several ranks, one has a row, and the others add zeros to it."""
+        """Look up rows of a table over the vocabulary. With several ranks, one has the row and the others add zeros."""
         shard = self.shard
         if shard.collective is None:
             return look_up(token_ids)
@@ -140,5 +141,5 @@ class Decoder:
 
     def _lm_head(self) -> Linear:
         if self.head is None:
-            raise EngineError("the model has no language-model head, and so no logits")
+            raise EngineError("the model has no language-model head, so it has no logits")
         return self.head

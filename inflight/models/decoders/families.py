@@ -57,7 +57,7 @@ _GEMMA3_LAYER = _ATTENTION | _QK_NORM | _MLP | _BOTH_NORMS
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What sets a family apart. A bias is fixed, or the name of the config field that says so."""
+    """The properties of a family. A bias is fixed, or the name of the config field that decides."""
 
     names: WeightNames
     head: Literal["language", "classifier", "none"] = "language"
@@ -73,9 +73,9 @@ class Family:
     scaled_embedding: bool = False
     partial_rotary: bool = False
     section: str | None = None  # the text model's part of a multimodal config
-    # Fields that configs leave out because transformers knows them.
+    # Fields that configs may omit because transformers has a default.
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    # Fields that change the computation in ways not supported, with the values that do not.
+    # Fields that would change the computation, with the values that are supported.
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
 
@@ -154,7 +154,7 @@ _CAUSAL: Mapping[str, Family] = {
     ),
 }
 
-# What transformers calls the same decoders with a head that classifies, and without any.
+# How transformers names the same decoders with a classification head, and without any head.
 _FAMILY_NAMES = {name.removesuffix("ForCausalLM"): name for name in _CAUSAL if name.endswith("ForCausalLM")}
 _FAMILY_NAMES["Gemma3Text"] = _FAMILY_NAMES.pop("Gemma3")
 
@@ -181,7 +181,7 @@ _MODEL_TYPES = {
 
 
 def architecture_of(config: Mapping[str, Any]) -> str:
-    """The name that picks the family: the first architecture that is known."""
+    """Return the first architecture in the config that is known; it selects the family."""
     named = config.get("architectures") or []
     names = [str(name) for name in named] if isinstance(named, list) else [str(named)]
     if not names:
@@ -192,12 +192,12 @@ def architecture_of(config: Mapping[str, Any]) -> str:
             return name
     known = (*FAMILIES, *ENCODER_ARCHITECTURES)
     raise UnknownArchitectureError(
-        f"cannot serve {', '.join(names)}: known architectures are {', '.join(known)}"
+        f"cannot serve {', '.join(names)}: supported architectures are {', '.join(known)}"
     )
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a config that describes the text model, with what its family takes for granted."""
+    """Return the part of a config that describes the text model, with the family's defaults filled in."""
     family = FAMILIES[architecture_of(config)]
     part = dict(config)
     if family.section is not None:
@@ -206,7 +206,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
-    """The decoder that a `config.json` describes."""
+    """Return the decoder that a `config.json` describes."""
     architecture = architecture_of(config)
     family = FAMILIES[architecture]
     fields = Fields(text_config(config))
@@ -254,8 +254,8 @@ def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
 
 
 def without_lm_head(spec: DecoderSpec) -> DecoderSpec:
-    """The same decoder for its hidden states alone. A base model's tensors are stored without a prefix, and those of a
-    causal one may have the head beside them."""
+    """Return the same decoder without its language-model head. A base model's tensors have no prefix, and a causal
+    model's weights may still contain the head."""
     names = spec.names
     read = replace(
         names,
@@ -289,7 +289,7 @@ def _layer_types(fields: Fields, family: Family, num_layers: int) -> list[str]:
             )
         if unknown := set(kinds) - {FULL, SLIDING}:
             raise ModelError(
-                f"layer_types in config.json has {sorted(unknown)}: known are {FULL} and {SLIDING}"
+                f"layer_types in config.json has {sorted(unknown)}: it may contain {FULL} and {SLIDING}"
             )
     elif family.windows == "pattern":
         every = fields.integer("sliding_window_pattern")
@@ -304,7 +304,7 @@ def _layer_types(fields: Fields, family: Family, num_layers: int) -> list[str]:
         return kinds
     if listed and SLIDING in kinds:
         raise ModelError(
-            f"layer_types in config.json has {SLIDING}, but sliding_window is not given or not in use"
+            f"layer_types in config.json has {SLIDING}, but sliding_window is missing or disabled"
         )
     return [FULL] * num_layers
 

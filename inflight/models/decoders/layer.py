@@ -1,4 +1,4 @@
-"""One layer of the decoder: attention, then an MLP, each of which reads the residual and adds to it."""
+"""One decoder layer: attention, then an MLP; each reads the residual and adds to it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from inflight.models.decoders.spec import QKNorm
 
 @dataclass(frozen=True, slots=True)
 class RowRun:
-    """Rows [first, first + count) of a checkpoint's tensor, which are held from row `to` on."""
+    """Rows [first, first + count) of a checkpoint's tensor, which go to rows from `to` on."""
 
     first: int
     count: int
@@ -26,19 +26,19 @@ class RowRun:
 
 @dataclass(frozen=True, slots=True)
 class LinearRows:
-    """Where a weight [count, num_columns] of a checkpoint goes in a linear layer: which of its rows and columns, for a
-    rank of several has only some."""
+    """The rows and columns of a checkpoint's weight [count, num_columns] that a linear layer holds. A tensor parallel
+    rank holds only some of them."""
 
     linear: Linear
     count: int
     num_columns: int
     runs: tuple[RowRun, ...]
-    first_column: int  # as many follow as the layer has inputs
-    bias: bool  # the checkpoint has one beside the weight
-    has_bias: bool  # the layer holds it: of ranks whose products are summed, one does
+    first_column: int  # the layer's in_features columns start here
+    bias: bool  # whether the checkpoint has a bias
+    has_bias: bool  # whether the layer holds it: if the ranks' products are summed, only one does
 
     def load(self, weight: Tensor, first: int = 0) -> None:
-        """Rows [first, first + len(weight)) of the checkpoint's weight."""
+        """Load rows [first, first + len(weight)) of the checkpoint's weight."""
         columns = slice(self.first_column, self.first_column + self.linear.in_features)
         for run, part in self._parts(weight, first):
             self.linear.load(part[:, columns], run)
@@ -49,7 +49,7 @@ class LinearRows:
                 self.linear.load_bias(part, run)
 
     def _parts(self, tensor: Tensor, first: int) -> Iterator[tuple[int, Tensor]]:
-        """What of these rows is held, and from which row of the layer on."""
+        """Yield the parts of these rows that the layer holds, each with its first row in the layer."""
         for run in self.runs:
             start, end = max(run.first, first), min(run.first + run.count, first + len(tensor))
             if start < end:
@@ -58,27 +58,27 @@ class LinearRows:
 
 @dataclass(frozen=True, slots=True)
 class NormWeight:
-    """A norm, and which features of the checkpoint's it has."""
+    """A norm, and the features of the checkpoint's norm that it holds."""
 
     weight: Tensor
     count: int  # in the checkpoint
     first: int = 0
 
 
-# What a module of a checkpoint fills.
+# The target that a module of a checkpoint is loaded into.
 Target = NormWeight | LinearRows
 
 
 class Mlp(Protocol):
-    """The part of a layer that takes each token by itself."""
+    """The part of a layer that handles each token by itself."""
 
-    in_norm: Tensor | None  # through which it reads the residual
+    in_norm: Tensor | None  # applied to the residual it reads
 
     def __call__(self, residual: Residual, next_norm: Tensor | None) -> Residual:
-        """The residual and what the MLP adds to it, to be read through `next_norm`."""
+        """Return the residual plus the MLP's output, to be read through `next_norm`."""
 
     def targets(self) -> Mapping[str, Target]:
-        """By name: all that is loaded, whole and in the parts that checkpoints hold."""
+        """Return all load targets by name, packed weights both whole and in the parts that checkpoints hold."""
 
 
 class DenseMlp:
@@ -107,7 +107,7 @@ class DenseMlp:
             **_packed(self.gate_up, "gate_up", {"gate": inner, "up": inner}, bias),
             "down": _summed(self.down, *inner, bias, shard),
         }
-        return linears | _given(in_norm=self.in_norm, out_norm=self.out_norm)
+        return linears | _norm_targets(in_norm=self.in_norm, out_norm=self.out_norm)
 
 
 class SelfAttention:
@@ -141,7 +141,7 @@ class SelfAttention:
             num_heads=spec.num_heads,
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
-            # Norms of the whole projection are done here, see _normalise_whole.
+            # Norms of the whole projection are applied in _normalise_whole.
             q_norm=None if whole else self.q_norm,
             k_norm=None if whole else self.k_norm,
             eps=spec.norm_eps,
@@ -158,9 +158,10 @@ class SelfAttention:
         next_norm: Tensor | None,
         wanted: Tensor | None = None,
     ) -> Residual:
-        """The residual and what attention adds to it, to be read through `next_norm`.
+        """Return the residual plus attention's output, to be read through `next_norm`.
 
-        With `wanted` [W], indices of tokens, it is theirs alone: of the others only keys and values are computed.
+        With `wanted` [W], token indices, only their rows are returned: for other tokens, only keys and values are
+        computed.
         """
         spec = self._spec
         qkv = self.qkv.normed(residual, spec.norm_eps)
@@ -181,7 +182,9 @@ class SelfAttention:
             **_packed(self.qkv, "qkv", {"q": query, "k": kv, "v": kv}, spec.qkv_bias),
             "output": _summed(self.output, *query, spec.output_bias, shard),
         }
-        norms = _given(in_norm=self.in_norm, out_norm=self.out_norm, q_norm=self.q_norm, k_norm=self.k_norm)
+        norms = _norm_targets(
+            in_norm=self.in_norm, out_norm=self.out_norm, q_norm=self.q_norm, k_norm=self.k_norm
+        )
         if spec.qk_norm is QKNorm.WHOLE:
             for name, (features, count), weight in (
                 ("q_norm", query, self.q_norm),
@@ -192,7 +195,7 @@ class SelfAttention:
         return linears | norms
 
     def _normalise_whole(self, qkv: Tensor) -> Tensor:
-        """All query heads together and all key heads together, where single heads are not."""
+        """Normalise all query heads together and all key heads together."""
         assert self.q_norm is not None
         assert self.k_norm is not None
         sizes = [len(self.q_norm), len(self.k_norm), self._spec.kv_size]
@@ -202,7 +205,7 @@ class SelfAttention:
             query = self._kernels.rms_norm(query, self.q_norm, self._spec.norm_eps)
             key = self._kernels.rms_norm(key, self.k_norm, self._spec.norm_eps)
             return torch.cat((query, key, value), dim=1)
-        # The mean square is that of all ranks' features; keys that several ranks have count once.
+        # The mean square is over all ranks' features; keys that several ranks hold count once.
         whole, query, key = self._shard.whole, query.float(), key.float()
         shares = query.square().sum(1), key.square().sum(1) / self._shard.kv_copies
         squares = collective.sum(torch.stack(shares, dim=1))  # [T, 2]
@@ -218,25 +221,25 @@ class Layer:
     mlp: Mlp
 
     def targets(self) -> Mapping[str, Target]:
-        """By the names that `WeightNames.layer` uses."""
+        """Return the load targets by the names that `WeightNames.layer` uses."""
         parts = {"attention": self.attention.targets(), "mlp": self.mlp.targets()}
         return {f"{part}.{name}": to for part, targets in parts.items() for name, to in targets.items()}
 
 
-def _norm(wanted: bool, size: int, device: torch.device) -> Tensor | None:
-    """[size] float32, or None where the spec asks for no norm."""
-    return torch.empty(size, dtype=torch.float32, device=device) if wanted else None
+def _norm(exists: bool, size: int, device: torch.device) -> Tensor | None:
+    """Return an empty norm weight [size] float32, or None if the spec has no such norm."""
+    return torch.empty(size, dtype=torch.float32, device=device) if exists else None
 
 
-def _given(**norms: Tensor | None) -> dict[str, Target]:
+def _norm_targets(**norms: Tensor | None) -> dict[str, Target]:
     return {name: NormWeight(norm, len(norm)) for name, norm in norms.items() if norm is not None}
 
 
 def _packed(
     linear: Linear, name: str, parts: Mapping[str, tuple[range, int]], bias: bool
 ) -> dict[str, Target]:
-    """A layer whose outputs are several projections one after the other: each of them, and all in one. A part is the
-    features that are held, and how many the checkpoint has."""
+    """Return the targets of a layer that packs several projections: each part, and all of them as one. A part is given
+    as (the features held here, the number of features in the checkpoint)."""
     targets: dict[str, Target] = {}
     runs, count, to = [], 0, 0
     for part, (features, whole) in parts.items():
@@ -249,7 +252,7 @@ def _packed(
 
 
 def _summed(linear: Linear, features: range, whole: int, bias: bool, shard: Shard) -> LinearRows:
-    """A layer that has some of the columns, and whose product is summed over the ranks."""
+    """Return the target of a layer that holds some columns and whose product is summed over the ranks."""
     run = RowRun(0, linear.out_features, 0)
     return LinearRows(
         linear, linear.out_features, whole, (run,), features.start, bias, bias and shard.rank == 0

@@ -1,7 +1,8 @@
-"""Decoders that tell something of a whole text: which head a checkpoint has, by its own files, and the head itself.
+"""Decoders that embed, classify or rerank: choose the pooling head by the checkpoint's files, and the heads themselves.
 
-Qwen3-Reranker               the logits of "no" and "yes" after its template; it generates as well
-...ForSequenceClassification  score.weight
+Qwen3-Reranker                the logits of "no" and "yes" after its template; it can also generate
+...ForSequenceClassification  a linear layer, score.weight
+modules.json with lasttoken   an embedder: the last token's hidden state, through the layers of sentence-transformers
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from inflight.models.pooling_config import (
 from inflight.models.pooling_head import Head, LayeredHead, head_size, load_head
 from inflight.pooling import PairTemplate, PoolingFacts
 
-# The answer's two tokens, as vLLM's field in config.json names them too.
+# The two answer tokens, under the config.json field that vLLM uses, too.
 ANSWERS = ("no", "yes")
 ANSWERS_FIELD = "classifier_from_token"
 RERANKERS = ("Qwen3ForCausalLM", "Qwen3ForSequenceClassification")
@@ -42,26 +43,26 @@ QWEN3_RERANKER = PairTemplate(
     suffix="<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
 )
 
-# The ids of a text without special tokens around it.
+# Encodes a text without adding special tokens.
 Encode = Callable[[str], Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderPlan:
-    """What to load of a checkpoint, and what its vectors are."""
+    """The decoder to load from a checkpoint, and what its pooled vectors mean."""
 
     spec: DecoderSpec
     pooling: PoolingFacts | None = None  # None: it only generates
     make_head: Callable[[Decoder], Head] | None = None
 
     def complete(self, decoder: Decoder) -> None:
-        """Give the decoder its head, once its weights are there."""
+        """Attach the pooling head once the decoder's weights are loaded."""
         if self.make_head is not None:
             decoder.pooling_head = self.make_head(decoder)
 
 
 def plan_decoder(model: str, checkpoint: Checkpoint, encode: Encode | None) -> DecoderPlan:
-    """`model` is the folder or hub id that was asked for. `encode`: None where there is no tokenizer."""
+    """Choose what to load. `model` is the configured folder or hub id; `encode` is None without a tokenizer."""
     config = checkpoint.config
     spec = decoder_spec(config)
     named = is_qwen3_reranker(model, config)
@@ -74,29 +75,29 @@ def plan_decoder(model: str, checkpoint: Checkpoint, encode: Encode | None) -> D
         return _embedder(checkpoint, without_lm_head(spec), files)
     if not spec.has_lm_head:
         raise ModelError(
-            f"cannot serve {spec.architecture} by itself: it has no head, and no modules.json says how a text becomes "
-            "a vector"
+            f"cannot serve {spec.architecture}: it has no head, and no modules.json that says how a text becomes a "
+            "vector"
         )
     return DecoderPlan(spec)
 
 
 def is_qwen3_reranker(model: str, config: dict[str, Any]) -> bool:
-    """Its files are those of any Qwen3: the name tells it, of the hub or of the folder that it was copied to."""
+    """Return whether this is a Qwen3-Reranker. Its files look like any Qwen3, so only the hub or folder name tells."""
     path = Path(model)
     names = [path.name, *(part for part in path.parts if part.startswith("models--"))]
     names.append(str(config.get("_name_or_path", "")))
     return any(re.search(r"qwen3-reranker", name, re.IGNORECASE) for name in names)
 
 
-# ---- which head ----
+# ---- choosing the head ----
 
 
 def _reranker(config: dict[str, Any], spec: DecoderSpec, encode: Encode | None) -> DecoderPlan:
-    """A causal model that answers one of two words: all of it is kept, for it generates as well."""
+    """Plan a causal model that answers one of two words. It is loaded whole, since it can also generate."""
     if spec.architecture not in RERANKERS:
         raise ModelError(
-            f"config.json has {ANSWERS_FIELD}, and the architecture is {spec.architecture}: the template of such a "
-            f"reranker is known for {' and '.join(RERANKERS)} alone"
+            f"config.json has {ANSWERS_FIELD}, but the architecture is {spec.architecture}: a reranker's template is "
+            f"known only for {' and '.join(RERANKERS)}"
         )
     spec = decoder_spec(config | {"architectures": ["Qwen3ForCausalLM"]})
     ids = _answer_ids(config.get(ANSWERS_FIELD, list(ANSWERS)), spec, encode)
@@ -111,7 +112,7 @@ def _reranker(config: dict[str, Any], spec: DecoderSpec, encode: Encode | None) 
     )
 
     def make(decoder: Decoder) -> Head:
-        """The rows of the language-model head that belong to the answers."""
+        """Build a head from the LM head's rows of the answer tokens."""
         rows = decoder.head_rows(torch.tensor(ids, device=decoder.device))
         linear = decoder.kernels.linear(spec.hidden_size, len(ids), decoder.dtype, False)
         linear.load(rows)
@@ -121,17 +122,17 @@ def _reranker(config: dict[str, Any], spec: DecoderSpec, encode: Encode | None) 
 
 
 def _answer_ids(answers: Any, spec: DecoderSpec, encode: Encode | None) -> list[int]:
-    """The token ids of "no" and "yes", which may be given as such."""
+    """Return the token ids of "no" and "yes". The config may contain the ids instead of the words."""
     if isinstance(answers, list) and len(answers) == len(ANSWERS) and all(type(i) is int for i in answers):
         ids = answers
     elif answers != list(ANSWERS):
         raise ModelError(
-            f"{ANSWERS_FIELD} in config.json is {shown(answers)}: known is {list(ANSWERS)}, or their token ids"
+            f"{ANSWERS_FIELD} in config.json is {shown(answers)}: it must be {list(ANSWERS)} or their token ids"
         )
     elif encode is None:
         raise ModelError(
-            "a Qwen3-Reranker needs its tokenizer, which knows the tokens of its answers: without one, give their ids "
-            f"as {ANSWERS_FIELD} in the config"
+            "a Qwen3-Reranker needs its tokenizer to find the tokens of its answers: without one, set their ids as "
+            f"{ANSWERS_FIELD} in the config"
         )
     else:
         ids = [_only(encode(word), word) for word in ANSWERS]
@@ -143,8 +144,8 @@ def _answer_ids(answers: Any, spec: DecoderSpec, encode: Encode | None) -> list[
 def _only(ids: Sequence[int], word: str) -> int:
     if len(ids) != 1:
         raise ModelError(
-            f"the tokenizer splits {word!r} into {len(ids)} tokens: a Qwen3-Reranker answers with one, so this "
-            "tokenizer is not the model's"
+            f"the tokenizer splits {word!r} into {len(ids)} tokens, but a Qwen3-Reranker answers with one: this is not "
+            "the model's tokenizer"
         )
     return ids[0]
 
@@ -152,7 +153,7 @@ def _only(ids: Sequence[int], word: str) -> int:
 def _classifier(
     config: dict[str, Any], spec: DecoderSpec, files: SentenceFiles | None, is_reranker: bool
 ) -> DecoderPlan:
-    """Any text has labels; a pair of texts has a score only where it is known how the model reads pairs."""
+    """Plan a classifier. Any text has labels; a pair has a score only if the model's template is known."""
     is_reranker = is_reranker and spec.architecture in RERANKERS
     facts = classifier_facts(config, files, True, scores="template" if is_reranker else None)
     if facts.scores is not None:
@@ -168,12 +169,12 @@ def _classifier(
 def _embedder(checkpoint: Checkpoint, spec: DecoderSpec, files: SentenceFiles) -> DecoderPlan:
     if files.pooling != ("lasttoken",):
         raise ModelError(
-            f"modules.json pools {spec.architecture} by {' and '.join(files.pooling)}: a decoder is pooled by "
-            "lasttoken alone, for tokens before it may be computed in other steps, or found in the prefix cache"
+            f"modules.json pools {spec.architecture} by {' and '.join(files.pooling)}: only lasttoken is supported for "
+            "decoders, since earlier tokens may be computed in other steps or come from the prefix cache"
         )
     if files.width != spec.hidden_size:
         raise ModelError(
-            f"modules.json pools {files.width} features: config.json says that hidden_size is {spec.hidden_size}"
+            f"modules.json pools {files.width} features, but hidden_size in config.json is {spec.hidden_size}"
         )
     facts = embedding_facts(files, checkpoint.config, head_size(files.width, files.head), splittable=True)
     if files.max_length is not None:
@@ -190,7 +191,7 @@ def _embedder(checkpoint: Checkpoint, spec: DecoderSpec, files: SentenceFiles) -
 
 
 class ScoreHead:
-    """Implements `Head`: a logit for each label, in float32 whatever the model computes in."""
+    """Implements `Head`: a logit per label, always in float32."""
 
     def __init__(self, decoder: Decoder, linear: Linear) -> None:
         self.size = linear.out_features
@@ -202,7 +203,7 @@ class ScoreHead:
 
 
 class EmbeddingHead:
-    """Implements `Head`: the normed hidden state, through the layers that the checkpoint has after it."""
+    """Implements `Head`: the normalised hidden state, through the checkpoint's layers after it."""
 
     def __init__(self, decoder: Decoder, layers: LayeredHead) -> None:
         self.size = layers.size

@@ -1,7 +1,7 @@
-"""The part of a decoder that one rank holds, as data.
+"""The part of a decoder that one rank holds, as data, and the bytes it takes.
 
-Ranks of one stage (tensor parallel) have the same layers, and of each of them other heads, other inner features of the
-MLP and another part of the vocabulary. Stages (pipeline parallel) have other layers.
+Tensor parallel ranks of one pipeline stage have the same layers, but different attention heads, MLP features and parts
+of the vocabulary. Pipeline stages have different layers.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from inflight.models.decoders.spec import DecoderSpec, QKNorm
 
 
 class Collective(Protocol):
-    """What the ranks of one stage do together. All of them call the same, in the same order."""
+    """Collective operations of the ranks of one stage. All ranks make the same calls in the same order."""
 
     @property
     def capturable(self) -> bool:
-        """Whether a step that calls it can be a captured graph."""
+        """Whether a step that uses it can be captured in a CUDA graph."""
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' x, in the order of the ranks: the same bits on each. May overwrite x."""
+        """Return the sum of all ranks' x, added in rank order: bit-identical on each rank. May overwrite x."""
 
 
 @runtime_checkable
 class GatheringCollective(Collective, Protocol):
-    """Of ranks on GPUs. On CPUs nobody ever has all columns."""
+    """A collective that also gathers, on GPUs. CPU ranks never hold all columns."""
 
     def gather(self, x: Tensor, widths: Sequence[int], wanted: Tensor | None = None) -> Tensor:
-        """The columns of all ranks side by side, [n, sum of widths]. Of each row so many columns of every rank are
-        `wanted` [n] int32, the same on all ranks; what is not wanted may be anything."""
+        """Return the columns of all ranks side by side, [n, sum of widths]. `wanted` [n] int32, equal on all ranks,
+        limits how many columns of each rank a row needs; the others are undefined."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What of the `whole` decoder is here. Ranges are those of the whole."""
+    """The part of the `whole` decoder that a rank holds, as ranges of the whole."""
 
     whole: DecoderSpec
     rank: int
@@ -49,21 +49,21 @@ class Shard:
     kv: range  # of keys, and of values
     inner: range  # of the MLP
     vocab: range
-    collective: Collective | None = None  # None: there is nobody else in this stage
+    collective: Collective | None = None  # None: the stage has one rank
 
     @property
     def is_first(self) -> bool:
-        """Token ids come in here."""
+        """Whether this stage embeds token ids."""
         return self.layers.start == 0
 
     @property
     def is_last(self) -> bool:
-        """Hidden states become tokens, or vectors, here."""
+        """Whether this stage turns hidden states into tokens or vectors."""
         return self.layers.stop == self.whole.num_layers
 
     @property
     def spec(self) -> DecoderSpec:
-        """The decoder that this rank computes, but for the vocabulary, which is that of the whole."""
+        """The decoder that this rank computes; only its vocabulary is that of the whole."""
         whole, layers = self.whole, slice(self.layers.start, self.layers.stop)
         return replace(
             whole,
@@ -77,17 +77,17 @@ class Shard:
 
     @property
     def kv_copies(self) -> int:
-        """Ranks that have the same key and value heads."""
+        """The number of ranks that have the same key and value heads."""
         return max(1, self.size // self.whole.num_kv_heads)
 
     @property
     def vocab_sizes(self) -> list[int]:
-        """Of all ranks."""
+        """The number of tokens of each rank."""
         return [len(_part(self.whole.vocab_size, rank, self.size)) for rank in range(self.size)]
 
 
 def check_tensor_parallel(spec: DecoderSpec, size: int) -> None:
-    """Refuse a number of ranks that the model's heads cannot be shared out to."""
+    """Raise if the model cannot be split across `size` ranks."""
     heads, kv_heads = spec.num_heads, spec.num_kv_heads
     if heads % size or (kv_heads % size and size % kv_heads):
         fitting = [
@@ -95,23 +95,24 @@ def check_tensor_parallel(spec: DecoderSpec, size: int) -> None:
         ]
         raise ConfigError(
             f"tensor_parallel_size is {size}: the model has {heads} attention heads and {kv_heads} key/value heads, "
-            f"which can be shared by {', '.join(map(str, fitting))}"
+            f"which can be split across {', '.join(map(str, fitting))} ranks"
         )
     if min(spec.intermediate_size, spec.vocab_size) < size:
         raise ConfigError(
             f"tensor_parallel_size is {size}: the model has {spec.intermediate_size} inner features and "
-            f"{spec.vocab_size} tokens, and every rank needs one of each"
+            f"{spec.vocab_size} tokens, and every rank needs at least one of each"
         )
 
 
 def cut_layers(
     spec: DecoderSpec, num_stages: int, context: int, itemsize: int, kv_itemsize: int
 ) -> list[range]:
-    """The layers of each stage, so that the largest one holds as few bytes as can be: weights, the table or the head
-    beside them at the ends, and KV memory for `context` tokens. Stages may differ in their number of layers."""
+    """Return the layers of each stage, balanced so that the largest stage holds as few bytes as possible: weights, the
+    embedding or LM head at the ends, and KV memory for `context` tokens."""
     if num_stages > spec.num_layers:
         raise ConfigError(
-            f"pipeline_parallel_size is {num_stages}: the model has {spec.num_layers} layers, and every stage needs one"
+            f"pipeline_parallel_size is {num_stages}: the model has {spec.num_layers} layers, and every stage needs at "
+            "least one"
         )
     table = spec.vocab_size * spec.hidden_size * itemsize
     ends = {0: table, num_stages - 1: table} if num_stages > 1 else {}
@@ -125,13 +126,13 @@ def cut_layers(
 
 
 def layer_weights(spec: DecoderSpec) -> int:
-    """Numbers in the matrices of one layer."""
+    """Return the number of parameters in the matrices of one layer."""
     hidden, query, kv = spec.hidden_size, spec.query_size, spec.kv_size
     return hidden * (2 * query + 2 * kv + 3 * spec.intermediate_size)
 
 
 def whole_shard(spec: DecoderSpec) -> Shard:
-    """All of it."""
+    """Return the shard that holds the whole decoder."""
     return shard_of(spec, 0, 1)
 
 
@@ -142,7 +143,7 @@ def shard_of(
     layers: range | None = None,
     collective: Collective | None = None,
 ) -> Shard:
-    """The part of rank `rank` of `size` in the stage that has these layers, by default all."""
+    """Return the shard of rank `rank` of `size` in the stage that has `layers`, by default all."""
     check_tensor_parallel(spec, size)
     dim, kv_heads = spec.head_dim, spec.num_kv_heads
     query = _part(spec.num_heads, rank, size)
@@ -166,7 +167,7 @@ def shard_of(
 
 
 def _part(count: int, rank: int, size: int) -> range:
-    """As even as can be: the first ranks have one more where it does not divide."""
+    """Return an even share of `count`; the first ranks get one more where it does not divide."""
     base, more = divmod(count, size)
     first = rank * base + min(rank, more)
     return range(first, first + base + (rank < more))
@@ -177,17 +178,17 @@ FLOAT = 4  # bytes of a norm's weight, of a bias on a CPU, of an angle
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """How a device holds numbers: bytes of one in a matrix, in the embedding table, in the KV memory."""
+    """Bytes per number in matrices, in the embedding table and in the KV cache of a device."""
 
     matrix: int
     table: int
     kv: int
-    panel: int = 1  # outputs of a matrix are rounded up to a multiple of it
+    panel: int = 1  # outputs of a matrix are rounded up to a multiple of this
 
 
 @dataclass(frozen=True, slots=True)
 class RankShare:
-    """What one rank holds."""
+    """The memory that one rank needs."""
 
     rank: int
     layers: range
@@ -199,7 +200,8 @@ class RankShare:
 
 
 def cpu_storage(dtype: torch.dtype, panel: int | None) -> Storage:
-    """Compiled kernels hold panels, and bfloat16 as it is; without them (None) all is float32."""
+    """Return the CPU's storage. Compiled kernels store panels and keep bfloat16; without them (panel None) matrices are
+    float32."""
     narrow = dtype == torch.bfloat16 and panel is not None
     return Storage(2 if narrow else FLOAT, dtype.itemsize, FLOAT, panel or 1)
 
@@ -209,7 +211,7 @@ def gpu_storage(dtype: torch.dtype) -> Storage:
 
 
 def weight_bytes(shard: Shard, context: int, storage: Storage) -> int:
-    """Matrices, tables, norms and, for `context` positions, the angles of the rotary embedding."""
+    """Return the bytes of matrices, embeddings, norms and rotary tables for `context` positions."""
     spec = shard.spec
     query, kv, hidden, inner = spec.query_size, spec.kv_size, spec.hidden_size, spec.intermediate_size
 
@@ -244,21 +246,21 @@ def kv_bytes_per_token(shard: Shard, storage: Storage) -> int:
 def rank_shares(
     spec: DecoderSpec, tensor: int, pipeline: int, context: int, storage: Storage
 ) -> list[RankShare]:
-    """In the order of the ranks."""
+    """Return the share of every rank, in rank order."""
     stages = cut_layers(spec, pipeline, context, storage.matrix, storage.kv)
     shares = []
     for stage, layers in enumerate(stages):
-        for place in range(tensor):
-            shard = shard_of(spec, place, tensor, layers)
+        for rank in range(tensor):
+            shard = shard_of(spec, rank, tensor, layers)
             weights = weight_bytes(shard, context, storage)
             shares.append(
-                RankShare(stage * tensor + place, layers, weights, kv_bytes_per_token(shard, storage))
+                RankShare(stage * tensor + rank, layers, weights, kv_bytes_per_token(shard, storage))
             )
     return shares
 
 
 def _norms(spec: DecoderSpec) -> int:
-    """Numbers in the norms of a layer."""
+    """Return the number of parameters in the norms of a layer."""
     count = 2 * (spec.norm_placement.before + spec.norm_placement.after) * spec.hidden_size
     if spec.qk_norm is QKNorm.WHOLE:
         return count + spec.query_size + spec.kv_size

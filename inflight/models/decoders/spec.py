@@ -1,4 +1,4 @@
-"""What a decoder is made of, as data: the decoder reads it and knows no family by name."""
+"""The description of a decoder as data, so that the decoder itself knows no model family by name."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class NormPlacement(Enum):
 
 
 class QKNorm(Enum):
-    """What of the queries and keys is normalised: nothing, each head, or the whole projection at once."""
+    """How queries and keys are normalised: not at all, each head, or the whole projection at once."""
 
     NONE = "none"
     HEAD = "head"

@@ -1,4 +1,4 @@
-"""Where each tensor of a checkpoint goes in a decoder: the spec's names joined to the decoder's parts."""
+"""Load a decoder's weights: map the checkpoint's tensor names to the decoder's parts, check the files, copy."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from inflight.models.tensors import (
 
 
 def placements(decoder: Decoder, variant: int = 0) -> Iterator[Placement]:
-    """Every tensor that the decoder needs, each row of each weight once. `variant`: which of the spec's
-    prefixes the names have."""
+    """Yield every tensor that the decoder needs, each row of each weight once. `variant` selects one of the spec's name
+    prefixes."""
     shard, spec, names = decoder.shard, decoder.spec, decoder.spec.names
     prefix = names.prefixes[variant]
     table_shape = (spec.vocab_size, spec.hidden_size)
     if decoder.embedding is not None:
         store = into_tensor(decoder.embedding, first=shard.vocab.start)
         yield Placement(prefix + names.embedding, table_shape, store)
-    if decoder.head is not None:  # which a tied table is read from
+    if decoder.head is not None:  # tied embeddings are read from it, too
         name = prefix + names.embedding if spec.tied_embeddings else names.heads[variant]
         rows = RowRun(shard.vocab.start, len(shard.vocab), 0)
         head = LinearRows(decoder.head, *table_shape, (rows,), 0, False, False)
@@ -59,7 +59,7 @@ def placements(decoder: Decoder, variant: int = 0) -> Iterator[Placement]:
 
 
 def _module(name: str, target: Target, spec: DecoderSpec) -> Iterator[Placement]:
-    """The weight and the bias, if any, of one module of a layer."""
+    """Yield the weight and the bias, if any, of one module of a layer."""
     if isinstance(target, NormWeight):
         yield _norm(f"{name}.weight", target, spec)
         return
@@ -87,8 +87,8 @@ def load_decoder(
     spec: DecoderSpec | None = None,
     shard: Shard | None = None,
 ) -> Decoder:
-    """The checkpoint's decoder with its weights in place. `spec`: unless it is the one that config.json describes.
-    `shard`: the part of it to load, unless it is all."""
+    """Return the checkpoint's decoder with its weights loaded. `spec` defaults to the one that config.json describes,
+    `shard` to the whole decoder."""
     spec = spec or decoder_spec(checkpoint.config)
     if load_format != "dummy":
         _check_sizes(spec, read_headers(checkpoint.weight_files))
@@ -101,17 +101,20 @@ def load_decoder(
 
 
 def load_weights(decoder: Decoder, checkpoint: Checkpoint, progress: Progress | None = None) -> None:
-    """Fill the decoder from the checkpoint's files, once they are seen to hold what it needs and nothing else."""
+    """Fill the decoder from the checkpoint's files after checking that they hold exactly what it needs."""
     stored = read_headers(checkpoint.weight_files)
     variant = _variant(decoder.spec, stored)
-    wanted = {placement.name: placement for placement in placements(decoder, variant)}
-    _compare(decoder.shard, variant, wanted, stored)
-    fill(wanted, stored, progress)
+    placed = {placement.name: placement for placement in placements(decoder, variant)}
+    _check_tensors(decoder.shard, variant, placed, stored)
+    fill(placed, stored, progress)
 
 
 def _check_sizes(spec: DecoderSpec, stored: dict[str, StoredTensor]) -> None:
-    """Every matrix that a config calls for is there in its size. Before any memory is taken for it: a config may
-    claim anything, and the headers show what is there. What is left for later (norms, biases) is small."""
+    """Raise unless every matrix that the config describes is stored in its size.
+
+    This runs before any memory is allocated: a config may claim anything, but the headers show what is there. The rest
+    (norms, biases) is small and checked later.
+    """
     query, kv, hidden, inner = spec.query_size, spec.kv_size, spec.hidden_size, spec.intermediate_size
     shapes = {
         "attention.qkv": (query + 2 * kv, hidden),
@@ -126,12 +129,12 @@ def _check_sizes(spec: DecoderSpec, stored: dict[str, StoredTensor]) -> None:
     }
     prefix = spec.names.prefixes[_variant(spec, stored)]
     modules = [(module, shapes[target]) for module, target in spec.names.layer.items() if target in shapes]
-    wanted = {prefix + spec.names.embedding: (spec.vocab_size, hidden)}
+    matrices = {prefix + spec.names.embedding: (spec.vocab_size, hidden)}
     if spec.num_labels:
-        wanted[spec.names.classifier] = spec.num_labels, hidden
+        matrices[spec.names.classifier] = spec.num_labels, hidden
     for index in range(spec.num_layers):
-        wanted |= {f"{prefix}layers.{index}.{module}.weight": shape for module, shape in modules}
-    check_shapes(wanted, stored, layers_hint(spec.num_layers, stored))
+        matrices |= {f"{prefix}layers.{index}.{module}.weight": shape for module, shape in modules}
+    check_shapes(matrices, stored, layers_hint(spec.num_layers, stored))
 
 
 def _variant(spec: DecoderSpec, stored: dict[str, StoredTensor]) -> int:
@@ -140,18 +143,18 @@ def _variant(spec: DecoderSpec, stored: dict[str, StoredTensor]) -> int:
     return next(present, 0)
 
 
-def _compare(
-    shard: Shard, variant: int, wanted: dict[str, Placement], stored: dict[str, StoredTensor]
+def _check_tensors(
+    shard: Shard, variant: int, placed: dict[str, Placement], stored: dict[str, StoredTensor]
 ) -> None:
-    """Every wanted tensor is there in the right shape, and nothing is there that the config does not know."""
+    """Raise unless every needed tensor is stored in its shape, and nothing else is stored."""
     spec = shard.whole
     hint = layers_hint(spec.num_layers, stored)
-    check_shapes({name: placement.shape for name, placement in wanted.items()}, stored, hint)
-    check_dtypes(wanted, stored)
+    check_shapes({name: placement.shape for name, placement in placed.items()}, stored, hint)
+    check_dtypes(placed, stored)
     copies = set(spec.names.heads) if spec.tied_embeddings and spec.has_lm_head else set()
     ignored = re.compile("|".join((*spec.names.ignored, *_elsewhere(shard, variant))))
     surplus = [
-        name for name in stored if name not in wanted and name not in copies and not ignored.search(name)
+        name for name in stored if name not in placed and name not in copies and not ignored.search(name)
     ]
     check_surplus(surplus, hint)
     for name in copies & stored.keys() if shard.is_last else ():
@@ -159,7 +162,7 @@ def _compare(
 
 
 def _elsewhere(shard: Shard, variant: int) -> Iterator[str]:
-    """Patterns of the tensors that other stages need."""
+    """Yield patterns of the tensors that other stages need."""
     names = shard.whole.names
     prefix = names.prefixes[variant]
     others = [index for index in range(shard.whole.num_layers) if index not in shard.layers]
@@ -174,11 +177,11 @@ def _elsewhere(shard: Shard, variant: int) -> Iterator[str]:
 
 
 def _check_copy(embedding: str, head: str, stored: dict[str, StoredTensor]) -> None:
-    """A tied checkpoint may hold the table twice, if both say the same."""
+    """Raise unless the two copies of a tied embedding are equal."""
     with open_tensors(stored[embedding].file) as first, open_tensors(stored[head].file) as second:
         alike = stored[embedding].dtype == stored[head].dtype
         if not alike or not torch.equal(first.get_tensor(embedding), second.get_tensor(head)):
             raise WeightsError(
-                f"config.json ties {head} to {embedding}, but the weights have both and they differ: "
+                f"config.json ties {head} to {embedding}, but the weights contain both and they differ: "
                 'set "tie_word_embeddings" to false'
             )

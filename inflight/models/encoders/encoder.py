@@ -1,4 +1,4 @@
-"""The encoder: one for all families, put together from a spec, kernels and attention within sequences."""
+"""The encoder: one class for all families, built from a spec, kernels and attention within sequences."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from inflight.models.tensors import Store, into_rows, into_tensor
 
 @dataclass(frozen=True, slots=True)
 class TextBatch:
-    """Texts side by side: T tokens of B texts."""
+    """B texts side by side, T tokens in total."""
 
-    token_ids: Tensor  # [T] int64, or on a GPU int32, as the others
+    token_ids: Tensor  # [T] int64, on GPUs int32, like the others
     positions: Tensor  # [T] from 0 in each text
-    segments: Tensor | None  # [T] which of two texts of a pair a token is in; None: all are in the first
+    segments: Tensor | None  # [T] which text of a pair a token belongs to; None: always the first
     sequences: Sequences
 
 
@@ -37,7 +37,7 @@ class Norm:
         return self._kernels.layer_norm(x, self._weight, self._bias, self._eps)
 
     def of_sum(self, residual: Tensor, x: Tensor) -> Tensor:
-        """May overwrite the residual."""
+        """Return the norm of residual + x. May overwrite the residual."""
         return self._kernels.add_layer_norm(residual, x, self._weight, self._bias, self._eps)
 
     def stores(self, name: str) -> dict[str, Store]:
@@ -46,7 +46,7 @@ class Norm:
 
 
 class EncoderLayer:
-    """Attention, then an MLP. Norms come before each of them, or after it and over the sum with what it read."""
+    """Attention, then an MLP. Norms come before each, or after each over the sum with its input."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class EncoderLayer:
         self._mlp_norm = Norm(kernels, hidden, spec.norm_eps, spec.norm_bias, device)
 
     def __call__(self, x: Tensor, texts: TextBatch, picked: Tensor | None) -> Tensor:
-        """[T, hidden] -> [T, hidden]. With `picked` [B], indices of tokens, it is theirs alone. May overwrite x."""
+        """[T, hidden] -> [T, hidden]; with `picked` [B], token indices, only their rows. May overwrite x."""
         return (
             self._norm_first(x, texts, picked) if self._spec.norm_first else self._norm_last(x, texts, picked)
         )
@@ -132,7 +132,7 @@ class EncoderLayer:
 
 
 class Encoder:
-    """Texts to hidden states. `dtype` is what weights are stored as; `max_position`, the longest text that will be
+    """Texts to hidden states. `dtype` is the storage type of the weights; `max_position`, the longest text that will be
     served, sizes the rotary tables."""
 
     def __init__(
@@ -165,8 +165,8 @@ class Encoder:
         return Norm(self.kernels, spec.hidden_size, spec.norm_eps, spec.norm_bias, self.device)
 
     def forward(self, texts: TextBatch, picked: Tensor | None = None) -> Tensor:
-        """Hidden states [T, hidden_size]. With `picked` [B], indices of tokens, those of these tokens alone: nobody
-        reads the last layer's result for the others."""
+        """Return the hidden states [T, hidden_size]; with `picked` [B], token indices, only theirs: the last layer's
+        output for other tokens is not needed."""
         x = self._embed(texts)
         last = self._layers[-1]
         for layer in self._layers:
@@ -191,7 +191,7 @@ class Encoder:
         return self._embedding_norm.of_sum(x, added[-1].contiguous())
 
     def stores(self) -> Mapping[str, Store]:
-        """By target (`EncoderSpec.tensors`): where each tensor goes."""
+        """Return where each tensor goes, by target (`EncoderSpec.tensors`)."""
         stores = {
             "tokens": into_tensor(self._tokens),
             "positions": into_tensor(self._positions),
@@ -205,7 +205,7 @@ class Encoder:
 
 @dataclass(frozen=True, slots=True)
 class PoolingEncoder:
-    """An encoder and its head: one vector for each text."""
+    """An encoder and its head: one vector per text."""
 
     encoder: Encoder
     pooler: Pooler

@@ -1,4 +1,4 @@
-"""The families of encoders: how a Hugging Face `config.json` becomes an `EncoderSpec`, and which head follows.
+"""The encoder families: how a Hugging Face `config.json` becomes an `EncoderSpec`, and which head follows.
 
 A family is an entry of `ENCODERS`; this file is the only one that knows them by name.
 """
@@ -87,18 +87,18 @@ def _modernbert_head(fields: Fields, hidden: int, num_labels: int) -> tuple[Head
 
 @dataclass(frozen=True, slots=True)
 class EncoderFamily:
-    """What sets a family apart."""
+    """The properties of a family."""
 
     names: EncoderNames
-    head: Callable[[Fields, int, int], tuple[HeadLayer, ...]]  # of its classifiers
+    head: Callable[[Fields, int, int], tuple[HeadLayer, ...]]  # the classification head
     model_type: str  # for configs that name no architecture
-    # Fields that configs leave out because transformers knows them.
+    # Fields that configs may omit because transformers has a default.
     defaults: Mapping[str, Any]
     # Other names of fields: the usual one -> the family's.
     renamed: Mapping[str, str] = field(default_factory=dict)
-    after_padding: bool = False  # positions are counted from the one after the padding token's id
+    after_padding: bool = False  # positions start after the padding token's id
     modern: bool = False  # rotary positions, norms first, gated MLPs, windows
-    # Fields that change the computation in ways not supported, with the values that do not.
+    # Fields that would change the computation, with the values that are supported.
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
 
@@ -182,13 +182,13 @@ ENCODERS: Mapping[str, EncoderFamily] = {
         fixed={"rope_scaling": (None,)},
     ),
 }
-# What transformers calls a family's models, of which all but the last are read as the encoder alone.
+# The suffixes of a family's models in transformers; all but the last are loaded as the encoder alone.
 _SUFFIXES = ("Model", "ForMaskedLM", "ForPreTraining", CLASSIFIER)
 ENCODER_ARCHITECTURES = {family + suffix: family for family in ENCODERS for suffix in _SUFFIXES}
 
 
 def encoder_architecture(config: Mapping[str, Any]) -> str | None:
-    """The first architecture that is an encoder's; None where the config is of something else."""
+    """Return the first architecture in the config that is an encoder, or None."""
     named = config.get("architectures") or []
     names = [str(name) for name in named] if isinstance(named, list) else [str(named)]
     if not names:
@@ -198,7 +198,7 @@ def encoder_architecture(config: Mapping[str, Any]) -> str | None:
 
 
 def encoder_spec(config: Mapping[str, Any]) -> EncoderSpec:
-    """The encoder that a `config.json` describes."""
+    """Return the encoder that a `config.json` describes."""
     architecture, family, fields = _family(config)
     fields.check_supported(family.fixed)
     hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
@@ -239,28 +239,28 @@ def encoder_spec(config: Mapping[str, Any]) -> EncoderSpec:
 
 @dataclass(frozen=True, slots=True)
 class EncoderHead:
-    """What follows an encoder: how its hidden states are pooled, and the layers after that."""
+    """The part that follows an encoder: how its hidden states are pooled, and the layers after that."""
 
     pooling: tuple[str, ...]
     layers: tuple[HeadLayer, ...]
     facts: PoolingFacts
-    unused: tuple[str, ...]  # patterns of tensors of the checkpoint's other heads
+    unused: tuple[str, ...]  # patterns of the tensors of the checkpoint's other heads
 
 
 def encoder_head(config: Mapping[str, Any], files: SentenceFiles | None, hidden_size: int) -> EncoderHead:
-    """As the checkpoint's files say; a head is never guessed."""
+    """Return the head that the checkpoint's files describe; it is never guessed."""
     architecture, family, fields = _family(config)
     if files is not None and files.pooling:
         if files.width != hidden_size:
             raise ModelError(
-                f"the pooling of modules.json takes {files.width} features: hidden_size in config.json is {hidden_size}"
+                f"modules.json pools {files.width} features, but hidden_size in config.json is {hidden_size}"
             )
         size = head_size(hidden_size * len(files.pooling), files.head)
         facts = embedding_facts(files, config, size, splittable=False)
         return EncoderHead(files.pooling, files.head, facts, family.names.heads)
     if not architecture.endswith(CLASSIFIER):
         raise ModelError(
-            f"{architecture} gives a vector for each token, and its folder does not say how a text gets one: it has "
+            f"{architecture} returns a vector per token, and its folder does not say how a text gets one: it has "
             "neither a classification head nor the pooling files of sentence-transformers (modules.json)"
         )
     labels = read_labels(config)
@@ -272,10 +272,10 @@ def encoder_head(config: Mapping[str, Any], files: SentenceFiles | None, hidden_
 
 
 def _family(config: Mapping[str, Any]) -> tuple[str, EncoderFamily, Fields]:
-    """(architecture, its family, the config in the usual words with what the family takes for granted)"""
+    """Return (architecture, its family, the config with the usual field names and the family's defaults)."""
     architecture = encoder_architecture(config)
     if architecture is None:
-        raise ModelError(f"no encoder is named in config.json: known are {', '.join(ENCODER_ARCHITECTURES)}")
+        raise ModelError(f"config.json names no supported encoder: {', '.join(ENCODER_ARCHITECTURES)}")
     family = ENCODERS[ENCODER_ARCHITECTURES[architecture]]
     values = {**family.defaults, **{name: value for name, value in config.items() if value is not None}}
     values |= {usual: values[own] for usual, own in family.renamed.items() if own in values}

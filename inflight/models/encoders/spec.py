@@ -1,4 +1,4 @@
-"""What an encoder is made of, as data: the encoder reads it and knows no family by name."""
+"""The description of an encoder as data, so that the encoder itself knows no model family by name."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ class EncoderNames:
     """
 
     layer: Mapping[str, str]
-    layers: str  # what stands before the number of a layer
-    prefixes: tuple[str, ...]  # the first that the checkpoint has its table of tokens under
+    layers: str  # precedes the index of a layer
+    prefixes: tuple[str, ...]  # the first under which the checkpoint has its token embeddings
     tokens: str = "embeddings.word_embeddings"
     positions: str = "embeddings.position_embeddings"
     segments: str = "embeddings.token_type_embeddings"
     embedding_norm: str = "embeddings.LayerNorm"
     final_norm: str = ""
-    heads: tuple[
-        str, ...
-    ] = ()  # patterns of tensors of heads, which are not needed where another one is used
-    ignored: tuple[str, ...] = (r"embeddings\.position_ids$",)  # patterns of tensors that are never needed
+    # Patterns of the heads' tensors, which are ignored if another head is used.
+    heads: tuple[str, ...] = ()
+    # Patterns of tensors that are never needed.
+    ignored: tuple[str, ...] = (r"embeddings\.position_ids$",)
 
 
 class EncoderTensor(NamedTuple):
@@ -41,7 +41,7 @@ class EncoderTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EncoderSpec:
-    """One transformer whose tokens all see each other, with layer norms."""
+    """One transformer with bidirectional attention and layer norms."""
 
     architecture: str
     vocab_size: int
@@ -49,15 +49,15 @@ class EncoderSpec:
     num_layers: int
     num_heads: int
     intermediate_size: int
-    num_positions: int  # rows of the table of positions; 0: there is none
+    num_positions: int  # rows of the position embedding; 0: there is none
     first_position: int  # the row of a text's first token
-    num_segments: int  # rows of the table of segments; 0: there is none
-    max_position: int  # the longest text that the checkpoint is meant for
-    windows: tuple[int | None, ...]  # a layer: how far a token sees to either side; None: everywhere
+    num_segments: int  # rows of the segment embedding; 0: there is none
+    max_position: int  # the longest text that the checkpoint supports
+    windows: tuple[int | None, ...]  # by layer: how far a token sees to either side; None: everywhere
     ropes: tuple[Rope, ...]
-    layer_ropes: tuple[int | None, ...]  # a layer: index into ropes
+    layer_ropes: tuple[int | None, ...]  # by layer: index into ropes
     norm_eps: float
-    norm_first: bool  # layers normalise before attention and MLP, and not the sum after them
+    norm_first: bool  # whether layers normalise before attention and MLP, rather than the sum after them
     norm_bias: bool
     attention_bias: bool
     mlp_bias: bool
@@ -70,11 +70,11 @@ class EncoderSpec:
         return self.hidden_size // self.num_heads
 
     def has_attention_norm(self, index: int) -> bool:
-        """With norms first, the first layer reads what the embedding's norm gave."""
+        """Return whether a layer has this norm: with norms first, layer 0 reads the embedding's normalised output."""
         return index > 0 or not self.norm_first
 
     def tensors(self, prefix: str) -> Iterator[EncoderTensor]:
-        """Every tensor of a checkpoint whose names begin so."""
+        """Yield every tensor of a checkpoint whose names begin with `prefix`."""
         names, hidden = self.names, self.hidden_size
         yield EncoderTensor(f"{prefix}{names.tokens}.weight", "tokens", (self.vocab_size, hidden))
         if self.num_positions:
@@ -88,15 +88,13 @@ class EncoderSpec:
         for index in range(self.num_layers):
             for module, target in names.layer.items():
                 if target != "attention_norm" or self.has_attention_norm(index):
-                    place = f"layers.{index}.{target}"
-                    yield from self._module(
-                        f"{prefix}{names.layers}.{index}.{module}", place, *shapes[target]
-                    )
+                    name = f"{prefix}{names.layers}.{index}.{module}"
+                    yield from self._module(name, f"layers.{index}.{target}", *shapes[target])
         if names.final_norm:
             yield from self._module(prefix + names.final_norm, "final_norm", (hidden,), self.norm_bias)
 
     def _layer_shapes(self) -> dict[str, tuple[tuple[int, ...], bool]]:
-        """By target: the shape of the weight, and whether there is a bias."""
+        """Return (shape of the weight, whether there is a bias) by target."""
         hidden, inner = self.hidden_size, self.intermediate_size
         return {
             "qkv": ((3 * hidden, hidden), self.attention_bias),

@@ -1,4 +1,4 @@
-"""Weights into an encoder and its head: from safetensors files, or made up."""
+"""Load the weights of an encoder and its head from safetensors files, or fill them with dummy weights."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def load_encoder(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> PoolingEncoder:
-    """The checkpoint's encoder and head with their weights in place. Nothing is allocated before the headers of the
-    files are seen to hold what is needed, in its size, and nothing else."""
+    """Return the checkpoint's encoder and head with their weights loaded. Nothing is allocated before the headers are
+    known to hold exactly the tensors that are needed."""
     dummy = load_format == "dummy"
     stored = {} if dummy else _read_headers(checkpoint, head)
     prefix = _prefix(spec, stored)
     if not dummy:
-        _compare(spec, head, prefix, stored)
+        _check_tensors(spec, head, prefix, stored)
     encoder = Encoder(spec, kernels, attention, dtype, device, max_position)
     in_features = spec.hidden_size * len(head.pooling)
     layers = LayeredHead(in_features, head.layers, head_kernels, head_kernels.compute_dtype, device)
@@ -62,14 +62,14 @@ def load_encoder(
 
 
 def _read_headers(checkpoint: Checkpoint, head: EncoderHead) -> dict[str, StoredTensor]:
-    """Of the encoder's files, and of the folders of head layers: names there begin with the folder's."""
+    """Read the headers of the encoder's files and of the head layers' folders, whose names begin with the folder's."""
     stored = read_headers(checkpoint.weight_files, _known_as)
     folders = (layer.module.partition("/")[0] for layer in head.layers if "/" in layer.module)
     return stored | module_headers(checkpoint, folders)
 
 
 def _known_as(name: str) -> str:
-    """The first checkpoints name the two parts of a norm in Greek."""
+    """Translate the norms of early checkpoints, which are named gamma and beta."""
     return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
 
 
@@ -79,14 +79,16 @@ def _prefix(spec: EncoderSpec, stored: dict[str, StoredTensor]) -> str:
     return next(present, names.prefixes[0])
 
 
-def _compare(spec: EncoderSpec, head: EncoderHead, prefix: str, stored: dict[str, StoredTensor]) -> None:
-    wanted = {tensor.name: tensor.shape for tensor in spec.tensors(prefix)}
-    wanted |= {name: shape for layer in head.layers for name, shape in layer.shapes()}
+def _check_tensors(
+    spec: EncoderSpec, head: EncoderHead, prefix: str, stored: dict[str, StoredTensor]
+) -> None:
+    shapes = {tensor.name: tensor.shape for tensor in spec.tensors(prefix)}
+    shapes |= {name: shape for layer in head.layers for name, shape in layer.shapes()}
     hint = layers_hint(spec.num_layers, stored)
-    check_shapes(wanted, stored, hint)
-    check_dtypes(wanted, stored)
+    check_shapes(shapes, stored, hint)
+    check_dtypes(shapes, stored)
     unused = re.compile("|".join((*spec.names.ignored, *head.unused)))
-    check_surplus([name for name in stored if name not in wanted and not unused.search(name)], hint)
+    check_surplus([name for name in stored if name not in shapes and not unused.search(name)], hint)
 
 
 def _placements(encoder: Encoder, prefix: str) -> Iterator[Placement]:

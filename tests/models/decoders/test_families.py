@@ -85,11 +85,11 @@ def test_contradictions_and_wrong_values_are_named(change: dict[str, Any], words
     [
         (QWEN2 | {"layer_types": ["full_attention"]}, "lists 1 layers, num_hidden_layers is 4"),
         (QWEN2 | {"layer_types": ["chunked_attention"] * 4}, "chunked_attention"),
-        (QWEN2 | {"layer_types": ["sliding_attention"] * 4}, "not in use"),
+        (QWEN2 | {"layer_types": ["sliding_attention"] * 4}, "missing or disabled"),
         (QWEN2 | {"layer_types": "full_attention"}, "a list of strings"),
         (
             GEMMA3 | {"sliding_window": None, "layer_types": ["sliding_attention"] * 4},
-            "sliding_window is not given",
+            "sliding_window is missing",
         ),
         (GEMMA3 | {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         (GEMMA3 | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping .* null"),

@@ -76,17 +76,17 @@ def test_a_classifier_scores_pairs_only_by_a_template_that_is_known() -> None:
 @pytest.mark.parametrize(
     ("config", "options", "words"),
     [
-        (CAUSAL, {"encode": lambda _: [1, 2]}, "splits 'no' into 2 tokens: .* not the model's"),
+        (CAUSAL, {"encode": lambda _: [1, 2]}, "splits 'no' into 2 tokens, .* not the model's"),
         (CAUSAL, {"encode": lambda _: [320]}, r"token ids are \[320, 320\]: the model has 320"),
         (CAUSAL, {"encode": None}, "needs its tokenizer"),
-        (CAUSAL | {"classifier_from_token": ["Yes"]}, {}, r"is \['Yes'\]: known is \['no', 'yes'\]"),
+        (CAUSAL | {"classifier_from_token": ["Yes"]}, {}, r"is \['Yes'\]: it must be \['no', 'yes'\]"),
         (CAUSAL | {"classifier_from_token": [True, 1]}, {}, "classifier_from_token in config.json is"),
         (
             CAUSAL | {"architectures": ["Qwen2ForCausalLM"], "classifier_from_token": ["no", "yes"]},
             {},
-            "architecture is Qwen2ForCausalLM: the template",
+            "architecture is Qwen2ForCausalLM: a reranker's template",
         ),
-        (CAUSAL | {"architectures": ["Qwen3Model"]}, {}, "cannot serve Qwen3Model by itself: it has no head"),
+        (CAUSAL | {"architectures": ["Qwen3Model"]}, {}, "cannot serve Qwen3Model: it has no head"),
         (CAUSAL | {"is_causal": False}, {}, "is_causal in config.json is False"),
     ],
 )
@@ -102,13 +102,13 @@ def test_what_is_not_known_is_refused_with_the_reason(
     [
         (
             {"pooling_mode_mean_tokens": True, "word_embedding_dimension": 64},
-            "by mean: a decoder is pooled by",
+            "by mean: only lasttoken is supported",
         ),
         (
             {"pooling_mode": ["lasttoken", "cls"], "word_embedding_dimension": 64},
-            "by lasttoken and cls: a decoder is pooled by lasttoken alone",
+            "by lasttoken and cls: only lasttoken is supported",
         ),
-        ({"pooling_mode": "lasttoken", "word_embedding_dimension": 65}, "pools 65 features: .* is 64"),
+        ({"pooling_mode": "lasttoken", "word_embedding_dimension": 65}, "pools 65 features, .* is 64"),
     ],
 )
 def test_other_poolings_are_refused(pooling: dict[str, Any], words: str, tmp_path: Path) -> None:
@@ -126,5 +126,7 @@ def test_a_classifier_of_another_size_is_refused_before_memory_is_taken(tmp_path
     path = tmp_path / "config.json"
     config = {name: value for name, value in json.loads(path.read_text()).items() if name != "id2label"}
     path.write_text(json.dumps(config | {"num_labels": 60_000}))
-    with pytest.raises(WeightsError, match=r"score\.weight .* has shape \[3, 64\]: .* for \[60000, 64\]"):
+    with pytest.raises(
+        WeightsError, match=r"score\.weight .* has shape \[3, 64\]: .* requires \[60000, 64\]"
+    ):
         load(tmp_path)

@@ -48,11 +48,15 @@ def test_key_value_heads_are_copied_where_there_are_fewer_than_ranks() -> None:
 @pytest.mark.parametrize(
     ("fields", "size", "message"),
     [
-        ({"num_heads": 14, "num_kv_heads": 2}, 4, "14 attention heads and 2 key/value heads.* by 1, 2, 14"),
+        (
+            {"num_heads": 14, "num_kv_heads": 2},
+            4,
+            "14 attention heads and 2 key/value heads.* across 1, 2, 14",
+        ),
         (
             {"num_heads": 12, "num_kv_heads": 4},
             3,
-            "12 attention heads and 4 key/value heads.* by 1, 2, 4, 12",
+            "12 attention heads and 4 key/value heads.* across 1, 2, 4, 12",
         ),
         ({"num_heads": 8, "num_kv_heads": 8, "intermediate_size": 4}, 8, "4 inner features and 320 tokens"),
     ],

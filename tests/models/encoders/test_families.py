@@ -99,10 +99,12 @@ def test_pooling_files_go_before_a_classification_head() -> None:
     files = SentenceFiles(pooling=("cls", "max"), width=32, head=(DenseLayer("2_Dense/linear", 64, 8),))
     head = encoder_head(BERT, files, 32)
     assert (head.facts.task, head.facts.size, head.pooling) == ("embed", 8, ("cls", "max"))
-    with pytest.raises(ModelError, match="takes 32 features: hidden_size in"):
+    with pytest.raises(ModelError, match="pools 32 features, but hidden_size in"):
         encoder_head(BERT | {"hidden_size": 48}, files, 48)
     odd = SentenceFiles(pooling=("cls",), width=32, head=files.head)
-    with pytest.raises(ModelError, match="2_Dense/linear takes 64 features: what comes before it gives 32"):
+    with pytest.raises(
+        ModelError, match="2_Dense/linear takes 64 features, but the layer before it returns 32"
+    ):
         encoder_head(BERT, odd, 32)
 
 
