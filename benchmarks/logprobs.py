@@ -19,10 +19,11 @@ import torch
 
 from benchmarks.report import show
 from inflight import LLM, SamplingParams
-from inflight.engine.remote.wire import SECRET_LENGTH, Codec, StepOutputs, ToFront
+from inflight.engine.remote.wire import FromEngine, StepOutputs
 from inflight.events import Delta
 from inflight.execution.gpu.ticket import GpuTicket, ToldLogprobs
 from inflight.frontend import OutputProcessor
+from inflight.processes.channel import SECRET_LENGTH, Codec
 from inflight.scheduling import Batch, Sampled
 from inflight.server.formatters import Choice
 from inflight.server.openai.formatters import ChatFormatter
@@ -107,7 +108,7 @@ def deltas_of(runner: CannedRunner, num_requests: int) -> list[Delta]:
 
 
 def over_the_wire(deltas: list[Delta], num_steps: int) -> None:
-    codec = Codec[ToFront](bytes(SECRET_LENGTH), ToFront)
+    codec = Codec[FromEngine](bytes(SECRET_LENGTH), FromEngine)
     for _ in range(num_steps):
         message = StepOutputs([], [], list(enumerate(deltas)))
         assert codec.decode(bytes(codec.encode(message))) is not None

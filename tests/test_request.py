@@ -7,16 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from inflight.engine.remote.wire import (
-    SECRET_LENGTH,
-    Add,
-    Codec,
-    ToEngine,
-    array_from_bytes,
-    array_to_bytes,
-    encode_add,
-)
+from inflight.engine.remote.wire import Add, ToEngine, encode_add
 from inflight.execution.parallel import messages
+from inflight.processes.channel import SECRET_LENGTH, Codec, array_from_bytes, array_to_bytes
 from inflight.request import Request, RequestSpec, Status
 from inflight.sampling_params import SamplingParams
 from inflight.scheduling import Admission, Batch

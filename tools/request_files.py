@@ -92,10 +92,10 @@ def over_http(trace: FileTrace, device: str, in_process: bool) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         written = Path(folder) / "engine.json"
         if not in_process:
-            from inflight.engine.remote import child_process
+            from inflight.engine.remote import supervisor
 
             command = (sys.executable, "-P", __file__, "engine", "--written", str(written))
-            child_process.COMMAND = command
+            supervisor.COMMAND = command
         return asyncio.run(_serve_one(trace, device, in_process, written))
 
 

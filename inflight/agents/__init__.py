@@ -1,4 +1,7 @@
-"""Tool calls and reasoning in what a model writes. Text and token ids in, events out; no server here."""
+"""Parsing and constraining tool calls and reasoning in model output.
+
+Text and token ids go in, events come out. This package knows nothing about requests or servers.
+"""
 
 from inflight.agents.answer_grammar import answer_grammar
 from inflight.agents.detect import (
@@ -19,13 +22,12 @@ from inflight.agents.events import (
     ToolCallBegun,
     ToolCallEnded,
 )
+from inflight.agents.formats.base import REASONING_FORMATS, REASONING_MARKERS, TOOL_FORMATS
 from inflight.agents.parser import MessageParser
-from inflight.agents.thinking import REASONING_FORMATS, THINKING
-from inflight.agents.tool_format import TOOL_FORMATS
 
 __all__ = [
     "REASONING_FORMATS",
-    "THINKING",
+    "REASONING_MARKERS",
     "TOOL_FORMATS",
     "ArgumentsDelta",
     "CallStyle",

@@ -1,8 +1,8 @@
-"""What an answer must look like, thoughts and calls included, as one grammar.
+"""One grammar for everything that a request demands of its answer, reasoning and calls included.
 
-[thoughts] [gap] calls                      a call is required
-[thoughts] [gap] (calls | content)          content of a shape, and tools that may be called instead
-[thoughts] (text opening call)* text        whatever begins as a call goes on as a valid one
+[reasoning] [gap] calls                     a call is required
+[reasoning] [gap] (calls | content)         constrained content, with tools that may be called instead
+[reasoning] (text opening call)* text       whatever starts as a call continues as a valid one
 """
 
 from __future__ import annotations
@@ -12,20 +12,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from inflight.agents.answer_shape import AnswerShape, marked_answer
-from inflight.agents.formats.harmony import HARMONY
-from inflight.agents.formats.harmony_grammar import harmony_answer
-from inflight.agents.rule_writer import ANY_OBJECT, RuleWriter, Tool
-from inflight.agents.thinking import HARMONY_REASONING, THINKING
-from inflight.agents.tool_format import TOOL_FORMATS
+from inflight.agents.formats.base import (
+    HARMONY_REASONING,
+    REASONING_MARKERS,
+    TOOL_FORMATS,
+    ReasoningMarkers,
+)
+from inflight.agents.formats.harmony import HARMONY, harmony_answer
+from inflight.agents.grammar_writer import ANY_OBJECT, AnswerShape, CallGrammar, GrammarWriter, Tool
 from inflight.constraints import CONTENT, RuleSchema, literal, without_annotations
 from inflight.errors import ParameterError
 from inflight.structured_outputs import MAX_CONSTRAINT_LENGTH, PARAM, StructuredOutputs
 from inflight.text import Tokenizer
 
 
-class NamesTool(Protocol):
-    """A choice of one tool."""
+class NamedToolChoice(Protocol):
+    """A `tool_choice` of one tool by its name."""
 
     @property
     def name(self) -> str: ...
@@ -36,41 +38,41 @@ def answer_grammar(
     reasoning_format: str | None,
     *,
     tools: Sequence[Mapping[str, Any]] = (),
-    tool_choice: str | NamesTool = "auto",
+    tool_choice: str | NamedToolChoice = "auto",
     parallel: bool = True,
     content: StructuredOutputs | None = None,
     prompt: str = "",
     max_reasoning_tokens: int | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> StructuredOutputs | None:
-    """One constraint for all that a request asks of its answer; None where nothing needs any.
+    """Return one constraint for the whole answer, or None if nothing needs to be constrained.
 
-    Formats, tools, tokenizer and prompt as `MessageParser` has them. With `tool_choice` "none" there are no tools.
+    Formats, tools, tokenizer and prompt are those of `MessageParser`. With `tool_choice` "none" there are no tools.
     Raises ParameterError.
     """
     try:
-        offered = [] if tool_choice == "none" else read_tools(tools)
+        allowed = [] if tool_choice == "none" else read_tools(tools)
         if not isinstance(tool_choice, str):
-            offered = [tool for tool in offered if tool.name == tool_choice.name]
+            allowed = [tool for tool in allowed if tool.name == tool_choice.name]
         is_required = tool_choice not in ("auto", "none")
-        needs_calls = bool(offered) and (is_required or any(tool.strict for tool in offered))
-        is_content_all = content is None or (not offered and reasoning_format is None)
+        needs_calls = bool(allowed) and (is_required or any(tool.strict for tool in allowed))
+        is_content_all = content is None or (not allowed and reasoning_format is None)
         if not needs_calls and max_reasoning_tokens is None and is_content_all:
             return content
 
-        def written(tools: Sequence[Tool]) -> str:
-            writer = RuleWriter(tokenizer)
-            wanted = None if content is None else _content(writer, content)
-            shape = AnswerShape(tools, is_required, parallel, wanted, max_reasoning_tokens)
-            return writer.answer(_start(writer, shape, tool_format, reasoning_format, prompt)).text()
+        def write(tools: Sequence[Tool]) -> str:
+            writer = GrammarWriter(tokenizer)
+            expression = None if content is None else _content(writer, content)
+            shape = AnswerShape(tools, is_required, parallel, expression, max_reasoning_tokens)
+            return writer.finish(_start(writer, shape, tool_format, reasoning_format, prompt)).text()
 
-        text = written(offered)
-        if len(text) > MAX_CONSTRAINT_LENGTH and not needs_calls:  # nobody asked for valid arguments
-            text = written([replace(tool, schema=ANY_OBJECT) for tool in offered])
+        text = write(allowed)
+        if len(text) > MAX_CONSTRAINT_LENGTH and not needs_calls:  # valid arguments were not requested
+            text = write([replace(tool, schema=ANY_OBJECT) for tool in allowed])
     except RecursionError:
         raise ParameterError("tools has a schema that is nested too deeply", param="tools") from None
     if len(text) > MAX_CONSTRAINT_LENGTH:
-        param = "tools" if offered else PARAM
+        param = "tools" if allowed else PARAM
         raise ParameterError(
             f"{param} would make a grammar of {len(text)} characters: at most {MAX_CONSTRAINT_LENGTH} are allowed "
             "where calls must match their schemas",
@@ -81,23 +83,27 @@ def answer_grammar(
 
 
 def _start(
-    writer: RuleWriter, shape: AnswerShape, tool_format: str | None, reasoning_format: str | None, prompt: str
+    writer: GrammarWriter,
+    shape: AnswerShape,
+    tool_format: str | None,
+    reasoning_format: str | None,
+    prompt: str,
 ) -> str:
     if HARMONY_REASONING in (tool_format, reasoning_format):
-        return harmony_answer(writer, shape, HARMONY.opened(prompt))
-    thinking = None if reasoning_format is None else THINKING[reasoning_format]
+        return harmony_answer(writer, shape, HARMONY.opened_by(prompt))
+    reasoning = None if reasoning_format is None else REASONING_MARKERS[reasoning_format]
     calls = None if tool_format is None else TOOL_FORMATS.get(tool_format).grammar
-    opened = thinking is not None and bool(thinking.opened(prompt))
-    return marked_answer(writer, shape, calls, thinking, opened)
+    opened = reasoning is not None and bool(reasoning.opened_by(prompt))
+    return marker_answer(writer, shape, calls, reasoning, opened)
 
 
 def read_tools(tools: Sequence[Mapping[str, Any]]) -> list[Tool]:
-    """Tools as requests have them. Their arguments are objects, whatever else the schemas say."""
-    found = []
+    """Return the tools of a request. Their arguments are objects, whatever else the schemas say."""
+    parsed = []
     for index, tool in enumerate(tools):
         function = tool.get("function", tool)
         schema = function.get("parameters")
-        if schema is None:  # it takes none
+        if schema is None:  # the function has no parameters
             schema = {**ANY_OBJECT, "additionalProperties": False}
         is_strict = function.get("strict") is True
         param = f"tools[{index}].function.parameters"
@@ -106,20 +112,118 @@ def read_tools(tools: Sequence[Mapping[str, Any]]) -> list[Tool]:
             if is_strict:
                 raise ParameterError(f"{param} must be a schema of type object", param=param)
             schema = {}
-        found.append(Tool(function["name"], {**without_annotations(schema), **ANY_OBJECT}, is_strict, param))
-    return found
+        parsed.append(Tool(function["name"], {**without_annotations(schema), **ANY_OBJECT}, is_strict, param))
+    return parsed
 
 
-def _content(writer: RuleWriter, asked: StructuredOutputs) -> str:
-    """What the content of an answer must be, as an expression."""
-    if asked.kind == "json":
+def _content(writer: GrammarWriter, constraint: StructuredOutputs) -> str:
+    """Return an expression for the content of an answer."""
+    if constraint.kind == "json":
         try:
-            schema = json.loads(asked.text)
+            schema = json.loads(constraint.text)
         except (ValueError, RecursionError) as error:
-            raise ParameterError(f"{PARAM}.json is no JSON: {error}", param=PARAM) from None
+            raise ParameterError(f"{PARAM}.json is not valid JSON: {error}", param=PARAM) from None
         return writer.schema(CONTENT, RuleSchema(schema, PARAM))
-    if asked.kind == "json_object":
+    if constraint.kind == "json_object":
         return writer.schema(CONTENT, RuleSchema(ANY_OBJECT, PARAM))
-    if asked.kind == "choice":
-        return writer.rule("CHOICE", " | ".join(map(literal, json.loads(asked.text))))
-    return writer.user_content(asked.kind, asked.text)
+    if constraint.kind == "choice":
+        return writer.rule("CHOICE", " | ".join(map(literal, json.loads(constraint.text))))
+    return writer.user_content(constraint.kind, constraint.text)
+
+
+def marker_answer(
+    writer: GrammarWriter,
+    shape: AnswerShape,
+    calls: CallGrammar | None,
+    reasoning: ReasoningMarkers | None,
+    opened: bool,
+) -> str:
+    """Return the grammar of an answer with reasoning between markers, and calls that follow an opening.
+
+    `opened` says that the answer starts inside its reasoning.
+    """
+    if shape.tools and calls is None:
+        raise ParameterError(
+            "tools cannot be constrained: the format in which this model writes tool calls is unknown",
+            param="tools",
+            code="tools_unavailable",
+        )
+    for tool in shape.tools:
+        if calls and calls.name_pattern is not None and not calls.name_pattern.fullmatch(tool.name):
+            raise ParameterError(
+                f"tools has a function named {tool.name!r}: this model's tool call format cannot express that name",
+                param="tools",
+            )
+    # Constrained content has no leading white space, so white space before it belongs to the reasoning.
+    gap = "GAP" if shape.content is not None and not shape.is_required else ""
+    block = _reasoning(writer, reasoning, opened, shape.max_reasoning_tokens, gap) if reasoning else ""
+    # Text that starts with the opening marker would be parsed as reasoning.
+    never_first = (reasoning.open,) if reasoning else ()
+    if shape.tools and calls is not None:
+        after = writer.rule("calls", calls.write(writer, shape.tools, shape.parallel))
+        if shape.is_required:
+            body = f"GAP {_calls_only(writer, calls, after, shape.parallel)}"
+        elif shape.content is not None:
+            body = f"({_calls_only(writer, calls, after, shape.parallel)} | {shape.content})"
+        elif calls.bare_start:
+            body = _bare_calls_or_text(writer, calls, after)
+        else:
+            body = _text_and_calls(writer, calls, after, shape.parallel, never_first)
+    elif shape.content is not None:
+        body = shape.content
+    else:
+        body = writer.text("TEXT", never_first=never_first)
+    return f"{block} {body}"
+
+
+def _reasoning(
+    writer: GrammarWriter, markers: ReasoningMarkers, opened: bool, limit: int | None, gap: str
+) -> str:
+    if limit == 0:
+        return f"{writer.terminals(markers.close)} {gap}" if opened else ""
+    close_id = writer.token_id(markers.close)
+    if limit is not None and close_id is None:
+        raise ParameterError(
+            f"max_reasoning_tokens is {limit}: it must be 0 for this model, because its end of reasoning "
+            "is not a single token",
+            param="max_reasoning_tokens",
+            code="unsupported",
+        )
+    if close_id is not None and (limit is not None or writer.is_special(markers.close)):
+        name = "reasoning" if limit is None else f"reasoning[max_tokens={limit}]"
+        text = writer.rule(name, writer.text("REASONING", never=(markers.close,)))
+        block = f"{text} {writer.token(close_id)}"
+    else:
+        block = writer.rule(
+            "reasoning[lazy]", f"{writer.text('REASONING')} {writer.terminals(markers.close)}"
+        )
+    return f"{block} {gap}" if opened else f"({writer.terminals(markers.open)} {block} {gap})?"
+
+
+def _calls_only(writer: GrammarWriter, calls: CallGrammar, after: str, parallel: bool) -> str:
+    opening = writer.terminals(calls.opening)
+    if calls.bare_start:
+        return f"{opening}? {after} GAP" if writer.is_special(calls.opening) else f"{after} GAP"
+    more = f"(GAP {opening} {after})* " if parallel and calls.repeats_opening else ""
+    return f"{opening} {after} {more}GAP"
+
+
+def _bare_calls_or_text(writer: GrammarWriter, calls: CallGrammar, after: str) -> str:
+    """Allow a call at the start or after its token, and text that does not start like a call."""
+    text = writer.rule("text", f"/[^{calls.bare_start} \\t\\r\\n](?s:.*)/")
+    if not writer.is_special(calls.opening):
+        return f"({after} GAP | {text})?"
+    return f"({after} GAP | {text}? ({writer.terminals(calls.opening)} {after} GAP)?)"
+
+
+def _text_and_calls(
+    writer: GrammarWriter, calls: CallGrammar, after: str, parallel: bool, never_first: Sequence[str]
+) -> str:
+    text = writer.text("TEXT", calls.forbidden, never_first)
+    many = "*" if parallel else "?"
+    if writer.is_special(calls.opening):
+        rest = writer.rule("rest", text)
+        return f"({rest} {writer.terminals(calls.opening)} {after}){many} {rest}"
+    before = writer.rule("before[lazy]", f"{text} {writer.terminals(calls.opening)}")
+    rest = writer.rule("rest", writer.text("REST", (calls.opening, *calls.forbidden), never_first))
+    return f"({before} {after}){many} {rest}"

@@ -1,7 +1,7 @@
-"""Which formats a checkpoint has, by its own chat template.
+"""Detection of a checkpoint's formats from its chat template.
 
-A template writes the calls of earlier turns just as the model is to write new ones. So a call is rendered, and the
-format whose parser reads exactly that call is the model's.
+A template writes the calls of earlier turns just as the model should write new ones. So detection renders a call, and
+the format whose parser reads exactly that call is the model's.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+from inflight.agents.formats.base import HARMONY_REASONING, REASONING_MARKERS, TOOL_FORMATS
 from inflight.agents.parser import MessageParser
-from inflight.agents.python_literals import parsed_json
-from inflight.agents.thinking import HARMONY_REASONING, THINKING
-from inflight.agents.tool_format import TOOL_FORMATS
+from inflight.agents.values import parse_json
 from inflight.errors import RequestError, TemplateError
 from inflight.text import ChatTemplate, Tokenizer
 
@@ -43,10 +42,10 @@ _IDS = (f"functions.{_NAME}:0", "a1B2c3D4e")
 
 @dataclass(frozen=True, slots=True)
 class CallStyle:
-    """How a template wants the calls of earlier turns: templates differ in what they take."""
+    """The form in which a template accepts the calls of earlier turns."""
 
-    arguments_as_text: bool = False  # else as an object
-    empty_content: str | None = None  # of a message that only calls
+    arguments_as_text: bool = False  # otherwise as an object
+    empty_content: str | None = None  # the content of a message that only calls tools
     short_ids: bool = False  # nine letters or digits
 
 
@@ -58,35 +57,38 @@ _STYLES = tuple(
 
 @dataclass(frozen=True, slots=True)
 class DetectedCalls:
-    """How a checkpoint writes and reads calls, by its template."""
+    """How a checkpoint writes and reads calls, according to its template."""
 
-    tool_format: str  # its name, for `TOOL_FORMATS`
+    tool_format: str  # a name in `TOOL_FORMATS`
     style: CallStyle
 
 
 def detect_calls(template: ChatTemplate, reasoning_format: str | None = None) -> DetectedCalls | None:
-    """None where the template does not tell. Raises only if templates cannot be rendered at the moment."""
+    """Return how the model writes calls, or None if the template does not show it.
+
+    Raises only if templates cannot be rendered at the moment.
+    """
     try:
-        renderings = list(_rendered_calls(template))
-    except RequestError:  # it takes no tools, or no messages at all
+        renderings = list(_render_calls(template))
+    except RequestError:  # the template rejects tools, or all messages
         return None
     for (style, text), name in product(renderings, TOOL_FORMATS):
         message = MessageParser(name, reasoning_format, tools=[_TOOL]).parse(text)
         if [call.name for call in message.tool_calls] != [_NAME]:
             continue
-        if parsed_json(message.tool_calls[0].arguments) == _ARGUMENTS:
+        if parse_json(message.tool_calls[0].arguments) == _ARGUMENTS:
             return DetectedCalls(name, style)
     return None
 
 
 def detect_tool_format(template: ChatTemplate, reasoning_format: str | None = None) -> str | None:
-    """The name of the tool format alone."""
-    found = detect_calls(template, reasoning_format)
-    return None if found is None else found.tool_format
+    """Return only the name of the tool call format."""
+    calls = detect_calls(template, reasoning_format)
+    return None if calls is None else calls.tool_format
 
 
 def shows_tools(template: ChatTemplate) -> bool:
-    """Whether the model gets to see tools at all: some templates leave them out, or refuse them."""
+    """Return whether the model gets to see tools at all: some templates omit or reject them."""
     for messages in ([_QUESTION], [{"role": "system", "content": "Be brief."}, _QUESTION]):
         try:
             if _NAME in template.render(messages, tools=[_TOOL]):
@@ -97,17 +99,17 @@ def shows_tools(template: ChatTemplate) -> bool:
 
 
 def detect_reasoning_format(template: ChatTemplate, tokenizer: Tokenizer | None = None) -> str | None:
-    """The name of the reasoning format, one of `REASONING_FORMATS`; None where there is none. Never raises.
+    """Return the name of the reasoning format, one of `REASONING_FORMATS`, or None. Never raises.
 
-    Templates take the reasoning of earlier turns out, or begin that of the next, and so name its markers. Where one
-    does not, the vocabulary may: nobody else has a token for them.
+    Templates remove the reasoning of earlier turns, or open that of the next, and so contain its markers. If they do
+    not, the vocabulary may have tokens for them, which no other model has.
     """
     if template.mentions("<|channel|>") and template.mentions("analysis"):
         return HARMONY_REASONING
-    for name, markers in THINKING.items():
+    for name, markers in REASONING_MARKERS.items():
         if template.mentions(markers.close):
             return name
-    for name, markers in THINKING.items():
+    for name, markers in REASONING_MARKERS.items():
         ids = [tokenizer and tokenizer.token_id(text) for text in (markers.open, markers.close)]
         if None not in ids:
             return name
@@ -115,21 +117,20 @@ def detect_reasoning_format(template: ChatTemplate, tokenizer: Tokenizer | None 
 
 
 def opens_reasoning(template: ChatTemplate, reasoning_format: str | None) -> bool:
-    """Whether prompts begin the reasoning where it is asked for, so that one that does not asks for none. Never
-    raises."""
-    markers, switched_on = THINKING.get(reasoning_format or ""), template.effort_kwargs("high")
-    if markers is None or not switched_on:
+    """Return whether prompts open the block when reasoning is on, so that other prompts ask for none. Never raises."""
+    markers, kwargs = REASONING_MARKERS.get(reasoning_format or ""), template.effort_kwargs("high")
+    if markers is None or not kwargs:
         return False
     try:
-        return bool(markers.opened(template.render([_QUESTION], kwargs=switched_on)))
+        return bool(markers.opened_by(template.render([_QUESTION], kwargs=kwargs)))
     except TemplateError:
         return False
 
 
-def _rendered_calls(template: ChatTemplate) -> Iterator[tuple[CallStyle, str]]:
-    """What the model would have written, by the styles that the template takes."""
+def _render_calls(template: ChatTemplate) -> Iterator[tuple[CallStyle, str]]:
+    """Render the output that the model would have written, for each style that the template accepts."""
     tools = [_TOOL]
-    asked = template.render([_QUESTION], tools=tools, add_generation_prompt=False)
+    question = template.render([_QUESTION], tools=tools, add_generation_prompt=False)
     prompt = template.render([_QUESTION], tools=tools)
     for style in _STYLES:
         function = {"name": _NAME, "arguments": _ARGUMENT_FORMS[style.arguments_as_text]}
@@ -139,8 +140,8 @@ def _rendered_calls(template: ChatTemplate) -> Iterator[tuple[CallStyle, str]]:
             text = template.render([_QUESTION, message], tools=tools, add_generation_prompt=False)
         except TemplateError:
             continue
-        # A prompt may end with what only some answers begin with, such as a block of reasoning.
+        # A prompt may end with the start of only some answers, such as an opened block of reasoning.
         if text.startswith(prompt):
             yield style, text[len(prompt) :]
-        differing = (at for at, pair in enumerate(zip(asked, text, strict=False)) if pair[0] != pair[1])
-        yield style, text[next(differing, min(len(asked), len(text))) :]
+        differing = (at for at, pair in enumerate(zip(question, text, strict=False)) if pair[0] != pair[1])
+        yield style, text[next(differing, min(len(question), len(text))) :]

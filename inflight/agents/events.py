@@ -1,4 +1,4 @@
-"""What a parser says while it reads an output, and the message that it all adds up to."""
+"""The events that a parser emits while it reads an output, and the message that they add up to."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from itertools import groupby
 
 @dataclass(frozen=True, slots=True)
 class ContentDelta:
-    """More of the answer itself."""
+    """More text of the answer itself."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
-    """More of what the model thinks before it answers."""
+    """More text of the reasoning before the answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallBegun:
-    """The model calls a function. `id` is the model's own name for the call, in formats that have one."""
+    """The start of a tool call. `id` is the model's own id for the call, in formats that have one."""
 
     index: int
     name: str
@@ -40,7 +40,7 @@ class ArgumentsDelta:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallEnded:
-    """`complete` unless the output broke off, or broke the format's rules, inside the call."""
+    """The end of a tool call. `complete` is false if the output ended or violated the format inside the call."""
 
     index: int
     complete: bool
@@ -49,22 +49,22 @@ class ToolCallEnded:
 ParserEvent = ContentDelta | ReasoningDelta | ToolCallBegun | ArgumentsDelta | ToolCallEnded
 
 
-def joined(events: Iterable[ParserEvent]) -> list[ParserEvent]:
-    """The same, with deltas of one kind in a row as one."""
-    told: list[ParserEvent] = []
+def merge_deltas(events: Iterable[ParserEvent]) -> list[ParserEvent]:
+    """Return the events with consecutive deltas of the same kind merged into one."""
+    merged: list[ParserEvent] = []
     for _, group in groupby(events, type):
-        found = list(group)
-        deltas = [event for event in found if not isinstance(event, ToolCallBegun | ToolCallEnded)]
+        same_kind = list(group)
+        deltas = [event for event in same_kind if not isinstance(event, ToolCallBegun | ToolCallEnded)]
         if deltas:
-            told.append(replace(deltas[0], text="".join(delta.text for delta in deltas)))
+            merged.append(replace(deltas[0], text="".join(delta.text for delta in deltas)))
         else:
-            told += found
-    return told
+            merged += same_kind
+    return merged
 
 
 @dataclass(slots=True)
 class CalledFunction:
-    """One call of a message."""
+    """One tool call of a message."""
 
     name: str
     arguments: str = ""  # JSON text
@@ -74,7 +74,7 @@ class CalledFunction:
 
 @dataclass(slots=True)
 class ParsedMessage:
-    """A message as its events have made it so far."""
+    """The message that the events so far add up to."""
 
     content: str = ""
     reasoning: str = ""

@@ -1,30 +1,31 @@
-"""The parser of one output: text and token ids in, events out, however the output is cut into deltas."""
+"""The parser of one output: text and token ids in, events out, however the output is split into deltas."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from inflight.agents.calls import Calls
-from inflight.agents.events import ContentDelta, ParsedMessage, ParserEvent, joined
-from inflight.agents.formats.harmony import HARMONY_WITHOUT_CALLS
-from inflight.agents.source import Markers, Reading, Source
-from inflight.agents.thinking import (
+from inflight.agents.calls import CallEmitter
+from inflight.agents.events import ContentDelta, ParsedMessage, ParserEvent, merge_deltas
+from inflight.agents.formats.base import (
     HARMONY_REASONING,
     REASONING_FORMATS,
-    THINKING,
-    ThinkingMarkers,
-    read_thinking,
+    REASONING_MARKERS,
+    TOOL_FORMATS,
+    ReasoningMarkers,
+    ToolFormat,
+    read_reasoning,
 )
-from inflight.agents.tool_format import TOOL_FORMATS, ToolFormat
+from inflight.agents.formats.harmony import HARMONY_WITHOUT_CALLS
+from inflight.agents.source import Markers, Reading, Source
 from inflight.errors import ConfigError
 from inflight.text import Tokenizer
 
 
 class MessageParser:
-    """Feed it what comes, then `finish`. It never raises, whatever the model says.
+    """Parses one output: call `feed` for each delta, then `finish`. No output makes it raise.
 
-    Of text it holds back only what may yet become a marker or the head of a call, and white space before these.
+    It holds text back only while it may become a marker or a call's header, and the white space before these.
     """
 
     def __init__(
@@ -37,20 +38,21 @@ class MessageParser:
         prompt: str = "",
         shaped_content: bool = False,
     ) -> None:
-        """Formats by name, None for none. Raises ConfigError for a name that there is not.
+        """Create a parser for formats given by name, None for none. Raises ConfigError for an unknown name.
 
-        With a tokenizer, markers that are special tokens of it count only where their token came. The prompt tells
-        whether the output starts inside a block of reasoning; only its end is looked at. Content that has to have a
-        shape may hold markers as text: with `shaped_content` an answer begins with a call or has none.
+        With a tokenizer, markers that are its special tokens count only where their token was generated. The end of the
+        prompt shows whether the output starts inside a block of reasoning. Constrained content may contain markers as
+        text: with `shaped_content` an answer either starts with a call or has none.
         """
-        tool_reader, thinking = _tool_format(tool_format, reasoning_format), _thinking(reasoning_format)
-        markers, opened = tool_reader.markers, tool_reader.opened(prompt)
-        if thinking is not None:
-            markers, opened = (*markers, thinking.open, thinking.close), thinking.opened(prompt) or opened
+        format, reasoning = _tool_format(tool_format, reasoning_format), _reasoning_markers(reasoning_format)
+        markers, opened = format.markers, format.opened_by(prompt)
+        if reasoning is not None:
+            markers = (*markers, reasoning.open, reasoning.close)
+            opened = reasoning.opened_by(prompt) or opened
         self._special = _special_tokens(markers, tokenizer)
         self._source = Source(self._special)
-        self._source.push(opened, _ids_in(opened, self._special))
-        self._reading = _read(self._source, Calls(tools), tool_reader, thinking, shaped_content)
+        self._source.push(opened, _special_ids_in(opened, self._special))
+        self._reading = _read(self._source, CallEmitter(tools), format, reasoning, shaped_content)
 
     @property
     def marker_ids(self) -> frozenset[int]:
@@ -59,13 +61,13 @@ class MessageParser:
 
     @property
     def in_reasoning(self) -> bool:
-        """Whether what comes next is reasoning, as far as is known."""
+        """Whether the next text is reasoning, as far as is known."""
         return self._source.in_reasoning
 
     def runs(self, token_ids: Sequence[int]) -> Iterator[Sequence[int]]:
-        """The ids of a delta in pieces, with each of `marker_ids` in a piece of its own.
+        """Split the ids of a delta so that each of `marker_ids` is in a piece of its own.
 
-        Fed one after the other, with the text of each, they leave no doubt where in the text a marker is a token.
+        If the pieces are fed one by one with their text, it is unambiguous where in the text a marker is a token.
         """
         start = 0
         for at, token_id in enumerate(token_ids):
@@ -78,17 +80,17 @@ class MessageParser:
             yield token_ids[start:]
 
     def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[ParserEvent]:
-        """What the next piece of the output says, as far as it is certain."""
+        """Add the next piece of the output and return the events that are certain now."""
         self._source.push(text, token_ids)
         return self._events()
 
     def finish(self) -> list[ParserEvent]:
-        """The rest, at the end of the output."""
+        """Return the remaining events at the end of the output."""
         self._source.end()
         return self._events()
 
     def parse(self, text: str, token_ids: Sequence[int] = ()) -> ParsedMessage:
-        """A whole output at once."""
+        """Parse a complete output."""
         message = ParsedMessage()
         message.add(self.feed(text, token_ids))
         message.add(self.finish())
@@ -100,30 +102,30 @@ class MessageParser:
             if event is None:
                 break
             events.append(event)
-        return events if len(events) < 2 else joined(events)
+        return events if len(events) < 2 else merge_deltas(events)
 
 
 def _read(
     source: Source,
-    calls: Calls,
+    calls: CallEmitter,
     tool_format: ToolFormat,
-    thinking: ThinkingMarkers | None,
+    reasoning: ReasoningMarkers | None,
     shaped_content: bool,
 ) -> Reading[None]:
-    if thinking is not None:
-        yield from read_thinking(source, thinking, tool_format.ends_reasoning)
+    if reasoning is not None:
+        yield from read_reasoning(source, reasoning, tool_format.ends_reasoning)
     grammar = tool_format.grammar
-    if shaped_content and grammar is not None and not grammar.bare:
+    if shaped_content and grammar is not None and not grammar.bare_start:
         opening = yield from source.accept_after_space(grammar.opening)
         if opening is None:
             yield from _read_content(source, calls)
             return
-        source.back(len(opening))
+        source.unread(len(opening))
     yield from tool_format.read(source, calls)
 
 
-def _read_content(source: Source, _: Calls) -> Reading[None]:
-    yield from source.until(Markers(), ContentDelta)
+def _read_content(source: Source, _: CallEmitter) -> Reading[None]:
+    yield from source.emit_until(Markers(), ContentDelta)
 
 
 def _tool_format(name: str | None, reasoning_format: str | None) -> ToolFormat:
@@ -132,14 +134,15 @@ def _tool_format(name: str | None, reasoning_format: str | None) -> ToolFormat:
     return HARMONY_WITHOUT_CALLS if reasoning_format == HARMONY_REASONING else ToolFormat(_read_content, ())
 
 
-def _thinking(name: str | None) -> ThinkingMarkers | None:
+def _reasoning_markers(name: str | None) -> ReasoningMarkers | None:
     if name is not None and name not in REASONING_FORMATS:
         allowed = ", ".join(REASONING_FORMATS)
         raise ConfigError(f"unknown reasoning parser {name!r}: choose one of {allowed}")
-    return None if name is None else THINKING.get(name)
+    return None if name is None else REASONING_MARKERS.get(name)
 
 
 def _special_tokens(markers: Sequence[str], tokenizer: Tokenizer | None) -> dict[int, str]:
+    """Return the markers that are special tokens, by their ids."""
     if tokenizer is None:
         return {}
     ids = {marker: tokenizer.token_id(marker) for marker in markers}
@@ -150,7 +153,7 @@ def _special_tokens(markers: Sequence[str], tokenizer: Tokenizer | None) -> dict
     }
 
 
-def _ids_in(text: str, special: Mapping[int, str]) -> list[int]:
-    """The special tokens of a text that is known to have them as tokens, in its order."""
+def _special_ids_in(text: str, special: Mapping[int, str]) -> list[int]:
+    """Return the ids of the special tokens that the text spells, in order."""
     ids = {spelling: token_id for token_id, spelling in special.items()}
-    return [ids[found] for found in Markers(*ids).pattern.findall(text)]
+    return [ids[spelling] for spelling in Markers(*ids).pattern.findall(text)]

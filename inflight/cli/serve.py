@@ -42,9 +42,9 @@ def serve(
         with interrupts_end_at_once():
             if not options.in_process and not options.router.is_wanted:
                 # The engine imports torch while this process imports the server.
-                from inflight.engine.remote.child_process import start_spare
+                from inflight.engine.remote.supervisor import start_spare_engine
 
-                start_spare(options.process.environment)
+                start_spare_engine(options.process.environment)
             from inflight.server.run import run  # the server's packages are loaded only now
 
     run(options, [*ctx.meta[NOTES], *unread(SERVE_OPTIONS, os.environ)])

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 @dataclass(eq=False, slots=True)
-class _Job:
+class _QueuedCall:
     owner: str
     work: Callable[[], Any]
     after: Callable[[], None] | None
@@ -38,13 +38,15 @@ class FairThreads:
         self._max_waiting = max_waiting
         self._threads = ThreadPoolExecutor(num_threads, name)  # starts them when they are first needed
         self._lock = threading.Lock()
-        self._waiting: dict[str, deque[_Job]] = {}  # by owner, whoever is next first; no deque is empty
+        self._waiting: dict[
+            str, deque[_QueuedCall]
+        ] = {}  # by owner, whoever is next first; no deque is empty
         self._running: Counter[str] = Counter()  # jobs by owner
 
     def submit(self, owner: str, work: Callable[[], T], after: Callable[[], None] | None = None) -> Future[T]:
         """Run `work` in a thread, and then `after`, which nobody waits for but which still takes the owner's thread.
         Cancelling the future gives up the place in the queue. Raises QueueFullError."""
-        job = _Job(owner, work, after)
+        job = _QueuedCall(owner, work, after)
         with self._lock:
             num_waiting = len(self._waiting.get(owner, ()))
             if self._max_waiting is not None and num_waiting >= self._max_waiting:
@@ -67,7 +69,7 @@ class FairThreads:
                 self._running[job.owner] += 1
                 self._threads.submit(self._run, job)
 
-    def _next_job(self) -> _Job | None:
+    def _next_job(self) -> _QueuedCall | None:
         for owner, jobs in self._waiting.items():
             if self._running[owner] < self._max_per_owner:
                 del self._waiting[owner]
@@ -77,7 +79,7 @@ class FairThreads:
                 return job
         return None
 
-    def _run(self, job: _Job) -> None:
+    def _run(self, job: _QueuedCall) -> None:
         try:
             try:
                 job.future.set_result(job.work())
@@ -91,7 +93,7 @@ class FairThreads:
                 self._running += Counter()  # drop owners without jobs
                 self._start_jobs()
 
-    def _withdraw(self, job: _Job) -> None:
+    def _withdraw(self, job: _QueuedCall) -> None:
         """Remove a cancelled job from the queue, unless it has left it already."""
         with self._lock:
             jobs = self._waiting.get(job.owner)

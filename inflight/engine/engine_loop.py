@@ -11,25 +11,23 @@ from typing import Any
 from inflight.engine.core import EngineCore
 from inflight.engine.history import state_of
 from inflight.engine.outbox import Outbox
-from inflight.engine.remote.sockets import EngineSockets
 from inflight.engine.remote.wire import (
     Abort,
     Ack,
     Add,
     Describe,
+    EngineSockets,
     Heartbeat,
-    RemoteError,
     Reply,
-    Stop,
-    Tell,
+    RunCommand,
     ToEngine,
-    Unreadable,
     Watch,
     WatchCache,
 )
 from inflight.engine.sleep import Command
 from inflight.errors import EngineError, InflightError
 from inflight.kv.cache_changes import CacheChanges
+from inflight.processes.channel import RemoteError, Stop, Unreadable
 from inflight.request import Request
 
 logger = logging.getLogger(__name__)
@@ -119,18 +117,18 @@ class EngineLoop:
                 self._handle_request(message)
             case Unreadable(call, error):
                 self._outbox.reply(Reply(call, remote_error=RemoteError.of(error)))
-            case Tell(call, command):
+            case RunCommand(call, command):
                 self._tell(call, command)
-            case Ack(num_taken):
-                self._outbox.taken(num_taken)
-            case Watch(wanted):
+            case Ack(num_read):
+                self._outbox.taken(num_read)
+            case Watch(enabled):
                 observers = self._core.observers
                 with contextlib.suppress(ValueError):
                     observers.remove(self._outbox.observe)
-                if wanted:
+                if enabled:
                     observers.append(self._outbox.observe)
-            case WatchCache(wanted):
-                self._outbox.cache_changes = changes = CacheChanges() if wanted else None
+            case WatchCache(enabled):
+                self._outbox.cache_changes = changes = CacheChanges() if enabled else None
                 self._core.scheduler.blocks.cache.report(changes)
             case Stop():
                 self._stopped = True

@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 from inflight.engine.core import EngineStats
 from inflight.engine.delta_queue import merge
-from inflight.engine.remote.wire import RemoteError, Reply, StepOutputs
+from inflight.engine.remote.wire import Reply, StepOutputs
 from inflight.events import Delta, StepRecord
 from inflight.kv.cache_changes import CacheChanges
+from inflight.processes.channel import RemoteError
 
 WINDOW = 64  # StepOutputs on their way at any time; more wait here, merged
 STATS_EVERY = 0.05  # seconds, while steps follow each other

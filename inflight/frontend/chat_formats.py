@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 
 from inflight.agents import (
-    THINKING,
+    REASONING_MARKERS,
     CallStyle,
     MessageParser,
     detect_calls,
@@ -49,7 +49,7 @@ class ChatFormats:
 
     def reasoning_after(self, prompt: str) -> str | None:
         """The format of the reasoning that an answer may begin with."""
-        is_asked_for = not self.opens_reasoning or THINKING[self.reasoning or ""].opened(prompt)
+        is_asked_for = not self.opens_reasoning or REASONING_MARKERS[self.reasoning or ""].opened_by(prompt)
         return self.reasoning if is_asked_for else None
 
 

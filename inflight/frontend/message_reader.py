@@ -14,7 +14,7 @@ from inflight.agents import (
     ToolCallBegun,
     ToolCallEnded,
 )
-from inflight.agents.events import joined
+from inflight.agents.events import merge_deltas
 from inflight.outputs import AssistantMessage, CompletionOutput, ToolCall
 
 
@@ -44,7 +44,7 @@ class MessageReader:
         """What is new since it was last taken; all that was held back once the answer has ended."""
         self._complete()
         events, self._events = self._events, []
-        return events if len(events) < 2 else joined(events)
+        return events if len(events) < 2 else merge_deltas(events)
 
     @property
     def finish_reason(self) -> str | None:

@@ -32,15 +32,14 @@ class BlockManager:
         return spare >= len(hits) or spare >= sum(map(pool.is_cached, hits))
 
     def attach(self, request: Request, hits: list[int]) -> None:
-        """Start the request's table with shared blocks; their tokens count as computed."""
+        """Start the request's table with shared blocks."""
         self.pool.acquire(hits)
         request.block_ids = list(hits)
         request.num_published = len(hits)
         request.num_places = len(hits) * self.block_size
-        request.num_computed = request.num_cached = request.num_places
         self._num_places += request.num_places
         self.cache.num_queries += len(request.token_ids)
-        self.cache.num_hits += request.num_cached
+        self.cache.num_hits += request.num_places
 
     def grow(self, request: Request, num_tokens: int) -> list[int] | None:
         """Extend the table to hold `num_tokens`. The new blocks, or None where memory does not reach."""
@@ -69,7 +68,7 @@ class BlockManager:
         num_freed = self.pool.release(reversed(request.block_ids), self.cache.knows)
         self._num_places -= request.num_places
         request.block_ids = []
-        request.num_places = request.num_published = request.num_computed = 0
+        request.num_places = request.num_published = 0
         return num_freed
 
     def usage(self, num_resident: int) -> KVUsage:

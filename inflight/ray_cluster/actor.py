@@ -21,8 +21,8 @@ class EngineActor:
 
         import msgspec
 
-        from inflight.engine.remote.wire import ConnectionInfo
         from inflight.engine.remote.worker import serve
+        from inflight.processes.channel import ConnectionInfo
 
         return f"it returned {serve(msgspec.json.decode(connection, type=ConnectionInfo))}"
 

@@ -20,8 +20,8 @@ from typing import Any
 
 import msgspec
 
-from inflight.engine.remote.host import ProcessNotStartedError
-from inflight.engine.remote.wire import ConnectionInfo
+from inflight.processes.channel import ConnectionInfo
+from inflight.processes.child import ProcessNotStartedError
 from inflight.ray_cluster.actor import EngineActor, installed_version
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class RayHost:
     environment: Mapping[str, str]
     patience: float  # seconds that the first process waits for room
 
-    def hosted(self, connection: ConnectionInfo) -> RayProcess:
+    def create_process(self, connection: ConnectionInfo) -> RayProcess:
         patience = self.patience
         self.patience = math.inf  # those who come later have lost theirs, and get it back
         return RayProcess(self, connection, patience)
@@ -72,9 +72,9 @@ class RayProcess:
         self._patience = patience
         self._woken = threading.Event()  # it has ended, or is to
         self._killed = False
-        self.is_waiting_for_room = True
+        self.is_waiting_for_machine = True
 
-    def live(self) -> str:
+    def run(self) -> str:
         from ray.util import placement_group, remove_placement_group
 
         try:
@@ -84,7 +84,7 @@ class RayProcess:
             raise ProcessNotStartedError(f"Ray makes no placement group: {_first_line(error)}") from error
         try:
             self._wait_for_room(group)
-            self.is_waiting_for_room = False
+            self.is_waiting_for_machine = False
             return f"the engine's actor ended: {self._run(group)}"
         finally:
             with contextlib.suppress(Exception):  # the cluster is gone

@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Protocol
 
 from inflight.engine import Command, EngineStats, Health, ModelFacts, ReplicaClient, StepObserver
-from inflight.engine.remote.host import ProcessNotStartedError
 from inflight.errors import (
     CheckpointChangedError,
     ConfigError,
@@ -19,6 +18,7 @@ from inflight.errors import (
     RequestError,
 )
 from inflight.events import StepRecord
+from inflight.processes.child import ProcessNotStartedError
 from inflight.router.replica import Replica
 from inflight.router.totals import facts_of_all, left_behind, same_model, summed
 

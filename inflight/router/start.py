@@ -12,13 +12,13 @@ from typing import Protocol
 
 from inflight.config import EngineConfig, ProcessConfig, RouterConfig
 from inflight.engine import ReplicaClient
-from inflight.engine.remote.child_process import ChildHost
-from inflight.engine.remote.host import ProcessHost, ProcessNotStartedError
 from inflight.engine.remote.process_client import ProcessClient
+from inflight.engine.remote.supervisor import engine_host
 from inflight.errors import CheckpointChangedError, KVBudgetError, ModelError
 from inflight.models.checkpoint import fingerprint_now
 from inflight.native.library import num_threads
 from inflight.native.memory import available_memory, used_memory
+from inflight.processes.child import ChildHost, ProcessHost, ProcessNotStartedError
 from inflight.router.router import Router
 
 GPUS = Path("/proc/driver/nvidia/gpus")
@@ -142,7 +142,7 @@ class MachineShares:
             if THREADS not in os.environ:
                 num_sharing = self.count * config.parallel.num_ranks
                 environment.setdefault(THREADS, str(max(1, num_threads() // num_sharing)))
-        return config, ChildHost(environment, f"engine process of replica {index}")
+        return config, engine_host(environment, f"engine process of replica {index}")
 
     def beside(self, index: int, process_id: int | None) -> tuple[EngineConfig, ChildHost]:
         config, host = self.of(index)

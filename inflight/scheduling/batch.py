@@ -61,6 +61,8 @@ class Sampled:
 
     token_ids: list[list[int]]
     logprobs: dict[int, list[PositionLogprobs]] = field(default_factory=dict)
+    # Of several tokens of an entry, how many of the first have their KV written by this step: none unless stated.
+    num_written: dict[int, int] = field(default_factory=dict)
     # For tokens starts[i] + 1 ... of entry i's prompt, as far as this chunk predicts them.
     prompt_logprobs: dict[int, list[PositionLogprobs]] = field(default_factory=dict)
     # What the model's head returns for the entries of kind "pool" that end here, float32 as they lie in memory.

@@ -16,6 +16,7 @@ from inflight.kv import BlockManager
 from inflight.request import Phase, Request, Status
 from inflight.scheduling.attribution import Attribution
 from inflight.scheduling.policy import Policy
+from inflight.scheduling.token_counts import TokenCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class RequestPool:
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []  # in order of admission
         self.lingering: list[Request] = []  # finished, but kept by the policy
-        self.num_resident = 0  # tokens of running and lingering requests that have KV
+        self.counts = TokenCounts()
         self.num_preemptions = 0
         self.attribution = Attribution()
         # Every running request must be able to get a token of every step.
@@ -60,7 +61,7 @@ class RequestPool:
         return len(self._free_rows)
 
     def usage(self) -> KVUsage:
-        return self.blocks.usage(self.num_resident)
+        return self.blocks.usage(self.counts.num_resident)
 
     def publish(self, request: Request) -> None:
         """Let others share the request's full blocks, even in the step that fills them: a step writes all its KV
@@ -82,7 +83,7 @@ class RequestPool:
         """Give a waiting request a row, the cached blocks that it shares, and more of them for so many tokens."""
         self.policy.remove(request)
         self.blocks.attach(request, hits)
-        self.num_resident += request.num_computed
+        self.counts.admit(request)
         self.blocks.grow(request, num_tokens)
         request.row = self._free_rows.pop()
         request.status = Status.RUNNING
@@ -141,7 +142,7 @@ class RequestPool:
 
     def release(self, request: Request) -> int:
         """Give back the request's blocks alone. How many of them became free."""
-        self.num_resident -= request.num_computed
+        self.counts.release(request)
         return self.blocks.free(request)
 
     def _leave(self, request: Request) -> int:
@@ -167,7 +168,8 @@ class RequestPool:
 
     def check_idle(self) -> None:
         """Assert, at no cost, that an engine without requests holds nothing."""
-        assert self.num_resident == 0, f"{self.num_resident} tokens are resident in an idle engine"
+        num_resident = self.counts.num_resident
+        assert num_resident == 0, f"{num_resident} tokens are resident in an idle engine"
         assert self.blocks.pool.num_used == 0, (
             f"{self.blocks.pool.num_used} blocks are used in an idle engine"
         )
@@ -176,4 +178,4 @@ class RequestPool:
         """Assert that every block and token is accounted for. Walks all blocks: for tests."""
         self.blocks.check([*self.running, *self.lingering])
         held = sum(request.num_computed for request in (*self.running, *self.lingering))
-        assert held == self.num_resident, "resident tokens are miscounted"
+        assert held == self.counts.num_resident, "resident tokens are miscounted"

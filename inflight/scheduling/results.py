@@ -23,19 +23,23 @@ def take_results(pool: RequestPool, step: ScheduledStep, sampled: Sampled, now: 
     # Local names: looking up an enum's member takes hundreds of nanoseconds, for each request that decodes.
     samples, logprobs, block_size = step.batch.samples, sampled.logprobs, pool.blocks.block_size
     decoding, running, waiting = Phase.DECODING, Status.RUNNING, Status.WAITING
+    counts = pool.counts
     for index, (request, token_ids) in enumerate(zip(step.requests, sampled.token_ids, strict=True)):
         if not samples[index]:
             continue
-        request.num_in_flight -= 1
         status = request.status
         if status is not running and status is not waiting:
-            continue  # it ended while this step was in flight: the surplus token is dropped
-        if len(token_ids) != 1:
-            if not token_ids:
-                deltas += end_with_errors(pool, step, {index: NO_TOKEN}, now)
-                continue
+            counts.complete(request)  # it ended while this step was in flight: the surplus token is dropped
+            continue
+        if len(token_ids) == 1:
+            counts.accept(request, 1)
+        elif token_ids:
             token_ids = tokens_to_end(request, token_ids)
-            request.num_tokens += len(token_ids) - 1
+            counts.accept(request, len(token_ids), sampled.num_written.get(index, 0))
+        else:
+            counts.complete(request)
+            deltas += end_with_errors(pool, step, {index: NO_TOKEN}, now)
+            continue
         delta = Delta(request.request_id, token_ids)
         deltas.append(delta)
         known = request.token_ids
@@ -53,7 +57,7 @@ def take_results(pool: RequestPool, step: ScheduledStep, sampled: Sampled, now: 
             pool.publish(request)
     for index in step.completed:
         request = step.requests[index]
-        request.num_in_flight -= 1
+        counts.complete(request)
         if request.status in (Status.WAITING, Status.RUNNING):
             deltas.append(delta := Delta(request.request_id, []))
             if KINDS[request.kind].ends(request, delta, sampled, index):

@@ -115,7 +115,7 @@ class Scheduler:
     def _schedule_decodes(self, step: ScheduledStep) -> list[Request]:
         """Give every request that is one token behind its token. Returns those further behind."""
         behind = []
-        batch, requests, pool = step.batch, step.requests, self.pool
+        batch, requests, counts = step.batch, step.requests, self.pool.counts
         rows, starts = batch.rows, batch.starts
         max_resident = self.limits.max_kv_tokens
         running = Status.RUNNING
@@ -130,7 +130,7 @@ class Scheduler:
                 if start < request.num_to_compute:
                     behind.append(request)
                 continue
-            full = start == request.num_places or pool.num_resident >= max_resident
+            full = start == request.num_places or counts.num_resident >= max_resident
             if full and not self._make_room(request, 1, step):
                 continue
             requests.append(request)
@@ -138,10 +138,7 @@ class Scheduler:
             starts.append(start)
             batch.counts.append(1)
             batch.samples.append(True)
-            request.num_computed = num_tokens
-            request.num_tokens = num_tokens + 1
-            request.num_in_flight += 1
-            pool.num_resident += 1
+            counts.decode(request)
         batch.num_tokens = len(requests)
         return behind
 
@@ -174,8 +171,7 @@ class Scheduler:
             return
         count = self._share(request, wanted, budget, step)
         if count > 0 and self._make_room(request, count, step):
-            step.put(request, count)
-            self.pool.num_resident += count
+            step.put(request, count, self.pool.counts)
 
     def _share(self, request: Request, wanted: int, budget: int, step: ScheduledStep) -> int:
         """How many of the tokens it wants a request gets. One that cannot be split gets all of them or none, for which
@@ -193,7 +189,7 @@ class Scheduler:
         pool = self.pool
         num_tokens = request.num_computed + count
         while True:
-            if pool.num_resident + count <= self.limits.max_kv_tokens:
+            if pool.counts.num_resident + count <= self.limits.max_kv_tokens:
                 first = len(request.block_ids)
                 new_ids = self.blocks.grow(request, num_tokens)
                 if new_ids is not None:
@@ -224,7 +220,7 @@ class Scheduler:
 
     def _preempt(self, request: Request, step: ScheduledStep, reason: str) -> None:
         """Free the request's blocks and put it back in the queue; it recomputes later."""
-        step.withdraw(request)
+        step.withdraw(request, self.pool.counts)
         self.pool.preempt(request, self._num_steps, self._now)
         step.preempted.append(Preemption(request.request_id, reason))
 
@@ -273,7 +269,9 @@ class Scheduler:
         hits = self.blocks.match(request)
         reserved = max(policy.reserve(request, pool.running), request.num_tokens)
         needed = reserved + num_kept
-        if pool.num_resident + needed > self.limits.max_kv_tokens or not self.blocks.fits(hits, needed):
+        if pool.counts.num_resident + needed > self.limits.max_kv_tokens or not self.blocks.fits(
+            hits, needed
+        ):
             return "memory"
         num_cached = len(hits) * self.blocks.block_size
         count = self._share(request, request.num_tokens - num_cached, budget, step)
@@ -283,8 +281,7 @@ class Scheduler:
         pool.admit(request, hits, places, self._now)
         step.batch.admissions.append(Admission(request.row, request.current_spec()))
         step.batch.tables.append(TableUpdate(request.row, 0, list(request.block_ids)))
-        step.put(request, count)
-        pool.num_resident += count
+        step.put(request, count, pool.counts)
         self.pool.publish(request)
         if request.record.admitted_at is None:
             request.record.admitted_at = self._now
@@ -311,8 +308,7 @@ class Scheduler:
         deltas = end_with_errors(self.pool, step, dict.fromkeys(guilty, failure), now)
         pool = self.pool
         for request in pool.requests.values():
-            request.num_in_flight = 0
-            request.num_tokens = len(request.token_ids)
+            pool.counts.fail(request)
         emptied = ScheduledStep(step.batch)  # there is no part in the failed one to take back
         for request in pool.running[:]:
             self._preempt(request, emptied, "failure")

@@ -8,6 +8,7 @@ from typing import Any
 from inflight.events import KVUsage, Preemption
 from inflight.request import Request
 from inflight.scheduling.batch import Batch
+from inflight.scheduling.token_counts import TokenCounts
 
 
 @dataclass(slots=True)
@@ -32,23 +33,18 @@ class ScheduledStep:
     def __len__(self) -> int:
         return len(self.requests)
 
-    def put(self, request: Request, count: int) -> None:
-        """Enter tokens [num_computed, num_computed + count) of the request into the batch."""
-        batch, start = self.batch, request.num_computed
-        catches_up = start + count == request.num_tokens
-        samples = catches_up and request.num_tokens < request.max_total
+    def put(self, request: Request, count: int, counts: TokenCounts) -> None:
+        """Enter the next `count` tokens of the request into the batch."""
+        batch = self.batch
         self.requests.append(request)
         batch.rows.append(request.row)
-        batch.starts.append(start)
+        batch.starts.append(request.num_computed)
         batch.counts.append(count)
-        batch.samples.append(samples)
         batch.num_tokens += count
-        request.num_computed = start + count
-        if samples:
-            request.num_tokens += 1
-        elif catches_up:
+        catches_up, samples = counts.schedule(request, count)
+        batch.samples.append(samples)
+        if catches_up and not samples:
             self.completed.append(len(self.requests) - 1)
-        request.num_in_flight += catches_up
 
     def move_to_end(self, first: int, count: int) -> None:
         """Put the `count` entries from `first` on behind all others."""
@@ -67,17 +63,13 @@ class ScheduledStep:
         places = [*range(first), *range(num_entries - count, num_entries), *range(first, num_entries - count)]
         self.completed = [places[entry] for entry in self.completed]
 
-    def withdraw(self, request: Request) -> None:
-        """Take back the request's part in the step being formed, if it has one."""
+    def withdraw(self, request: Request, counts: TokenCounts) -> None:
+        """Take the request out of the step being formed, if it is part of it."""
         if request not in self.requests:
             return
         batch, index = self.batch, self.requests.index(request)
         del self.requests[index], batch.rows[index], batch.starts[index]
         batch.num_tokens -= batch.counts.pop(index)
-        if batch.samples.pop(index):
-            request.num_in_flight -= 1
-            request.num_tokens -= 1
-        elif index in self.completed:
-            request.num_in_flight -= 1
-            self.completed.remove(index)
-        self.completed = [entry - (entry > index) for entry in self.completed]
+        samples, completes = batch.samples.pop(index), index in self.completed
+        counts.withdraw(request, samples or completes, samples)
+        self.completed = [entry - (entry > index) for entry in self.completed if entry != index]

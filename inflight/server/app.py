@@ -13,10 +13,10 @@ from starlette.types import ASGIApp
 
 from inflight import __version__
 from inflight.errors import InflightError
+from inflight.server.access.middleware import AccessMiddleware
 from inflight.server.anthropic import routes as messages
 from inflight.server.error_shapes import error_at
 from inflight.server.errors import ApiError, of_exception
-from inflight.server.http.middleware import AccessMiddleware
 from inflight.server.missing_routes import hint_for
 from inflight.server.openai import routes as generation
 from inflight.server.openai.responses import routes as responses

@@ -15,7 +15,7 @@ from inflight.errors import EngineError
 from inflight.server.access.keys import Caller
 from inflight.server.cancel_scope import CancelScope, Reason
 from inflight.server.errors import ApiError, of_exception
-from inflight.server.http.unsent import PAID
+from inflight.server.http.unsent import ENGINE_RESPONSE
 from inflight.server.observability.request_log import LoggedRequest
 from inflight.server.state import ServerState
 
@@ -48,7 +48,7 @@ class EngineResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state, head, options = self._state, self._head, self._state.options
-        scope[PAID] = True
+        scope[ENGINE_RESPONSE] = True
         cancel_scope = CancelScope(receive, options.first_token_timeout, options.request_timeout)
         self._send = send
         self._cancel_scope = cancel_scope
@@ -75,7 +75,9 @@ class EngineResponse(Response):
             await self._close(error)
         if error is not None and cancel_scope.reason != "disconnect":
             await self._send_error(error)
-        state.tracer.ended(logged, head.model, Headers(scope=scope), None if error is None else error.message)
+        state.tracer.record(
+            logged, head.model, Headers(scope=scope), None if error is None else error.message
+        )
 
     async def _admit(self, logged: LoggedRequest) -> None:
         if self._state.draining:

@@ -74,7 +74,7 @@ class GenerationResponse(EngineResponse):
         await generation.start()
         state.metrics.requests["generate"] += 1
         self._logged.queued = True
-        self._caller.usage.began(sum(answer.request.num_prompt_tokens for _, answer in pairs))
+        self._caller.usage.add_request(sum(answer.request.num_prompt_tokens for _, answer in pairs))
         await (self._stream(generation) if spec.head.stream else self._collect(generation))
 
     async def _stream(self, generation: Generation) -> None:
@@ -151,7 +151,7 @@ class GenerationResponse(EngineResponse):
             raise of_answer(delta)
         if delta.record is not None:
             self._state.request_log.answer_ended(self._logged, delta.record)
-            self._state.metrics.ended(delta.record)
+            self._state.metrics.record_answer(delta.record)
         return choice
 
     def _first_token(self, now: float) -> None:
@@ -173,7 +173,7 @@ class GenerationResponse(EngineResponse):
         for request_id, choice in self._choices.items():
             record = self._logged.records.get(request_id)
             if record is not None or not choice.last_at:  # else it ran, and no one told since when
-                self._caller.usage.waited(record, seconds)
+                self._caller.usage.add_queue_time(record, seconds)
 
     async def _write_error(self, error: ApiError) -> None:
         """As a response of its own or, once events were sent, as the last of them. JSON that has begun breaks off, and

@@ -27,14 +27,14 @@ from inflight.entrypoints.async_engine import AsyncEngine
 from inflight.errors import ConfigError, EngineDeadError, InflightError
 from inflight.logs import configure_logging
 from inflight.server.access.keys import AdminKey, Keys, load_keys
+from inflight.server.access.middleware import Hosts, RootPath
 from inflight.server.app import create_app
 from inflight.server.config import ServerConfig, tls_context
-from inflight.server.http.limits import connections_that_fit
-from inflight.server.http.middleware import Hosts, RootPath
-from inflight.server.http.protocol import BoundedProtocol, ConnectionLimits, bounded_protocol
+from inflight.server.http.limits import ConnectionLimits, fit_open_files
+from inflight.server.http.protocol import BoundedProtocol, bounded_protocol
 from inflight.server.http.tls import TlsListener, TlsProtocol
 from inflight.server.loading_app import LoadingApp
-from inflight.server.observability.banner import summary
+from inflight.server.observability.banner import banner
 from inflight.server.observability.tracing import Tracer, tracer_of
 from inflight.server.state import ServerState
 
@@ -149,8 +149,8 @@ async def _serve(options: ServerConfig, keys: Keys, hosts: Hosts, listeners: lis
 
 
 def announce(state: ServerState, sockname: Any) -> None:
-    """What runs, to whoever reads standard error, which may be a machine that expects one object a line."""
-    text = summary(state, sockname)
+    """Print the startup banner, or log it where the log is JSON: one object per line."""
+    text = banner(state, sockname)
     if state.options.process.log_format == "json":
         logger.info("%s", text)
     else:
@@ -167,7 +167,7 @@ class Server(uvicorn.Server):
             max_header_size=options.max_header_size,
             read_timeout=options.read_timeout,
             write_timeout=options.write_timeout,
-            max_connections=connections_that_fit(options.max_connections),
+            max_connections=fit_open_files(options.max_connections),
         )
         self._tls = tls_context(options)
         kind = BoundedProtocol if self._tls is None else TlsProtocol

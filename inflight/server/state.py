@@ -23,12 +23,11 @@ from inflight.pooling import Task, tasks_of
 from inflight.router import Replicas, Router
 from inflight.server.access.admission import AdmissionControl, LocalAdmission
 from inflight.server.access.keys import AdminKey, Caller, Keys
+from inflight.server.access.middleware import Hosts
 from inflight.server.config import ServerConfig
 from inflight.server.errors import ApiError
-from inflight.server.http.middleware import Hosts
 from inflight.server.http.unsent import UnsentBytes
-from inflight.server.observability.metric_counts import MetricCounts
-from inflight.server.observability.metrics import Metrics
+from inflight.server.observability.metrics import MetricCounts, Metrics
 from inflight.server.observability.request_log import RequestLog
 from inflight.server.observability.tracing import NoTracer, Tracer
 from inflight.server.openai.responses.store import LocalResponses, Responses, ResponseStore

@@ -1,12 +1,10 @@
-"""Everything between strings and token ids. No tensors here."""
+"""Conversion between text and token ids: tokenizer, detokenizer, chat templates and stop strings. No tensors."""
 
-from inflight.text.bad_words import bad_word_ids
 from inflight.text.chat import ChatTemplate, check_messages, encode_chat
 from inflight.text.detokenizer import IncrementalDetokenizer
-from inflight.text.frame import TextFrame
 from inflight.text.render import RenderLimits
-from inflight.text.stops import StopStrings
-from inflight.text.tokenizer import Tokenizer, check_text
+from inflight.text.stops import StopStrings, bad_word_ids
+from inflight.text.tokenizer import TextFrame, Tokenizer, check_text
 
 __all__ = [
     "ChatTemplate",

@@ -1,4 +1,4 @@
-"""Runs `render_worker.py` in child processes, within limits of time, memory and output."""
+"""Renders chat templates in child processes (`render_worker.py`), within limits of time, memory and output size."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ _INHERITED = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONHOME", "TZ", "LANG"
 
 @dataclass(frozen=True, slots=True)
 class RenderLimits:
-    """What one rendering may use."""
+    """The limits of one rendering."""
 
     seconds: float = 2.0
-    memory: int = 512 << 20  # bytes of address space of the worker, where the system enforces that
-    max_characters: int = 16 << 20  # of output
-    max_input_bytes: int = 16 << 20  # messages, tools and template, as JSON
-    max_workers: int = 4  # processes at once; they are started when needed
+    memory: int = 512 << 20  # bytes of the worker's address space, if the system enforces it
+    max_characters: int = 16 << 20  # of the output
+    max_input_bytes: int = 16 << 20  # of messages, tools and template, as JSON
+    max_workers: int = 4  # concurrent processes, started when needed
 
 
 class _Worker:
-    """One child process. It has no use after an error of its pipe: then it must be killed."""
+    """One child process. After an error on its socket it is unusable and must be killed."""
 
     def __init__(self, limits: RenderLimits) -> None:
         ours, theirs = socket.socketpair()
-        # The whole path is passed on, so neither site packages nor the script's own folder are looked at.
+        # The whole sys.path is passed on, so the worker need not process site-packages or its script's folder.
         environment = {name: os.environ[name] for name in _INHERITED if name in os.environ}
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         command = [sys.executable, "-S", "-P", render_worker.__file__, str(limits.memory)]
@@ -53,9 +53,7 @@ class _Worker:
             self._receive(time.monotonic() + _START_SECONDS)
         except (OSError, EOFError) as error:
             self.kill()
-            raise TemplateWorkerError(
-                f"the chat template worker ended while it was started: {error!r}"
-            ) from error
+            raise TemplateWorkerError(f"the chat template worker exited during startup: {error!r}") from error
 
     def ask(self, request: bytes, seconds: float) -> Any:
         deadline = time.monotonic() + seconds
@@ -82,22 +80,22 @@ def _kill_all(workers: list[_Worker]) -> None:
 
 
 class Renderer:
-    """Renders templates from any thread. A worker that breaks a limit is killed; the next one is fresh."""
+    """Thread-safe renderer. A worker that exceeds a limit is killed and replaced by a fresh one."""
 
     def __init__(self, limits: RenderLimits | None = None) -> None:
         self.limits = limits or RenderLimits()
         self._idle: list[_Worker] = []
-        self._places = threading.BoundedSemaphore(self.limits.max_workers)
-        weakref.finalize(self, _kill_all, self._idle)  # also at the end of the program
+        self._slots = threading.BoundedSemaphore(self.limits.max_workers)
+        weakref.finalize(self, _kill_all, self._idle)  # also at exit
 
     def close(self) -> None:
-        """End the workers that are idle now; a later rendering starts a new one."""
+        """Stop the idle workers; a later rendering starts a new one."""
         _kill_all(self._idle)
 
     def render(self, source: str, variables: Mapping[str, Any]) -> str:
         limits = self.limits
         request = self._request(source, variables)
-        if not self._places.acquire(timeout=limits.seconds):
+        if not self._slots.acquire(timeout=limits.seconds):
             raise QueueFullError(
                 f"all {limits.max_workers} chat template workers were busy for {limits.seconds:g} seconds: "
                 "try again later"
@@ -105,9 +103,9 @@ class Renderer:
         try:
             reply = self._ask(request)
         finally:
-            self._places.release()
-        if "refused" in reply:
-            raise TemplateError(f"the chat template refuses these messages: {reply['refused']}")
+            self._slots.release()
+        if "rejected" in reply:
+            raise TemplateError(f"the chat template rejects these messages: {reply['rejected']}")
         if "error" in reply:
             raise TemplateError(f"the chat template failed: {reply['error']}")
         text: str = reply["text"]
@@ -119,7 +117,7 @@ class Renderer:
             "source": source,
             "variables": variables,
             "max_characters": limits.max_characters,
-            "seconds": limits.seconds + 1,  # the worker's own alarm is only for a parent that is gone
+            "seconds": limits.seconds + 1,  # the worker's own alarm only matters if its parent is gone
         }
         try:
             request = render_worker.pack(content)
@@ -142,10 +140,10 @@ class Renderer:
         healthy = False
         try:
             reply: dict[str, str] = worker.ask(request, self.limits.seconds)
-            healthy = "worn" not in reply
+            healthy = "exhausted" not in reply
         except TimeoutError:
             return {"error": f"it ran longer than the limit of {self.limits.seconds:g} seconds"}
-        except (OSError, EOFError) as error:  # no fault of the messages, as far as is known
+        except (OSError, EOFError) as error:  # probably not caused by the messages
             raise TemplateWorkerError("the process that renders the chat template died") from error
         finally:
             if healthy:

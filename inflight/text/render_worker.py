@@ -1,12 +1,12 @@
 """The child process that renders chat templates, run as a script by `render.py`.
 
-A template is a program from a checkpoint. Jinja's sandbox keeps it from the machine, but not from looping
-for ever or from building a string of gigabytes inside one C call, where no hook, deadline or injected
-exception of the same process would be heard. In a process of its own the kernel sets the limits: address
-space here, and an alarm that ends the process even when its parent is gone.
+A template is a program from a checkpoint. Jinja's sandbox keeps it away from the machine, but does not stop it from
+looping forever or building a string of gigabytes inside one C call, which no hook, deadline or injected exception of
+the same process could interrupt. In a separate process the kernel enforces the limits: address space, and an alarm that
+ends the process even if its parent is gone.
 
-Messages in both directions are 8 bytes of length and then JSON. Only the standard library and jinja2 are
-imported, so that a start takes a tenth of a second.
+Messages in both directions are 8 bytes of length, then JSON. Only the standard library and jinja2 are imported, so that
+starting takes a tenth of a second.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ MAX_ERROR_CHARACTERS = 2000
 
 
 class GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}` marks what an assistant wrote, for training; here only its content counts."""
+    """`{% generation %}` marks the assistant's text for training; here it renders as its content."""
 
-    tags = {"generation"}  # noqa: RUF012  # jinja2 declares it so
+    tags = {"generation"}  # noqa: RUF012  # jinja2 declares it this way
 
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
         line = next(parser.stream).lineno
@@ -58,7 +58,7 @@ def to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Plain JSON; jinja2's own filter escapes it for HTML."""
+    """Return plain JSON; jinja2's own filter escapes it for HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -92,25 +92,25 @@ def render(source: str, variables: dict[str, Any], max_characters: int) -> str:
 
 
 def answer(request: dict[str, Any]) -> dict[str, str]:
-    """Either `text`, or `error`, or `refused` when the template itself said no."""
+    """Return `text`, or `error`, or `rejected` if the template itself raised an exception."""
     try:
         return {"text": render(request["source"], request["variables"], request["max_characters"])}
     except MemoryError:
-        # The heap may now be close to its limit for good: the next rendering deserves a fresh process.
-        return {"error": "it needs more memory than its limit", "worn": "yes"}
+        # The heap may stay close to its limit: the next rendering needs a fresh process.
+        return {"error": "it needs more memory than its limit", "exhausted": "yes"}
     except RecursionError:
         return {"error": "it recurses too deeply"}
     except jinja2.TemplateSyntaxError as error:
         return {"error": f"line {error.lineno}: {error.message}"[:MAX_ERROR_CHARACTERS]}
     except jinja2.TemplateError as error:
-        kind = "refused" if type(error) is jinja2.TemplateError else "error"
+        kind = "rejected" if type(error) is jinja2.TemplateError else "error"
         return {kind: str(error)[:MAX_ERROR_CHARACTERS]}
     except Exception as error:  # a template can raise anything
         return {"error": f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARACTERS]}
 
 
 def receive(connection: socket.socket) -> bytes | None:
-    """One message, None at the end of the stream."""
+    """Return the next message, or None at the end of the stream."""
     header = _receive_exactly(connection, HEADER.size)
     return None if header is None else _receive_exactly(connection, HEADER.unpack(header)[0])
 
@@ -127,7 +127,7 @@ def _receive_exactly(connection: socket.socket, size: int) -> bytes | None:
 
 
 def pack(content: object) -> bytes:
-    # Lone surrogates pass through: refusing them is the tokenizer's part.
+    # Lone surrogates pass through: the tokenizer rejects them.
     body = json.dumps(content, ensure_ascii=False).encode("utf-8", "surrogatepass")
     return HEADER.pack(len(body)) + body
 
@@ -140,17 +140,19 @@ def serve(connection: socket.socket) -> None:
     connection.sendall(pack({"ready": True}))
     while (body := receive(connection)) is not None:
         request = unpack(body)
-        signal.setitimer(signal.ITIMER_REAL, request["seconds"])  # its default action ends the process
+        signal.setitimer(
+            signal.ITIMER_REAL, request["seconds"]
+        )  # the default action of its signal ends the process
         reply = pack(answer(request))
         signal.setitimer(signal.ITIMER_REAL, 0)
         connection.sendall(reply)
 
 
 def main() -> None:
-    for number in (signal.SIGINT, signal.SIGHUP):  # a terminal's are for the parent
+    for number in (signal.SIGINT, signal.SIGHUP):  # signals from the terminal are meant for the parent
         signal.signal(number, signal.SIG_IGN)
     limit = int(sys.argv[1])
-    with contextlib.suppress(ValueError, OSError):  # some systems have no such limit
+    with contextlib.suppress(ValueError, OSError):  # some systems lack this limit
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(ConnectionError):

@@ -1,8 +1,8 @@
-"""Stop strings in a growing text.
+"""Stop strings in streamed text, and the token sequences of bad words.
 
-All stops are searched at once by an Aho-Corasick automaton: its state is the longest suffix of the text
-that begins some stop, which is both how matches are found across the borders of pushes and exactly the
-text that must be held back. Time is linear in the text, whatever the number and length of the stops.
+All stop strings are searched at once by an Aho-Corasick automaton. Its state is the longest suffix of the text that is
+a prefix of some stop string. That suffix is exactly the text that must be held back, and keeping it is how a stop
+string that spans several tokens is found. Time is linear in the text, however many and long the stop strings are.
 """
 
 from __future__ import annotations
@@ -10,19 +10,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
+from inflight.errors import ParameterError
+from inflight.text.tokenizer import Tokenizer
+
 _ROOT = 0
 _CODE_POINTS = 0x110000
 
 
 class _Automaton:
-    """The prefixes of all stops as states. One flat dict of edges is far smaller than one per state."""
+    """States for the prefixes of all stop strings. One flat dict of edges is far smaller than one dict per state."""
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         self.edges: dict[int, int] = {}  # state * _CODE_POINTS + character -> state
         self.depth = [0]  # characters from the root
         self.fallback = [_ROOT]  # the state of the longest proper suffix
         self.match: list[str | None] = [None]  # the longest stop that ends in this state
-        # Level by level: a fallback is shorter than its state, so it is complete before it is needed.
+        # Breadth first: a fallback is shorter than its state, so it is complete before it is needed.
         growing = [(stop, _ROOT) for stop in stops]
         level = 0
         while growing:
@@ -31,7 +34,7 @@ class _Automaton:
             growing = [(stop, state) for stop, state in growing if len(stop) > level]
 
     def _grow(self, parent: int, stop: str, level: int) -> int:
-        """The state one character further along a stop."""
+        """Return the state one character further along a stop string, creating it if needed."""
         character = ord(stop[level])
         key = parent * _CODE_POINTS + character
         state = self.edges.get(key)
@@ -55,21 +58,21 @@ class _Automaton:
             state = self.fallback[state]
 
 
-_automaton = lru_cache(maxsize=8)(_Automaton)  # the outputs of one request share theirs
+_automaton = lru_cache(maxsize=8)(_Automaton)  # shared by the outputs of one request
 
 
 class StopStrings:
-    """Cuts a text at the stop string that is complete first; of those that end together, the longest."""
+    """Cuts a text at the stop string that is completed first; if several end there, at the longest."""
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
         self._automaton = _automaton(tuple(stops))
         self._include = include
         self._state = _ROOT
-        self._held = ""  # always as long as the state is deep
-        self.matched: str | None = None  # the stop that was found; the text ends there
+        self._held = ""  # as long as the depth of the state
+        self.matched: str | None = None  # the stop string at which the text ended
 
     def push(self, text: str) -> str:
-        """The text that is safe to send: all but what may still become a stop."""
+        """Return the text that is safe to send, which is all but a possible start of a stop string."""
         if self.matched is not None:
             return ""
         automaton, state = self._automaton, self._state
@@ -87,7 +90,7 @@ class StopStrings:
         return text[:safe]
 
     def flush(self) -> str:
-        """What was held back, at the natural end of the text."""
+        """Return the text that was held back, at the natural end of the output."""
         held, self._held, self._state = self._held, "", _ROOT
         return held
 
@@ -95,3 +98,27 @@ class StopStrings:
         self.matched = stop
         self._held = ""
         return text if self._include else text[: len(text) - len(stop)]
+
+
+def bad_word_ids(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Return the token sequences whose last token is banned if the tokens before it were just generated.
+
+    Every word is banned both at the start of a text and after a space, as these are different tokens.
+    """
+    stripped = [word.lstrip() or word for word in words]
+    encoded = tokenizer.encode_batch(
+        [*stripped, *(f" {word}" for word in stripped)], add_special_tokens=False
+    )
+    for word, ids in zip(words, encoded, strict=False):  # only the spellings without a space
+        if not ids:
+            raise ParameterError(
+                f"bad_words contains {word!r}: this tokenizer has no tokens for it", param="bad_words"
+            )
+    sequences = dict.fromkeys(tuple(ids) for ids in encoded if ids)
+    lengths = {len(ids) for ids in sequences}
+    # A sequence that ends in another banned sequence is redundant: the shorter one always applies first.
+    return tuple(
+        ids
+        for ids in sequences
+        if not any(ids[-length:] in sequences for length in lengths if length < len(ids))
+    )

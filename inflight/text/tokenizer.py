@@ -1,4 +1,4 @@
-"""Strings to token ids and back, over the `tokenizers` package."""
+"""Text to token ids and back, based on the `tokenizers` package."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import json
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +16,80 @@ import tokenizers
 
 from inflight.errors import InflightError, ModelError, PromptError
 from inflight.model_files import MAX_TOKENIZER_BYTES, read_file, read_object
-from inflight.text import files
-from inflight.text.frame import TextFrame, frame_of
-from inflight.text.pieces import ByteDecoder
+from inflight.text.byte_decoder import ByteDecoder
+from inflight.text.tokenizer_files import (
+    ChatTemplateSource,
+    read_added_tokens,
+    read_chat_template,
+    read_special_tokens,
+    read_template_option,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TextFrame:
+    """The special tokens that a tokenizer puts around a text, or around and between a pair of texts.
+
+    A frame is read from the post-processor once, so that texts can be tokenized, truncated and joined separately:
+
+        before, text, after        or        before, first text, between, second text, after
+    """
+
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    between: tuple[int, ...] = ()
+    # Where token type 1 starts, counted from the end of the first text; None if all tokens are of type 0.
+    second_offset: int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.before) + len(self.between) + len(self.after)
+
+    def around(self, ids: list[int]) -> list[int]:
+        return [*self.before, *ids, *self.after]
+
+    def around_pair(self, first: list[int], second: list[int]) -> tuple[list[int], int]:
+        """Return all ids, and where the second segment (token type 1) starts; 0 if there is none."""
+        ids = [*self.before, *first, *self.between, *second, *self.after]
+        offset = self.second_offset
+        return ids, 0 if offset is None else len(self.before) + len(first) + offset
+
+
+def _read_frame(backend: Any, pair: bool) -> TextFrame:
+    """Return the frame of a `tokenizers.Tokenizer` for a text or a pair."""
+    encoding = backend.encode("a", "b") if pair else backend.encode("a")
+    groups = [
+        (which, list(group)) for which, group in groupby(enumerate(encoding.sequence_ids), lambda x: x[1])
+    ]
+    texts = [which for which, _ in groups if which is not None]
+    if texts != ([0, 1] if pair else [0]):
+        what = "two texts" if pair else "a text"
+        raise ModelError(
+            f"this tokenizer cannot be used: its post-processor does not keep {what} whole and in order"
+        )
+    parts: list[list[int]] = [[]]
+    for which, group in groups:
+        if which is None:
+            parts[-1] = [encoding.ids[index] for index, _ in group]
+        else:
+            parts.append([])
+    second = encoding.type_ids.index(1) if pair and 1 in encoding.type_ids else None
+    end_of_first = next(group[-1][0] + 1 for which, group in groups if which == 0)
+    return TextFrame(
+        before=tuple(parts[0]),
+        between=tuple(parts[1]) if pair else (),
+        after=tuple(parts[-1]),
+        second_offset=None if second is None else second - end_of_first,
+    )
 
 
 class TokenizerPanicError(InflightError, RuntimeError):
-    """The `tokenizers` package came upon a mistake of its own, or a tokenizer.json that makes no sense."""
+    """The Rust code of the `tokenizers` package panicked, because of a bug or an invalid tokenizer.json."""
 
 
 @contextmanager
-def no_panic() -> Iterator[None]:
-    """Panics of its Rust code are no `Exception`, and would pass whoever ends one request and goes on."""
+def translate_panics() -> Iterator[None]:
+    """Turn Rust panics into an `Exception`: they derive from BaseException, so handlers of one request miss them."""
     try:
         yield
     except BaseException as error:
@@ -35,16 +99,16 @@ def no_panic() -> Iterator[None]:
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer. Nothing in it changes after loading, so any thread may use it."""
+    """A checkpoint's tokenizer. It is immutable after loading, hence thread-safe."""
 
     def __init__(
         self,
-        backend: Any,  # tokenizers.Tokenizer, which has no types
+        backend: Any,  # a tokenizers.Tokenizer, which has no type hints
         *,
         specials: Mapping[str, str] | None = None,
         add_bos: bool = False,
         add_eos: bool = False,
-        chat_template: files.ChatTemplateSource | None = None,
+        chat_template: ChatTemplateSource | None = None,
     ) -> None:
         self.folder: Path | None = None  # where it was loaded from
         backend.no_truncation()
@@ -58,43 +122,43 @@ class Tokenizer:
         )
         self.bos_token_id = self._special_id("bos_token")
         self.eos_token_id = self._special_id("eos_token")
-        # A post-processor that adds tokens knows best; the flags of the configuration speak where none does.
-        silent = backend.num_special_tokens_to_add(False) == 0
-        self._before = [self.bos_token_id] if silent and add_bos and self.bos_token_id is not None else []
-        self._after = [self.eos_token_id] if silent and add_eos and self.eos_token_id is not None else []
-        self.byte_decoder = ByteDecoder.of(backend)
-        self._texts: dict[int, str] = {}  # of single tokens, as far as they were asked for
-        self._plain: Any = None  # the backend that reads no special tokens in text, made when first needed
-        self._unknown_id: int | None = None  # set with it
+        # A post-processor that adds tokens takes precedence; otherwise the flags of the configuration apply.
+        adds_none = backend.num_special_tokens_to_add(False) == 0
+        self._before = [self.bos_token_id] if adds_none and add_bos and self.bos_token_id is not None else []
+        self._after = [self.eos_token_id] if adds_none and add_eos and self.eos_token_id is not None else []
+        self.byte_decoder = ByteDecoder.from_backend(backend)
+        self._texts: dict[int, str] = {}  # of single tokens, cached on first use
+        self._plain: Any = None  # a backend that ignores special tokens in text, created on first use
+        self._unknown_id: int | None = None  # set together with it
         self._lock = threading.Lock()
 
     @classmethod
     def load(cls, folder: Path, template: str | None = None) -> Tokenizer:
-        """The tokenizer of a checkpoint's folder. `template` is a chat template, or the file of one, in place of the
-        checkpoint's."""
+        """Load the tokenizer of a checkpoint's folder.
+
+        `template` is a chat template, or the path of one, that replaces the checkpoint's.
+        """
         folder = Path(folder)
         content = read_file(folder, "tokenizer.json", MAX_TOKENIZER_BYTES)
         if content is None:
-            raise ModelError(_missing(folder))
+            raise ModelError(_missing_message(folder))
         config = read_object(folder, "tokenizer_config.json") or {}
-        specials = files.special_tokens(folder, config)
-        declared = files.added_tokens(folder, config)
-        chosen = files.chat_template(folder, config) if template is None else files.given_template(template)
+        specials = read_special_tokens(folder, config)
+        declared = read_added_tokens(folder, config)
+        source = read_chat_template(folder, config) if template is None else read_template_option(template)
         try:
-            with no_panic():
+            with translate_panics():
                 backend = tokenizers.Tokenizer.from_buffer(content)
-                _complete(backend, declared, specials)
+                _add_declared_tokens(backend, declared, specials)
                 tokenizer = cls(
                     backend,
                     specials=specials,
                     add_bos=config.get("add_bos_token") is True,
                     add_eos=config.get("add_eos_token") is True,
-                    chat_template=chosen,
+                    chat_template=source,
                 )
-                tokenizer.encode("One text, to see whether it can: é 1.")
-        except (
-            Exception
-        ) as error:  # the package raises bare Exception, and a damaged file makes ours raise others
+                tokenizer.encode("A test: é 1.")
+        except Exception as error:  # the package raises bare Exception, and damaged files cause others here
             reason = " ".join(str(error).split())[:300]
             raise ModelError(f"{folder / 'tokenizer.json'} cannot be used: {reason}") from error
         tokenizer.folder = folder
@@ -102,17 +166,17 @@ class Tokenizer:
 
     @cached_property
     def max_characters_per_token(self) -> int | None:
-        """No token stands for more of a text; None where one may stand for any number."""
+        """The most characters that a token can stand for; None if there is no limit."""
         if self.byte_decoder is None:
             return None
         longest = max(map(len, self._backend.get_vocab(True)), default=1)
-        return 4 * longest  # a letter and its accents may be normalised to one character
+        return 4 * longest  # a letter and its accents may be normalized to one character
 
     def encode(self, text: str, add_special_tokens: bool = True, *, parse_special: bool = True) -> list[int]:
-        """Token ids of a text.
+        """Return the token ids of a text.
 
-        With `parse_special=False` the spelling of a special token in the text is only text: a control
-        token can then come from nowhere but `add_special_tokens`.
+        With `parse_special=False` a special token spelled in the text is plain text, so that special tokens come only
+        from `add_special_tokens`.
         """
         return self.encode_batch([text], add_special_tokens, parse_special=parse_special)[0]
 
@@ -122,8 +186,8 @@ class Tokenizer:
         for text in texts:
             check_text(text)
         backend = self._backend if parse_special else self._plain_backend()
-        # The fast variant leaves out the offsets, which cost more than the ids.
-        with no_panic():
+        # The fast variant omits the offsets, which cost more than the ids.
+        with translate_panics():
             encodings = backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         if not parse_special:
             for encoding in encodings:
@@ -133,88 +197,88 @@ class Tokenizer:
         return [encoding.ids for encoding in encodings]
 
     def encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of texts that are only text, whatever they spell, and nothing around them.
+        """Return the token ids of texts without any special tokens, even if a text spells one.
 
-        A few models cannot help reading a special token where one is spelled: for them a space is put into it.
+        A few tokenizer models always recognize spelled special tokens: for them the spelling is broken by a space.
         """
         backend = self._plain_backend()
-        with no_panic():
-            found = [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
+        with translate_panics():
+            batch = [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
         forbidden = self.special_ids - {self._unknown_id}
-        for index, ids in enumerate(found):
+        for index, ids in enumerate(batch):
             if not forbidden.isdisjoint(ids):
-                found[index] = self.encode(self._broken(texts[index]), False, parse_special=False)
-        return found
+                batch[index] = self.encode(self._break_specials(texts[index]), False, parse_special=False)
+        return batch
 
-    def _broken(self, text: str) -> str:
+    def _break_specials(self, text: str) -> str:
         for special in self.special_spellings:
             text = text.replace(special, f"{special[:1]} {special[1:]}")
         return text
 
     @cached_property
     def frame(self) -> TextFrame:
-        """What `encode` puts around the tokens of a text."""
+        """The special tokens that `encode` puts around a text."""
         if self._before or self._after:
             return TextFrame(tuple(self._before), tuple(self._after))
-        with no_panic():
-            return frame_of(self._backend, pair=False)
+        with translate_panics():
+            return _read_frame(self._backend, pair=False)
 
     @cached_property
     def pair_frame(self) -> TextFrame:
-        """What stands around and between the tokens of two texts that are read as a pair."""
+        """The special tokens around and between the two texts of a pair."""
         if self._before or self._after:
             between = (*self._after, *self._before)
             return TextFrame(tuple(self._before), tuple(self._after), between)
-        with no_panic():
-            return frame_of(self._backend, pair=True)
+        with translate_panics():
+            return _read_frame(self._backend, pair=True)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of ids. Ids that the tokenizer does not know have no text."""
+        """Return the text of token ids. Unknown ids have no text."""
         known = [token_id for token_id in ids if 0 <= token_id < self.vocab_size]
-        if self.byte_decoder is not None and self.byte_decoder.own:
+        if self.byte_decoder is not None and self.byte_decoder.differs:
             hidden = self.special_ids if skip_special_tokens else frozenset()
             return self.byte_decoder.decode([token_id for token_id in known if token_id not in hidden])
-        with no_panic():
+        with translate_panics():
             text: str = self._backend.decode(known, skip_special_tokens=skip_special_tokens)
         return text
 
     def text_of(self, token_id: int) -> str:
-        """The text of one token, a special one too. Remembered: candidates are named over and over."""
+        """Return the text of one token, even a special one. Cached, as logprobs name the same candidates repeatedly."""
         text = self._texts.get(token_id)
         if text is None:
             text = self._texts[token_id] = self.decode([token_id], skip_special_tokens=False)
         return text
 
     def token(self, token_id: int) -> str:
-        """The vocabulary's spelling of a token, "" for an id that the tokenizer does not know."""
+        """Return the vocabulary's spelling of a token, or "" for an unknown id."""
         if not self.knows(token_id):
             return ""
         token: str = self._backend.id_to_token(token_id)
         return token
 
     def knows(self, token_id: int) -> bool:
-        """Whether the tokenizer has this id; a model's vocabulary may be padded beyond it."""
+        """Return whether the tokenizer has this id; a model's vocabulary may be padded beyond it."""
         return 0 <= token_id < self.vocab_size and self._backend.id_to_token(token_id) is not None
 
     def token_id(self, token: str) -> int | None:
-        """The id of a vocabulary entry, by its spelling."""
-        found: int | None = self._backend.token_to_id(token)
-        return found
+        """Return the id of a vocabulary entry by its spelling."""
+        token_id: int | None = self._backend.token_to_id(token)
+        return token_id
 
     @cached_property
     def special_spellings(self) -> tuple[str, ...]:
-        """How special tokens are spelled, the longest first."""
+        """The spellings of the special tokens, longest first."""
         return tuple(sorted(filter(None, map(self.token, self.special_ids)), key=len, reverse=True))
 
     @cached_property
-    def special_beginnings(self) -> frozenset[str]:
-        """All beginnings of these in small letters, but not whole ones."""
+    def special_prefixes(self) -> frozenset[str]:
+        """All proper prefixes of the special spellings, in lower case."""
         spellings = map(str.lower, self.special_spellings)
         return frozenset(text[:end] for text in spellings for end in range(1, len(text)))
 
     @cached_property
-    def special_endings(self) -> frozenset[str]:
-        """All endings of these of two characters or more, in small letters, but not whole ones."""
+    def special_suffixes(self) -> frozenset[str]:
+        """All proper suffixes of at least two characters of the special spellings, in lower case."""
         spellings = map(str.lower, self.special_spellings)
         return frozenset(text[start:] for text in spellings for start in range(1, len(text) - 1))
 
@@ -235,49 +299,51 @@ class Tokenizer:
             return self._plain
 
     def _check_plain(self, encoding: Any) -> None:
-        """Some models (Unigram) hold the special tokens as ordinary pieces too, and find them in text."""
+        """Reject special tokens in plain text: some models (Unigram) also have them as ordinary pieces."""
         if self.special_ids.isdisjoint(encoding.ids):
             return
         for token_id, added in zip(encoding.ids, encoding.special_tokens_mask, strict=True):
             if not added and token_id in self.special_ids and token_id != self._unknown_id:
                 raise PromptError(
-                    f"the text spells the special token {self.token(token_id)!r}: "
-                    "this tokenizer cannot read it as plain text, so it is not allowed here"
+                    f"the text contains the special token {self.token(token_id)!r}: "
+                    "this tokenizer cannot encode it as plain text, so it is not allowed here"
                 )
 
 
 def check_text(text: object) -> None:
+    """Raise PromptError unless the text is a string of valid Unicode."""
     if not isinstance(text, str):
-        raise PromptError(f"a text is of type {type(text).__name__}: it must be a string")
+        raise PromptError(f"the text is of type {type(text).__name__}: it must be a string")
     if text.isascii():
         return
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise PromptError(
-            f"the text has a lone surrogate, U+{ord(text[error.start]):04X}, at character {error.start}: "
+            f"the text contains a lone surrogate, U+{ord(text[error.start]):04X}, at character {error.start}: "
             "only valid Unicode can be tokenized"
         ) from None
 
 
-def _missing(folder: Path) -> str:
+def _missing_message(folder: Path) -> str:
     others = [
         name
         for name in ("tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
         if (folder / name).is_file()
     ]
-    note = f" ({', '.join(others)} is there, but cannot be read without it)" if others else ""
+    note = f" (there is {', '.join(others)}, which is not supported)" if others else ""
     return (
         f"no tokenizer.json in {folder}{note}: "
-        "give a folder that has one, or set skip_tokenizer_init and give prompts as token ids"
+        "use a checkpoint that has one, or set skip_tokenizer_init and send prompts as token ids"
     )
 
 
-def _complete(backend: Any, declared: Mapping[int, dict[str, Any]], specials: Mapping[str, str]) -> None:
-    """Give the backend the added tokens that only the configuration knows, and mark the named ones special.
+def _add_declared_tokens(
+    backend: Any, declared: Mapping[int, dict[str, Any]], specials: Mapping[str, str]
+) -> None:
+    """Add the tokens that only the configuration declares to the backend, and mark the named ones as special.
 
-    A token is added only where it gets the id that the configuration declares; one whose id would be
-    made up here has no row in the model.
+    A token is added only if it gets the id that the configuration declares: any other id has no row in the model.
     """
     known = {token.content: token.special for token in backend.get_added_tokens_decoder().values()}
     vocabulary = backend.get_vocab(True)

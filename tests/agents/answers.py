@@ -1,4 +1,4 @@
-"""Random answers that a grammar allows, and what a parser reads in them."""
+"""Random answers that a grammar allows, and the messages that a parser reads from them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from ..text.samples import byte_level_backend
 END = "<|over|>"
 HURRY_AFTER = 80
 MAX_TOKENS = 600
-CLOSING_TAG = "\n</parameter>"  # of a format that has no tokens for its tags
+CLOSING_TAG = "\n</parameter>"  # in a format that has no tokens for its tags
 CLOSING = tuple("\"'])}>\n")
 WORDS = ('{"', '":', '"}', "}}", "]}", " true", "name", "\n", "</", "Paris", CLOSING_TAG)
 
 
 @dataclass(frozen=True)
 class Model:
-    """A tokenizer that knows the markers of a format, as special tokens or as ordinary ones."""
+    """A stand-in for a model: a tokenizer with the markers of a format, as special or ordinary tokens."""
 
     tokenizer: Tokenizer
     grammars: GrammarCompiler
@@ -53,9 +53,9 @@ class Model:
             tokenizer, GrammarCompiler(lambda: vocabulary), frozenset(i for i in ids if i is not None), end
         )
 
-    def walk(self, asked: StructuredOutputs, seed: int) -> list[int]:
-        """The ids of an answer, without the end. After a while, of those that come to an end sooner."""
-        matcher = self.grammars.compile(asked).matcher()
+    def walk(self, constraint: StructuredOutputs, seed: int) -> list[int]:
+        """Sample the ids of an answer, without the end token. After a while, prefer tokens that end it soon."""
+        matcher = self.grammars.compile(constraint).matcher()
         generator, ids = random.Random(seed), list[int]()
         while len(ids) < MAX_TOKENS:
             allowed = allowed_ids(matcher, self.tokenizer.vocab_size)
@@ -64,24 +64,24 @@ class Model:
             hurries = len(ids) > HURRY_AFTER
             if self.end in allowed and (hurries or generator.random() < 0.1):
                 return ids
-            ids.append(self._chosen(generator, [i for i in allowed if i != self.end] or allowed, hurries))
+            ids.append(self._choose(generator, [i for i in allowed if i != self.end] or allowed, hurries))
             if ids[-1] == self.end:
                 return ids[:-1]
             matcher.advance(ids[-1:])
         raise AssertionError(f"no end after {self.text(ids)!r}")
 
-    def _chosen(self, generator: random.Random, allowed: list[int], hurries: bool) -> int:
-        marking = [i for i in allowed if i in self.markers]
-        if marking and generator.random() < 0.4:
-            return generator.choice(marking)
+    def _choose(self, generator: random.Random, allowed: list[int], hurries: bool) -> int:
+        markers = [i for i in allowed if i in self.markers]
+        if markers and generator.random() < 0.4:
+            return generator.choice(markers)
         closing = [i for i in allowed if self.tokenizer.text_of(i)[:1] in CLOSING] if hurries else []
         return generator.choice(closing or allowed)
 
     def text(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 
-    def matcher(self, asked: StructuredOutputs) -> Matcher:
-        return self.grammars.compile(asked).matcher()
+    def matcher(self, constraint: StructuredOutputs) -> Matcher:
+        return self.grammars.compile(constraint).matcher()
 
     def read(self, parser: MessageParser, ids: Sequence[int]) -> ParsedMessage:
         detokenizer = IncrementalDetokenizer(self.tokenizer, skip_special_tokens=False)
@@ -98,17 +98,17 @@ class Model:
         tool_format: str | None,
         reasoning: str | None,
         tools: Sequence[Mapping[str, Any]],
-        **asked: Any,
+        **options: Any,
     ) -> ParsedMessage:
-        """What a parser reads in a random answer."""
-        prompt = asked.get("prompt", "")
-        grammar = answer_grammar(tool_format, reasoning, tools=tools, tokenizer=self.tokenizer, **asked)
+        """Return the message that a parser reads from a random answer."""
+        prompt = options.get("prompt", "")
+        grammar = answer_grammar(tool_format, reasoning, tools=tools, tokenizer=self.tokenizer, **options)
         assert grammar is not None
         parser = MessageParser(
             *(tool_format, reasoning),
             tools=tools,
             tokenizer=self.tokenizer,
             prompt=prompt,
-            shaped_content="content" in asked,
+            shaped_content="content" in options,
         )
         return self.read(parser, self.walk(grammar, seed))

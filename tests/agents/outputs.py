@@ -1,4 +1,4 @@
-"""Outputs as models of each format write them, and what they say."""
+"""Recorded outputs in each format, and the messages that they stand for."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TOOLS = [
 
 @dataclass(frozen=True)
 class Recorded:
-    """One output. `reasoning` is the name of the format of its reasoning."""
+    """One output. `reasoning` is the name of its reasoning format."""
 
     format: str
     text: str

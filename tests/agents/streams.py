@@ -1,4 +1,4 @@
-"""Outputs in pieces."""
+"""Helpers that stream an output in pieces and check its events."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from inflight.agents import (
     ToolCallBegun,
     ToolCallEnded,
 )
-from inflight.agents.events import joined
+from inflight.agents.events import merge_deltas
 
 
 def pieces(text: str, cuts: Iterable[int]) -> list[str]:
-    places = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
-    return [text[start:end] for start, end in pairwise(places)]
+    borders = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
+    return [text[start:end] for start, end in pairwise(borders)]
 
 
 def streamed(parser: MessageParser, deltas: Iterable[str]) -> list[ParserEvent]:
-    """All events, with those in a row that say one thing as one: so they do not depend on the cuts."""
-    return joined(chain(*map(parser.feed, deltas), parser.finish()))
+    """Return all events with consecutive deltas merged, so that they do not depend on the cuts."""
+    return merge_deltas(chain(*map(parser.feed, deltas), parser.finish()))
 
 
 def check_sane(events: Iterable[ParserEvent]) -> None:
-    """Calls are numbered from 0, do not overlap, and end; no event is empty."""
+    """Check that calls are numbered from 0, do not overlap and end, and that no event is empty."""
     next_index, open_call = 0, False
     for event in events:
         match event:

@@ -1,4 +1,4 @@
-"""Chat templates that write calls as those of each family do, and little else."""
+"""Minimal chat templates that write calls the way each family of models does."""
 
 from ..text.templates import CHATML, GEMMA, LLAMA3, QWEN3
 
@@ -6,7 +6,7 @@ TOOLS = "{% if tools %}{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}{
 
 
 def template(message: str, prompt: str) -> str:
-    """`message` writes one message, with its `calls`."""
+    """Return a template in which `message` writes one message, with its `calls`."""
     return (
         f"{TOOLS}{{% for message in messages %}}{{% set calls = message.tool_calls or [] %}}{message}{{% endfor %}}"
         f"{{% if add_generation_prompt %}}{prompt}{{% endif %}}"
@@ -81,9 +81,9 @@ PYTHONIC = template(
     "<|header_start|>assistant<|header_end|>",
 )
 BROKEN = "{{ messages[99].content }}{% if %}"
-SELFISH = "{{ raise_exception('no') }}"
+REJECTING = "{{ raise_exception('no') }}"
 
-# With the formats of their calls and of their reasoning.
+# Each template with its tool call format and its reasoning format.
 KNOWN: dict[str, tuple[str, str | None, str | None]] = {
     "qwen3": (QWEN3, "hermes", "think"),
     "qwen3_coder": (QWEN3_CODER, "qwen3_coder", None),
@@ -98,5 +98,5 @@ KNOWN: dict[str, tuple[str, str | None, str | None]] = {
     "chatml": (CHATML, None, None),
     "gemma": (GEMMA, None, None),
     "broken": (BROKEN, None, None),
-    "selfish": (SELFISH, None, None),
+    "rejecting": (REJECTING, None, None),
 }

@@ -1,4 +1,4 @@
-"""Whatever is drawn under the grammar of an answer, a parser reads valid calls in it."""
+"""The parser reads valid calls from any answer that is sampled under its grammar."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from inflight import StructuredOutputs
 from inflight.agents import TOOL_FORMATS, MessageParser, ParsedMessage, answer_grammar
-from inflight.agents.thinking import THINKING
+from inflight.agents.formats.base import REASONING_MARKERS
 from inflight.constraints import GrammarValidator
 from inflight.errors import ParameterError
 from inflight.frontend.vocabulary import vocabulary_of
@@ -61,10 +61,12 @@ SCHEMAS = {tool["function"]["name"]: tool["function"]["parameters"] for tool in 
 NAMED = type("NamedTool", (), {"name": "get_weather"})()
 
 
-def model(tool_format: str | None, reasoning: str | None, special: bool) -> Model:
+def make_model(tool_format: str | None, reasoning: str | None, special: bool) -> Model:
     markers = TOOL_FORMATS.get(tool_format).markers if tool_format else ()
-    thinking = THINKING.get(reasoning or "")
-    return Model.with_markers((*markers, *((thinking.open, thinking.close) if thinking else ())), special)
+    reasoning_markers = REASONING_MARKERS.get(reasoning or "")
+    return Model.with_markers(
+        (*markers, *((reasoning_markers.open, reasoning_markers.close) if reasoning_markers else ())), special
+    )
 
 
 def check_calls(message: ParsedMessage) -> None:
@@ -73,7 +75,7 @@ def check_calls(message: ParsedMessage) -> None:
         jsonschema.Draft202012Validator(SCHEMAS[call.name]).validate(json.loads(call.arguments))
 
 
-# Formats with the reasoning that their models have, and whether their markers are special tokens.
+# Tool call format, reasoning format, and whether the markers are special tokens.
 FORMATS = [
     ("hermes", "think", False),
     ("hermes", "seed_oss", True),
@@ -94,34 +96,36 @@ FORMATS = [
 
 @pytest.mark.parametrize(("tool_format", "reasoning", "special"), FORMATS)
 def test_required_calls_are_valid(tool_format: str, reasoning: str | None, special: bool) -> None:
-    some = model(tool_format, reasoning, special)
-    counts, thought = set(), False
+    model = make_model(tool_format, reasoning, special)
+    counts, has_reasoning = set(), False
     for seed in range(16):
-        message = some.answer(seed, tool_format, reasoning, TOOLS, tool_choice="required")
+        message = model.answer(seed, tool_format, reasoning, TOOLS, tool_choice="required")
         assert message.tool_calls
         assert not message.content
         check_calls(message)
         counts.add(len(message.tool_calls))
-        thought |= bool(message.reasoning)
-    assert thought or reasoning is None
-    assert len(counts) > 1 or tool_format == "harmony"  # which ends with a call
+        has_reasoning |= bool(message.reasoning)
+    assert has_reasoning or reasoning is None
+    assert len(counts) > 1 or tool_format == "harmony"  # whose answers end with the first call
 
 
 @pytest.mark.parametrize(("tool_format", "reasoning", "special"), FORMATS)
-def test_one_call_of_the_tool_that_was_named(tool_format: str, reasoning: str | None, special: bool) -> None:
-    some = model(tool_format, reasoning, special)
+def test_named_tool_choice_yields_one_call_of_that_tool(
+    tool_format: str, reasoning: str | None, special: bool
+) -> None:
+    model = make_model(tool_format, reasoning, special)
     for seed in range(4):
-        message = some.answer(seed, tool_format, reasoning, TOOLS, tool_choice=NAMED, parallel=False)
+        message = model.answer(seed, tool_format, reasoning, TOOLS, tool_choice=NAMED, parallel=False)
         assert [call.name for call in message.tool_calls] == ["get_weather"]
         check_calls(message)
 
 
 @pytest.mark.parametrize(("tool_format", "reasoning", "special"), FORMATS)
-def test_strict_tools_may_be_called_and_then_calls_are_valid(
+def test_optional_calls_of_strict_tools_are_valid(
     tool_format: str, reasoning: str | None, special: bool
 ) -> None:
-    some = model(tool_format, reasoning, special)
-    messages = [some.answer(seed, tool_format, reasoning, TOOLS) for seed in range(16)]
+    model = make_model(tool_format, reasoning, special)
+    messages = [model.answer(seed, tool_format, reasoning, TOOLS) for seed in range(16)]
     for message in messages:
         check_calls(message)
     assert any(message.tool_calls for message in messages)
@@ -129,10 +133,12 @@ def test_strict_tools_may_be_called_and_then_calls_are_valid(
 
 
 @pytest.mark.parametrize(("tool_format", "reasoning", "special"), FORMATS)
-def test_calls_or_content_of_a_shape(tool_format: str, reasoning: str | None, special: bool) -> None:
-    some = model(tool_format, reasoning, special)
+def test_answer_is_calls_or_constrained_content(
+    tool_format: str, reasoning: str | None, special: bool
+) -> None:
+    model = make_model(tool_format, reasoning, special)
     content = StructuredOutputs(json=PLACE)
-    messages = [some.answer(seed, tool_format, reasoning, TOOLS, content=content) for seed in range(16)]
+    messages = [model.answer(seed, tool_format, reasoning, TOOLS, content=content) for seed in range(16)]
     for message in messages:
         check_calls(message)
         if not message.tool_calls:
@@ -140,7 +146,7 @@ def test_calls_or_content_of_a_shape(tool_format: str, reasoning: str | None, sp
     assert len({bool(message.tool_calls) for message in messages}) == 2
 
 
-def test_nothing_is_constrained_without_need() -> None:
+def test_no_grammar_without_constraints() -> None:
     plain = [TOOLS[1]]
     assert answer_grammar("hermes", "think", tools=plain) is None
     assert answer_grammar("hermes", "think", tools=TOOLS, tool_choice="none") is None
@@ -154,11 +160,11 @@ def test_nothing_is_constrained_without_need() -> None:
     "content",
     [StructuredOutputs(json=PLACE), StructuredOutputs(regex="[a-c]{2}"), StructuredOutputs(choice=["yes"])],
 )
-def test_content_of_a_shape_comes_after_the_thoughts(
+def test_constrained_content_follows_reasoning(
     content: StructuredOutputs, prompt: str, special: bool
 ) -> None:
-    some = model(None, "think", special)
-    messages = [some.answer(seed, None, "think", (), content=content, prompt=prompt) for seed in range(8)]
+    model = make_model(None, "think", special)
+    messages = [model.answer(seed, None, "think", (), content=content, prompt=prompt) for seed in range(8)]
     for message in messages:
         match content.kind:
             case "json":
@@ -173,39 +179,39 @@ def test_content_of_a_shape_comes_after_the_thoughts(
 @pytest.mark.parametrize("reasoning", ["think", "harmony"])
 @pytest.mark.parametrize("opened", [True, False])
 @pytest.mark.parametrize("limit", [0, 3])
-def test_a_budget_ends_the_thoughts(reasoning: str, opened: bool, limit: int) -> None:
+def test_budget_ends_reasoning(reasoning: str, opened: bool, limit: int) -> None:
     tool_format = "harmony" if reasoning == "harmony" else None
-    some = model(tool_format, reasoning, special=reasoning == "harmony")
+    model = make_model(tool_format, reasoning, special=reasoning == "harmony")
     prompts = {"think": "<think>", "harmony": "<|start|>assistant<|channel|>analysis<|message|>"}
     prompt = prompts[reasoning] if opened else ""
-    asked = answer_grammar(
-        None, reasoning, max_reasoning_tokens=limit, prompt=prompt, tokenizer=some.tokenizer
+    constraint = answer_grammar(
+        None, reasoning, max_reasoning_tokens=limit, prompt=prompt, tokenizer=model.tokenizer
     )
-    assert asked is not None
+    assert constraint is not None
     longest = 0
     for seed in range(20):
-        ids = some.walk(asked, seed)
-        parser = MessageParser(None, reasoning, tokenizer=some.tokenizer, prompt=prompt)
-        thought = some.read(parser, ids).reasoning
-        longest = max(longest, len(thought))
-        assert limit or not thought
-        for count in range(1, len(ids)):  # whoever goes on from the tokens so far counts them all
-            replayed = some.matcher(asked)
+        ids = model.walk(constraint, seed)
+        parser = MessageParser(None, reasoning, tokenizer=model.tokenizer, prompt=prompt)
+        reasoning_text = model.read(parser, ids).reasoning
+        longest = max(longest, len(reasoning_text))
+        assert limit or not reasoning_text
+        for count in range(1, len(ids)):  # a matcher that replays the tokens so far has counted them all
+            replayed = model.matcher(constraint)
             replayed.advance(ids[:count])
-            assert ids[count] in allowed_ids(replayed, some.tokenizer.vocab_size)
-        words = some.tokenizer.encode(thought, parse_special=False)
-        assert len(thought) <= limit * max(len(some.text([i])) for i in (*ids, *words))
+            assert ids[count] in allowed_ids(replayed, model.tokenizer.vocab_size)
+        words = model.tokenizer.encode(reasoning_text, parse_special=False)
+        assert len(reasoning_text) <= limit * max(len(model.text([i])) for i in (*ids, *words))
     assert bool(longest) == bool(limit)
-    grammar = some.grammars.compile(asked)
+    grammar = model.grammars.compile(constraint)
     used = grammar.matcher()
-    used.advance(some.walk(asked, 0))
-    assert allowed_ids(grammar.matcher(), some.tokenizer.vocab_size)  # which begins anew
+    used.advance(model.walk(constraint, 0))
+    assert allowed_ids(grammar.matcher(), model.tokenizer.vocab_size)  # starts from the beginning
 
 
-def test_a_budget_needs_an_end_that_is_one_token() -> None:
-    some = model(None, None, special=False)
-    with pytest.raises(ParameterError, match="no single token") as caught:
-        answer_grammar(None, "think", max_reasoning_tokens=5, tokenizer=some.tokenizer)
+def test_budget_needs_an_end_marker_of_one_token() -> None:
+    model = make_model(None, None, special=False)
+    with pytest.raises(ParameterError, match="not a single token") as caught:
+        answer_grammar(None, "think", max_reasoning_tokens=5, tokenizer=model.tokenizer)
     assert caught.value.param == "max_reasoning_tokens"
 
 
@@ -213,15 +219,17 @@ def with_schema(schema: Any, strict: bool) -> list[dict[str, Any]]:
     return [TOOLS[1], {"type": "function", "function": {"name": "f", "parameters": schema, "strict": strict}}]
 
 
-def compiled(some: Model, tool_format: str, tools: list[dict[str, Any]]) -> None:
-    asked = answer_grammar(tool_format, None, tools=tools, tool_choice="required", tokenizer=some.tokenizer)
-    assert asked is not None
-    some.grammars.compile(asked)
+def compile_tools(model: Model, tool_format: str, tools: list[dict[str, Any]]) -> None:
+    constraint = answer_grammar(
+        tool_format, None, tools=tools, tool_choice="required", tokenizer=model.tokenizer
+    )
+    assert constraint is not None
+    model.grammars.compile(constraint)
 
 
 @pytest.mark.parametrize("tool_format", ["hermes", "kimi_k2", "glm45", "pythonic"])
 @pytest.mark.parametrize(
-    ("schema", "message"),
+    ("schema", "error"),
     [
         ({"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}, "'uniqueItems'"),
         ({"type": "object", "properties": {"a": {"type": "integer", "not": {}}}, "required": ["a"]}, "'not'"),
@@ -229,20 +237,20 @@ def compiled(some: Model, tool_format: str, tools: list[dict[str, Any]]) -> None
         ({"type": "object", "properties": {"a": {"type": "array", "items": {"format": "x"}}}}, "format: x"),
     ],
 )
-def test_a_schema_that_cannot_be_used_is_named_or_loosened(
-    tool_format: str, schema: dict[str, Any], message: str
+def test_unsupported_schema_is_rejected_if_strict_and_loosened_otherwise(
+    tool_format: str, schema: dict[str, Any], error: str
 ) -> None:
-    some = model(tool_format, None, special=True)
-    with pytest.raises(ParameterError, match=message) as caught:
-        compiled(some, tool_format, with_schema(schema, strict=True))
+    model = make_model(tool_format, None, special=True)
+    with pytest.raises(ParameterError, match=error) as caught:
+        compile_tools(model, tool_format, with_schema(schema, strict=True))
     assert caught.value.param == "tools[1].function.parameters"
     tools = with_schema(schema, strict=False)
     for seed in range(4):
-        message_read = some.answer(seed, tool_format, None, tools, tool_choice="required")
-        assert all(isinstance(json.loads(call.arguments), dict) for call in message_read.tool_calls)
+        message = model.answer(seed, tool_format, None, tools, tool_choice="required")
+        assert all(isinstance(json.loads(call.arguments), dict) for call in message.tool_calls)
 
 
-def test_a_format_refuses_what_it_cannot_promise() -> None:
+def test_strict_keyword_that_the_format_cannot_guarantee_is_rejected() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "a+"}}}
     with pytest.raises(ParameterError, match="'pattern', at #/properties/a") as caught:
         answer_grammar("qwen3_coder", None, tools=with_schema(schema, True), tool_choice="required")
@@ -252,34 +260,33 @@ def test_a_format_refuses_what_it_cannot_promise() -> None:
 BUSY = {"allOf": [{"type": "string", "pattern": f"a{{{i},{i + 20}}}.*b"} for i in range(28)]}
 
 
-def test_hostile_tools_are_refused_in_time() -> None:
-    """Also behind a tool whose own mistake would end the trial of all of them."""
-    some = model("hermes", None, special=True)
+def test_hostile_tools_are_rejected_in_time() -> None:
+    """A hostile tool is also rejected after a tool whose own error would end the validation of all of them."""
+    model = make_model("hermes", None, special=True)
     wrong = {"name": "g", "parameters": {"type": "object", "properties": {"a": {"format": "x"}}}}
     busy = with_schema({"type": "object", "properties": {"a": BUSY}, "required": ["a"]}, strict=False)
-    vocabulary = vocabulary_of(some.tokenizer, some.tokenizer.vocab_size, (some.end,))
+    vocabulary = vocabulary_of(model.tokenizer, model.tokenizer.vocab_size, (model.end,))
     with closing(GrammarValidator(lambda: vocabulary)) as validator:
         for tools in (busy, [{"type": "function", "function": wrong}, *busy]):
-            asked = answer_grammar(
-                "hermes", None, tools=tools, tool_choice="required", tokenizer=some.tokenizer
+            constraint = answer_grammar(
+                "hermes", None, tools=tools, tool_choice="required", tokenizer=model.tokenizer
             )
-            assert asked is not None
+            assert constraint is not None
             with pytest.raises(ParameterError) as caught:
-                validator.validate(asked)
+                validator.validate(constraint)
             assert (caught.value.param, caught.value.code) == ("tools", "constraint_too_complex")
 
 
-def test_there_may_be_many_tools_but_not_too_long_ones() -> None:
-    some = model("hermes", None, special=True)
+def test_many_tools_are_allowed_but_too_long_schemas_are_rejected() -> None:
+    model = make_model("hermes", None, special=True)
     schema = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
     tools = [{"type": "function", "function": {"name": f"f{i}", "parameters": schema}} for i in range(512)]
-    compiled(some, "hermes", tools)
+    compile_tools(model, "hermes", tools)
     long = {"type": "object", "properties": {f"property_{i}": {"type": "string"} for i in range(20)}}
 
     tools = [{"type": "function", "function": {"name": f"f{i}", "parameters": long}} for i in range(512)]
-    assert (
-        answer_grammar("hermes", "think", tools=tools, max_reasoning_tokens=0) is not None
-    )  # not about calls
+    # Calls are not constrained here, so their schemas do not count.
+    assert answer_grammar("hermes", "think", tools=tools, max_reasoning_tokens=0) is not None
     with pytest.raises(ParameterError, match="at most 131072") as caught:
-        compiled(some, "hermes", tools)
+        compile_tools(model, "hermes", tools)
     assert caught.value.param == "tools"

@@ -18,10 +18,10 @@ SPECIALS = {"bos_token": "<s>", "eos_token": "</s>"}
 
 @pytest.fixture(scope="module")
 def renderer() -> Iterator[Renderer]:
-    """One worker for all templates."""
-    made = Renderer()
-    yield made
-    made.close()
+    """A renderer whose one worker serves all templates."""
+    renderer = Renderer()
+    yield renderer
+    renderer.close()
 
 
 @pytest.fixture
@@ -31,23 +31,23 @@ def template(renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> partial[Cha
 
 
 @pytest.mark.parametrize("name", list(KNOWN))
-def test_a_template_tells_its_formats(name: str, template: partial[ChatTemplate]) -> None:
+def test_formats_are_detected_from_the_template(name: str, template: partial[ChatTemplate]) -> None:
     source, tool_format, reasoning_format = KNOWN[name]
     assert detect_reasoning_format(template(source)) == reasoning_format
     assert detect_tool_format(template(source), reasoning_format) == tool_format
 
 
-def test_without_a_template_nothing_is_told(template: partial[ChatTemplate]) -> None:
+def test_nothing_is_detected_without_a_template(template: partial[ChatTemplate]) -> None:
     assert detect_tool_format(template(None)) is None
     assert detect_reasoning_format(template(None)) is None
 
 
-def test_the_template_for_tools_is_the_one_that_counts(template: partial[ChatTemplate]) -> None:
+def test_tool_use_template_is_used_for_detection(template: partial[ChatTemplate]) -> None:
     both = template({"default": CHATML, "tool_use": KNOWN["qwen3"][0]})
     assert detect_tool_format(both) == "hermes"
 
 
-def test_the_vocabulary_tells_of_reasoning_where_the_template_does_not(
+def test_reasoning_is_detected_from_the_vocabulary(
     template: partial[ChatTemplate],
 ) -> None:
     backend = byte_level_backend()
@@ -69,7 +69,7 @@ OPENING = CHATML + "{% if enable_thinking %}<think>\n{% endif %}{# </think> #}"
         (OPENING + "{{ raise_exception('no') }}", False),
     ],
 )
-def test_whether_prompts_begin_the_reasoning_that_they_ask_for(
+def test_prompts_that_open_reasoning_are_detected(
     source: str, opens: bool, template: partial[ChatTemplate]
 ) -> None:
     assert opens_reasoning(template(source), "think") == opens

@@ -1,4 +1,4 @@
-"""Every format on recorded outputs, and on texts made of its parts, whole and in pieces."""
+"""Every format parses recorded outputs and random text made of its parts, whole and in pieces."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_every_format_has_recorded_outputs() -> None:
 
 
 @pytest.mark.parametrize("name", OUTPUTS)
-def test_an_output_says_exactly_this(name: str) -> None:
+def test_recorded_output_parses_to_its_message(name: str) -> None:
     message = parser(OUTPUTS[name]).parse(OUTPUTS[name].text)
     assert message == OUTPUTS[name].message
     for call in message.tool_calls:
@@ -32,7 +32,7 @@ def test_an_output_says_exactly_this(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OUTPUTS)
-def test_every_prefix_is_sane_and_any_split_says_the_same(name: str) -> None:
+def test_every_prefix_and_split_yields_consistent_events(name: str) -> None:
     recorded = OUTPUTS[name]
     for end in range(len(recorded.text)):
         text = recorded.text[:end]
@@ -47,12 +47,12 @@ def test_every_prefix_is_sane_and_any_split_says_the_same(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "text"), [(name, text) for name in CONTENT for text in CONTENT[name]])
-def test_what_is_no_call_is_content_without_loss(name: str, text: str) -> None:
+def test_text_that_is_not_a_call_is_content_without_loss(name: str, text: str) -> None:
     assert MessageParser(name, None, tools=TOOLS).parse(text) == ParsedMessage(content=text)
 
 
 def parts_of(name: str) -> st.SearchStrategy[str]:
-    """Texts that look like the format, more or less."""
+    """Generate texts that resemble the format."""
     markers = TOOL_FORMATS.get(name).markers
     recorded = [output.text for output in OUTPUTS.values() if output.format == name]
     words = [
@@ -89,7 +89,7 @@ def parts_of(name: str) -> st.SearchStrategy[str]:
 @pytest.mark.parametrize("name", list(TOOL_FORMATS))
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
-def test_any_text_in_any_pieces(name: str, data: st.DataObject) -> None:
+def test_any_text_parses_the_same_in_any_pieces(name: str, data: st.DataObject) -> None:
     text = data.draw(parts_of(name))
     cuts = data.draw(st.lists(st.integers(1, max(len(text), 1)), max_size=8))
     reasoning = "harmony" if name == "harmony" else data.draw(st.sampled_from(["think", None]))
@@ -103,5 +103,5 @@ def test_any_text_in_any_pieces(name: str, data: st.DataObject) -> None:
     if not message.tool_calls and reasoning is None:
         assert message.content == text
     for call in message.tool_calls:
-        call.name.encode()  # all of it can be sent
+        call.name.encode()  # must be encodable
         call.arguments.encode()

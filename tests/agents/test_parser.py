@@ -16,8 +16,8 @@ from inflight.agents import (
     ToolCallBegun,
     ToolCallEnded,
 )
-from inflight.agents.json_calls import MAX_HELD
-from inflight.agents.source import MAX_TRIMMED
+from inflight.agents.json_reader import MAX_JSON_HEADER
+from inflight.agents.source import MAX_TRIMMED_SPACE
 from inflight.errors import ConfigError
 from inflight.text import IncrementalDetokenizer, Tokenizer
 
@@ -25,7 +25,7 @@ from ..text.samples import byte_level_backend
 from .outputs import TOOLS
 
 
-def test_events_come_as_soon_as_they_are_certain() -> None:
+def test_events_are_emitted_as_soon_as_they_are_certain() -> None:
     parser = MessageParser("hermes", "think", tools=TOOLS)
     steps = [
         ("<think", []),
@@ -49,7 +49,7 @@ def test_events_come_as_soon_as_they_are_certain() -> None:
     assert parser.finish() == []
 
 
-def test_strings_between_tags_stream_too() -> None:
+def test_strings_between_tags_are_streamed() -> None:
     parser = MessageParser("qwen3_coder", None, tools=TOOLS)
     parser.feed("<tool_call>\n<function=get_weather>\n<parameter=city>")
     assert parser.feed("\nNew ") == [ArgumentsDelta(0, '{"city": "New ')]
@@ -61,7 +61,7 @@ def test_strings_between_tags_stream_too() -> None:
     ]
 
 
-def test_after_the_end_there_is_nothing() -> None:
+def test_nothing_is_emitted_after_finish() -> None:
     parser = MessageParser("hermes", None)
     assert parser.feed("a <tool") == [ContentDelta("a")]
     assert parser.finish() == [ContentDelta(" <tool")]
@@ -69,7 +69,7 @@ def test_after_the_end_there_is_nothing() -> None:
     assert parser.feed("more") == []
 
 
-def test_reasoning_comes_first_or_not_at_all() -> None:
+def test_reasoning_is_recognized_only_at_the_start() -> None:
     text = "Write <think>this</think>."
     assert MessageParser(None, "think").parse(text) == ParsedMessage(content=text)
     assert MessageParser(None, "think").parse("\n<think>\na\n") == ParsedMessage(reasoning="a\n")
@@ -84,21 +84,21 @@ def test_channels_without_tools_have_no_calls() -> None:
     assert MessageParser(None, "harmony").parse(text) == ParsedMessage("{}", "a")
 
 
-def test_names_that_there_are_not() -> None:
+def test_unknown_format_names_are_rejected() -> None:
     with pytest.raises(ConfigError, match="unknown tool call parser 'herms': choose one of hermes, "):
         MessageParser("herms", None)
     with pytest.raises(ConfigError, match="unknown reasoning parser 'thonk': choose one of think, "):
         MessageParser(None, "thonk")
 
 
-def test_no_more_than_a_bound_is_held_back() -> None:
+def test_held_back_text_is_bounded() -> None:
     parser = MessageParser("hermes", None)
     parser.feed('<tool_call>{"name": "')
-    assert parser.feed("x" * (MAX_HELD - 12)) == []
+    assert parser.feed("x" * (MAX_JSON_HEADER - 12)) == []
     [event] = parser.feed("x" * 2)
     assert isinstance(event, ContentDelta)
     spaces = MessageParser("hermes", None).feed(" " * 1000)
-    assert spaces == [ContentDelta(" " * (1000 - MAX_TRIMMED))]
+    assert spaces == [ContentDelta(" " * (1000 - MAX_TRIMMED_SPACE))]
 
 
 SPECIAL = ["[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"]
@@ -111,7 +111,7 @@ def tokenizer() -> Tokenizer:
     return Tokenizer(backend)
 
 
-def fed(tokenizer: Tokenizer, deltas: list[list[int]]) -> ParsedMessage:
+def parse_deltas(tokenizer: Tokenizer, deltas: list[list[int]]) -> ParsedMessage:
     parser = MessageParser("mistral", None, tokenizer=tokenizer)
     assert parser.marker_ids == {tokenizer.token_id("[TOOL_CALLS]"), tokenizer.token_id("[ARGS]")}
     detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=False)
@@ -130,20 +130,20 @@ def fed(tokenizer: Tokenizer, deltas: list[list[int]]) -> ParsedMessage:
     cuts=st.lists(st.integers(0, 60), max_size=5),
 )
 @example(parts=["[TOOL_CALLS]", 'f[ARGS]{"a": 1}'], cuts=[])
-def test_a_special_token_counts_and_its_spelling_does_not(
+def test_special_token_is_a_marker_but_its_spelling_is_not(
     tokenizer: Tokenizer, parts: list[str], cuts: list[int]
 ) -> None:
     spelled = "".join(parts)
     ids = tokenizer.encode(spelled, parse_special=False)
     ids += tokenizer.encode('[TOOL_CALLS]f[ARGS]{"a": ') + tokenizer.encode('"[ARGS]"', parse_special=False)
     ids += tokenizer.encode("}")
-    places = sorted({0, len(ids), *(cut for cut in cuts if cut < len(ids))})
-    message = fed(tokenizer, [ids[start:end] for start, end in pairwise(places)])
+    borders = sorted({0, len(ids), *(cut for cut in cuts if cut < len(ids))})
+    message = parse_deltas(tokenizer, [ids[start:end] for start, end in pairwise(borders)])
     assert message.content == spelled.rstrip()
     assert [(call.name, call.arguments) for call in message.tool_calls] == [("f", '{"a": "[ARGS]"}')]
 
 
-def test_a_special_token_that_the_prompt_has_ended_with(tokenizer: Tokenizer) -> None:
+def test_prompt_that_ends_with_a_special_token_opens_reasoning(tokenizer: Tokenizer) -> None:
     backend = byte_level_backend()
     backend.add_special_tokens(["[THINK]", "[/THINK]"])
     tokenizer = Tokenizer(backend)
@@ -156,11 +156,11 @@ def test_a_special_token_that_the_prompt_has_ended_with(tokenizer: Tokenizer) ->
     assert message == ParsedMessage("b", "a [/THINK]")
 
 
-def test_markers_in_content_that_has_a_shape_are_text() -> None:
+def test_markers_in_constrained_content_are_text() -> None:
     call = "<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>"
     content = json.dumps({"quoted": call})
     assert MessageParser("glm45", "think").parse(content).tool_calls
-    read = MessageParser("glm45", "think", shaped_content=True).parse(f"<think>Hm</think>\n\n{content}")
-    assert (read.reasoning, read.content, read.tool_calls) == ("Hm", content, [])
-    read = MessageParser("glm45", "think", shaped_content=True).parse(f"<think>Hm</think>\n\n{call}")
-    assert [called.name for called in read.tool_calls] == ["f"]
+    message = MessageParser("glm45", "think", shaped_content=True).parse(f"<think>Hm</think>\n\n{content}")
+    assert (message.reasoning, message.content, message.tool_calls) == ("Hm", content, [])
+    message = MessageParser("glm45", "think", shaped_content=True).parse(f"<think>Hm</think>\n\n{call}")
+    assert [called.name for called in message.tool_calls] == ["f"]

@@ -1,4 +1,4 @@
-"""Values that are not written as JSON."""
+"""Conversion of values that are not written as JSON."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inflight.agents.python_literals import literal_json
-from inflight.agents.schema_types import types_of
-from inflight.agents.typed_values import value_json
+from inflight.agents.values import bare_text_to_json, python_to_json, schema_types
 
 TEXTS = st.text(max_size=6)
 VALUES = st.recursive(
@@ -23,14 +21,14 @@ VALUES = st.recursive(
 
 @settings(max_examples=40, deadline=None)
 @given(VALUES)
-def test_what_python_prints_is_read_back(value: Any) -> None:
-    found = literal_json(repr(value))
-    assert found is not None
-    assert json.loads(found) == value
+def test_python_repr_converts_to_equal_json(value: Any) -> None:
+    converted = python_to_json(repr(value))
+    assert converted is not None
+    assert json.loads(converted) == value
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [
         ("(1, 2,)", "[1, 2]"),
         ("'\\x41\\u00e9\\q\\\\'", '"Aé\\\\q\\\\"'),
@@ -47,12 +45,12 @@ def test_what_python_prints_is_read_back(value: Any) -> None:
         ("9" * 5000, None),
     ],
 )
-def test_literals(text: str, said: str | None) -> None:
-    assert literal_json(text) == said
+def test_python_literals_convert_to_json(text: str, expected: str | None) -> None:
+    assert python_to_json(text) == expected
 
 
 @pytest.mark.parametrize(
-    ("text", "types", "said"),
+    ("text", "types", "expected"),
     [
         ("12", ["integer"], "12"),
         (" 12\n", ["number"], "12"),
@@ -71,8 +69,8 @@ def test_literals(text: str, said: str | None) -> None:
         ("", [], '""'),
     ],
 )
-def test_bare_values(text: str, types: list[str], said: str) -> None:
-    assert value_json(text, frozenset(types)) == said
+def test_bare_text_converts_by_type(text: str, types: list[str], expected: str) -> None:
+    assert bare_text_to_json(text, frozenset(types)) == expected
 
 
 @pytest.mark.parametrize(
@@ -91,5 +89,5 @@ def test_bare_values(text: str, types: list[str], said: str) -> None:
         ({"type": 3, "anyOf": 3, "enum": 3}, set()),
     ],
 )
-def test_the_types_of_a_schema(schema: object, types: set[str]) -> None:
-    assert types_of(schema) == types
+def test_schema_types(schema: object, types: set[str]) -> None:
+    assert schema_types(schema) == types

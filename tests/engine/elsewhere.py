@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 import time
 
 AHEAD = 1e6  # seconds
 
 
-def main() -> int:
+def main() -> None:
     monotonic = time.monotonic
     time.monotonic = lambda: monotonic() + AHEAD
     from inflight.engine.remote import worker
 
-    return worker.main()
+    worker.main()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -13,8 +13,8 @@ import time
 
 import msgspec
 
-from inflight.engine.remote.sockets import EngineSockets
-from inflight.engine.remote.wire import ConnectionInfo, Failed, RemoteError
+from inflight.engine.remote.wire import EngineSockets, Failed, ToEngine
+from inflight.processes.channel import ConnectionInfo, RemoteError
 
 MARK = b"connected\n"
 TEXT = "no memory for it"
@@ -36,7 +36,7 @@ def first() -> int:
 
 
 def second(first_id: int) -> int:
-    sockets = EngineSockets(msgspec.json.decode(sys.stdin.buffer.readline(), type=ConnectionInfo))
+    sockets = EngineSockets(msgspec.json.decode(sys.stdin.buffer.readline(), type=ConnectionInfo), ToEngine)
     while sockets.receive(wait=True) is None:
         pass
     sys.stdout.buffer.write(MARK)

@@ -16,17 +16,8 @@ from inflight.engine import engine_loop
 from inflight.engine.engine_loop import CHECK_EVERY, EngineLoop
 from inflight.engine.fake import expected_tokens
 from inflight.engine.outbox import STATS_EVERY
-from inflight.engine.remote.wire import (
-    SECRET_LENGTH,
-    Abort,
-    Add,
-    Codec,
-    Describe,
-    RemoteError,
-    StepOutputs,
-    Stop,
-    ToEngine,
-)
+from inflight.engine.remote.wire import Abort, Add, Describe, StepOutputs, ToEngine
+from inflight.processes.channel import SECRET_LENGTH, Codec, RemoteError, Stop
 from inflight.request import Request
 from tests.support.requests import FakeEngine, make_request
 
@@ -142,14 +133,14 @@ def test_a_question_about_a_request_that_goes_wrong_ends_no_other(
 def test_a_request_with_values_that_cannot_be_read_is_answered() -> None:
     codec: Codec[Any] = Codec(b"s" * SECRET_LENGTH, ToEngine)
     frame = bytes(codec.encode(add(1, PROMPT)))
-    tag, call, (name, _, *others) = msgspec.msgpack.decode(frame[SECRET_LENGTH:])
-    odd = msgspec.msgpack.encode([tag, call, [name, b"123", *others]])
+    tag, call, spec = msgspec.msgpack.decode(frame[SECRET_LENGTH:])
+    odd = msgspec.msgpack.encode([tag, call, {**spec, "token_ids": b"123"}])
     unreadable = codec.decode_call(frame[:SECRET_LENGTH] + odd)
     assert codec.num_dropped == 1
     wire = run_loop(FakeEngine(), unreadable, add(2, PROMPT))
     error = wire.errors[1]
     assert error is not None
-    assert "3 bytes hold no token ids" in error.text
+    assert "hold no token ids" in error.text
     assert_served(wire, 2)
 
 

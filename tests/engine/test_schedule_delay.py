@@ -11,7 +11,8 @@ import pytest
 from inflight.engine import InprocClient
 from inflight.engine.core import MARGIN, SURE
 from inflight.engine.engine_loop import EngineLoop
-from inflight.engine.remote.wire import Abort, Ack, Add, Message, StepOutputs, Stop, ToEngine
+from inflight.engine.remote.wire import Abort, Ack, Add, StepOutputs, ToEngine
+from inflight.processes.channel import Message, Stop
 from inflight.request import Request
 from inflight.scheduling import TokenBudget
 from tests.support.requests import FakeEngine, make_request

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inflight.agents import MessageParser
-from inflight.agents.events import joined
+from inflight.agents.events import merge_deltas
 from inflight.events import Delta, RequestRecord
 from inflight.frontend.output_processor import Answer, ChatAnswers, OutputProcessor
 from inflight.request import Request
@@ -76,7 +76,7 @@ def test_the_message_does_not_depend_on_the_pieces(
     assert len({call.id for call in message.tool_calls}) == 2
     assert all(call.id.startswith("call_") for call in message.tool_calls)
     assert answer.reader.finish_reason == "tool_calls"
-    assert joined(events) == events
+    assert merge_deltas(events) == events
     block, thoughts = TEXT.partition("</think>")[0] + "</think>", "\nHm, well.\n"
     most, least = (len(used.encode(text, add_special_tokens=False)) for text in (block, thoughts))
     assert least <= answer.reader.num_reasoning_tokens <= most

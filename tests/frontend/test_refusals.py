@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 import inflight
-from inflight.engine.remote.wire import RemoteError
 from inflight.errors import InflightError, ParameterError, PromptError, TemplateError
 from inflight.frontend import InputProcessor, split_prompts
+from inflight.processes.channel import RemoteError
 from inflight.sampling_params import SamplingParams
 from inflight.text import ChatTemplate, Tokenizer
 from tests.support.checkpoints import write_tokenizer
@@ -205,7 +205,7 @@ def test_templates() -> None:
         "llm.py",
         "async_engine.py",
         "frontend/input_processor.py",
-        "text/bad_words.py",
+        "text/stops.py",
     ],
 )
 def test_no_refusal_of_a_parameter_goes_without_its_name(file: str) -> None:

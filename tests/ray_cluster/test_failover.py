@@ -17,8 +17,8 @@ import pytest
 
 from inflight import LLM, AsyncEngine
 from inflight.config import EngineConfig, ProcessConfig, RouterConfig
-from inflight.engine.remote.host import ProcessNotStartedError
 from inflight.outputs import RequestOutput
+from inflight.processes.child import ProcessNotStartedError
 from inflight.router import Router, start_router
 from tests.e2e.test_replicas import CASES, PROMPTS, begun, generate, same
 from tests.engine.faulty import BUILD

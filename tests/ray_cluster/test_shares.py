@@ -10,8 +10,8 @@ from typing import Any, cast
 import pytest
 
 from inflight.config import EngineConfig, RouterConfig
-from inflight.engine.remote.wire import ConnectionInfo
 from inflight.errors import ConfigError
+from inflight.processes.channel import ConnectionInfo
 from inflight.ray_cluster import ClusterShares, RayCluster
 from inflight.ray_cluster.actor import EngineActor
 from inflight.ray_cluster.host import Resources
@@ -67,7 +67,7 @@ def test_a_new_replica_waits_for_room_and_one_that_had_it_waits_longer() -> None
     found = shares({"CPU": 8}, ray_timeout=5)
     for index in range(2):
         _, host = found.of(index)
-        assert [host.hosted(connection)._patience for _ in range(3)] == [5, math.inf, math.inf]
+        assert [host.create_process(connection)._patience for _ in range(3)] == [5, math.inf, math.inf]
 
 
 @pytest.mark.parametrize(

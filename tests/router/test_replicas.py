@@ -13,7 +13,6 @@ import pytest
 from inflight.config import EngineConfig, ProcessConfig
 from inflight.engine import InprocClient
 from inflight.engine.fake import expected_tokens
-from inflight.engine.remote.host import ProcessNotStartedError
 from inflight.engine.remote.process_client import ProcessClient
 from inflight.errors import (
     CheckpointChangedError,
@@ -27,6 +26,7 @@ from inflight.errors import (
 )
 from inflight.events import StepRecord
 from inflight.models.checkpoint import fingerprint_now
+from inflight.processes.child import ProcessNotStartedError
 from inflight.router import Router
 from inflight.router import start as start_module
 from inflight.router.start import MachineShares, check_gpu_memory, check_unchanged, visible_gpus

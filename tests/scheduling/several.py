@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from inflight.engine.fake import FakeRunner, expected_tokens
+from inflight.scheduling import Batch, Sampled
 
 
 class SeveralRunner(FakeRunner):
@@ -20,3 +21,25 @@ class SeveralRunner(FakeRunner):
         token_id = expected_tokens(row.tokens, 1, self.vocab_size)[0]
         row.tokens.append(token_id)
         return token_id
+
+
+class VerifyingRunner(SeveralRunner):
+    """The same, but it writes the KV of the accepted tokens too, as far as the row's blocks reach."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        super().__init__(num_blocks, block_size)
+        self.written: list[tuple[str, int]] = []  # request ids and positions
+
+    def _write(self, row: Any, start: int, count: int) -> None:
+        super()._write(row, start, count)
+        self.written += [(row.request.request_id, position) for position in range(start, start + count)]
+
+    def launch(self, batch: Batch) -> Sampled:
+        sampled = super().launch(batch)
+        for entry, token_ids in enumerate(sampled.token_ids):
+            if len(token_ids) > 1:
+                row, start = self.rows[batch.rows[entry]], batch.starts[entry] + batch.counts[entry]
+                room = len(row.table) * self.block_size - start
+                sampled.num_written[entry] = count = max(0, min(len(token_ids) - 1, room))
+                self._write(row, start, count)
+        return sampled

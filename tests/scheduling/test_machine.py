@@ -25,7 +25,7 @@ from inflight.scheduling.quarantine import MAX_FAILURES
 from tests.e2e.breaking import PoisonedRunner
 from tests.scheduling.hostile import HOSTILE
 from tests.scheduling.policies import POLICIES
-from tests.scheduling.several import SeveralRunner
+from tests.scheduling.several import SeveralRunner, VerifyingRunner
 from tests.scheduling.staged import StagedRunner
 from tests.scheduling.trouble import ruin_memory
 from tests.support.requests import FakeEngine, make_request
@@ -67,7 +67,7 @@ class EngineMachine(RuleBasedStateMachine):
         spare_kv_tokens=st.sampled_from([0, 5, 30, 1000]),
         caching=st.booleans(),
         method=st.sampled_from(["launch", "collect"]),
-        several=st.sampled_from([False, False, True]),
+        several=st.sampled_from([None, None, SeveralRunner, VerifyingRunner]),
         staged=st.sampled_from([False, False, True]),
     )
     def start(
@@ -81,7 +81,7 @@ class EngineMachine(RuleBasedStateMachine):
         spare_kv_tokens: int,
         caching: bool,
         method: str,
-        several: bool,
+        several: type[SeveralRunner] | None,
         staged: bool,
     ) -> None:
         # Just enough for one request, and a little more: preemption is the rule here, not the exception.
@@ -95,7 +95,7 @@ class EngineMachine(RuleBasedStateMachine):
             pipeline_depth=depth,
             num_stages=depth if staged else 1,
             caching=caching,
-            make_runner=StagedRunner if staged else SeveralRunner if several and depth == 1 else FakeRunner,
+            make_runner=StagedRunner if staged else several if several and depth == 1 else FakeRunner,
         )
         self.prompts: dict[str, list[int]] = {}
         self.requests: dict[str, Request] = {}
@@ -189,7 +189,7 @@ class EngineMachine(RuleBasedStateMachine):
         holders = [*scheduler.pool.running, *scheduler.pool.lingering]
         assert len(holders) <= engine.max_num_seqs
         assert len({request.row for request in holders}) == len(holders)
-        assert scheduler.pool.num_resident <= engine.max_kv_tokens
+        assert scheduler.pool.counts.num_resident <= engine.max_kv_tokens
         scheduler.pool.check()
 
     @invariant()

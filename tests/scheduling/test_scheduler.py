@@ -101,7 +101,7 @@ def test_max_kv_tokens_queues_and_preempts() -> None:
         expected[request.request_id] = expected_tokens([index] * 5, 12)
     while engine.core.has_work:
         engine.step()
-        assert engine.scheduler.pool.num_resident <= 24
+        assert engine.scheduler.pool.counts.num_resident <= 24
     assert engine.outputs == expected
     assert engine.core.stats().num_preemptions > 0
 

@@ -21,8 +21,8 @@ def test_a_ranking_is_that_of_the_library() -> None:
     with LLM(folder, show_progress=False) as llm:
         expected = llm.rerank(QUERY, DOCUMENTS, use_tqdm=False)
     with serving(folder) as (_, http, said):
-        assert "can        classify, score, rerank" in said
-        assert "KV memory" not in said
+        assert "Tasks          classify, score, rerank" in said
+        assert "KV cache" not in said
         answer = http.post("/v1/rerank", json={"query": QUERY, "documents": DOCUMENTS}).json()
     assert [item["index"] for item in answer["results"]] == [item.index for item in expected]
     scores = [item["relevance_score"] for item in answer["results"]]

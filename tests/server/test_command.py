@@ -22,6 +22,13 @@ from inflight.server import run as run_module
 from tests.support.processes import children
 
 PATH = "/v1/completions"
+BASE_URLS = {
+    "OpenAI API": "/v1",
+    "Anthropic API": "",
+    "Chat page": "/",
+    "Metrics": "/metrics",
+    "Health": "/health",
+}
 GOOD = {"prompt": [5, 6], "max_tokens": 400, "temperature": 0, "ignore_eos": True, "stream": True}
 
 
@@ -66,10 +73,13 @@ def test_a_stream_outlives_a_signal_and_the_exit_is_clean(llm: LLM, monkeypatch:
     monkeypatch.setenv("VLLM_QWERTY", "1")
     arguments = ("--shutdown-timeout", "60", "--log-format", "json", "--trust-remote-code")
     with serving(*arguments) as (process, http, said):
-        assert "inflight-builtin (bfloat16, context 4,096)" in said
-        assert "1,024 blocks of 16 = 16,384 tokens" in said
-        assert "4 requests of full length" in said
+        assert "inflight-builtin (bfloat16, context length 4,096)" in said
+        assert "1,024 blocks of 16 tokens = 16,384 tokens" in said
+        assert "4 of full context length" in said
         assert "its own process" in said
+        base = str(http.base_url).rstrip("/")
+        for name, url in BASE_URLS.items():
+            assert re.search(rf"{name} +{re.escape(base + url)}(\\n|\s)", said), name
         lines = [json.loads(line) for line in said.splitlines()]
         warnings = [line["message"] for line in lines if line["level"] == "warning"]
         assert warnings[0].startswith("--trust-remote-code: ")
@@ -167,7 +177,7 @@ def check_one_line(code: int | str | None, said: str, message: str) -> None:
     [
         (("--keys", "/nowhere"), "the keys file '/nowhere' cannot be read"),
         (("--max-queue", "0"), "max_queue is 0"),
-        (("--api-key", "x", "--admin-key", "x"), "admin_key is an API key too"),
+        (("--api-key", "x", "--admin-key", "x"), "admin_key is also an API key"),
         (("--host", "256.0.0.1"), "cannot listen on 256.0.0.1"),
         (("--allowed-hosts", "localhost:8000"), "allowed_hosts has 'localhost:8000'"),
     ],

@@ -7,7 +7,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from inflight.engine.remote.wire import RemoteError
 from inflight.errors import (
     DeviceLostError,
     EngineDeadError,
@@ -22,6 +21,7 @@ from inflight.errors import (
     TemplateWorkerError,
 )
 from inflight.events import Delta
+from inflight.processes.channel import RemoteError
 from inflight.server.errors import ApiError, of_answer, of_exception
 
 # Words that a message must not be read for.

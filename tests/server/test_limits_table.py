@@ -1,4 +1,4 @@
-"""The table of limits in docs/server.md has all of them, as they are declared."""
+"""The table of limits in docs/server.md is complete and matches the declarations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from inflight.request import MAX_SALT_LENGTH
 from inflight.sampling_params import MAX_BAD_WORDS, MAX_LOGPROBS, MAX_N, MAX_STOP_LENGTH, MAX_STOP_STRINGS
 from inflight.server.config import SERVE_OPTIONS
 from inflight.server.http.body import MAX_PARTS, MAX_VALUES
-from inflight.server.http.limits import MAX_RESERVED, MIN_PROGRESS, ConnectionPlaces
+from inflight.server.http.limits import MAX_RESERVED, MIN_PROGRESS, ConnectionSlots
 from inflight.server.http.unsent import PIECE
 from inflight.server.openai.responses.input_listing import MAX_PAGE_BYTES
 from inflight.server.openai.schemas import MAX_ARGUMENTS
@@ -33,25 +33,25 @@ AT_MOST = {
     "max_stop_length": f"256, a stop string's at most {MAX_STOP_LENGTH:,}",
 }
 CONSTANTS = {
-    "keys, objects and lists of a body, together": f"{MAX_PARTS:,}",
-    "values of a body, as the ids of prompts": f"{MAX_VALUES:,}",
-    "a conversation of `/v1/responses`, with the turns and items that it refers to": "what one body may have",
-    "bytes of a page of `input_items`": f"{MAX_PAGE_BYTES >> 20} MiB, but at least one item",
-    "requests of a connection behind the one that is answered": "1",
-    "of these, kept for `GET /health` and `/ready`": f"an eighth, at most {MAX_RESERVED}",
+    "keys, objects and lists in a body, together": f"{MAX_PARTS:,}",
+    "values in a body, such as token ids": f"{MAX_VALUES:,}",
+    "a conversation of `/v1/responses`, with the turns and items it refers to": "the limits of one body",
+    "size of a page of `input_items`": f"{MAX_PAGE_BYTES >> 20} MiB, but at least one item",
+    "pipelined requests behind the one being answered": "1",
+    "connections reserved for `GET /health` and `/ready`": f"an eighth, at most {MAX_RESERVED}",
     "`n`, whatever `--max-answers`": str(MAX_N),
     "bad words": f"{MAX_BAD_WORDS:,}",
     "messages of a conversation": f"{MAX_MESSAGES:,}",
     "arguments for a chat template": str(MAX_ARGUMENTS),
     "characters of `user`, and of `cache_salt`": f"{MAX_TENANT_LENGTH}, {MAX_SALT_LENGTH}",
-    "a chat template's time, its output, its input as JSON": (
+    "a chat template's time, output, and input as JSON": (
         f"{RENDER.seconds:g} s, {RENDER.max_characters >> 20} Mi characters, {RENDER.max_input_bytes >> 20} MiB"
     ),
-    "chat templates rendered at a time": str(RENDER.max_workers),
-    "processor time for one new grammar, and for all that are tried for a request": (
+    "chat templates rendered at the same time": str(RENDER.max_workers),
+    "CPU time to compile one new grammar, and all that are tried for a request": (
         f"{ATTEMPT_SECONDS:g} s, {TRIAL_SECONDS:g} s"
     ),
-    "new grammars of a tenant tried at a time, and waiting": f"{MAX_PER_OWNER}, {MAX_WAITING}",
+    "new grammars of a tenant that are compiled at the same time, and that wait": f"{MAX_PER_OWNER}, {MAX_WAITING}",
     "rate and concurrency of a key": "none",
 }
 ELSEWHERE = {"request_history", "shutdown_timeout"}  # limits of other groups of options
@@ -96,5 +96,5 @@ def test_figures_inside_the_rows() -> None:
     text = "\n".join(" ".join(row) for row in rows())
     assert f"answers over {PIECE >> 10} KiB" in text
     assert f"(less than {MIN_PROGRESS >> 10} KiB)" in text
-    assert ConnectionPlaces(max_connections=80).num_reserved == 10
+    assert ConnectionSlots(max_connections=80).num_reserved == 10
     assert f"after {RENDER.seconds:g} s" in text

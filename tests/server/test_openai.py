@@ -166,7 +166,7 @@ def test_a_client_that_waits_no_longer(client: openai.OpenAI, server: Live, back
 
 
 def test_errors(client: openai.OpenAI, server: Live) -> None:
-    with pytest.raises(openai.AuthenticationError, match="not known here"):
+    with pytest.raises(openai.AuthenticationError, match="not valid for this server"):
         client.with_options(api_key="wrong").models.list()
     with pytest.raises(openai.NotFoundError, match="is not served here") as not_found:
         client.chat.completions.create(model="gpt", messages=MESSAGES)

@@ -14,9 +14,9 @@ import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from inflight.server.observability.tracing import OtelTracer
+from tests.server.http.test_limits import connect
 from tests.server.live import Live, live_server
 from tests.server.pooled import EMBEDDER, TOKENIZER, PooledBackend
-from tests.server.test_limits import connect
 
 MANY = ["a text"] * 300
 

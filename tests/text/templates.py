@@ -126,7 +126,7 @@ QWEN3 = """\
 
 ALL = {"chatml": CHATML, "llama3": LLAMA3, "gemma": GEMMA, "qwen3": QWEN3}
 
-# Each would hang, or take gigabytes, in an unlimited engine; with a word of the error it must end in.
+# Templates that would hang or take gigabytes without limits, each with a word of the expected error.
 HOSTILE = {
     "nested loops": (
         "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",

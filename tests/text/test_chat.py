@@ -50,14 +50,14 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def templates() -> Iterator[dict[str, ChatTemplate]]:
-    made = {name: ChatTemplate(source, SPECIALS) for name, source in ALL.items()}
-    yield made
-    for template in made.values():
+    templates = {name: ChatTemplate(source, SPECIALS) for name, source in ALL.items()}
+    yield templates
+    for template in templates.values():
         template.close()
 
 
 def theirs(source: str, messages: list[dict[str, Any]], **options: Any) -> str | None:
-    """What transformers renders, None where the template fails."""
+    """Return what transformers renders, or None if the template fails."""
     oracle = PreTrainedTokenizerFast(
         tokenizer_object=backend("byte_fallback"), chat_template=source, **SPECIALS
     )
@@ -78,7 +78,7 @@ def ours(template: ChatTemplate, messages: list[dict[str, Any]], **options: Any)
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
 @pytest.mark.parametrize("tools", [None, [TOOL, TOOL]], ids=["plain", "tools"])
-def test_templates_render_as_in_transformers(
+def test_templates_render_like_transformers(
     templates: dict[str, ChatTemplate], name: str, conversation: str, tools: list[dict[str, Any]] | None
 ) -> None:
     messages = CONVERSATIONS[conversation]
@@ -86,7 +86,7 @@ def test_templates_render_as_in_transformers(
         expected = theirs(ALL[name], messages, tools=tools, add_generation_prompt=add)
         assert ours(templates[name], messages, tools=tools, add_generation_prompt=add) == expected
     if conversation == "one":
-        assert expected is not None  # every template can do this much
+        assert expected is not None  # every template supports this much
 
 
 @given(content=st.text(max_size=40))
@@ -98,7 +98,7 @@ def test_any_content_passes_unchanged(templates: dict[str, ChatTemplate], conten
 
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("content", ["Sure", "Sure, ", "  Sure\n\n", "", "é"])
-def test_the_final_message_is_continued_as_in_transformers(
+def test_final_message_is_continued_like_transformers(
     templates: dict[str, ChatTemplate], name: str, content: str
 ) -> None:
     messages = [USER, {"role": "assistant", "content": content}]
@@ -107,7 +107,7 @@ def test_the_final_message_is_continued_as_in_transformers(
     assert text.rstrip().endswith(content.strip())
 
 
-def test_a_final_message_in_parts_is_continued(templates: dict[str, ChatTemplate]) -> None:
+def test_final_message_in_parts_is_continued(templates: dict[str, ChatTemplate]) -> None:
     messages: list[dict[str, Any]] = [
         USER,
         {"role": "assistant", "content": [{"type": "text", "text": "Sure"}]},
@@ -116,13 +116,13 @@ def test_a_final_message_in_parts_is_continued(templates: dict[str, ChatTemplate
     assert text.endswith("<start_of_turn>model\nSure")
 
 
-def test_what_cannot_be_continued_is_refused(templates: dict[str, ChatTemplate]) -> None:
+def test_messages_that_cannot_be_continued_are_rejected(templates: dict[str, ChatTemplate]) -> None:
     with pytest.raises(PromptError, match="both true"):
         templates["chatml"].render([USER], continue_final_message=True)
     with pytest.raises(PromptError, match="no content"):
         templates["chatml"].render([USER, CALL], add_generation_prompt=False, continue_final_message=True)
     silent = ChatTemplate("nothing of the messages")
-    with pytest.raises(TemplateError, match="leaves it out"):
+    with pytest.raises(TemplateError, match="omits it"):
         silent.render([USER], add_generation_prompt=False, continue_final_message=True)
     silent.close()
 
@@ -132,13 +132,15 @@ def test_template_arguments_are_an_allow_list_of_scalars(templates: dict[str, Ch
     assert qwen.render([USER], kwargs={"enable_thinking": False}).endswith("<think>\n\n</think>\n\n")
     assert qwen.render([USER], kwargs={"enable_thinking": True}) == qwen.render([USER])
     assert "Today Date: 1 May" in templates["llama3"].render([USER], kwargs={"date_string": "1 May"})
-    with pytest.raises(TemplateError, match=r"'messages' is not allowed: allowed are .*enable_thinking"):
+    with pytest.raises(
+        TemplateError, match=r"'messages' is not allowed: it must be one of .*enable_thinking"
+    ):
         qwen.render([USER], kwargs={"messages": "mine"})
     with pytest.raises(TemplateError, match="is a list"):
         qwen.render([USER], kwargs={"enable_thinking": []})  # type: ignore[dict-item]
 
 
-def test_a_template_s_own_refusal_is_told(templates: dict[str, ChatTemplate]) -> None:
+def test_exception_raised_by_a_template_is_reported(templates: dict[str, ChatTemplate]) -> None:
     with pytest.raises(TemplateError, match="System role not supported"):
         templates["gemma"].render([SYSTEM, USER])
 
@@ -152,7 +154,7 @@ def test_a_template_s_own_refusal_is_told(templates: dict[str, ChatTemplate]) ->
         ("{{ 1 / 0 }}", "ZeroDivisionError"),
     ],
 )
-def test_errors_say_what_failed(source: str, message: str) -> None:
+def test_template_errors_say_what_failed(source: str, message: str) -> None:
     template = ChatTemplate(source)
     with pytest.raises(TemplateError, match=message):
         template.render([USER])
@@ -169,15 +171,15 @@ def test_hostile_templates_end_in_an_error(name: str) -> None:
 
 
 def run_program(program: str) -> str:
-    """The output of a fresh Python. It returns when all that the program started has closed the pipes too."""
+    """Run a program in a new Python and return its output, once all its children have closed the pipes too."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     return subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, check=True, timeout=120
     ).stdout.decode()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux enforces limits of address space")
-def test_hostile_templates_take_no_gigabytes() -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux enforces address space limits")
+def test_hostile_templates_stay_within_the_memory_limit() -> None:
     sources = [
         "{{ 'x' * 10**9 }}",
         "{{ ('a' * 100000).replace('a', 'b' * 100000) }}",
@@ -190,7 +192,7 @@ def test_hostile_templates_take_no_gigabytes() -> None:
         "    try: ChatTemplate(source).render([{'role': 'user', 'content': ''}])\n"
         "    except ValueError: pass\n"
         "    else: raise SystemExit('rendered ' + source)\n"
-        # A new program's ru_maxrss counts what its parent had: its own peak is in its status.
+        # The ru_maxrss of a new program includes its parent's memory: its own peak is in its status.
         "status = open('/proc/self/status').read()\n"
         "print(status.split('VmHWM:')[1].split()[0], resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
     )
@@ -199,7 +201,7 @@ def test_hostile_templates_take_no_gigabytes() -> None:
     assert ours <= RenderLimits().memory
 
 
-def test_a_rendering_after_a_broken_limit_works_and_old_workers_are_gone() -> None:
+def test_rendering_works_after_an_exceeded_limit_and_old_workers_are_gone() -> None:
     source = "{% if messages|length == 2 %}" + HOSTILE["nested loops"][0]
     template = ChatTemplate(
         source + "{% elif messages|length == 3 %}{{ 'x' * 10**9 }}{% else %}fine{% endif %}",
@@ -216,11 +218,11 @@ def test_a_rendering_after_a_broken_limit_works_and_old_workers_are_gone() -> No
             assert process.returncode is not None  # killed and reaped
     template.close()
     assert template._renderer._idle == []
-    assert template.render([USER]) == "fine"  # a closed template starts again when it is needed
+    assert template.render([USER]) == "fine"  # a closed template starts a new worker when needed
     template.close()
 
 
-def test_a_dead_worker_is_an_error_of_one_rendering_only() -> None:
+def test_dead_worker_fails_only_one_rendering() -> None:
     template = ChatTemplate("fine")
     assert template.render([USER]) == "fine"
     template._renderer._idle[0]._process.kill()
@@ -232,7 +234,7 @@ def test_a_dead_worker_is_an_error_of_one_rendering_only() -> None:
 
 
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
-def test_a_worker_ends_with_its_parent(busy: bool) -> None:
+def test_worker_ends_with_its_parent(busy: bool) -> None:
     # The worker inherits stderr: the program's pipes close only when it has ended as well.
     source = HOSTILE["nested loops"][0]
     output = run_program(
@@ -247,7 +249,7 @@ def test_a_worker_ends_with_its_parent(busy: bool) -> None:
     assert output == "gone\n"
 
 
-def test_many_threads_render_at_once() -> None:
+def test_many_threads_render_concurrently() -> None:
     template = ChatTemplate("{{ messages[0].content }}", limits=RenderLimits(max_workers=2, seconds=30))
     with ThreadPoolExecutor(8) as pool:
         texts = list(pool.map(lambda n: template.render([{"role": "user", "content": str(n)}]), range(40)))
@@ -256,7 +258,7 @@ def test_many_threads_render_at_once() -> None:
     template.close()
 
 
-def test_named_templates() -> None:
+def test_named_template_is_chosen_by_tools() -> None:
     named = ChatTemplate({"default": "plain", "tool_use": "with tools"})
     assert named.render([USER]) == "plain"
     assert named.render([USER], tools=[]) == "plain"
@@ -266,7 +268,7 @@ def test_named_templates() -> None:
         ChatTemplate({"rag": "x"}).render([USER])
 
 
-def test_no_template() -> None:
+def test_missing_template_is_reported() -> None:
     assert not ChatTemplate(None)
     assert ChatTemplate("x")
     with pytest.raises(TemplateError, match="has no chat template"):
@@ -289,7 +291,7 @@ def test_no_template() -> None:
         ([{"role": "user", "content": [{"type": "text", "text": 5}]}], "must be a string"),
     ],
 )
-def test_messages_are_checked(messages: Any, error: str) -> None:
+def test_invalid_messages_are_rejected(messages: Any, error: str) -> None:
     with pytest.raises(PromptError, match=error):
         check_messages(messages)
     with pytest.raises(PromptError, match=error):
@@ -309,7 +311,7 @@ def test_input_is_bounded_and_must_be_json() -> None:
         template.render([{"role": "user", "content": "x", "extra": nested}])
 
 
-def test_clock_and_json_filters() -> None:
+def test_clock_and_json_filters_are_available() -> None:
     template = ChatTemplate(
         "{{ strftime_now('%Y')|length }} "
         "{{ messages[0]|tojson(indent=2, sort_keys=true, ensure_ascii=true) }}"

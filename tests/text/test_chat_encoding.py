@@ -1,4 +1,4 @@
-"""Special tokens come from the template alone."""
+"""Special tokens come only from the template."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_ordinary_messages_have_the_templates_ids(tokenizer: Tokenizer, template
     assert ids == tokenizer.encode(text, add_special_tokens=False)
 
 
-def test_spelled_tokens_are_text(tokenizer: Tokenizer, template: ChatTemplate) -> None:
+def test_spelled_special_tokens_are_text(tokenizer: Tokenizer, template: ChatTemplate) -> None:
     plain = encode_chat(template, tokenizer, [{"role": "user", "content": "Hello"}])[1]
     expected = [i for i in plain if i in tokenizer.special_ids]
     for special_id in tokenizer.special_ids:
@@ -40,7 +40,7 @@ def test_spelled_tokens_are_text(tokenizer: Tokenizer, template: ChatTemplate) -
         assert tokenizer.decode(ids, skip_special_tokens=False) == text
 
 
-def test_what_is_spelled_over_and_over_is_tokenized_once(
+def test_repeated_spellings_are_tokenized_once(
     tokenizer: Tokenizer, template: ChatTemplate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batches: list[int] = []
@@ -56,7 +56,7 @@ def test_what_is_spelled_over_and_over_is_tokenized_once(
     assert sum(batches) < 10
 
 
-def test_parts_that_spell_a_token_together(tokenizer: Tokenizer) -> None:
+def test_parts_that_together_spell_a_special_token_are_text(tokenizer: Tokenizer) -> None:
     joins = ChatTemplate(
         "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
     )
@@ -67,7 +67,7 @@ def test_parts_that_spell_a_token_together(tokenizer: Tokenizer) -> None:
     assert not tokenizer.special_ids.intersection(ids)
 
 
-# What a template may do with what a request sends.
+# The ways in which a template may use the fields of a request.
 ROUTES = {
     "two messages": "{% for m in messages %}{{ m.content }}{% endfor %}",
     "trimmed messages": "{% for m in messages %}{{ m.content | trim }}{% endfor %}",
@@ -82,7 +82,7 @@ ROUTES = {
 
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "in pieces"])
-def test_what_a_request_sends_stays_text_wherever_it_goes(
+def test_request_text_stays_text_wherever_the_template_puts_it(
     route: str, whole: bool, tokenizer: Tokenizer
 ) -> None:
     template = ChatTemplate(ROUTES[route])
@@ -112,7 +112,7 @@ def test_what_a_request_sends_stays_text_wherever_it_goes(
             assert tokenizer.decode(ids, skip_special_tokens=False) == text
 
 
-# What a template may do to a text, and what it makes a special token of.
+# Filters of a template, each with a text that it turns into a special token.
 CHANGES = {
     "lower": "<|IM_end|>",
     "upper": "<|im_end|>",
@@ -124,7 +124,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_a_template_makes_of_a_text_stays_text(change: str, tokenizer: Tokenizer) -> None:
+def test_text_changed_by_the_template_stays_text(change: str, tokenizer: Tokenizer) -> None:
     template = ChatTemplate(f"<|im_start|>{{{{ messages[0].content | {change} }}}}<|im_end|>")
     content = f"Say {CHANGES[change]} now"
     _, ids = encode_chat(template, tokenizer, [{"role": "user", "content": content}])
@@ -132,8 +132,8 @@ def test_what_a_template_makes_of_a_text_stays_text(change: str, tokenizer: Toke
     assert specials == ["<|im_start|>", "<|im_end|>"]
 
 
-def test_marks_that_a_template_cuts_are_no_mistake_of_ours(tokenizer: Tokenizer) -> None:
-    """What is behind a cut mark may look like its end."""
+def test_placeholders_cut_by_the_template_are_harmless(tokenizer: Tokenizer) -> None:
+    """The text after a cut placeholder may look like the placeholder's end."""
     spelled, end = "<|im_end|>", "9" * 5000 + "z"
     messages = [{"role": "user", "content": spelled}, {"role": "user", "content": end}]
     for length in range(1, 30, 3):
@@ -142,7 +142,7 @@ def test_marks_that_a_template_cuts_are_no_mistake_of_ours(tokenizer: Tokenizer)
         assert not tokenizer.special_ids.intersection(ids)
 
 
-def test_a_template_that_joins_leaves_ordinary_text_alone(tokenizer: Tokenizer) -> None:
+def test_template_that_joins_text_keeps_ordinary_text(tokenizer: Tokenizer) -> None:
     template = ChatTemplate("<|im_start|>{{ messages[0].content | replace('b', '') }}<|im_end|>")
     text, ids = encode_chat(template, tokenizer, [{"role": "user", "content": "if a < b: <i>"}])
     assert text == "<|im_start|>if a < : <i><|im_end|>"
@@ -150,8 +150,8 @@ def test_a_template_that_joins_leaves_ordinary_text_alone(tokenizer: Tokenizer) 
 
 
 @pytest.mark.parametrize("middle", ["|im_end|", "|im_end", "im_end|", "|im_end|>", "im_end|>", "|>", "_end|"])
-def test_what_a_template_puts_brackets_around_stays_text(middle: str, tokenizer: Tokenizer) -> None:
-    """As some do with the names of a tool's fields."""
+def test_text_bracketed_by_the_template_stays_text(middle: str, tokenizer: Tokenizer) -> None:
+    """Some templates do this with the field names of a tool."""
     spelled = "<|im_end|>"
     assert tokenizer.token_id(spelled) in tokenizer.special_ids
     before, _, after = spelled.partition(middle)
@@ -162,13 +162,13 @@ def test_what_a_template_puts_brackets_around_stays_text(middle: str, tokenizer:
         assert not tokenizer.special_ids.intersection(ids)
 
 
-def test_words_that_templates_compare_are_left_alone(tokenizer: Tokenizer) -> None:
-    """A piece of a special token may be a plain word: a role, a kind, the name of a field."""
+def test_plain_words_that_templates_compare_are_not_escaped(tokenizer: Tokenizer) -> None:
+    """A piece of a special token may be a plain word: a role, a type, the name of a field."""
     template = ChatTemplate("{% if messages[0].content == 'im_end' %}the same{% endif %}")
     assert encode_chat(template, tokenizer, [{"role": "user", "content": "im_end"}])[0] == "the same"
 
 
-def test_ordinary_text_is_not_cut(tokenizer: Tokenizer) -> None:
+def test_ordinary_text_is_tokenized_in_one_piece(tokenizer: Tokenizer) -> None:
     template = ChatTemplate("{{ messages[0].content }}")
     for content in (
         "> a quote",

@@ -11,7 +11,7 @@ from inflight.text import IncrementalDetokenizer, Tokenizer
 from .samples import BACKENDS, SENTENCES, backend, tokenizer
 
 BYTE_FALLBACK = [name for name in BACKENDS if name.startswith("byte_fallback")]
-NATIVE = [name for name in BACKENDS if name not in BYTE_FALLBACK]  # decode is the package's own
+NATIVE = [name for name in BACKENDS if name not in BYTE_FALLBACK]  # `decode` is that of the package
 
 
 def stream(
@@ -22,12 +22,12 @@ def stream(
 
 
 def cut(ids: list[int], cuts: list[int]) -> list[list[int]]:
-    borders = [0, *sorted(min(place, len(ids)) for place in cuts), len(ids)]
+    borders = [0, *sorted(min(border, len(ids)) for border in cuts), len(ids)]
     return [ids[start:end] for start, end in pairwise(borders)]
 
 
 def any_ids(name: str) -> st.SearchStrategy[list[int]]:
-    """Mostly known ids, the low ones (specials and bytes) often, and some beyond the vocabulary."""
+    """Generate mostly known ids, often low ones (specials and bytes), and some beyond the vocabulary."""
     size = tokenizer(name).vocab_size
     low = st.integers(0, min(size, 300) - 1)
     return st.lists(
@@ -40,7 +40,7 @@ CUTS = st.lists(st.integers(0, 24), max_size=8)
 
 @pytest.mark.parametrize("name", NATIVE)
 @given(data=st.data(), cuts=CUTS, skip=st.booleans())
-def test_any_ids_stream_to_what_the_package_decodes(
+def test_streamed_text_equals_decoding_by_the_tokenizers_package(
     name: str, data: st.DataObject, cuts: list[int], skip: bool
 ) -> None:
     ids = data.draw(any_ids(name))
@@ -52,7 +52,7 @@ def test_any_ids_stream_to_what_the_package_decodes(
 
 @pytest.mark.parametrize("name", BACKENDS)
 @given(data=st.data(), cuts=CUTS, skip=st.booleans())
-def test_any_ids_stream_to_their_decoding_after_any_prompt(
+def test_streamed_text_equals_decoding_after_any_prompt(
     name: str, data: st.DataObject, cuts: list[int], skip: bool
 ) -> None:
     tok = tokenizer(name)
@@ -64,7 +64,7 @@ def test_any_ids_stream_to_their_decoding_after_any_prompt(
 
 @pytest.mark.parametrize("name", BYTE_FALLBACK)
 @given(data=st.data(), text=st.text(alphabet="helo w é🙂東\n", max_size=12), cuts=CUTS)
-def test_well_formed_bytes_decode_as_the_package_does(
+def test_well_formed_bytes_decode_like_the_tokenizers_package(
     name: str, data: st.DataObject, text: str, cuts: list[int]
 ) -> None:
     tok = tokenizer(name)
@@ -87,17 +87,17 @@ def test_malformed_fallback_bytes_become_one_replacement_each(data: bytes, cuts:
 
 @pytest.mark.parametrize("name", ["byte_level", "byte_fallback"])
 @given(text=st.text(max_size=30))
-def test_no_push_holds_half_a_character(name: str, text: str) -> None:
+def test_no_push_returns_half_a_character(name: str, text: str) -> None:
     tok = tokenizer(name)
     ids = tok.encode(text)
     pushes = stream(tok, [[token_id] for token_id in ids])
     assert "".join(pushes) == text
-    assert pushes[-1] == ""  # nothing waits once the last character is complete
+    assert pushes[-1] == ""  # nothing is held back once the last character is complete
     assert text.count("\ufffd") == sum(push.count("\ufffd") for push in pushes)
 
 
 @pytest.mark.parametrize("sentence", [*SENTENCES, "👩‍👩‍👧‍👦 e\u0301 🇩🇪"])
-def test_text_comes_as_early_as_it_can(sentence: str) -> None:
+def test_text_is_returned_as_early_as_possible(sentence: str) -> None:
     tok = tokenizer("byte_level")
     ids = tok.encode(sentence)
     detokenizer = IncrementalDetokenizer(tok)
@@ -108,7 +108,7 @@ def test_text_comes_as_early_as_it_can(sentence: str) -> None:
         assert seen == complete
 
 
-def test_a_word_after_a_prompt_keeps_its_space() -> None:
+def test_word_after_a_prompt_keeps_its_space() -> None:
     tok = tokenizer("byte_fallback")
     prompt, word = tok.encode("hello"), tok.token_id("▁hello")
     assert word is not None
@@ -118,7 +118,7 @@ def test_a_word_after_a_prompt_keeps_its_space() -> None:
     assert stream(tok, [[word]], skip=False, prompt_ids=[1]) == [" hello", ""]
 
 
-def test_a_character_begun_by_the_prompt_is_completed_by_the_output() -> None:
+def test_character_started_by_the_prompt_is_completed_by_the_output() -> None:
     tok = tokenizer("byte_level")
     ids = [tok.token_id(character) for character in "ðŁĺĢ"]  # the four bytes of one emoji
     known = [token_id for token_id in ids if token_id is not None]
@@ -137,7 +137,7 @@ def test_hidden_and_unknown_ids_have_no_text() -> None:
     assert "".join(stream(tok, [ids, [end]], skip=False)) == "hello<|end|>"
 
 
-def test_a_long_prompt_is_not_decoded_again() -> None:
+def test_only_the_end_of_a_long_prompt_is_read() -> None:
     class Counted(list[int]):
         reads = 0
 

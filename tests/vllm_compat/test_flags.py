@@ -178,8 +178,8 @@ MISSING = {
     "Images, audio and video": "--allowed-local-media-path x",
     "Mixture of experts": "--enable-expert-parallel",
     "One engine on several machines": "--nnodes 2",
-    "KV memory elsewhere": "--kv-offloading-size 4",
-    "Code of checkpoints": "--logits-processors x",
+    "KV offloading": "--kv-offloading-size 4",
+    "Remote code": "--logits-processors x",
 }
 
 

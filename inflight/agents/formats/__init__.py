@@ -1,1 +1,1 @@
-"""One file for each way in which models write tool calls."""
+"""The formats in which models write tool calls, one file each, and the registries of formats."""

@@ -1,6 +1,6 @@
-"""DeepSeek V3, R1 and V3.1, whose special tokens are written with a wide bar and a low block.
+"""DeepSeek V3, R1 and V3.1, whose special tokens contain U+FF5C and U+2581 instead of `|` and `_`.
 
-V3 and R1 write `function<sep>name` and the arguments in a fence, V3.1 `name<sep>` and the arguments.
+V3 and R1 write `function<sep>name` and the arguments in a code fence, V3.1 writes `name<sep>` and the arguments.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from inflight.agents.rule_writer import CallGrammar, RuleWriter, Tool
-from inflight.agents.sections import CallHeader, CallSections
+from inflight.agents.calls import CallHeader, CallSections
+from inflight.agents.formats.base import ToolFormat
+from inflight.agents.grammar_writer import CallGrammar, GrammarWriter, Tool
 from inflight.agents.source import Markers, Reading, Source
-from inflight.agents.tool_format import ToolFormat
 
 _SECTION = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 _CALL = ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
@@ -20,8 +20,8 @@ _HEADER_ENDS = Markers(_SEPARATOR, _CALL[1], _SECTION[1])
 _NAME = re.compile(r"[^\n`{<]*")
 
 
-def _header(source: Source) -> Reading[CallHeader | None]:
-    name, ending = yield from source.text_until(_HEADER_ENDS)
+def _read_header(source: Source) -> Reading[CallHeader | None]:
+    name, ending = yield from source.take_until(_HEADER_ENDS)
     if ending != _SEPARATOR:
         return None
     yield from source.skip_space()
@@ -33,19 +33,18 @@ def _header(source: Source) -> Reading[CallHeader | None]:
     return CallHeader(name.strip())
 
 
-def _write(writer: RuleWriter, tools: Sequence[Tool], parallel: bool) -> str:
-    """Both ways: a model knows its own."""
-    ways = []
+def _write(writer: GrammarWriter, tools: Sequence[Tool], parallel: bool) -> str:
+    """Allow both variants: the model knows which one is its own."""
+    alternatives = []
     for tool, arguments in writer.arguments(tools):
-        ways.append(f"{writer.marked(tool.name, _SEPARATOR)} {arguments}")
-        fence = writer.marked("function", _SEPARATOR, f"{tool.name}\n```json\n")
-        ways.append(f'{fence} {arguments} "\\n```"')
-    call = writer.rule("call", f"{writer.marked(_CALL[0])} ({' | '.join(ways)}) {writer.marked(_CALL[1])}")
-    return f"{call} {f'(GAP {call})*' if parallel else ''} GAP {writer.marked(_SECTION[1])}"
+        alternatives.append(f"{writer.terminals(tool.name, _SEPARATOR)} {arguments}")
+        fence = writer.terminals("function", _SEPARATOR, f"{tool.name}\n```json\n")
+        alternatives.append(f'{fence} {arguments} "\\n```"')
+    return writer.call_section(_CALL, _SECTION[1], alternatives, parallel)
 
 
 DEEPSEEK_V3 = ToolFormat(
-    CallSections(_SECTION, _CALL, _header, fence="```").read,
+    CallSections(_SECTION, _CALL, _read_header, fence="```").read,
     (*_SECTION, *_CALL, _SEPARATOR),
-    CallGrammar(_SECTION[0], _write, repeats=False, never=(_CALL[0],), names=_NAME),
+    CallGrammar(_SECTION[0], _write, repeats_opening=False, forbidden=(_CALL[0],), name_pattern=_NAME),
 )

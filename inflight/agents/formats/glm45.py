@@ -1,18 +1,23 @@
-"""GLM-4.5: `<tool_call>name`, then for each argument `<arg_key>key</arg_key><arg_value>value</arg_value>`, then
-`</tool_call>`."""
+"""GLM-4.5: `<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value>...</tool_call>`."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 
-from inflight.agents.calls import Calls
+from inflight.agents.calls import CallEmitter, TypedArguments
 from inflight.agents.events import ContentDelta
-from inflight.agents.parameter_rules import Parameter, all_of, bare_value, parameters
-from inflight.agents.rule_writer import CallGrammar, RuleWriter, Tool
+from inflight.agents.formats.base import ToolFormat
+from inflight.agents.grammar_writer import (
+    CallGrammar,
+    GrammarWriter,
+    Parameter,
+    Tool,
+    bare_value,
+    parameter_sequence,
+    tool_parameters,
+)
 from inflight.agents.source import Markers, Reading, Source
-from inflight.agents.tool_format import ToolFormat
-from inflight.agents.typed_values import TypedArguments
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _KEY, _KEY_END = "<arg_key>", "</arg_key>"
@@ -22,13 +27,13 @@ _NAME = re.compile(r"[\w.\-]*")
 _KEY_TEXT = re.compile(r"[^<>\n]*")
 
 
-def read(source: Source, calls: Calls) -> Reading[None]:
-    while (opening := (yield from source.until(_OPENING, ContentDelta, trim=True))) is not None:
+def read(source: Source, calls: CallEmitter) -> Reading[None]:
+    while (opening := (yield from source.emit_until(_OPENING, ContentDelta, trim=True))) is not None:
         if not (yield from _read_call(source, calls)):
             yield ContentDelta(opening)
 
 
-def _read_call(source: Source, calls: Calls) -> Reading[bool]:
+def _read_call(source: Source, calls: CallEmitter) -> Reading[bool]:
     source.hold()
     yield from source.skip_space()
     name = yield from source.take_while(_NAME)
@@ -46,7 +51,7 @@ def _read_call(source: Source, calls: Calls) -> Reading[bool]:
         yield from arguments.end()
     else:
         yield from calls.end(complete=False)
-    yield from source.skip_last_space()
+    yield from source.skip_trailing_space()
     return True
 
 
@@ -59,20 +64,20 @@ def _read_argument(source: Source, arguments: TypedArguments) -> Reading[bool]:
     return (yield from arguments.read(source, key.strip(), _VALUE_ENDS)) is not None
 
 
-def _write(writer: RuleWriter, tools: Sequence[Tool], _: bool) -> str:
-    def written(parameter: Parameter) -> str:
-        key = writer.marked(_KEY, parameter.name, _KEY_END)
-        return f"{key} GAP {writer.marked(_VALUE)} {bare_value(writer, parameter, _VALUE_END)} GAP"
+def _write(writer: GrammarWriter, tools: Sequence[Tool], _: bool) -> str:
+    def write_parameter(parameter: Parameter) -> str:
+        key = writer.terminals(_KEY, parameter.name, _KEY_END)
+        return f"{key} GAP {writer.terminals(_VALUE)} {bare_value(writer, parameter, _VALUE_END)} GAP"
 
-    ways = (
-        f"{writer.marked(tool.name)} GAP {all_of(given, written)}"
-        for tool, given in zip(tools, parameters(tools, _KEY_TEXT), strict=True)
+    alternatives = (
+        f"{writer.terminals(tool.name)} GAP {parameter_sequence(parameters, write_parameter)}"
+        for tool, parameters in zip(tools, tool_parameters(tools, _KEY_TEXT), strict=True)
     )
-    return f"GAP ({' | '.join(ways)}) {writer.marked(_CLOSE)}"
+    return f"GAP ({' | '.join(alternatives)}) {writer.terminals(_CLOSE)}"
 
 
 GLM45 = ToolFormat(
     read,
     (_OPEN, _CLOSE, _KEY, _KEY_END, _VALUE, _VALUE_END),
-    CallGrammar(_OPEN, _write, names=_NAME),
+    CallGrammar(_OPEN, _write, name_pattern=_NAME),
 )

@@ -1,7 +1,7 @@
-"""Pythonic calls of Llama 3.2 and 4: a message that is `[name(key=value, ...), ...]`.
+"""Pythonic calls of Llama 3.2 and 4: a message consisting of `[name(key=value, ...), ...]`.
 
-Nothing marks them but their shape, or Llama 4's `<|python_start|>`. So they count only at the beginning of a message or
-after that token, and only if they name a tool that there is.
+Only their shape or Llama 4's `<|python_start|>` marks them as calls. So they count only at the start of a message or
+after that token, and only if they name one of the request's tools.
 """
 
 from __future__ import annotations
@@ -9,14 +9,19 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from inflight.agents.calls import Calls
+from inflight.agents.calls import CallEmitter
 from inflight.agents.events import ContentDelta
-from inflight.agents.parameter_rules import Parameter, json_value, parameters
-from inflight.agents.python_literals import json_string, literal_json
-from inflight.agents.rule_writer import CallGrammar, RuleWriter, Tool
-from inflight.agents.schema_types import types_of
+from inflight.agents.formats.base import ToolFormat
+from inflight.agents.grammar_writer import (
+    CallGrammar,
+    GrammarWriter,
+    Parameter,
+    Tool,
+    json_value,
+    tool_parameters,
+)
 from inflight.agents.source import Markers, Reading, Source
-from inflight.agents.tool_format import ToolFormat
+from inflight.agents.values import json_string, python_to_json, schema_types
 
 _START, _END = "<|python_start|>", "<|python_end|>"
 _STARTS = Markers(_START)
@@ -25,26 +30,26 @@ _IN_VALUE = re.compile(r"""[^,()\[\]{}'"]*""")
 _IN_STRING = {"'": re.compile(r"[^'\\]*"), '"': re.compile(r'[^"\\]*')}
 
 
-def read(source: Source, calls: Calls) -> Reading[None]:
+def read(source: Source, calls: CallEmitter) -> Reading[None]:
     yield from _read_calls(source, calls)
-    while (start := (yield from source.until(_STARTS, ContentDelta, trim=True))) is not None:
+    while (start := (yield from source.emit_until(_STARTS, ContentDelta, trim=True))) is not None:
         if not (yield from _read_calls(source, calls)):
             yield ContentDelta(start)
 
 
-def _read_calls(source: Source, calls: Calls) -> Reading[bool]:
+def _read_calls(source: Source, calls: CallEmitter) -> Reading[bool]:
     if not (yield from _read_call(source, calls, "[")):
         return False
     while (yield from _read_call(source, calls, ",")):
         pass
     yield from source.accept_after_space("]")
     yield from source.accept_after_space(_END)
-    yield from source.skip_last_space()
+    yield from source.skip_trailing_space()
     return True
 
 
-def _read_call(source: Source, calls: Calls, separator: str) -> Reading[bool]:
-    """A call begins once its first argument has shown to have a name."""
+def _read_call(source: Source, calls: CallEmitter, separator: str) -> Reading[bool]:
+    """Read one call. Its first event is emitted once the name of its first argument is known."""
     source.hold()
     yield from source.skip_space()
     separated = yield from source.accept(separator)
@@ -55,7 +60,7 @@ def _read_call(source: Source, calls: Calls, separator: str) -> Reading[bool]:
         return False
     yield from source.skip_space()
     closed = (yield from source.accept(")")) is not None
-    key = "" if closed else (yield from _key(source))
+    key = "" if closed else (yield from _take_key(source))
     if not key and not closed:
         source.rewind()
         return False
@@ -66,19 +71,19 @@ def _read_call(source: Source, calls: Calls, separator: str) -> Reading[bool]:
     return True
 
 
-def _read_arguments(source: Source, calls: Calls, key: str) -> Reading[bool]:
-    """Values and further keys, up to the bracket. False where something else comes first."""
+def _read_arguments(source: Source, calls: CallEmitter, key: str) -> Reading[bool]:
+    """Read values and further keys up to the bracket. Return False if something else comes first."""
     before = "{"
     while True:
-        value, ending = yield from _value(source)
-        said = value if ending is None else literal_json(value) or json_string(value)
-        yield calls.arguments(f"{before}{json_string(key)}: {said}")
+        value, ending = yield from _take_value(source)
+        converted = value if ending is None else python_to_json(value) or json_string(value)
+        yield calls.arguments(f"{before}{json_string(key)}: {converted}")
         if ending is None:
             return False
         if ending == ",":
             before = ", "
             source.hold()
-            key = yield from _key(source)
+            key = yield from _take_key(source)
             if key:
                 source.release()
                 continue
@@ -89,82 +94,85 @@ def _read_arguments(source: Source, calls: Calls, key: str) -> Reading[bool]:
         return True
 
 
-def _key(source: Source) -> Reading[str]:
-    """The name before an equals sign; "" where there is none."""
+def _take_key(source: Source) -> Reading[str]:
+    """Return the name before an equals sign, or "" if there is none."""
     yield from source.skip_space()
     key = yield from source.take_while(_NAME)
     yield from source.skip_space()
     return key if key and (yield from source.accept("=")) else ""
 
 
-def _value(source: Source) -> Reading[tuple[str, str | None]]:
-    """The text of a value, and the comma or bracket after it; None where the text ends first."""
+def _take_value(source: Source) -> Reading[tuple[str, str | None]]:
+    """Return the text of a value and the comma or bracket after it, None if the text ends first."""
     parts = []
     depth = 0
     while True:
         parts.append((yield from source.take_while(_IN_VALUE)))
-        sign = yield from source.peek()
-        if not sign:
+        character = yield from source.peek()
+        if not character:
             return "".join(parts).strip(), None
         source.take(1)
-        if depth == 0 and sign in ",)":
-            return "".join(parts).strip(), sign
-        parts.append(sign)
-        if sign in "'\"":
-            parts.append((yield from _string(source, sign)))
-        elif sign != ",":
-            depth = depth + 1 if sign in "([{" else max(depth - 1, 0)
+        if depth == 0 and character in ",)":
+            return "".join(parts).strip(), character
+        parts.append(character)
+        if character in "'\"":
+            parts.append((yield from _take_string(source, character)))
+        elif character != ",":
+            depth = depth + 1 if character in "([{" else max(depth - 1, 0)
 
 
-def _string(source: Source, quote: str) -> Reading[str]:
-    """The rest of a string, with its quote."""
+def _take_string(source: Source, quote: str) -> Reading[str]:
+    """Return the rest of a string, including its closing quote."""
     parts = []
     while True:
         parts.append((yield from source.take_while(_IN_STRING[quote])))
-        sign = yield from source.peek()
-        parts.append(source.take(len(sign)))
-        if sign == "\\":
+        character = yield from source.peek()
+        parts.append(source.take(len(character)))
+        if character == "\\":
             parts.append(source.take(len((yield from source.peek()))))
         else:
             return "".join(parts)
 
 
-def _write(writer: RuleWriter, tools: Sequence[Tool], parallel: bool) -> str:
-    ways = (
-        f"{writer.marked(f'{tool.name}(')} {_written_arguments(writer, given)} GAP {writer.marked(')')}"
-        for tool, given in zip(tools, parameters(tools, _NAME), strict=True)
+def _write(writer: GrammarWriter, tools: Sequence[Tool], parallel: bool) -> str:
+    alternatives = (
+        f"{writer.terminals(f'{tool.name}(')} {_write_arguments(writer, parameters)} GAP {writer.terminals(')')}"
+        for tool, parameters in zip(tools, tool_parameters(tools, _NAME), strict=True)
     )
-    call = writer.rule("call", " | ".join(ways))
+    call = writer.rule("call", " | ".join(alternatives))
     more = f'(GAP "," GAP {call})*' if parallel else ""
-    end = f"{writer.marked(_END)}?" if writer.is_special(_END) else ""
+    end = f"{writer.terminals(_END)}?" if writer.is_special(_END) else ""
     return f'GAP "[" GAP {call} {more} GAP "]" {end}'
 
 
-def _written_arguments(writer: RuleWriter, given: list[Parameter]) -> str:
-    """In their order, with commas between those that are there."""
-    tail = ""  # what may come behind the parameter that is looked at
-    ways: list[str] = []  # to begin
-    for parameter in reversed(given):
-        said = f"{writer.marked(f'{parameter.name}=')} {_written_value(writer, parameter)}"
+def _write_arguments(writer: GrammarWriter, parameters: list[Parameter]) -> str:
+    """Return an expression for the arguments in order, with commas between those that are present."""
+    tail = ""  # what may follow the current parameter
+    alternatives: list[str] = []  # to start the arguments
+    for parameter in reversed(parameters):
+        argument = f"{writer.terminals(f'{parameter.name}=')} {_write_value(writer, parameter)}"
         if parameter.required:
-            ways.clear()
-        ways.append(f"{said} {tail}")
-        further = f'GAP "," GAP {said}'
+            alternatives.clear()
+        alternatives.append(f"{argument} {tail}")
+        next_argument = f'GAP "," GAP {argument}'
         tail = writer.rule(
-            f"{parameter.rule}_tail", f"{further if parameter.required else f'({further})?'} {tail}"
+            f"{parameter.rule}_tail",
+            f"{next_argument if parameter.required else f'({next_argument})?'} {tail}",
         )
-    optional = "" if any(parameter.required for parameter in given) else "?"
-    return f"({' | '.join(ways)}){optional}" if ways else ""
+    optional = "" if any(parameter.required for parameter in parameters) else "?"
+    return f"({' | '.join(alternatives)}){optional}" if alternatives else ""
 
 
-def _written_value(writer: RuleWriter, parameter: Parameter) -> str:
-    """JSON, which Python reads too but for three words."""
-    types = types_of(parameter.schema)
+def _write_value(writer: GrammarWriter, parameter: Parameter) -> str:
+    """Return an expression for a value in JSON, which Python can read except for three words."""
+    types = schema_types(parameter.schema)
     if types == {"boolean"} and not parameter.schema.keys() & {"enum", "const"}:
         return '("True" | "False")'
     return json_value(writer, parameter)
 
 
 PYTHONIC = ToolFormat(
-    read, (_START, _END), CallGrammar(_START, _write, repeats=False, bare="\\[", names=_NAME)
+    read,
+    (_START, _END),
+    CallGrammar(_START, _write, repeats_opening=False, bare_start="\\[", name_pattern=_NAME),
 )

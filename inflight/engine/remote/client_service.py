@@ -1,6 +1,6 @@
-"""An engine client for another process: what `EngineLoop` is to a core, this is to a client.
+"""Serves an engine client to another process, as `EngineLoop` serves an engine core.
 
-front process: ProcessClient ══ the wire of an engine process ══ ClientService ─ Router, or any other client
+API worker: ProcessClient ══ the messages of an engine process ══ ClientService ─ Router, or another client
 """
 
 from __future__ import annotations
@@ -15,30 +15,21 @@ from typing import Any
 from inflight.engine.client import EngineClient
 from inflight.engine.core import EngineStats
 from inflight.engine.outbox import Outbox
-from inflight.engine.remote.wire import (
-    Abort,
-    Ack,
-    Add,
-    Describe,
-    RemoteError,
-    Reply,
-    StepOutputs,
-    Tell,
-    Watch,
-)
+from inflight.engine.remote.wire import Abort, Ack, Add, Describe, Reply, RunCommand, StepOutputs, Watch
+from inflight.processes.channel import RemoteError
 from inflight.request import Request, RequestSpec
 
-ServiceMessage = Add | Abort | Describe | Tell | Ack | Watch
+ServiceMessage = Add | Abort | Describe | RunCommand | Ack | Watch
 
 
 @dataclass(eq=False, slots=True)
 class _ServedRequest:
     request_id: str
-    settled: asyncio.Event = field(default_factory=asyncio.Event)  # the client has taken or refused it
+    settled: asyncio.Event = field(default_factory=asyncio.Event)  # the client has accepted or rejected it
 
 
 class ClientService:
-    """Serves one process. What it has running there ends with it."""
+    """Serves one process. Its requests end with it."""
 
     def __init__(
         self,
@@ -67,26 +58,24 @@ class ClientService:
                 self._begin(self._abort(message))
             case Describe():
                 self._begin(self._describe(message))
-            case Tell():
-                self._begin(self._tell(message))
-            case Ack(num_taken):
-                self._outbox.taken(num_taken)
+            case RunCommand():
+                self._begin(self._run_command(message))
+            case Ack(num_read):
+                self._outbox.taken(num_read)
                 self._flush_soon()
-            case Watch(wanted):
-                self._watch(wanted)
+            case Watch(enabled):
+                self._watch(enabled)
 
     def send_stats(self) -> None:
-        """Send the statistics, which have changed, even if there is nothing else to send."""
+        """Send the statistics, even if there is nothing else to send."""
         self._outbox.flush(idle=not self._served, stepped=True)
 
     async def close(self) -> None:
-        """The process is gone: end all that it asked for."""
+        """Abort all requests and calls of the process, which is gone."""
         self._watch(False)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    # ---- inside ----
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)
@@ -94,7 +83,7 @@ class ClientService:
         task.add_done_callback(self._tasks.discard)
 
     async def _run(self, handle: int, served: _ServedRequest, added: RequestSpec) -> None:
-        """One request to its end. Leaving its stream aborts it."""
+        """Run one request to its end. Leaving its stream aborts it."""
         try:
             try:
                 request = Request(added)
@@ -141,7 +130,7 @@ class ClientService:
             return
         self._reply(Reply(message.call, state=state))
 
-    async def _tell(self, message: Tell) -> None:
+    async def _run_command(self, message: RunCommand) -> None:
         try:
             await self._client.command(message.command)
         except Exception as error:
@@ -149,10 +138,10 @@ class ClientService:
             return
         self._reply(Reply(message.call))
 
-    def _watch(self, wanted: bool) -> None:
+    def _watch(self, enabled: bool) -> None:
         if self._stop_watching is not None:
             self._stop_watching()
-        self._stop_watching = self._client.watch(self._observe) if wanted else None
+        self._stop_watching = self._client.watch(self._observe) if enabled else None
 
     def _observe(self, record: Any) -> None:
         self._outbox.observe(record)
@@ -163,7 +152,7 @@ class ClientService:
         self._flush_soon()
 
     def _flush_soon(self) -> None:
-        """Once for all that a step brought, which comes to its readers in one turn of the event loop."""
+        """Flush once for all outputs of a step, which arrive in one turn of the event loop."""
         if not self._is_flushing:
             self._is_flushing = True
             self._loop.call_soon(self._flush)

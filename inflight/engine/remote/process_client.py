@@ -1,4 +1,4 @@
-"""An engine in a process of its own, watched and restarted."""
+"""A client of an engine that runs in another process, where it is watched and restarted."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -18,61 +18,109 @@ from inflight.engine.client import CacheObserver, Health, ModelFacts, RequestSta
 from inflight.engine.core import EngineStats
 from inflight.engine.delta_queue import DeltaQueue, DeltaStream
 from inflight.engine.history import History
-from inflight.engine.remote.child_process import ChildHost
-from inflight.engine.remote.host import ProcessHost
-from inflight.engine.remote.link import EngineLink
-from inflight.engine.remote.supervisor import EngineEnded, EngineStalled, LoadProgress, Supervisor
+from inflight.engine.remote.supervisor import (
+    EngineEnded,
+    EngineStalled,
+    LoadProgress,
+    Supervisor,
+    engine_host,
+)
 from inflight.engine.remote.wire import (
     Abort,
     Ack,
     Describe,
-    Message,
     Ready,
     Reply,
+    RunCommand,
     StepOutputs,
-    Tell,
     Watch,
     WatchCache,
     encode_add,
 )
 from inflight.engine.sleep import Command
 from inflight.engine.step_records import StepObserver, notify
-from inflight.errors import ConfigError, EngineDeadError, QueueFullError, RequestError
+from inflight.errors import ConfigError, EngineDeadError, RequestError
 from inflight.events import Delta, RequestRecord, StepRecord
+from inflight.processes.channel import Codec, Message
+from inflight.processes.child import ProcessHost
+from inflight.processes.rpc import PendingCalls
 from inflight.request import Request
 
 logger = logging.getLogger(__name__)
 
-ACK_EVERY = 16  # StepOutputs; a fraction of the engine's window
+ACK_EVERY = 16  # StepOutputs: a fraction of the engine's window
 DRAIN_POLL = 0.02
+
+
+class EngineConnection(Protocol):
+    """The connection to an engine in another process. `Supervisor` implements it, and starts the process."""
+
+    closing: bool  # no new requests are taken
+    working: bool  # the engine has requests, as far as we know
+
+    @property
+    def engine_process(self) -> EngineChannel: ...
+
+    @property
+    def state(self) -> str: ...
+
+    @property
+    def num_dropped(self) -> int: ...
+
+    def messages(self) -> AsyncGenerator[Ready | StepOutputs | EngineStalled | EngineEnded]: ...
+
+    def trouble(self) -> str | None:
+        """Why the engine cannot be called now, or None."""
+
+    def health(self) -> Health: ...
+
+    async def restart(self) -> None: ...
+
+    def give_up(self, reason: str) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class EngineChannel(Protocol):
+    """The channel that messages to the engine are sent on."""
+
+    @property
+    def codec(self) -> Codec[Any]: ...
+
+    @property
+    def process_id(self) -> int | None: ...
+
+    def send(self, message: Message) -> None: ...
+
+    def send_frame(self, frame: bytearray) -> None: ...
 
 
 @dataclass(eq=False, slots=True)
 class _OpenRequest:
-    """A request of this client."""
+    """A request that this client has added."""
 
     handle: int
-    record: RequestRecord  # as far as this side knows it
+    record: RequestRecord  # as far as this process knows it
     queue: DeltaQueue = field(default_factory=DeltaQueue)
 
 
 class ProcessClient:
     """Implements `EngineClient`. Used in the event loop that started it.
 
-    When the process dies, every open stream and call ends with EngineDeadError; a new process takes its place,
-    and until it is ready requests are refused with the same error.
+    When the process dies, every open stream and call ends with EngineDeadError. A new process takes its place; until it
+    is ready, requests are rejected with the same error.
     """
 
-    def __init__(self, link: EngineLink) -> None:
-        self.facts: ModelFacts  # of the model, once started
+    def __init__(self, connection: EngineConnection) -> None:
+        self.facts: ModelFacts  # set once the engine has started
         self._stats: EngineStats
-        self._link = link
+        self._connection = connection
         self._reading: asyncio.Task[None]
         self._clock = time.monotonic
         self._numbers = itertools.count(1)
         self._requests: dict[str, _OpenRequest] = {}  # by request id, until their stream has ended
         self._open: dict[int, _OpenRequest] = {}  # by handle, until the engine has ended them
-        self._calls = OpenCalls()
+        self._calls: PendingCalls[Reply] = PendingCalls()
         self._history = History()
         self._observers: list[StepObserver] = []
         self._cache_observer: CacheObserver | None = None
@@ -87,53 +135,53 @@ class ProcessClient:
         build: str = "model",
         host: ProcessHost | None = None,
     ) -> ProcessClient:
-        """Start the process and wait until its engine is ready. What the engine cannot do with its configuration
-        is raised as if it had been built here. `build` is "model", or `module:function` for another engine. Without
-        a `host`, the process is a child of this one."""
+        """Start the process and wait until its engine is ready. Errors of the configuration are raised as if the engine
+        had been built here. `build` is "model", or the `module:function` that builds another engine. Without a `host`,
+        the process is a child of this one."""
         process = process or ProcessConfig()
-        host = host or ChildHost(process.environment)
-        supervisor = Supervisor(build, _travelling(config), process, progress, host)
+        host = host or engine_host(process.environment)
+        supervisor = Supervisor(build, _options_on_wire(config), process, progress, host)
         ready = await supervisor.launch()
         return cls.over(supervisor, ready)
 
     @classmethod
-    def over(cls, link: EngineLink, ready: Ready) -> ProcessClient:
-        """Of an engine that is there already."""
-        client = cls(link)
+    def over(cls, connection: EngineConnection, ready: Ready) -> ProcessClient:
+        """Return a client of an engine that is ready."""
+        client = cls(connection)
         client._begin(ready.facts, ready.stats)
         client._reading = asyncio.get_running_loop().create_task(client._read())
         return client
 
     @property
     def process_id(self) -> int | None:
-        return self._link.engine_process.process_id
+        return self._connection.engine_process.process_id
 
     @property
     def num_dropped_frames(self) -> int:
-        """Frames that one side could not read."""
-        return self._link.engine_process.codec.num_dropped + self._link.num_dropped
+        """The number of frames that either side could not decode."""
+        return self._connection.engine_process.codec.num_dropped + self._connection.num_dropped
 
-    # ---- what comes from the engine ----
+    # ---- messages from the engine ----
 
     async def _read(self) -> None:
         try:
-            async for message in self._link.messages():
+            async for message in self._connection.messages():
                 match message:
                     case StepOutputs():
                         self._deliver(message)
                     case EngineStalled(reason):
-                        self._calls.end(reason)
+                        self._calls.fail_all(reason)
                     case EngineEnded(reason):
                         self._end_all(reason)
                     case Ready(facts, stats):
                         self._begin(facts, stats)
-        except Exception as error:  # a mistake of ours: whoever waits for the engine must not wait for ever
-            logger.exception("no one reads what the engine says any more")
-            self._link.give_up(f"its messages could not be read: {type(error).__name__}: {error}")
+        except Exception as error:  # a bug of ours must not keep callers waiting forever
+            logger.exception("the engine's messages could not be read")
+            self._connection.give_up(f"its messages could not be read: {type(error).__name__}: {error}")
             self._end_all("the engine's messages could not be read")
 
     def _begin(self, facts: ModelFacts, stats: EngineStats) -> None:
-        """A process is ready, the first or a later one."""
+        """Note that a process is ready, the first or a later one."""
         self.facts, self._stats = facts, stats
         self._num_received = 0
         if self._observers:
@@ -142,13 +190,13 @@ class ProcessClient:
             self._send(WatchCache(True))
 
     def _end_all(self, reason: str) -> None:
-        """The process is gone, and its requests with it."""
+        """Fail all requests and calls: the process is gone."""
         for opened in self._open.values():
             opened.record.finish_reason, opened.record.finished_at = "error", self._clock()
             self._history.add(opened.record)
             opened.queue.fail(EngineDeadError(reason))
         self._open.clear()
-        self._calls.end(reason)
+        self._calls.fail_all(reason)
 
     def _deliver(self, outputs: StepOutputs) -> None:
         if outputs.cache is not None and self._cache_observer is not None:
@@ -170,14 +218,14 @@ class ProcessClient:
             if opened is not None:
                 opened.queue.fail(problem.error())
         for reply in outputs.replies:
-            if reply.remote_error is not None:  # refused: it never was there
+            if reply.remote_error is not None:  # the request was rejected
                 self._open.pop(reply.call, None)
-            self._calls.answer(reply)
+            self._calls.resolve(reply.call, reply)
         if outputs.stats is not None:
             self._stats = outputs.stats
         for record in outputs.steps:
             self._observe(record)
-        self._link.working = bool(self._open)
+        self._connection.working = bool(self._open)
         self._num_received += 1
         if self._num_received % ACK_EVERY == 0:
             self._send(Ack(self._num_received))
@@ -188,20 +236,23 @@ class ProcessClient:
             if not self._observers:
                 self._send(Watch(False))
 
-    # ---- what it is asked ----
+    # ---- calls to the engine ----
 
     def _send(self, message: Message) -> None:
-        self._link.engine_process.send(message)
+        self._connection.engine_process.send(message)
 
-    async def _ask(self, call: int, send: Callable[[], None]) -> Reply:
-        trouble = self._link.trouble()
+    async def _call(self, call: int, send: Callable[[], None]) -> Reply:
+        trouble = self._connection.trouble()
         if trouble is not None:
             raise EngineDeadError(trouble)
-        return await self._calls.ask(call, send)
+        reply = await self._calls.call(call, send)
+        if reply.remote_error is not None:
+            raise reply.remote_error.error()
+        return reply
 
     async def add(self, request: Request) -> None:
-        if self._link.closing:
-            raise EngineDeadError(self._link.trouble() or "the engine is closing")
+        if self._connection.closing:
+            raise EngineDeadError(self._connection.trouble() or "the engine is closing")
         if request.request_id in self._requests:
             raise RequestError(
                 f"request id {request.request_id!r} is already in use",
@@ -213,12 +264,12 @@ class ProcessClient:
         opened = _OpenRequest(handle, request.record)
 
         def send() -> None:
-            engine_process = self._link.engine_process
+            engine_process = self._connection.engine_process
             engine_process.send_frame(encode_add(engine_process.codec, handle, request))
             self._open[handle] = self._requests[request.request_id] = opened
 
         try:
-            await self._ask(handle, send)
+            await self._call(handle, send)
         except BaseException:
             if self._requests.get(request.request_id) is opened:
                 del self._requests[request.request_id]
@@ -226,7 +277,7 @@ class ProcessClient:
             raise
 
     def _abandon(self, opened: _OpenRequest) -> None:
-        """Abort without waiting for it."""
+        """Abort a request without waiting for the reply."""
         if opened.handle in self._open:
             self._send(Abort(None, opened.handle, "abort"))
 
@@ -253,7 +304,7 @@ class ProcessClient:
             return 0
         call = next(self._numbers)
         try:
-            reply = await self._ask(call, lambda: self._send(Abort(call, opened.handle, reason)))
+            reply = await self._call(call, lambda: self._send(Abort(call, opened.handle, reason)))
         except EngineDeadError:
             if opened.handle in self._open:
                 raise
@@ -264,14 +315,14 @@ class ProcessClient:
         opened = self._requests.get(request_id)
         if opened is not None and opened.handle in self._open:
             call = next(self._numbers)
-            reply = await self._ask(call, lambda: self._send(Describe(call, opened.handle)))
+            reply = await self._call(call, lambda: self._send(Describe(call, opened.handle)))
             if reply.state is not None:
                 return self._history.complete(reply.state)
         return self._history.get(request_id)
 
     async def command(self, command: Command) -> None:
         call = next(self._numbers)
-        await self._ask(call, lambda: self._send(Tell(call, command)))
+        await self._call(call, lambda: self._send(RunCommand(call, command)))
 
     def watch(self, observer: StepObserver) -> Callable[[], None]:
         self._observers.append(observer)
@@ -290,20 +341,20 @@ class ProcessClient:
         self._send(WatchCache(True))
 
     async def stats(self) -> EngineStats:
-        """As of the last step, or a few hundredths of a second before it."""
-        if self._link.state != "running":
-            raise EngineDeadError(self._link.trouble())
+        """Return the statistics of the last step, or of one a few hundredths of a second before it."""
+        if self._connection.state != "running":
+            raise EngineDeadError(self._connection.trouble())
         return self._stats
 
     async def health(self) -> Health:
-        return self._link.health()
+        return self._connection.health()
 
     async def restart(self) -> None:
-        """What runs in the engine ends with EngineDeadError, as if the engine had died."""
-        await self._link.restart()
+        """Restart the process. Running requests end with EngineDeadError, as if the engine had died."""
+        await self._connection.restart()
 
     async def close(self, drain: float = 0.0) -> None:
-        self._link.closing = True
+        self._connection.closing = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(drain):
                 while self._open:
@@ -311,59 +362,19 @@ class ProcessClient:
         self._reading.cancel()
         await asyncio.gather(self._reading, return_exceptions=True)
         self._end_all("the engine was closed")
-        await self._link.close()
+        await self._connection.close()
 
 
-def _travelling(config: EngineConfig) -> dict[str, Any]:
-    """The options of a configuration, fit for a journey."""
+def _options_on_wire(config: EngineConfig) -> dict[str, Any]:
+    """Return the config's options as msgpack-serializable data."""
     policy = config.scheduler.policy
     if not isinstance(policy, str):
         raise ConfigError(
-            f"policy is {policy!r}: an engine in a process of its own takes one by name, or as module:Class"
+            f"policy is {policy!r}: an engine in a process of its own takes a policy by name, or as module:Class"
         )
     options = config.options()
     try:
         msgspec.msgpack.encode(options)
     except (TypeError, ValueError, OverflowError) as error:
-        raise ConfigError(f"an option cannot be sent to the engine's process: {error}") from error
+        raise ConfigError(f"an option cannot be sent to the engine process: {error}") from error
     return options
-
-
-MAX_CALLS = 1 << 16  # unanswered at a time
-
-
-class OpenCalls:
-    """Each by its number."""
-
-    def __init__(self) -> None:
-        self._replies: dict[int, asyncio.Future[Reply]] = {}
-
-    def __len__(self) -> int:
-        return len(self._replies)
-
-    async def ask(self, call: int, send: Callable[[], None]) -> Reply:
-        """Send a question and wait. Raises what the engine answers with, and EngineDeadError if it does not."""
-        if len(self._replies) >= MAX_CALLS:
-            raise QueueFullError(f"{MAX_CALLS} calls to the engine are unanswered, which is the limit")
-        reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        send()
-        self._replies[call] = reply
-        try:
-            found = await reply
-        finally:
-            self._replies.pop(call, None)
-        if found.remote_error is not None:
-            raise found.remote_error.error()
-        return found
-
-    def answer(self, reply: Reply) -> None:
-        waiting = self._replies.pop(reply.call, None)
-        if waiting is not None and not waiting.done():
-            waiting.set_result(reply)
-
-    def end(self, reason: str) -> None:
-        """No one will answer them."""
-        for waiting in self._replies.values():
-            if not waiting.done():
-                waiting.set_exception(EngineDeadError(reason))
-        self._replies.clear()

@@ -1,12 +1,13 @@
-"""Keeps an engine process alive: starts it, follows its progress, restarts it within a limit."""
+"""Start an engine process, watch it, and restart it within limits."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,32 +15,47 @@ import msgspec
 
 from inflight.config import ProcessConfig
 from inflight.engine.client import Health
-from inflight.engine.remote.connected_process import EngineProcess
-from inflight.engine.remote.host import ProcessHost, ProcessNotStartedError
 from inflight.engine.remote.wire import (
     Failed,
+    FromEngine,
     Heartbeat,
     Progress,
     Ready,
     Start,
     StepOutputs,
     Stopped,
-    ToFront,
 )
 from inflight.errors import CheckpointChangedError, EngineDeadError, InflightError
+from inflight.processes.child import ChildHost, ProcessHost, ProcessNotStartedError, start_spare
+from inflight.processes.connected_process import ConnectedProcess
 
 logger = logging.getLogger(__name__)
 
 LoadProgress = Callable[[int, int], None]  # bytes done, bytes in all
 
-# Seconds before a second restart in a row, and how much longer each pause is than the one before, up to a limit:
-# what is short for a moment (memory, descriptors, a folder) must not use up the restarts at once.
+COMMAND: tuple[str, ...] = (sys.executable, "-P", "-m", "inflight.engine.remote.worker")
+
+# Seconds before a second restart in a row, the factor by which each pause grows, and the longest pause: a short lack
+# of memory or file descriptors must not use up all restarts.
 FIRST_PAUSE, PAUSE_GROWTH, LONGEST_PAUSE = 1.0, 3.0, 30.0
+
+
+EngineProcess = ConnectedProcess[FromEngine]
+
+
+def engine_host(environment: Mapping[str, str], name: str = "engine process") -> ChildHost:
+    """Return the host of an engine process that is a child of this one."""
+    return ChildHost(name, COMMAND, environment)
+
+
+def start_spare_engine(environment: Mapping[str, str]) -> None:
+    """Start an engine process before it is needed. It imports torch and the loader meanwhile."""
+    start_spare(engine_host(environment), "--preload")
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStalled:
-    """Calls will not be answered soon: the process makes no progress, or says nothing."""
+    """The process makes no progress or is silent, so calls will not be answered soon."""
 
     reason: str
 
@@ -52,7 +68,7 @@ class EngineEnded:
 
 
 class Supervisor:
-    """One engine process after the other. Whoever starts it reads `messages` as long as it lives."""
+    """Runs one engine process after another. Its owner must read `messages` for as long as it lives."""
 
     def __init__(
         self,
@@ -64,8 +80,8 @@ class Supervisor:
     ) -> None:
         self.engine_process: EngineProcess
         self.state: Literal["starting", "running", "restarting", "dead", "closed"] = "starting"
-        self.num_dropped = 0  # frames that the process could not read
-        self.working = False  # whether the engine has requests, as far as is known
+        self.num_dropped = 0  # frames that the process could not decode
+        self.working = False  # the engine has requests, as far as we know
         self.closing = False
         self._build = build
         self._options = options
@@ -75,18 +91,20 @@ class Supervisor:
         self._clock = time.monotonic
         self._error: str | None = None
         self._fingerprint: str | None = None  # of the checkpoint that the first process loaded
-        self._is_planned = False  # the process was ended for a restart that somebody asked for
-        self._restarted = asyncio.Event()  # the next process is ready, or none will come
+        self._is_planned = False  # the process was stopped by `restart`
+        self._restarted = asyncio.Event()  # the next process is ready, or there will be none
         self._restarts: deque[float] = deque()  # when, within the window
         self._num_restarts = 0
-        self._heard_at = self._progress_at = self._clock()
+        self._received_at = self._progress_at = self._clock()
 
     async def launch(self) -> Ready:
-        """Start a process and wait until its engine is ready. Raises what the engine could not do."""
-        process = self.engine_process = EngineProcess(self._host, self._process.log_format)
+        """Start a process and wait until its engine is ready. Raises the error that kept it from being built."""
+        process = self.engine_process = ConnectedProcess(
+            self._host, FromEngine, self._process.log_format, Heartbeat
+        )
         start = Start(self._build, self._options, self._process.heartbeat)
-        greeting = asyncio.ensure_future(
-            process.greet(lambda: msgspec.structs.replace(start, now=self._clock()))
+        first_message = asyncio.ensure_future(
+            process.send_first(lambda: msgspec.structs.replace(start, now=self._clock()))
         )
         try:
             ready = await self._wait_until_ready(process)
@@ -96,16 +114,16 @@ class Supervisor:
             await process.exited.wait()
             raise
         finally:
-            greeting.cancel()
-        # A new process must hold what this one held, whatever memory is free by then.
+            first_message.cancel()
+        # A restarted engine must have as many blocks as this one, however much memory is free by then.
         self._options["num_blocks"] = ready.facts.num_blocks
         self.working = False
-        self._heard_at = self._progress_at = self._clock()
+        self._received_at = self._progress_at = self._clock()
         self.state, self._error = "running", None
         return ready
 
     async def _wait_until_ready(self, process: EngineProcess) -> Ready:
-        """Return what the engine says when it is ready. An engine that reports no progress for too long is killed."""
+        """Return the engine's `Ready` message. An engine that reports no progress for too long is killed."""
         limit: float = self._options["start_timeout"]
         progress_at = self._clock()
         while not _is_over(process):
@@ -117,10 +135,10 @@ class Supervisor:
                     self._progress(num_done, num_total)
                 case Failed(problem):
                     raise problem.error()
-            if message is not None or process.is_waiting_for_room:
+            if message is not None or process.is_waiting_for_machine:
                 progress_at = self._clock()
                 continue
-            process.take_frames()  # this process may have been too busy to listen
+            process.read_frames()  # this process may have been too busy to read
             if not process.unread and self._clock() - progress_at >= limit:
                 raise EngineDeadError(
                     f"the {self._host.name} (process {process.process_id}) was killed: it made no progress for "
@@ -131,14 +149,14 @@ class Supervisor:
         raise EngineDeadError(f"{process.reason} while it was starting")
 
     def _check_fingerprint(self, ready: Ready) -> None:
-        """Refuse an engine whose checkpoint is not the one that clients have the tokenizer of."""
+        """Reject an engine whose checkpoint is not the one whose tokenizer the clients use."""
         if self._fingerprint is None:
             self._fingerprint = ready.facts.fingerprint
         elif ready.facts.fingerprint != self._fingerprint:
             raise CheckpointChangedError("the checkpoint has changed since the server started")
 
     async def messages(self) -> AsyncGenerator[Ready | StepOutputs | EngineStalled | EngineEnded]:
-        """What the running process says and how it does; then the same of the one that takes its place."""
+        """Yield the outputs and the state of the running process, then those of the process that replaces it."""
         while True:
             async for message in self._follow(self.engine_process):
                 yield message
@@ -155,18 +173,18 @@ class Supervisor:
                 return
 
     async def _follow(self, process: EngineProcess) -> AsyncGenerator[StepOutputs | EngineStalled]:
-        """One process to its end, with an eye on its progress."""
+        """Follow one process to its end, and kill it if it hangs."""
         while not _is_over(process):
             message = await process.receive(self._process.heartbeat)
             if message is not None:
-                self._heard_at = self._clock()
+                self._received_at = self._clock()
             match message:
                 case StepOutputs():
-                    self._progress_at = self._heard_at
+                    self._progress_at = self._received_at
                     yield message
                     continue
                 case Heartbeat(since_step, working, num_dropped):
-                    self._progress_at = self._heard_at - since_step
+                    self._progress_at = self._received_at - since_step
                     self.working, self.num_dropped = working, num_dropped
                 case Stopped(text):
                     process.reason = text
@@ -177,10 +195,10 @@ class Supervisor:
                     process.kill(f"the engine was killed: {trouble}")
 
     def _hangs(self) -> bool:
-        """Whether it has stalled or been silent for so long that it will not come back by itself."""
+        """Return whether it has stalled or been silent for too long to recover by itself."""
         now, limits = self._clock(), self._process
         return (
-            limits.kill_silent_after is not None and now - self._heard_at >= limits.kill_silent_after
+            limits.kill_silent_after is not None and now - self._received_at >= limits.kill_silent_after
         ) or (
             self.working
             and limits.kill_stalled_after is not None
@@ -188,15 +206,17 @@ class Supervisor:
         )
 
     async def _restart(self) -> Ready | None:
-        """The next process that is ready; None when the engine is given up. Whatever goes wrong is tried again."""
+        """Start processes until one is ready. Returns None once the limit on restarts is reached."""
         began, pause, counts = self._clock(), 0.0, not self._is_planned
         while self._may_restart(began) or not counts:
             await asyncio.sleep(pause)
             pause = min(max(FIRST_PAUSE, PAUSE_GROWTH * pause), LONGEST_PAUSE)
             try:
                 ready = await self.launch()
-            except ProcessNotStartedError as error:  # no fault of the engine: this counts as no restart
-                logger.error("%s; it is tried again in %g seconds", error, pause)
+            except (
+                ProcessNotStartedError
+            ) as error:  # not the engine's fault, so it does not count as a restart
+                logger.error("%s; trying again in %g seconds", error, pause)
             except Exception as error:
                 expected = isinstance(error, InflightError)
                 self._error = f"the engine could not be restarted: {error}"
@@ -209,7 +229,7 @@ class Supervisor:
                 return ready
             counts = True
         self.state = "dead"
-        logger.error("the engine is not restarted any more, after %d restarts", len(self._restarts))
+        logger.error("giving up on the engine after %d restarts", len(self._restarts))
         return None
 
     def _may_restart(self, began: float) -> bool:
@@ -232,7 +252,7 @@ class Supervisor:
         if self.state == "running":
             self.state, self._error, self._is_planned = (
                 "restarting",
-                "the engine was ended for a restart",
+                "the engine was stopped for a restart",
                 True,
             )
             self.engine_process.reason = self._error
@@ -242,40 +262,38 @@ class Supervisor:
             raise EngineDeadError(self.trouble())
 
     def give_up(self, reason: str) -> None:
-        """Kill the process for good."""
+        """Kill the process and do not restart it."""
         self.state, self._error = "dead", reason
         self._restarted.set()
         self.engine_process.kill(reason)
 
     async def close(self) -> None:
-        """End the process. Nothing may read `messages` any more."""
+        """Stop the process. `messages` must no longer be read."""
         self.state, self._error = "closed", "the engine was closed"
         self._restarted.set()
         await self.engine_process.end()
 
-    # ---- how it does ----
+    # ---- health ----
 
     def trouble(self) -> str | None:
-        """Why nothing can be asked of the engine now."""
+        """Return why the engine cannot be called now, or None."""
         if self.state == "restarting":
             return f"{self._error}; it is being restarted"
         if self.state != "running":
             return self._error or f"the engine is {self.state}"
-        self.engine_process.take_frames()
+        self.engine_process.read_frames()
         unread = self.engine_process.unread
-        if any(
-            map(self._tells_of_progress, unread)
-        ):  # whoever was too busy to listen must not blame the engine
+        if any(map(self._shows_progress, unread)):  # this process was too busy to read
             return None
         now = self._clock()
         if self.working and now - self._progress_at >= self._process.stalled_after:
             return f"the engine has made no step for {now - self._progress_at:.0f} seconds"
-        if not unread and now - self._heard_at >= self._process.silent_after:
-            return f"the engine process has been silent for {now - self._heard_at:.0f} seconds"
+        if not unread and now - self._received_at >= self._process.silent_after:
+            return f"the engine process has been silent for {now - self._received_at:.0f} seconds"
         return None
 
-    def _tells_of_progress(self, message: ToFront) -> bool:
-        """A heartbeat alone does not: a loop that hangs has them too."""
+    def _shows_progress(self, message: FromEngine) -> bool:
+        """Return whether a message shows progress. A heartbeat alone does not: a hanging loop sends them too."""
         if not isinstance(message, Heartbeat):
             return True
         return not message.working or message.since_step < self._process.stalled_after

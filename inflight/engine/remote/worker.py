@@ -1,6 +1,6 @@
-"""The engine process: builds a core as it is told, and runs a loop over it until it is told to stop.
+"""The engine process: it builds an engine core and runs the engine loop until it receives `Stop`.
 
-Started by `engine/remote/child_process.py`, or by Ray (`ray_cluster/actor.py`).
+Started by `supervisor.py`, or by Ray (`ray_cluster/actor.py`).
 """
 
 from __future__ import annotations
@@ -9,56 +9,53 @@ import contextlib
 import gc
 import importlib
 import logging
-import os
 import sys
 import threading
 import time
 from collections.abc import Callable
+from typing import NoReturn
 
-import msgspec
 import zmq
 
 from inflight.config import EngineConfig
 from inflight.engine.client import ModelFacts
 from inflight.engine.core import EngineCore
 from inflight.engine.engine_loop import EngineLoop
-from inflight.engine.remote.sockets import EngineSockets
-from inflight.engine.remote.wire import ConnectionInfo, Failed, Progress, Ready, RemoteError, Start, Stopped
+from inflight.engine.remote.wire import EngineSockets, Failed, Progress, Ready, Start, Stopped, ToEngine
 from inflight.logs import configure_logging
-from inflight.processes.parent_watch import die_with, ignore_signals, reporting_input
+from inflight.processes.channel import ConnectionInfo, RemoteError
+from inflight.processes.parent_watch import reporting_input, run_child
 from inflight.registry import Registry
 
-logger = logging.getLogger("inflight.engine.remote.worker")  # as the main module it would be called __main__
+logger = logging.getLogger("inflight.engine.remote.worker")  # __name__ is __main__ here
 
 Build = Callable[[EngineConfig, Callable[[int, int], None]], tuple[EngineCore, ModelFacts]]
 BUILDERS: Registry[Build] = Registry("builder", {"model": "inflight.loading:load_core"})
 
 
-def main() -> int:
-    ignore_signals()
+def main() -> NoReturn:
     preload = threading.Thread(target=_preload, daemon=True)
-    if "--preload" in sys.argv[1:]:
-        preload.start()
-    line = sys.stdin.buffer.readline()
-    if not line:  # whoever started this one was told to stop meanwhile
-        return 0
-    if preload.ident is not None:
-        preload.join()  # two threads that import the same packages may meet half-imported ones
-    connection = msgspec.json.decode(line, type=ConnectionInfo)
-    die_with(connection.parent_id)
-    return serve(connection)
+
+    def work(connection: ConnectionInfo) -> int:
+        if preload.ident is not None:
+            preload.join()  # two threads that import the same packages may see half-imported ones
+        return serve(connection)
+
+    run_child(
+        ConnectionInfo, work, while_waiting=preload.start if "--preload" in sys.argv[1:] else lambda: None
+    )
 
 
 def _preload() -> None:
-    """Import what loading a model needs. An error is raised again, and reported, where the import is needed."""
+    """Import what loading a model needs. An error is raised again where the import is needed, and reported there."""
     with contextlib.suppress(ImportError):
         importlib.import_module("inflight.loading")
 
 
 def serve(connection: ConnectionInfo) -> int:
-    """An engine for whoever is at the other end, until told to stop. The code that its process is to end with."""
+    """Serve an engine until the other end sends `Stop`. Return the exit code for the process."""
     configure_logging(connection.log_level, connection.log_format, process="engine")
-    sockets = EngineSockets(connection)
+    sockets = EngineSockets(connection, ToEngine)
     try:
         return _serve(sockets)
     finally:
@@ -74,20 +71,20 @@ def _serve(sockets: EngineSockets) -> int:
         config = EngineConfig.create(**start.options)
         last = Progress(0, 0)
 
-        def tell(num_done: int, num_total: int) -> None:
+        def report(num_done: int, num_total: int) -> None:
             nonlocal last
             last = Progress(num_done, num_total)
             sockets.send(last)
 
         with reporting_input(lambda: sockets.send(last), start.heartbeat):
-            core, facts = BUILDERS.get(start.build)(config, tell)
+            core, facts = BUILDERS.get(start.build)(config, report)
     except Exception as error:
         logger.debug("the engine could not be built", exc_info=True)
         sockets.send(Failed(RemoteError.of(error)))
         return 1
-    if sockets.is_remote:  # records have times of one clock: the front's
+    if sockets.is_remote:  # all times in records are the client's
         core.clock = lambda: time.monotonic() + ahead
-    # What is there now stays until the end: no collection need look at it. Later ones wait for their time.
+    # The objects that exist now stay until the end, so collections can skip them. The loop chooses when to collect.
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -118,6 +115,4 @@ def _in_thread(function: Callable[[], None], name: str) -> None:
 
 
 if __name__ == "__main__":
-    code = main()
-    logging.shutdown()
-    os._exit(code)  # the system takes back memory faster than the libraries do
+    main()

@@ -14,8 +14,9 @@ from typing import Any
 
 import msgspec
 
-from inflight.engine.remote.wire import RemoteError, array_from_bytes, array_to_bytes, with_small_numbers
+from inflight.engine.remote.wire import with_small_numbers
 from inflight.execution.parallel.layout import RankLayout
+from inflight.processes.channel import RemoteError, array_from_bytes, array_to_bytes
 from inflight.scheduling import Admission, Batch, Sampled
 
 

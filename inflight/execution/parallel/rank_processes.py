@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from inflight.engine.remote.wire import RemoteError
 from inflight.errors import DeviceLostError, InflightError
 from inflight.execution.parallel.layout import RankLayout, RankMemory
 from inflight.execution.parallel.messages import (
@@ -27,6 +26,7 @@ from inflight.execution.parallel.rank_process import RankProcess
 from inflight.logs import JsonFormatter
 from inflight.models.decoders.shard import RankShare
 from inflight.native.library import Library
+from inflight.processes.channel import RemoteError
 
 logger = logging.getLogger(__name__)
 

@@ -8,16 +8,13 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import NoReturn
 
-import msgspec
 import torch
 
 from inflight.config import EngineConfig
-from inflight.engine.remote.wire import RemoteError
 from inflight.errors import EngineError
 from inflight.execution.parallel.follower import LoadedRank, follow
 from inflight.execution.parallel.layout import RankMemory
@@ -25,7 +22,8 @@ from inflight.execution.parallel.messages import Broken, Loading, RankStart, Rep
 from inflight.execution.parallel.rank_processes import BEAT_EVERY
 from inflight.logs import configure_logging
 from inflight.native.library import native_library
-from inflight.processes.parent_watch import die_with, ignore_signals, reporting_input
+from inflight.processes.channel import RemoteError
+from inflight.processes.parent_watch import reporting_input, run_child
 from inflight.registry import Registry
 
 logger = logging.getLogger(
@@ -36,13 +34,7 @@ LoadRank = Callable[[EngineConfig, RankMemory, Callable[[int, int], None]], Load
 LOADERS: Registry[LoadRank] = Registry("loader", {})
 
 
-def main() -> int:
-    ignore_signals()
-    line = sys.stdin.buffer.readline()
-    if not line:  # whoever started this one was told to stop meanwhile
-        return 0
-    start = msgspec.json.decode(line, type=RankStart)
-    die_with(start.parent_id)
+def run_rank(start: RankStart) -> int:
     configure_logging(start.log_level, start.log_format, process=f"rank {start.rank}")
     try:
         _work(start)
@@ -79,6 +71,4 @@ def _leave(_code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    code = main()
-    logging.shutdown()
-    os._exit(code)
+    run_child(RankStart, run_rank)

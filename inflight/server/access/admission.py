@@ -1,4 +1,4 @@
-"""Whether a request may begin: the limits of its key, and its id, which no other may have meanwhile."""
+"""Admission of requests: the limits of an API key, unique request ids, and `Retry-After` estimates."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 
 
 class AdmissionControl(Protocol):
-    """`request_id` is None for what is over at once and so cannot be asked for."""
+    """Counts requests. `request_id` is None for short calls that are not listed under /v1/requests."""
 
     async def enter(self, caller: Caller, request_id: str | None) -> None:
-        """Count one more request. Raises ApiError when that is one too many, or another has its id."""
+        """Count one more request. Raises ApiError if the key's limit is reached or the id is in use."""
 
     def leave(self, caller: Caller, request_id: str | None) -> None:
-        """One that had entered has ended."""
+        """End a request that had entered."""
 
 
 class LocalAdmission:
-    """Of a server that is one process, or of the process that counts for several."""
+    """Counts in this process: that of a single-process server, or the one that counts for several API workers."""
 
     def __init__(self) -> None:
         self._running: set[tuple[str, str]] = set()
@@ -37,7 +37,7 @@ class LocalAdmission:
             return
         if (caller.name, request_id) in self._running:
             caller.leave()
-            message = f"request_id is {request_id!r}: a request of that id is running"
+            message = f"request_id is {request_id!r}: a request with this id is already running"
             raise ApiError(400, message, code="request_id_in_use", param="request_id")
         self._running.add((caller.name, request_id))
 
@@ -49,7 +49,7 @@ class LocalAdmission:
 
 @asynccontextmanager
 async def counted(admission: AdmissionControl, caller: Caller) -> AsyncGenerator[None]:
-    """For the time of one request. Raises ApiError when that is one too many."""
+    """Count a request while the context is open. Raises ApiError if the key's limit is reached."""
     await admission.enter(caller, None)
     try:
         yield
@@ -58,24 +58,27 @@ async def counted(admission: AdmissionControl, caller: Caller) -> AsyncGenerator
 
 
 MAX_SECONDS = 600
-_WEIGHT = 0.2  # of the latest time between two ends in their average
+_WEIGHT = 0.2  # of the latest interval in the moving average
 
 
 class QueuePace:
-    """Places come free when answers end. So there are two things to go by: how far apart ends were lately, and how much
-    the answers that run may still have to come. The sooner of the two is told."""
+    """Estimates when a queue slot becomes free, which is when a running answer ends.
+
+    There are two estimates: from the recent intervals between ends, and from the tokens that running answers may still
+    generate. The smaller one is used.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self._between_ends: float | None = None  # seconds, on average; unknown before the first
+        self._between_ends: float | None = None  # seconds, moving average; None before the first end
         self._last_end = clock()
 
-    def began(self) -> None:
-        """Something runs again after nothing did: that time was not spent on any answer."""
+    def resume(self) -> None:
+        """Restart the clock after an idle time, which was not spent on any answer."""
         self._last_end = self._clock()
 
-    def ended(self, num_answers: int) -> None:
-        """Answers that were in the engine are so no longer."""
+    def record_ends(self, num_answers: int) -> None:
+        """Note that answers have left the engine."""
         now = self._clock()
         for _ in range(num_answers):
             seconds = (now - self._last_end) / num_answers
@@ -85,9 +88,9 @@ class QueuePace:
         if num_answers:
             self._last_end = now
 
-    def seconds_to_place(self, running: Iterable[LoggedRequest]) -> int:
+    def seconds_to_free_slot(self, running: Iterable[LoggedRequest]) -> int:
         now = self._clock()
-        # When an end is overdue, those that run take longer than those that went before.
+        # If an end is overdue, the running answers take longer than earlier ones did.
         waited = now - self._last_end
         by_pace = math.inf if self._between_ends is None else max(self._between_ends, waited)
         predicted = min([by_pace, *(_seconds_left(logged, now) for logged in running)])
@@ -96,7 +99,7 @@ class QueuePace:
 
 
 def _seconds_left(logged: LoggedRequest, now: float) -> float:
-    """Until the first answer of a request has all the tokens that it may have, at the rate of those it got."""
+    """Return when the first answer of a request will reach its `max_tokens` at its current rate."""
     if logged.generation is None or logged.first_token_at is None:
         return math.inf
     seconds, left = now - logged.first_token_at, math.inf

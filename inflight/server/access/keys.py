@@ -1,4 +1,4 @@
-"""Who may call, how much, and as whom; and what each has used."""
+"""API keys and the admin key: who a caller is, what limits it has, and what it has used."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ MAX_NAME = 64
 
 @dataclass(eq=False, slots=True)
 class KeyUsage:
-    """Of one key since the start. Tokens count when they come, so those of requests that were cut short do too."""
+    """What one key has used since the start. Tokens count as they are generated, even if the request is cut short."""
 
-    num_requests: int = 0  # generations that were not refused
+    num_requests: int = 0  # admitted generation requests
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     queue_seconds: float = 0.0
 
-    def began(self, num_prompt_tokens: int) -> None:
-        """A request is in the queue, with so many tokens in the prompts of all its answers."""
+    def add_request(self, num_prompt_tokens: int) -> None:
+        """Count a queued request and the prompt tokens of all its answers."""
         self.num_requests += 1
         self.num_prompt_tokens += num_prompt_tokens
 
-    def waited(self, record: RequestRecord | None, seconds: float) -> None:
-        """An answer is over, after so many seconds. It was in the queue until it was admitted, or to its end."""
+    def add_queue_time(self, record: RequestRecord | None, seconds: float) -> None:
+        """Add the queue time of a finished answer; `seconds` is its whole time if there is no record."""
         if record is None:
             self.queue_seconds += seconds
         elif (left := record.finished_at if record.admitted_at is None else record.admitted_at) is not None:
@@ -46,13 +46,15 @@ class KeyUsage:
 
 @dataclass(eq=False)
 class Caller:
-    """One key's owner: limits, and what counts against them."""
+    """The owner of a key, with its limits and usage."""
 
-    name: str = ""  # "" where no key is asked for, or keys have no names
+    name: str = ""  # empty without keys, and for keys without a name
     weight: float = 1.0
     requests_per_minute: float | None = None
     max_concurrent: int | None = None
-    own_cache: bool = False  # its prefixes are its own: no one can tell by timing what it sent
+    own_cache: bool = (
+        False  # cached prefixes are not shared, so that timing reveals nothing about its prompts
+    )
     clock: Callable[[], float] = time.monotonic
     num_running: int = 0
     usage: KeyUsage = field(default_factory=KeyUsage)
@@ -60,23 +62,22 @@ class Caller:
     _counted_at: float = field(default=-math.inf, init=False)
 
     def tenant(self, user: str | None) -> str:
-        """Whom fair scheduling counts a request against."""
+        """Return the tenant that fair scheduling charges for a request."""
         return self.name or user or ""
 
     def salt(self, salt: str) -> str:
-        """What separates this caller's prefixes from others'. Never as a client wrote it: one who shares could write
-        what another's becomes."""
+        """Return the salt of this caller's cached prefixes. It is hashed, so that no client can choose another's."""
         owner = self.name if self.own_cache else ""
         if not owner and not salt:
             return ""
         return hashlib.sha256(f"{owner}\0{salt}".encode()).hexdigest()
 
     def enter(self) -> None:
-        """Count one more request. Raises ApiError when that is one too many."""
+        """Count one more request. Raises ApiError if a limit is reached."""
         if self.max_concurrent is not None and self.num_running >= self.max_concurrent:
             raise ApiError(
                 429,
-                f"this key has {self.num_running} requests running: at most {self.max_concurrent} are allowed at once",
+                f"this key has {self.num_running} running requests: at most {self.max_concurrent} are allowed",
                 code="concurrency_limit_exceeded",
                 retry_after=1,
             )
@@ -88,7 +89,7 @@ class Caller:
         self.num_running -= 1
 
     def _take_from_allowance(self, per_minute: float) -> None:
-        """A bucket that holds a minute's requests and fills evenly."""
+        """Take a token from a bucket that holds a minute's requests and refills evenly."""
         now = self.clock()
         full = max(per_minute, 1.0)
         self._allowance = min(full, self._allowance + (now - self._counted_at) * per_minute / 60)
@@ -97,7 +98,7 @@ class Caller:
             wait = math.ceil((1 - self._allowance) * 60 / per_minute)
             raise ApiError(
                 429,
-                f"this key may send {per_minute:g} requests a minute: the next one is allowed in {wait} s",
+                f"this key may send {per_minute:g} requests per minute: the next one is allowed in {wait} s",
                 code="rate_limit_exceeded",
                 retry_after=wait,
             )
@@ -105,18 +106,18 @@ class Caller:
 
 
 @dataclass(frozen=True, slots=True)
-class ToldKeys:
-    """Keys as another process gets them, which learns none of them by that."""
+class KeyDigests:
+    """Keys in the form that API workers get, which does not reveal them."""
 
     secret: bytes
     callers: Sequence[tuple[bytes, str, bool]]  # digest, name, own_cache
 
 
 class Keys:
-    """Finds the caller of a key. Without keys everyone is the same caller."""
+    """Finds the caller of a key. Without keys, everyone is the same caller."""
 
     def __init__(self, callers: Iterable[tuple[str, Caller]] = ()) -> None:
-        # Keys are found by a digest that is different in every process: the time a look-up takes tells nothing.
+        # Keys are compared by a digest with a random secret, so that timing reveals nothing about them.
         self._secret = secrets.token_bytes(32)
         self._callers = {self._digest(key): caller for key, caller in callers}
         self._everyone = Caller()
@@ -136,76 +137,78 @@ class Keys:
         return list(self._callers.values()) or [self._everyone]
 
     def named(self, name: str) -> Caller:
-        """The caller of that name; keys without a name are all one caller's."""
+        """Return the caller with this name; all keys without a name belong to one caller."""
         return next(caller for caller in self.callers if caller.name == name)
 
-    def told(self) -> ToldKeys:
-        """What another process must know to find callers by their keys."""
+    def digests(self) -> KeyDigests:
+        """Return what another process needs to find callers by their keys."""
         callers = [(digest, caller.name, caller.own_cache) for digest, caller in self._callers.items()]
-        return ToldKeys(self._secret, callers)
+        return KeyDigests(self._secret, callers)
 
     @classmethod
-    def of_told(cls, told: ToldKeys) -> Keys:
-        """The same callers, without their limits and what counts against them."""
+    def from_digests(cls, digests: KeyDigests) -> Keys:
+        """Return the same callers, without their limits and usage."""
         keys = cls()
-        keys._secret = told.secret
-        by_name = {name: Caller(name, own_cache=own_cache) for _, name, own_cache in told.callers}
-        keys._callers = {digest: by_name[name] for digest, name, _ in told.callers}
+        keys._secret = digests.secret
+        by_name = {name: Caller(name, own_cache=own_cache) for _, name, own_cache in digests.callers}
+        keys._callers = {digest: by_name[name] for digest, name, _ in digests.callers}
         return keys
 
     def weights(self) -> dict[str, float]:
-        """The shares of named callers, for fair scheduling."""
+        """Return the weights of named callers, for fair scheduling."""
         return {caller.name: caller.weight for caller in self._callers.values() if caller.name}
 
     def find(self, authorization: str | None, api_key: str | None = None) -> Caller:
-        """The caller of an `Authorization` header or, without one, of `x-api-key`, as clients of Anthropic's API have
-        it. Raises ApiError where there is none."""
+        """Return the caller of an `Authorization` header or else of `x-api-key`, which Anthropic clients send.
+
+        Raises ApiError if the key is missing or unknown.
+        """
         if not self._callers:
             return self._everyone
-        given = f"Bearer {api_key or ''}" if authorization is None else authorization
-        scheme, _, key = given.partition(" ")
+        credentials = f"Bearer {api_key or ''}" if authorization is None else authorization
+        scheme, _, key = credentials.partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             raise _denied(
-                "an API key is needed: send it as 'Authorization: Bearer KEY', or as 'x-api-key: KEY'",
+                "an API key is required: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
                 "missing_api_key",
             )
-        wanted = self._digest(key.strip())
-        found = None
+        key_digest = self._digest(key.strip())
+        match = None
         for digest, caller in self._callers.items():
-            if hmac.compare_digest(digest, wanted):
-                found = caller  # and go on: all keys take the same time
-        if found is None:
-            raise _denied("the API key is not known here", "invalid_api_key")
-        return found
+            if hmac.compare_digest(digest, key_digest):
+                match = caller  # no break: all keys take the same time
+        if match is None:
+            raise _denied("the API key is not valid for this server", "invalid_api_key")
+        return match
 
 
 class AdminKey:
-    """Who may change what the server is made of."""
+    """The key for administration: replicas, sleep, the prefix cache."""
 
     def __init__(self, key: str | None, keys: Keys | None = None) -> None:
-        """`keys` are the clients', from flags and from the file."""
+        """`keys` are the clients' keys, from which the admin key must differ."""
         if key is not None and not _can_be_sent(key):
             raise ConfigError(
-                "admin_key is empty, has spaces around it, or characters that are not printable ASCII"
+                "admin_key is empty, has surrounding spaces, or has characters that are not printable ASCII"
             )
         if key is not None and keys is not None and keys.has(key):
-            raise ConfigError("admin_key is an API key too: it must be another one")
+            raise ConfigError("admin_key is also an API key: it must be different")
         self._key = None if key is None else key.encode()
 
     def matches(self, authorization: str | None) -> bool:
-        scheme, _, given = (authorization or "").partition(" ")
+        scheme, _, key = (authorization or "").partition(" ")
         if self._key is None or scheme.lower() != "bearer":
             return False
-        return hmac.compare_digest(given.strip().encode(), self._key)
+        return hmac.compare_digest(key.strip().encode(), self._key)
 
     def check(self, authorization: str | None) -> None:
-        """Raises ApiError for everyone else."""
+        """Raise ApiError unless the header has the admin key."""
         if self._key is None:
-            message = "nothing can be changed here: the server was started without --admin-key"
+            message = "administration is disabled: the server was started without --admin-key"
             raise ApiError(403, message, code="admin_disabled")
         if not self.matches(authorization):
             raise _denied(
-                "this needs the admin key: send it as 'Authorization: Bearer KEY'", "invalid_admin_key"
+                "the admin key is required: send it as 'Authorization: Bearer KEY'", "invalid_admin_key"
             )
 
 
@@ -214,28 +217,28 @@ def _denied(message: str, code: str) -> ApiError:
 
 
 def load_keys(api_keys: Iterable[str], file: str | None) -> Keys:
-    """Keys from flags, which are all one caller, and from a file, where each has a name."""
+    """Return the keys from flags, which belong to one caller, and from a file, where each has a name."""
     shared = Caller()
-    found = [(key, shared) for key in api_keys]
+    entries = [(key, shared) for key in api_keys]
     if file is not None:
-        found += _read_file(Path(file))
-        names = [caller.name for _, caller in found if caller.name]
+        entries += _read_file(Path(file))
+        names = [caller.name for _, caller in entries if caller.name]
         if len(set(names)) < len(names):
-            raise ConfigError(f"{file} has the name {_twice(names)!r} twice")
-    keys = [key for key, _ in found]
-    for number, (key, caller) in enumerate(found, 1):
+            raise ConfigError(f"{file} has two keys with the name {_twice(names)!r}")
+    keys = [key for key, _ in entries]
+    for number, (key, caller) in enumerate(entries, 1):
         if not _can_be_sent(key):
             which = f"the key of {caller.name!r}" if caller.name else f"API key {number}"
             raise ConfigError(
-                f"{which} has spaces around it, or characters that are not printable ASCII: no client could send it"
+                f"{which} has surrounding spaces or characters that are not printable ASCII: no client could send it"
             )
     if len(set(keys)) < len(keys):
-        raise ConfigError("an API key is given twice")
-    return Keys(found)
+        raise ConfigError("the same API key is given twice")
+    return Keys(entries)
 
 
 def _can_be_sent(key: str) -> bool:
-    """Whether a header carries a key as it is: spaces around it are lost, and other letters have no one spelling."""
+    """Return whether a header can carry the key: surrounding spaces get lost, and only ASCII has one encoding."""
     return key.isascii() and key.isprintable() and key == key.strip() != ""
 
 
@@ -247,13 +250,13 @@ def _read_file(path: Path) -> list[tuple[str, Caller]]:
     content = read_yaml(path, "the keys file")
     entries = content.get("keys") if isinstance(content, dict) else content
     if not isinstance(entries, list) or not entries:
-        raise ConfigError(f"the keys file {str(path)!r} must hold 'keys', a list with at least one key")
+        raise ConfigError(f"the keys file {str(path)!r} must have 'keys', a list with at least one key")
     return [_read_entry(f"key {number} of {path}", entry) for number, entry in enumerate(entries, 1)]
 
 
 def _read_entry(where: str, entry: Any) -> tuple[str, Caller]:
     if not isinstance(entry, dict) or set(entry) - _FIELDS:
-        raise ConfigError(f"{where} must be a mapping of {', '.join(sorted(_FIELDS))}, and nothing else")
+        raise ConfigError(f"{where} must be a mapping whose only fields are {', '.join(sorted(_FIELDS))}")
     name = entry.get("name")
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME:
         raise ConfigError(f"{where} has the name {name!r}: it must have 1 to {MAX_NAME} characters")
@@ -271,7 +274,7 @@ def _read_entry(where: str, entry: Any) -> tuple[str, Caller]:
 
 def _secret(where: str, entry: dict[str, Any]) -> str:
     if ("key" in entry) == ("key_env" in entry):
-        raise ConfigError(f"{where} must have either 'key' or 'key_env', the variable that holds it")
+        raise ConfigError(f"{where} must have either 'key' or 'key_env' (the variable that holds the key)")
     key = entry["key"] if "key" in entry else os.environ.get(str(entry["key_env"]))
     if not isinstance(key, str) or not key.strip():
         raise ConfigError(f"{where} has no key: it must be a non-empty string")
@@ -286,5 +289,5 @@ def _positive(where: str, name: str, value: Any) -> float:
 
 def _cache(where: str, value: Any) -> bool:
     if value not in ("own", "shared"):
-        raise ConfigError(f"{where}: cache is {value!r}: allowed are own and shared")
+        raise ConfigError(f"{where}: cache is {value!r}: it must be own or shared")
     return bool(value == "own")

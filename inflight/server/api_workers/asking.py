@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from inflight.engine.remote.wire import Message
 from inflight.errors import EngineDeadError
+from inflight.processes.channel import Message
 from inflight.server.api_workers.wire import Ask, AskReply, Question, ToldError
 
 logger = logging.getLogger(__name__)

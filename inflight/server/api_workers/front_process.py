@@ -7,10 +7,11 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 
 from inflight.engine import EngineClient, EngineStats
-from inflight.engine.remote.child_process import ChildHost
 from inflight.engine.remote.client_service import ClientService
-from inflight.engine.remote.connected_process import ConnectedProcess
-from inflight.engine.remote.wire import Abort, Ack, Add, Describe, Message, Ready, Tell, Watch
+from inflight.engine.remote.wire import Abort, Ack, Add, Describe, Ready, RunCommand, Watch
+from inflight.processes.channel import Message
+from inflight.processes.child import ChildHost
+from inflight.processes.connected_process import ConnectedProcess
 from inflight.server.access.admission import AdmissionControl
 from inflight.server.access.keys import Caller, Keys
 from inflight.server.api_workers.asking import Asking
@@ -24,7 +25,7 @@ from inflight.server.api_workers.wire import (
     Question,
     StartFront,
 )
-from inflight.server.observability.metric_counts import MetricCounts
+from inflight.server.observability.metrics import MetricCounts
 
 COMMAND: tuple[str, ...] = (sys.executable, "-P", "-m", "inflight.server.api_workers.worker")
 
@@ -79,7 +80,7 @@ class FrontProcess:
 
     def handle(self, message: FromFront) -> None:
         match message:
-            case Add() | Abort() | Describe() | Tell() | Ack() | Watch():
+            case Add() | Abort() | Describe() | RunCommand() | Ack() | Watch():
                 assert self._service is not None
                 self._service.handle(message)
             case Ask() | AskReply():

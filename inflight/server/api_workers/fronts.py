@@ -15,8 +15,9 @@ from typing import Any
 from starlette.types import ASGIApp
 
 from inflight.engine import EngineStats
-from inflight.engine.remote.wire import Message, Progress, Stop
+from inflight.engine.remote.wire import Progress
 from inflight.errors import EngineDeadError, EngineError
+from inflight.processes.channel import Message, Stop
 from inflight.server.access.admission import LocalAdmission
 from inflight.server.access.keys import Caller, Keys
 from inflight.server.api_workers.front_process import FrontProcess
@@ -41,7 +42,7 @@ from inflight.server.api_workers.wire import (
 )
 from inflight.server.app import create_app
 from inflight.server.config import ServerConfig
-from inflight.server.observability.metric_counts import MetricCounts, add_counts
+from inflight.server.observability.metrics import MetricCounts, add_counts
 from inflight.server.openai.responses.store import ResponseContent
 from inflight.server.state import ServerState
 
@@ -110,7 +111,7 @@ class Fronts:
             number,
             self._num_launches,
             self._told,
-            self._keys.told(),
+            self._keys.digests(),
             self._listeners[number].fileno(),
             self._state is not None,
         )

@@ -12,8 +12,9 @@ import zmq
 
 from inflight.engine import Health
 from inflight.engine.remote.supervisor import EngineEnded, EngineStalled
-from inflight.engine.remote.wire import Codec, ConnectionInfo, Message, Ready, StepOutputs
+from inflight.engine.remote.wire import Ready, StepOutputs
 from inflight.errors import EngineError
+from inflight.processes.channel import Codec, ConnectionInfo, Message
 from inflight.server.access.keys import Caller
 from inflight.server.api_workers.asking import Asking
 from inflight.server.api_workers.wire import (

@@ -9,10 +9,10 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inflight.errors import EngineDeadError
+from inflight.server.access.middleware import ADMIN, ADMIN_ALONE
 from inflight.server.api_workers.wire import MAIN, RelayedRequest, RelayedResponse
 from inflight.server.error_shapes import error_at
 from inflight.server.errors import ApiError, of_exception
-from inflight.server.http.middleware import ADMIN, ADMIN_ALONE
 from inflight.server.http.unsent import PacedSend
 from inflight.server.state import ServerState
 

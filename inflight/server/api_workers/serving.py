@@ -11,9 +11,9 @@ from collections.abc import Awaitable, Callable
 
 from inflight.errors import EngineDeadError
 from inflight.server.access.keys import Keys
+from inflight.server.access.middleware import Hosts
 from inflight.server.api_workers.fronts import EXIT_SECONDS, Fronts
 from inflight.server.config import ServerConfig
-from inflight.server.http.middleware import Hosts
 from inflight.server.observability.tracing import NoTracer
 from inflight.server.run import BACKLOG, announce, start_state
 from inflight.server.state import ServerState

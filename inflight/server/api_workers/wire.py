@@ -12,18 +12,16 @@ from inflight.engine.remote.wire import (
     Ack,
     Add,
     Describe,
-    Message,
     Progress,
     Ready,
-    RemoteError,
+    RunCommand,
     StepOutputs,
-    Stop,
-    Tell,
     Watch,
 )
-from inflight.server.access.keys import ToldKeys
+from inflight.processes.channel import Message, RemoteError, Stop
+from inflight.server.access.keys import KeyDigests
 from inflight.server.errors import ApiError
-from inflight.server.observability.metric_counts import MetricCounts
+from inflight.server.observability.metrics import MetricCounts
 from inflight.server.openai.responses.input_listing import PageQuery
 from inflight.server.openai.responses.store import StoredResponse
 
@@ -172,7 +170,7 @@ class StartFront(Message, frozen=True):
     number: int
     launch: int  # no other front process of this server ever has it
     options: dict[str, Any]  # of ServerConfig.create
-    keys: ToldKeys
+    keys: KeyDigests
     listener: int  # a descriptor
     is_loaded: bool  # the model is there: until the front is open, clients may wait
 
@@ -197,5 +195,7 @@ class FrontHeartbeat(Message, frozen=True):
     counts: MetricCounts | None  # None: nothing yet
 
 
-FromFront = Add | Abort | Describe | Tell | Ack | Watch | Ask | AskReply | Leave | Opened | FrontHeartbeat
+FromFront = (
+    Add | Abort | Describe | RunCommand | Ack | Watch | Ask | AskReply | Leave | Opened | FrontHeartbeat
+)
 FromMain = StartFront | Progress | Ready | StepOutputs | EngineHealth | Ask | AskReply | Drain | Stop

@@ -11,23 +11,22 @@ import gc
 import logging
 import os
 import socket
-import sys
 from collections.abc import Generator
 from dataclasses import replace
 from itertools import count
 from typing import Any
 
-import msgspec
 import uvloop
 
 from inflight.engine import ModelFacts
 from inflight.engine.remote.process_client import ProcessClient
-from inflight.engine.remote.wire import ConnectionInfo, Progress, Ready, StepOutputs, Stop
+from inflight.engine.remote.wire import Progress, Ready, StepOutputs
 from inflight.entrypoints.async_engine import AsyncEngine
 from inflight.errors import InflightError
 from inflight.frontend import Frontend
 from inflight.logs import configure_logging
-from inflight.processes.parent_watch import die_with, ignore_signals
+from inflight.processes.channel import ConnectionInfo, Stop
+from inflight.processes.parent_watch import run_child
 from inflight.server.access.keys import Keys
 from inflight.server.api_workers.asking import Asking
 from inflight.server.api_workers.link import MainLink, MainSockets, RemoteAdmission, RemoteResponses
@@ -48,7 +47,7 @@ from inflight.server.api_workers.wire import (
 )
 from inflight.server.app import create_app
 from inflight.server.config import ServerConfig
-from inflight.server.observability.metric_counts import MetricCounts, counts_of
+from inflight.server.observability.metrics import MetricCounts, counts_of
 from inflight.server.observability.tracing import tracer_of
 from inflight.server.run import Server, hosts_of
 from inflight.server.state import ServerState
@@ -155,7 +154,7 @@ class FrontWorker:
         self, start: StartFront, options: ServerConfig, listener: socket.socket
     ) -> tuple[AsyncEngine, ServerState]:
         ready = await self._ready
-        keys = Keys.of_told(start.keys)
+        keys = Keys.from_digests(start.keys)
         frontend = await asyncio.to_thread(_frontend, options, ready.facts, start.launch)
         engine = AsyncEngine(frontend, ProcessClient.over(self._link, ready))
         self._state = state = ServerState(
@@ -198,13 +197,7 @@ async def _run(connection: ConnectionInfo) -> None:
     await FrontWorker(connection).run()
 
 
-def main() -> int:
-    ignore_signals()
-    line = sys.stdin.buffer.readline()
-    if not line:  # whoever started this one was told to stop meanwhile
-        return 0
-    connection = msgspec.json.decode(line, type=ConnectionInfo)
-    die_with(connection.parent_id)
+def run_worker(connection: ConnectionInfo) -> int:
     configure_logging(connection.log_level, connection.log_format, process="front")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_run(connection))
@@ -212,6 +205,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    code = main()
-    logging.shutdown()
-    os._exit(code)
+    run_child(ConnectionInfo, run_worker)

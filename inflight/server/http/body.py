@@ -1,4 +1,4 @@
-"""Reads a request's body within its limits of size, time and number of parts, and makes a schema of it."""
+"""Reads and validates a request body within limits of size, time and complexity."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from inflight.server.schemas.common import Body
 
 T = TypeVar("T", bound=Body)
 
-LARGE = 64 << 10  # bytes from which on parsing takes so long that other streams would notice
+LARGE = 64 << 10  # bytes from which parsing would noticeably delay other streams
 DISCARD_SECONDS = 1.0
-# Parsing, and listing what is wrong, holds Python's lock from beginning to end, in whatever thread: both are bounded.
+# Parsing and listing validation errors hold the GIL throughout, whatever the thread, so both are bounded.
 MAX_PARTS = 1 << 16  # keys, objects and lists; more than the longest conversation has
-MAX_VALUES = 1 << 20  # numbers above all: the ids of a prompt, or of many
+MAX_VALUES = 1 << 20  # mostly the token ids of prompts
 MAX_MISTAKES = 1000
 
-_NO_SIGNS = bytes(set(range(256)) - set(b'":{['))
+_OTHER_BYTES = bytes(set(range(256)) - set(b'":{['))
 _STRING = re.compile(rb'"[^"]*+"')
-_PART = re.compile(rb'"[^"]*+"(:)?|([\[{])')  # of signs alone: a string, perhaps a key, or an opening bracket
+_PART = re.compile(rb'"[^"]*+"(:)?|([\[{])')  # a string, perhaps a key, or an opening bracket
 
 
 async def read_body(request: Request, max_bytes: int, seconds: float) -> bytes:
-    """The whole body. Raises ApiError 413 as soon as it is too large, 408 when it does not come."""
-    _check_kind(request)
+    """Return the whole body. Raises ApiError 413 as soon as it is too large, 408 if it does not arrive in time."""
+    _check_content_type(request)
     declared = request.headers.get("content-length", "0")
     if declared.isdecimal() and int(declared) > max_bytes:
         await _discard(request, max_bytes)
@@ -46,7 +46,7 @@ async def read_body(request: Request, max_bytes: int, seconds: float) -> bytes:
                 parts.append(part)
     except TimeoutError:
         raise ApiError(
-            408, f"the body did not come within {seconds:g} s", code="read_timeout", headers=_CLOSE
+            408, f"the body did not arrive within {seconds:g} s", code="read_timeout", headers=_CLOSE
         ) from None
     if size > max_bytes:
         await _discard(request, max_bytes)
@@ -58,12 +58,12 @@ _CLOSE = {"connection": "close"}
 
 
 def _too_large(max_bytes: int) -> ApiError:
-    message = f"the body is larger than {max_bytes} bytes, which is the limit"
+    message = f"the body is larger than {max_bytes} bytes"
     return ApiError(413, message, code="body_too_large", headers=_CLOSE)
 
 
 async def _discard(request: Request, max_bytes: int) -> None:
-    """Read on for a moment without keeping anything: most clients look for the answer only when all is sent."""
+    """Read and drop data for a moment: most clients read the response only after sending everything."""
     size = 0
     with contextlib.suppress(TimeoutError, ClientDisconnect, RuntimeError):
         async with asyncio.timeout(DISCARD_SECONDS):
@@ -74,8 +74,8 @@ async def _discard(request: Request, max_bytes: int) -> None:
                     return
 
 
-def _check_kind(request: Request) -> None:
-    """JSON, and said to be. A page of another origin can send plain text, or say nothing, without being allowed to."""
+def _check_content_type(request: Request) -> None:
+    """Require JSON: pages of other origins can send text, or no type, without asking for permission (CORS)."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         what = f"the content type is {kind:.100}" if kind else "there is no content type"
@@ -84,23 +84,23 @@ def _check_kind(request: Request) -> None:
 
 
 async def read_json(request: Request, schema: type[T], options: ServerConfig) -> T:
-    """The body as the schema wants it. Raises ApiError 400 that names what is wrong."""
+    """Return the validated body. Raises ApiError 400 that names what is wrong."""
     body = await read_body(request, options.max_body_size, options.read_timeout)
     ignore_unknown = options.ignore_unknown_fields
     if len(body) <= LARGE:
         return parse_body(schema, body, ignore_unknown)
-    found = await asyncio.to_thread(parse_body, schema, body, ignore_unknown)
-    found._is_large = True
-    return found
+    parsed = await asyncio.to_thread(parse_body, schema, body, ignore_unknown)
+    parsed._is_large = True
+    return parsed
 
 
 def parse_body(schema: type[T], body: bytes, ignore_unknown: bool = False) -> T:
-    """Raises ApiError 400 that names what is wrong: an unknown field too, unless those are ignored."""
+    """Return the validated body. Raises ApiError 400 that names what is wrong or, unless ignored, unknown."""
     if _has_too_many_parts(body):
-        message = f"the body has more than {MAX_PARTS} keys, objects and lists, which is the limit"
+        message = f"the body has more than {MAX_PARTS} keys, objects and lists"
         raise ApiError(400, message, code="body_too_complex")
     if _has_too_many_values(body):
-        message = f"the body has more than {MAX_VALUES} values, which is the limit"
+        message = f"the body has more than {MAX_VALUES} values"
         raise ApiError(400, message, code="body_too_complex")
     try:
         return schema.model_validate_json(body, extra="ignore" if ignore_unknown else None)
@@ -116,11 +116,11 @@ def parse_body(schema: type[T], body: bytes, ignore_unknown: bool = False) -> T:
 def _has_too_many_parts(body: bytes) -> bool:
     if sum(map(body.count, (b":", b"{", b"["))) <= MAX_PARTS:
         return False
-    # Text may be full of such signs: only now it is worth telling what is in strings from what is between them. The
-    # lock is held for a few milliseconds at a time.
-    signs = _without_escapes(body).translate(None, _NO_SIGNS)
+    # Strings may be full of these characters, so count only those outside strings. Each step holds the GIL for a few
+    # milliseconds.
+    structure = _without_escapes(body).translate(None, _OTHER_BYTES)
     num_parts = 0
-    for part in _PART.finditer(signs):
+    for part in _PART.finditer(structure):
         num_parts += part.lastindex is not None
         if num_parts > MAX_PARTS:
             return True
@@ -128,12 +128,12 @@ def _has_too_many_parts(body: bytes) -> bool:
 
 
 def _has_too_many_values(body: bytes) -> bool:
-    """All but the last of an object or a list are followed by a comma."""
+    """Count the commas outside strings: every value but the last of an object or list has one."""
     if body.count(b",") < MAX_VALUES:
         return False
     return _STRING.sub(b"", _without_escapes(body)).count(b",") >= MAX_VALUES
 
 
 def _without_escapes(body: bytes) -> bytes:
-    """Then every quotation mark begins or ends a string."""
+    """Remove escapes, so that every quotation mark left begins or ends a string."""
     return body.replace(rb"\\", b"").replace(rb"\"", b"")

@@ -1,4 +1,4 @@
-"""Where each request ends in the bytes of a connection, and what a chunked body has beside its data."""
+"""Finds where each request on a connection ends, and counts the bytes of chunk extensions and trailers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _NEWLINE = re.compile(rb"\r?\n")
 _BLANK_LINE = re.compile(rb"\n\r?\n")
 _CHUNK_SIZE = re.compile(rb"[0-9a-fA-F]{1,16}")
 _PLAIN_SIZE = re.compile(rb"([0-9a-fA-F]{1,16})\r\n")
-MAX_CHUNKS = 256  # that the parser may read at a time, since each takes it a while
+MAX_CHUNKS = 256  # parsed at a time, since each costs the parser the same however small it is
 
 
 class _Part(Enum):
@@ -23,18 +23,18 @@ class _Part(Enum):
 
 
 class RequestFraming:
-    """Follows the bytes that the parser is given, one request at a time: the parser itself cannot be stopped.
+    """Tells how much of the incoming data may be given to httptools, which cannot be paused in the middle.
 
-    It only finds ends. What is valid is for the parser to say, and where the two disagree the request is refused.
+    It finds only the ends of requests. The parser decides what is valid; if the two disagree, the request is refused.
     """
 
     def __init__(self) -> None:
         self._part = _Part.HEADERS
-        self._has_begun = False  # the request whose headers are read; newlines before it do not count
-        self._num_left = 0  # bytes, of the body or of the chunk with the newline after it
-        self._line = b""  # what has come of a line that is read
+        self._has_begun = False  # whether the next request has; newlines before it are skipped
+        self._num_left = 0  # bytes left of the body, or of the chunk and the newline after it
+        self._line = b""  # the line received so far
         self._num_extra_bytes = 0
-        self._num_chunks = 0  # found by this call
+        self._num_chunks = 0  # skipped by the current call of `advance`
 
     @property
     def in_chunks(self) -> bool:
@@ -46,23 +46,26 @@ class RequestFraming:
 
     @property
     def num_extra_bytes(self) -> int:
-        """Of chunk extensions and trailers, also of one whose end has not come."""
+        """The bytes of chunk extensions and trailers so far, including an incomplete line."""
         return self._num_extra_bytes + len(self._line)
 
     def headers_complete(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        """The parser has seen all headers of a request, by names in small letters."""
-        found = dict(headers)
+        """Continue with the body. `headers` are those of the request, with lower-case names."""
+        values = dict(headers)
         self._has_begun = False
         self._line, self._num_extra_bytes = b"", 0
-        if b"transfer-encoding" in found:
+        if b"transfer-encoding" in values:
             self._part = _Part.CHUNK_SIZE
         else:
-            self._num_left = int(found.get(b"content-length", b"0"))
+            self._num_left = int(values.get(b"content-length", b"0"))
             self._part = _Part.BODY if self._num_left else _Part.HEADERS
 
     def advance(self, data: bytes, start: int, max_extra_bytes: int) -> int:
-        """How far the parser may read: to the end of the headers, of the request, of the data, or of as many chunks as
-        it may have at a time. It stops early once there are too many extra bytes."""
+        """Return how far the parser may read from `start`.
+
+        That is to the end of the headers, of the request, of the data or of `MAX_CHUNKS` chunks, whichever comes first,
+        or less once there are more than `max_extra_bytes` of extensions and trailers.
+        """
         if self.in_headers:
             return self._end_of_headers(data, start)
         self._num_chunks = 0
@@ -79,12 +82,12 @@ class RequestFraming:
             if newlines is not None:
                 return newlines.end()
             self._has_begun = True
-        # The end of the blank line may come apart from its beginning.
-        found = _NEWLINE.match(data, start) or _BLANK_LINE.search(data, start)
-        return len(data) if found is None else found.end()
+        # The two newlines of a blank line may arrive separately.
+        blank = _NEWLINE.match(data, start) or _BLANK_LINE.search(data, start)
+        return len(data) if blank is None else blank.end()
 
     def _whole_chunks(self, data: bytes, start: int) -> int:
-        """Past those without extensions that have come as a whole. There may be one for every byte of a body."""
+        """Skip complete chunks without extensions quickly: a body may have one per byte."""
         size_at, end = _PLAIN_SIZE.match, len(data)
         while self._num_chunks < MAX_CHUNKS and (size := size_at(data, start)) is not None:
             num = int(size[1], 16)
@@ -103,7 +106,7 @@ class RequestFraming:
         return start + num
 
     def _read_line(self, data: bytes, start: int) -> int:
-        """A chunk's size with its extensions, or a trailer."""
+        """Read a chunk size with its extensions, or a trailer."""
         if self._part is _Part.CHUNK_SIZE and not self._line:
             start = self._whole_chunks(data, start)
         newline = data.find(b"\n", start)
@@ -118,7 +121,7 @@ class RequestFraming:
             self._part = _Part.TRAILERS if text else _Part.HEADERS
             return end
         size = _CHUNK_SIZE.match(text)
-        if size is None:  # the parser will say so, wherever it gets to
+        if size is None:  # the parser will refuse it
             self._num_left, self._part = len(data), _Part.CHUNK
             return end
         self._num_extra_bytes += len(text) - size.end()

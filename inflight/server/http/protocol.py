@@ -1,13 +1,16 @@
-"""The HTTP parser of uvicorn with bounds: size of headers, time to send them, requests and connections at a time."""
+"""uvicorn's HTTP protocol with limits: header size, read and write time, pipelined requests and connections.
+
+uvicorn offers none of these limits with httptools, so `BoundedProtocol` extends its protocol class and uses attributes
+outside its public API; tests/server/http/test_uvicorn_internals.py lists them all. A protocol of our own on httptools
+would need the same limits and the same `RequestFraming` (httptools cannot be paused between two requests), plus
+uvicorn's ASGI request cycle, keep-alive and shutdown: more code, not less.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import re
-import select
-from asyncio import AbstractEventLoop, TimerHandle
-from collections.abc import Callable
-from dataclasses import dataclass
+from asyncio import TimerHandle
 from typing import Any, TypeVar
 
 from uvicorn._types import ASGI3Application, ASGIReceiveCallable, ASGISendCallable, ASGISendEvent, Scope
@@ -16,39 +19,37 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from inflight.server.errors import ApiError
 from inflight.server.http.framing import RequestFraming
-from inflight.server.http.limits import ConnectionPlaces, ParsingTurns, WriteTimer
+from inflight.server.http.limits import (
+    ConnectionLimits,
+    ConnectionSlots,
+    HangupWatch,
+    ParsingTurns,
+    WriteTimer,
+)
 
-PROBES = (b"/health", b"/ready")  # paths that are answered even if all connections are taken
+PROBES = (b"/health", b"/ready")  # paths that are answered even if all connection slots are taken
 _UPGRADE = re.compile(rb"(?i)\nupgrade:")
 
 
-@dataclass(frozen=True, slots=True)
-class ConnectionLimits:
-    max_header_size: int
-    read_timeout: float
-    write_timeout: float
-    max_connections: int
-
-
 class BoundedProtocol(HttpToolsProtocol):
-    """One connection. Behind the request that is answered at most one more is taken from it."""
+    """One connection. At most one more request is read while one is being answered."""
 
     limits: ConnectionLimits
     hangups: HangupWatch
     turns: ParsingTurns
-    places: ConnectionPlaces
+    slots: ConnectionSlots
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._framing = RequestFraming()
-        self._num_header_bytes = 0  # of the request whose headers are being read
+        self._num_header_bytes = 0  # received so far of the headers being read
         self._in_body = False
-        self._answered: RequestResponseCycle | None = None  # the request that is, or was last
-        self._held = b""  # what is not parsed yet: it came behind the request that waits, or waits for a turn
+        self._answered: RequestResponseCycle | None = None  # the current or last one
+        self._held = b""  # received but not parsed: it follows a waiting request, or waits for its turn
         self._awaits_turn = False
-        self._refusal: ApiError | None = None  # of what came behind the request that is answered
+        self._refusal: ApiError | None = None  # to be sent after the current answer
         self._header_timer: TimerHandle | None = None
-        self._rest_timer: TimerHandle | None = None  # for a body that goes on after its answer
+        self._rest_timer: TimerHandle | None = None  # for a body that continues after its answer
 
     # ---- the connection ----
 
@@ -58,10 +59,10 @@ class BoundedProtocol(HttpToolsProtocol):
         self._descriptor: int = transport.get_extra_info("socket").fileno()
         self._write_timer = WriteTimer(self.loop, transport, self.limits.write_timeout)
         self._start_header_timer()
-        self.places.take(self, len(self.connections))
+        self.slots.take(self, len(self.connections))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.places.leave(self)
+        self.slots.leave(self)
         self._write_timer.stop()
         self.hangups.remove(self._descriptor)
         self._stop_timers()
@@ -70,7 +71,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def eof_received(self) -> None:
-        """It is closed now, but not before all that was written is read: which may be never."""
+        """Stop answering. The transport closes once everything written is read, which the timer bounds."""
         self._disconnect()
         self._write_timer.start()
 
@@ -91,7 +92,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._feed(data)
 
     def _feed(self, data: bytes) -> None:
-        """Give the parser one request after the other, until one has to wait."""
+        """Parse one request after the other until one has to wait."""
         start = 0
         while start < len(data) and not self.transport.is_closing() and self._refusal is None:
             if self._flow.is_held:
@@ -111,7 +112,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self.turns.wait(self._take_turn)
 
     def _take_turn(self) -> None:
-        """Parse some chunks; then what is behind them, or wait for the next turn."""
+        """Parse some chunks, then either what follows them or wait for the next turn."""
         if self.transport.is_closing() or self._refusal is not None:
             return
         self._awaits_turn = False
@@ -129,7 +130,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._feed(data)
 
     def _parse(self, data: bytes) -> None:
-        """Bytes of one request, either of its headers or of its body."""
+        """Parse bytes of one request: part of its headers or part of its body."""
         if self._framing.num_extra_bytes > self.limits.max_header_size:
             self._refuse_headers("chunk extensions and trailers")
             return
@@ -137,26 +138,26 @@ class BoundedProtocol(HttpToolsProtocol):
             self._num_header_bytes += len(data)
             if self._header_timer is None:  # the first bytes of a further request
                 self._start_header_timer()
-            # The parser drops the body of whoever would like another protocol, as Java and curl may with HTTP/2.
+            # The parser would drop the body of an upgrade request, which Java and curl may send for HTTP/2.
             data = _UPGRADE.sub(b"\nx-upgrade:", data)
         super().data_received(data)
         if self.transport.is_closing() or self._refusal is not None:
             return
         if self._in_body is self._framing.in_headers:
-            self.send_400_response("")  # the two do not agree where it ends
+            self.send_400_response("")  # the framing and the parser disagree
         elif not self._in_body and self._num_header_bytes > self.limits.max_header_size:
             self._refuse_headers("headers")
 
     def _hold(self) -> None:
         self._flow.hold()
-        self.hangups.add(self._descriptor, self._hung_up)
+        self.hangups.add(self._descriptor, self._client_left)
 
-    def _hung_up(self) -> None:
+    def _client_left(self) -> None:
         self._disconnect()
         self._close()
 
-    def _go_on(self) -> None:
-        """The request that waited is being answered: now there is room for another."""
+    def _continue_reading(self) -> None:
+        """Read on: the waiting request is being answered now, so another may follow."""
         if not self.transport.is_closing():
             self.hangups.remove(self._descriptor)
             data, self._held = self._held, b""
@@ -166,7 +167,7 @@ class BoundedProtocol(HttpToolsProtocol):
     # ---- requests ----
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._in_body:  # trailers are no one's: the headers were looked at before they came
+        if not self._in_body:  # trailers are ignored: the headers are already in use
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -176,25 +177,25 @@ class BoundedProtocol(HttpToolsProtocol):
         if size > self.limits.max_header_size:
             self._refuse_headers("headers")
         elif (num_hosts := sum(name == b"host" for name, _ in self.headers)) > 1:
-            # A proxy in front and this server could each believe another one of them.
-            message = f"the request has {num_hosts} Host headers: it must have one"
+            # A proxy in front and this server might each trust a different one.
+            message = f"the request has {num_hosts} Host headers: it must have exactly one"
             self._refuse(ApiError(400, message, code="invalid_http"))
-        elif self.places.is_reserved(self) and self.url.partition(b"?")[0] not in PROBES:
+        elif self.slots.is_reserved(self) and self.url.partition(b"?")[0] not in PROBES:
             self.refuse_connection()
         elif not self.transport.is_closing():
             super().on_headers_complete()
-            self.cycle.keep_alive &= not self.places.is_reserved(self)
+            self.cycle.keep_alive &= not self.slots.is_reserved(self)
             self._in_body = True
             self._framing.headers_complete(self.headers)
-            if self.pipeline:  # this one waits, and all behind it
+            if self.pipeline:  # this request waits, and everything after it
                 self._hold()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._answered = cycle
-        if not self.flow.write_paused:  # what it writes comes on top; if too much is not read, it is paused
+        if not self.flow.write_paused:  # if too much is unread, writing is paused, which starts it again
             self._write_timer.stop()
-        is_old = cycle.scope["http_version"] < "1.1"
-        super()._start_asgi_task(cycle, unchunked(app, cycle) if is_old else app)
+        is_http_1_0 = cycle.scope["http_version"] < "1.1"
+        super()._start_asgi_task(cycle, unchunked(app, cycle) if is_http_1_0 else app)
 
     def on_body(self, body: bytes) -> None:
         if not self.transport.is_closing():
@@ -213,15 +214,15 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if self._flow.is_held and not self._awaits_turn and self._refusal is None:
-            self.loop.call_soon(self._go_on)
+            self.loop.call_soon(self._continue_reading)
         elif self._refusal is not None and self._is_idle():
             self._send_and_close(self._refusal)
-        # Most clients send all of a body before they look at the answer; for a while it is read on.
+        # Most clients send the whole body before they read the answer, so it is read for a while longer.
         elif self._in_body and self._is_idle():
             self._rest_timer = self.loop.call_later(self.limits.read_timeout, self._too_slow)
 
     def _is_idle(self) -> bool:
-        """Every request that has come is answered."""
+        """Return whether every request received so far is answered."""
         return not self.pipeline and (self._answered is None or self._answered.response_complete)
 
     # ---- time ----
@@ -240,13 +241,13 @@ class BoundedProtocol(HttpToolsProtocol):
             self._close()
 
     def _close(self) -> None:
-        """As soon as all that was written is read, or too slowly."""
+        """Close once everything written is read, or abort if that takes too long."""
         self.transport.close()
         self._write_timer.start()
 
     def shutdown(self) -> None:
-        """The server ends. A connection over TLS that is closed waits for its client to agree: one that has all it
-        asked for is not waited for."""
+        """Close for the server's shutdown. A TLS connection would wait for the client's close_notify: it is aborted
+        instead if everything has been sent."""
         super().shutdown()
         if self.transport.is_closing() and not self.transport.get_write_buffer_size():
             self.loop.call_soon(self.transport.abort)
@@ -254,23 +255,23 @@ class BoundedProtocol(HttpToolsProtocol):
     # ---- refusals ----
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002
-        self._refuse(ApiError(400, "this is not HTTP that the server understands", code="invalid_http"))
+        self._refuse(ApiError(400, "the request is not valid HTTP/1.1", code="invalid_http"))
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Whoever would like another protocol gets this one: nothing to warn of."""
+        """Log nothing: the request is answered over HTTP/1.1."""
 
     def _refuse_headers(self, what: str) -> None:
-        message = f"the {what} are larger than {self.limits.max_header_size} bytes, which is the limit"
+        message = f"the {what} are larger than {self.limits.max_header_size} bytes"
         self._refuse(ApiError(431, message, code="headers_too_large"))
 
     def refuse_connection(self) -> None:
-        self._refuse(ApiError(503, "there are too many connections", code="too_many_connections"))
+        self._refuse(ApiError(503, "too many connections: try again later", code="too_many_connections"))
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer what is being read with this, and close. Requests before it get their answers first."""
+        """Answer the request being read with this error, and close. Earlier requests are answered first."""
         if self.transport.is_closing() or self._refusal is not None:
             return
-        if self._in_body:  # the app has this request already, and may have answered it
+        if self._in_body:  # the app already has this request and may have answered it
             if self._answered is None or self._answered.response_started:
                 self._close()
             else:
@@ -283,7 +284,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._hold()
 
     def _disconnect(self) -> None:
-        """Whoever makes the answer should stop."""
+        """Tell the app that its client is gone."""
         if self._answered is not None and not self._answered.response_complete:
             self._answered.disconnected = True
             self._answered.message_event.set()
@@ -303,18 +304,18 @@ P = TypeVar("P", bound=BoundedProtocol)
 
 
 def bounded_protocol(kind: type[P], limits: ConnectionLimits, loop: asyncio.AbstractEventLoop) -> type[P]:
-    """A protocol class of one server; there is one instance per connection."""
+    """Return a protocol class for one server, whose connections share their limits."""
     shared = {
         "limits": limits,
         "hangups": HangupWatch(loop),
         "turns": ParsingTurns(loop),
-        "places": ConnectionPlaces(limits.max_connections),
+        "slots": ConnectionSlots(limits.max_connections),
     }
     return type("LimitedProtocol", (kind,), shared)
 
 
 def unchunked(app: ASGI3Application, cycle: RequestResponseCycle) -> ASGI3Application:
-    """The application for this one request, which uvicorn answers in chunks unless told otherwise."""
+    """Wrap the app for an HTTP/1.0 request, to which uvicorn would send a chunked response."""
 
     async def run(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
         has_length = False
@@ -334,45 +335,8 @@ def unchunked(app: ASGI3Application, cycle: RequestResponseCycle) -> ASGI3Applic
     return run
 
 
-INTERVAL = 0.02  # seconds: about one step
-_GONE = getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
-
-
-class HangupWatch:
-    """Asks about all such connections at once, as long as there are any. Nothing is read: bytes that have come and were
-    not wanted yet would hide the end from whoever reads. (Behind
-    more than the socket holds, the end cannot be seen.)"""
-
-    def __init__(self, loop: AbstractEventLoop) -> None:
-        self._loop = loop
-        self._poll = select.poll()
-        self._left: dict[int, Callable[[], None]] = {}  # what to call, by descriptor
-        self._timer: TimerHandle | None = None
-
-    def add(self, descriptor: int, left: Callable[[], None]) -> None:
-        """Call `left`, once, when the other end of this connection is closed."""
-        self._left[descriptor] = left
-        self._poll.register(descriptor, _GONE)
-        if self._timer is None:
-            self._timer = self._loop.call_later(INTERVAL, self._look)
-
-    def remove(self, descriptor: int) -> None:
-        if self._left.pop(descriptor, None) is not None:
-            self._poll.unregister(descriptor)
-
-    def _look(self) -> None:
-        self._timer = None
-        for descriptor, _ in self._poll.poll(0):
-            left = self._left.get(descriptor)
-            if left is not None:
-                self.remove(descriptor)
-                left()
-        if self._left:
-            self._timer = self._loop.call_later(INTERVAL, self._look)
-
-
 class HeldFlow(FlowControl):
-    """Reading can be held: then whoever waits for a body does not resume it."""
+    """Flow control whose reading can be held, so that an app waiting for a body does not resume it."""
 
     is_held = False
 
@@ -381,7 +345,7 @@ class HeldFlow(FlowControl):
         self.pause_reading()
 
     def release(self, resume: bool = True) -> None:
-        """Unless it is resumed here, whoever waits for the body does that."""
+        """End the hold. Without `resume`, reading resumes when the app has consumed the body."""
         self.is_held = False
         if resume:
             self.resume_reading()

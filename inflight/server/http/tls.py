@@ -1,5 +1,4 @@
-"""Connections over TLS, from their first byte on: before they have shaken hands they count too, and have as little time
-as others."""
+"""TLS connections that count against the limits, and are timed, from before their handshake."""
 
 from __future__ import annotations
 
@@ -13,22 +12,22 @@ from inflight.server.http.protocol import BoundedProtocol
 
 logger = logging.getLogger(__name__)
 
-MAX_ACCEPTED = 64  # connections at a time, so that others get their turn
-PAUSE = 1.0  # seconds until another try, where no connection can be taken
+MAX_ACCEPTED = 64  # connections per event, so that others get their turn
+ACCEPT_RETRY_SECONDS = 1.0  # after an error
 
 
 class TlsProtocol(BoundedProtocol):
-    """One connection: it is one from `begin` on, and made once hands are shaken."""
+    """One TLS connection. It counts from `begin` on; `connection_made` follows the handshake."""
 
     _is_made = False
 
     def begin(self, connection: socket.socket, context: ssl.SSLContext) -> None:
-        self._handshake = self.loop.create_task(self._shake_hands(connection, context))
+        self._handshake = self.loop.create_task(self._do_handshake(connection, context))
         self._handshake.add_done_callback(lambda _: self._end_handshake(connection))
         self.connections.add(self)
-        self.places.take(self, len(self.connections))
+        self.slots.take(self, len(self.connections))
 
-    async def _shake_hands(self, connection: socket.socket, context: ssl.SSLContext) -> None:
+    async def _do_handshake(self, connection: socket.socket, context: ssl.SSLContext) -> None:
         seconds = self.limits.read_timeout
         try:
             await self.loop.connect_accepted_socket(
@@ -38,15 +37,15 @@ class TlsProtocol(BoundedProtocol):
                 ssl_handshake_timeout=seconds,
                 ssl_shutdown_timeout=seconds,
             )
-        except OSError as error:  # all that ssl raises is one too
+        except OSError as error:  # includes ssl.SSLError
             logger.debug("a TLS handshake failed: %r", error)
 
     def _end_handshake(self, connection: socket.socket) -> None:
-        """It may not even have begun."""
+        """Clean up after a handshake that failed, was cancelled or never began."""
         if not self._is_made:
             connection.close()
             self.connections.discard(self)
-            self.places.leave(self)
+            self.slots.leave(self)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._is_made = True
@@ -66,8 +65,8 @@ class TlsProtocol(BoundedProtocol):
 
 
 class TlsListener:
-    """Takes connections from a socket. Stands where uvicorn has a server of the event loop's, which tells no one of a
-    connection before its handshake."""
+    """Accepts connections from a socket, in place of an asyncio server, which hides connections until their handshake
+    is done."""
 
     def __init__(
         self, listener: socket.socket, context: ssl.SSLContext, make_protocol: Callable[[], TlsProtocol]
@@ -89,10 +88,10 @@ class TlsListener:
                 connection, _ = self._listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
-            except OSError as error:  # there may be no descriptor left
-                logger.error("no connection can be taken: %s", error.strerror)
+            except OSError as error:  # perhaps out of file descriptors
+                logger.error("cannot accept connections: %s", error.strerror)
                 self._loop.remove_reader(self._descriptor)
-                self._loop.call_later(PAUSE, self._listen)
+                self._loop.call_later(ACCEPT_RETRY_SECONDS, self._listen)
                 return
             connection.setblocking(False)
             self._make_protocol().begin(connection, self._context)
@@ -102,4 +101,4 @@ class TlsListener:
         self._loop.remove_reader(self._descriptor)
 
     async def wait_closed(self) -> None:
-        """Nothing is left to wait for."""
+        """Return at once: nothing is pending after `close`."""

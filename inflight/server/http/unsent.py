@@ -1,4 +1,4 @@
-"""Bounds the bytes of answers that clients have asked for and do not read."""
+"""Bounds the bytes of large responses that clients have requested but not read."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from inflight.server.access.keys import Caller
 from inflight.server.error_shapes import error_at
 from inflight.server.errors import ApiError
 
-PIECE = 64 << 10  # bytes written at a time; answers that are no larger are not counted
-PAID = "inflight.paid"  # in the scope of answers that the engine has worked for: they are never refused
+PIECE = 64 << 10  # bytes written at a time; smaller responses are not counted
+ENGINE_RESPONSE = "inflight.engine_response"  # scope key of responses that the engine computed: never refused
 
 
 class UnsentBytes:
-    """Counts large answers from their first byte to their last. One key may have half of what is allowed; the only
-    answer, of a key or of all, is let through whatever its size."""
+    """Counts the bytes of large responses until they are sent.
+
+    One API key may use half of the limit. A response that is the only one, of its key or of all, is always allowed.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -28,12 +30,10 @@ class UnsentBytes:
         return self._by_caller.total()
 
     def take(self, caller: Caller, size: int) -> None:
-        """Count an answer. Raises ApiError 429 where there is no room for it."""
+        """Count a response. Raises ApiError 429 if it exceeds the limit."""
         own, total = self._by_caller[caller.name], self.num_bytes
         if (own and own + size > self._max_bytes // 2) or (total and total + size > self._max_bytes):
-            message = (
-                f"{own or total} bytes of other answers are not read yet: there is no room for {size} more"
-            )
+            message = f"{own or total} bytes of other responses are still unread: {size} more would exceed the limit"
             raise ApiError(429, message, code="too_many_unsent_bytes", retry_after=1)
         self._by_caller[caller.name] += size
 
@@ -44,19 +44,22 @@ class UnsentBytes:
 
 
 class PacedSend:
-    """Passes messages of one response on, large bodies in pieces: each waits until those before it are read, so that no
-    copy of the rest waits in the connection. `close` must be called at the end."""
+    """An ASGI `send` that writes large bodies in pieces.
+
+    Each piece waits until the ones before it are read, so that no copy of the rest sits in the connection's buffer.
+    `close` must be called at the end.
+    """
 
     def __init__(
-        self, scope: Scope, send: Send, unsent: UnsentBytes, started: Callable[[Message], None] | None = None
+        self, scope: Scope, send: Send, unsent: UnsentBytes, on_start: Callable[[Message], None] | None = None
     ) -> None:
-        """`started` is called with the first message before that is sent, and may change it."""
+        """`on_start` is called with the first message before it is sent, and may change it."""
         self._scope = scope
         self._send = send
         self._unsent = unsent
-        self._started = started
+        self._on_start = on_start
         self._caller = Caller()
-        self._size = 0  # bytes that are counted
+        self._size = 0  # bytes counted in `unsent`
         self.refusal: ApiError | None = None  # sent in place of the response
 
     async def __call__(self, message: Message) -> None:
@@ -69,7 +72,7 @@ class PacedSend:
                 await self._send(message)
 
     async def _start(self, message: Message) -> None:
-        size = 0 if PAID in self._scope else _content_length(message)
+        size = 0 if ENGINE_RESPONSE in self._scope else _content_length(message)
         if size > PIECE:
             self._caller = self._scope.get("inflight.caller") or self._caller
             try:
@@ -79,8 +82,8 @@ class PacedSend:
                 self.refusal = error
                 return
             self._size = size
-        if self._started is not None:
-            self._started(message)
+        if self._on_start is not None:
+            self._on_start(message)
         await self._send(message)
 
     async def _send_pieces(self, message: Message) -> None:

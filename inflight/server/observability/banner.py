@@ -1,4 +1,4 @@
-"""What is said at the start: what runs, how much fits, where to look, what to try."""
+"""The startup banner: what is served, how much fits, the base URL of each API, and commands to try."""
 
 from __future__ import annotations
 
@@ -10,61 +10,57 @@ from inflight.pooling import Task
 from inflight.server.state import ServerState
 
 
-def address_of(state: ServerState, sockname: Any) -> str:
-    """Where a browser on this machine finds the server."""
-    host, port = sockname[0], sockname[1]
-    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    return f"{'https' if state.options.ssl_certfile else 'http'}://{shown}:{port}"
-
-
-def summary(state: ServerState, sockname: Any) -> str:
+def banner(state: ServerState, sockname: Any) -> str:
+    """Return the text to print once the server takes requests; `sockname` is the address it listens on."""
     facts, options = state.client.facts, state.options
-    url = address_of(state, sockname)
+    url = _base_url(state, sockname)
+    rows = [
+        ("Model", f"{', '.join(state.names)} ({facts.dtype}, context length {facts.max_model_len:,})"),
+        ("Tasks", ", ".join(state.tasks)),
+        ("Device", f"{facts.device}, {_engines(state)}"),
+        *_capacity(facts),
+        ("Scheduling", f"policy {options.policy}, at most {options.max_queue:,} requests waiting"),
+        *([("API workers", f"{options.api_workers} processes")] if options.api_workers > 1 else []),
+        ("API keys", "required" if state.keys.required else "not required"),
+        ("OpenAI API", f"{url}/v1"),
+        *([("Anthropic API", url), ("Chat page", f"{url}/")] if facts.generates else []),
+        ("Metrics", f"{url}/metrics"),
+        ("Health", f"{url}/health"),
+    ]
+    lines = [f"inflight {__version__}", *(f"  {name:<13}  {text}" for name, text in rows), "", "  Try it:"]
     key = " -H 'Authorization: Bearer KEY'" if state.keys.required else ""
-    rows = (
-        ("model", f"{', '.join(state.names)} ({facts.dtype}, context {facts.max_model_len:,})"),
-        (
-            "device",
-            f"{facts.device}, {_engines(state)}",
-        ),
-        *_room(facts),
-        *([("front", f"{options.api_workers} processes")] if options.api_workers > 1 else []),
-        ("policy", f"{options.policy}, queue of {options.max_queue:,}"),
-        ("keys", "needed" if state.keys.required else "not needed"),
-        ("can", ", ".join(state.tasks)),
-        (
-            "look",
-            ", ".join([*([f"{url}/ to chat"] if facts.generates else []), f"{url}/metrics", f"{url}/health"]),
-        ),
-    )
-    lines = [f"inflight {__version__}", *(f"  {name:<10} {text}" for name, text in rows), "", "  try"]
     for route, body in (example for task, example in _EXAMPLES if task in state.tasks):
         lines.append(f"    curl -N {url}{route}{key} -H 'Content-Type: application/json' -d '{body}'")
     return "\n".join([*lines, ""])
+
+
+def _base_url(state: ServerState, sockname: Any) -> str:
+    """Return the URL under which a client on this machine reaches the server."""
+    host, port = sockname[0], sockname[1]
+    name = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    return f"{'https' if state.options.ssl_certfile else 'http'}://{name}:{port}"
 
 
 def _engines(state: ServerState) -> str:
     if state.replicas is None:
         return f"engine in {'this process' if state.options.in_process else 'its own process'}"
     router = state.options.router
-    place = "" if router.ray_address is None else " on a Ray cluster"
-    return f"{len(state.replicas.members)} replicas{place}, routing {router.routing}"
+    cluster = "" if router.ray_address is None else " on a Ray cluster"
+    return f"{len(state.replicas.members)} replicas{cluster}, routing {router.routing}"
 
 
-def _room(facts: ModelFacts) -> list[tuple[str, str]]:
-    """What fits at once: into the KV memory or, of an encoder, which keeps none, into a step."""
+def _capacity(facts: ModelFacts) -> list[tuple[str, str]]:
+    """Return what fits at once: into the KV cache or, for an encoder, which has none, into a step."""
     if facts.pooling is not None and not facts.pooling.splittable:
-        return [
-            (
-                "fits",
-                f"{facts.max_num_batched_tokens:,} tokens of up to {facts.max_num_seqs:,} texts per step",
-            )
-        ]
+        tokens, texts = facts.max_num_batched_tokens, facts.max_num_seqs
+        return [("Batch", f"at most {tokens:,} tokens of {texts:,} texts per step")]
     num_tokens = facts.num_blocks * facts.block_size
-    fits = facts.num_full_requests
     return [
-        ("KV memory", f"{facts.num_blocks:,} blocks of {facts.block_size} = {num_tokens:,} tokens"),
-        ("fits", f"{fits:,} requests of full length at once, {facts.max_num_seqs:,} at most"),
+        ("KV cache", f"{facts.num_blocks:,} blocks of {facts.block_size} tokens = {num_tokens:,} tokens"),
+        (
+            "Batch",
+            f"at most {facts.max_num_seqs:,} requests, {facts.num_full_requests:,} of full context length",
+        ),
     ]
 
 

@@ -1,4 +1,4 @@
-"""What happened to a request, and why it took so long."""
+"""Reports what happened to a request and why it took so long, for /v1/requests."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from inflight.server.state import ServerState
 
 
 async def report_of(state: ServerState, logged: LoggedRequest) -> RequestReport:
-    found = [await _describe(state, logged, engine_id) for engine_id in logged.engine_ids]
-    answers = [_answer(index, item) for index, item in enumerate(found) if item is not None]
-    engine_ids = tuple(name for item in found if item is not None for name in item.waited_for)
+    states = [await _describe(state, logged, engine_id) for engine_id in logged.engine_ids]
+    answers = [_answer(index, item) for index, item in enumerate(states) if item is not None]
+    engine_ids = tuple(name for item in states if item is not None for name in item.waited_for)
     own = set(logged.engine_ids)
     waited = Waited(
-        num_requests=max((item.num_waited_for for item in found if item is not None), default=0),
+        num_requests=max((item.num_waited_for for item in states if item is not None), default=0),
         ids=state.request_log.ids_of(logged.caller, tuple(name for name in engine_ids if name not in own)),
     )
     ended_at = logged.ended_at or time.perf_counter()
@@ -44,27 +44,27 @@ async def report_of(state: ServerState, logged: LoggedRequest) -> RequestReport:
 
 
 async def _lost(state: ServerState, logged: LoggedRequest, answers: list[AnswerReport]) -> str | None:
-    """Why nothing is known of how its time was spent, if the engine that knew is gone or does not answer."""
-    come = "before its first token" if logged.first_token_at is None else "after its first token"
+    """Say why the time spent is unknown, if the engine that knew is gone or does not respond."""
+    when = "before its first token" if logged.first_token_at is None else "after its first token"
     if any(answer.finish_reason == "error" and answer.queued_seconds is None for answer in answers):
-        return f"The engine was lost {come}, and what it knew of this request with it."
+        return f"The engine died {when}, so the timing of this request is unknown."
     if logged.outcome is not None or len(answers) == len(logged.engine_ids):
         return None
     health = await state.client.health()
     if health.healthy:
         return None
     since = health.seconds_since_step
-    return f"It is in the engine, which is {health.state}: it made its last step {since:.0f} seconds ago, {come}."
+    return f"It is in the engine, which is {health.state}: its last step was {since:.0f} seconds ago, {when}."
 
 
 async def _describe(state: ServerState, logged: LoggedRequest, engine_id: str) -> RequestState | None:
     try:
-        found = await state.client.describe(engine_id)
-    except EngineError:  # the engine is not there; what was heard of the answer still is
-        found = None
-    if found is None and engine_id in logged.records:
+        request_state = await state.client.describe(engine_id)
+    except EngineError:  # the engine is gone, but the record of a finished answer is kept here
+        request_state = None
+    if request_state is None and engine_id in logged.records:
         return RequestState(logged.records[engine_id], "finished")
-    return found
+    return request_state
 
 
 def _status(logged: LoggedRequest, answers: list[AnswerReport]) -> Status:
@@ -76,7 +76,7 @@ def _status(logged: LoggedRequest, answers: list[AnswerReport]) -> Status:
 
 def _answer(index: int, state: RequestState) -> AnswerReport:
     record = state.record
-    has_outputs = record.first_token_at is not None  # else it is over with its prompt, or not there yet
+    has_outputs = record.first_token_at is not None  # otherwise it ends with its prompt, or has not started
     return AnswerReport(
         index=index,
         status="queued" if state.status == "waiting" else state.status,
@@ -100,50 +100,50 @@ def _between(record: RequestRecord, first: str, last: str) -> float | None:
 
 
 _QUEUE_CAUSES = {
-    "step": "until the next step was formed",
-    "memory": "for want of memory",
-    "slots": "for want of a slot",
-    "budget": "for a share of a step",
-    "policy": "by the policy's choice",
+    "step": "for the next step",
+    "memory": "for KV memory",
+    "slots": "for a batch slot",
+    "budget": "for the token budget of a step",
+    "policy": "because of the policy",
 }
-_WORTH_TELLING = 0.001  # seconds
+_MIN_SECONDS = 0.001  # worth mentioning
 
 
 def _why(answers: list[AnswerReport], waited: Waited, client_seconds: float) -> str:
-    """A sentence for people, about the answer that took longest."""
+    """Return a sentence about the answer that took longest."""
     if not answers:
-        return "It has not reached the engine."
+        return "It has not reached the engine yet."
     slowest = max(answers, key=_seconds)
     if slowest.queued_seconds is None:
-        return f"It waits for a place; {waited.num_requests} requests are before it."
+        return f"It is waiting in the queue; {waited.num_requests} requests are ahead of it."
     parts = [_queue(slowest, waited)]
-    found = slowest.breakdown
+    breakdown = slowest.breakdown
     if slowest.prefill_seconds is not None:
         fresh = slowest.num_prompt_tokens - slowest.num_cached_tokens
         parts.append(
-            f"{found.prefill:.3f} s for the prompt "
+            f"{breakdown.prefill:.3f} s for the prompt "
             f"({fresh} tokens computed, {slowest.num_cached_tokens} cached)"
         )
     if slowest.decode_seconds is not None:
-        parts.append(f"{found.decode:.3f} s for {slowest.num_output_tokens} tokens")
-    if found.prefill_of_others >= _WORTH_TELLING:
-        parts.append(f"{found.prefill_of_others:.3f} s for prompts of others beside them")
+        parts.append(f"{breakdown.decode:.3f} s for {slowest.num_output_tokens} tokens")
+    if breakdown.prefill_of_others >= _MIN_SECONDS:
+        parts.append(f"{breakdown.prefill_of_others:.3f} s for other requests' prompts in the same steps")
     if slowest.num_preemptions:
-        parts.append(f"{found.preempted:.3f} s preempted, {slowest.num_preemptions} times")
+        parts.append(f"{breakdown.preempted:.3f} s preempted ({slowest.num_preemptions} times)")
     if slowest.num_failovers:
         engines = "an engine" if slowest.num_failovers == 1 else f"{slowest.num_failovers} engines"
-        parts.append(f"{found.lost:.3f} s with {engines} that died, and until another took over")
-    if found.held >= _WORTH_TELLING:
-        parts.append(f"{found.held:.3f} s kept by the policy")
-    if client_seconds >= _WORTH_TELLING:
-        parts.append(f"{client_seconds:.3f} s of waiting for the client to read")
+        parts.append(f"{breakdown.lost:.3f} s lost to {engines} that died, until another took over")
+    if breakdown.held >= _MIN_SECONDS:
+        parts.append(f"{breakdown.held:.3f} s held back by the policy")
+    if client_seconds >= _MIN_SECONDS:
+        parts.append(f"{client_seconds:.3f} s waiting for the client to read")
     return ", ".join(parts) + "."
 
 
 def _seconds(answer: AnswerReport) -> float:
-    found = answer.breakdown
-    running = found.prefill + found.prefill_of_others + found.decode
-    return sum(found.queue.values()) + running + found.preempted + found.held + found.lost
+    times = answer.breakdown
+    running = times.prefill + times.prefill_of_others + times.decode
+    return sum(times.queue.values()) + running + times.preempted + times.held + times.lost
 
 
 def _queue(answer: AnswerReport, waited: Waited) -> str:
@@ -151,7 +151,7 @@ def _queue(answer: AnswerReport, waited: Waited) -> str:
     causes = [
         f"{seconds:.3f} s {_QUEUE_CAUSES[cause]}"
         for cause, seconds in answer.breakdown.queue.items()
-        if seconds >= _WORTH_TELLING
+        if seconds >= _MIN_SECONDS
     ]
     because = f" ({', '.join(causes)})" if causes else ""
     return f"{answer.queued_seconds:.3f} s in the queue{behind}{because}"

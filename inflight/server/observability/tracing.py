@@ -1,4 +1,4 @@
-"""OpenTelemetry spans, one a request to the engine, for those who asked for them."""
+"""Optional OpenTelemetry spans, one per request to the engine."""
 
 from __future__ import annotations
 
@@ -11,16 +11,22 @@ from inflight.server.observability.request_log import LoggedRequest
 
 
 class Tracer(Protocol):
-    def ended(self, logged: LoggedRequest, model: str, headers: Mapping[str, str], error: str | None) -> None:
-        """A request is over: its records tell what happened."""
+    """Where finished requests are traced."""
+
+    def record(
+        self, logged: LoggedRequest, model: str, headers: Mapping[str, str], error: str | None
+    ) -> None:
+        """Trace a finished request from its records."""
 
     def close(self) -> None: ...
 
 
 class NoTracer:
-    """Nobody asked."""
+    """Traces nothing."""
 
-    def ended(self, logged: LoggedRequest, model: str, headers: Mapping[str, str], error: str | None) -> None:
+    def record(
+        self, logged: LoggedRequest, model: str, headers: Mapping[str, str], error: str | None
+    ) -> None:
         pass
 
     def close(self) -> None:
@@ -28,7 +34,7 @@ class NoTracer:
 
 
 class OtelTracer:
-    """Spans are made when a request ends, from times that were taken anyway."""
+    """Creates spans when requests end, from times that are recorded anyway."""
 
     def __init__(self, endpoint: str, exporter: Any = None) -> None:
         try:
@@ -44,14 +50,16 @@ class OtelTracer:
         except ImportError as error:
             raise ConfigError(
                 "otlp_traces_endpoint is set, but OpenTelemetry is not installed: "
-                "pip install 'inflight-llm[otel]', or leave the option out"
+                "run pip install 'inflight-llm[otel]', or do not set the option"
             ) from error
         self._provider = TracerProvider(resource=Resource.create({"service.name": "inflight"}))
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("inflight.server")
         self._propagator = TraceContextTextMapPropagator()
 
-    def ended(self, logged: LoggedRequest, model: str, headers: Mapping[str, str], error: str | None) -> None:
+    def record(
+        self, logged: LoggedRequest, model: str, headers: Mapping[str, str], error: str | None
+    ) -> None:
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
         now, ended = time.time_ns(), time.perf_counter()
@@ -77,7 +85,7 @@ class OtelTracer:
 
 
 def tracer_of(endpoint: str | None) -> Tracer:
-    """One that sends spans there; to no one where that is None."""
+    """Return a tracer that sends spans to the endpoint, or none if that is None."""
     return NoTracer() if endpoint is None else OtelTracer(endpoint)
 
 
@@ -89,7 +97,7 @@ def _operation(logged: LoggedRequest) -> str:
 
 def _attributes(logged: LoggedRequest, model: str) -> dict[str, Any]:
     records = list(logged.records.values())
-    found: dict[str, Any] = {
+    attributes: dict[str, Any] = {
         "gen_ai.request.model": model,
         "gen_ai.request.id": logged.request_id,
         "gen_ai.operation.name": _operation(logged),
@@ -100,9 +108,9 @@ def _attributes(logged: LoggedRequest, model: str) -> dict[str, Any]:
         "inflight.num_preemptions": sum(record.num_preemptions for record in records),
     }
     if records:
-        found["gen_ai.usage.input_tokens"] = logged.num_pooled_tokens or records[0].num_prompt_tokens
+        attributes["gen_ai.usage.input_tokens"] = logged.num_pooled_tokens or records[0].num_prompt_tokens
         if records[0].admitted_at is not None:
-            found["gen_ai.latency.time_in_queue"] = records[0].admitted_at - records[0].arrived_at
+            attributes["gen_ai.latency.time_in_queue"] = records[0].admitted_at - records[0].arrived_at
     if logged.first_token_at is not None:
-        found["gen_ai.latency.time_to_first_token"] = logged.first_token_at - logged.started_at
-    return found
+        attributes["gen_ai.latency.time_to_first_token"] = logged.first_token_at - logged.started_at
+    return attributes

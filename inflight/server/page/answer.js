@@ -1,4 +1,4 @@
-// What the events of a stream add up to.
+// Accumulates the events of a streamed answer.
 class Answer {
   constructor(view) {
     this.view = view;
@@ -30,12 +30,12 @@ class Answer {
     this.view.addArguments(index, piece);
   }
 
-  // To be sent back with the next question.
+  // The message to send back with the next question.
   message() {
-    const found = { role: "assistant", content: this.content };
-    if (this.reasoning) found.reasoning_content = this.reasoning;
-    if (this.calls.length) found.tool_calls = this.calls;
-    return found;
+    const message = { role: "assistant", content: this.content };
+    if (this.reasoning) message.reasoning_content = this.reasoning;
+    if (this.calls.length) message.tool_calls = this.calls;
+    return message;
   }
 
   figures() {
@@ -48,8 +48,8 @@ class Answer {
         parts.push(Math.round((number - 1) / seconds).toLocaleString() + " tokens/s");
       if (cached) parts.push(cached + " of " + usage.prompt_tokens + " prompt tokens cached");
     }
-    if (this.reason === "length") parts.push("cut at the longest length");
-    if (this.reason === "abort") parts.push("ended by the server");
+    if (this.reason === "length") parts.push("maximum length reached");
+    if (this.reason === "abort") parts.push("stopped by the server");
     return parts.join(" · ");
   }
 }

@@ -1,15 +1,15 @@
-// The server's side of the page: what is sent, and what comes back in words.
+// Calls to the server, and error messages for the reader.
 
 const $ = (id) => document.getElementById(id);
 
-const NO_ANSWER = "The server does not answer: it may have been stopped, or the network is down.";
-const BROKEN_OFF = "The answer broke off: the connection to the server is gone.";
-const IN_WORDS = {
-  missing_api_key: "This server asks for an API key: enter it below.",
-  invalid_api_key: "The server does not know this API key: check it below.",
+const NO_ANSWER = "The server does not respond: it may have been stopped, or the network is down.";
+const BROKEN_OFF = "The answer was cut off: the connection to the server was lost.";
+const KEY_ERRORS = {
+  missing_api_key: "This server requires an API key: enter it below.",
+  invalid_api_key: "The API key is not valid: check it below.",
 };
 
-// Something that went wrong, in words for whoever reads the page.
+// An error with a message for the reader of the page.
 class Failure extends Error {
   constructor(message, code = "") {
     super(message);
@@ -18,29 +18,29 @@ class Failure extends Error {
 }
 
 function headers() {
-  const found = { "Content-Type": "application/json" };
+  const headers = { "Content-Type": "application/json" };
   const key = $("key").value.trim();
-  if (/[^ -~]/.test(key)) throw new Failure(IN_WORDS.invalid_api_key, "invalid_api_key");  // no header could hold it
-  if (key) found.Authorization = "Bearer " + key;
-  return found;
+  if (/[^ -~]/.test(key)) throw new Failure(KEY_ERRORS.invalid_api_key, "invalid_api_key");  // a header cannot contain it
+  if (key) headers.Authorization = "Bearer " + key;
+  return headers;
 }
 
-// The response of a route. Raises Failure, or AbortError when the signal says so.
+// Returns the response of a route. Throws Failure, or AbortError on the signal.
 async function call(path, body, signal) {
-  const sent = { headers: headers(), signal };
-  if (body) Object.assign(sent, { method: "POST", body: JSON.stringify(body) });
+  const options = { headers: headers(), signal };
+  if (body) Object.assign(options, { method: "POST", body: JSON.stringify(body) });
   let response;
   try {
-    response = await fetch(path, sent);
+    response = await fetch(path, options);
   } catch (error) {
     throw error.name === "AbortError" ? error : new Failure(NO_ANSWER, "no_answer");
   }
   if (response.ok) return response;
   const { code, message } = (await response.json().catch(() => ({}))).error ?? {};
-  throw new Failure(IN_WORDS[code] ?? message ?? `The server answers with status ${response.status}.`, code);
+  throw new Failure(KEY_ERRORS[code] ?? message ?? `The server responded with status ${response.status}.`, code);
 }
 
-// Events of a streamed answer as they come; a chunk of bytes may end anywhere.
+// Yields the events of a streamed answer; a chunk of bytes may end anywhere.
 async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   for (let rest = ""; ;) {

@@ -1,7 +1,7 @@
-// Questions and answers: one at a time, with as many rounds of calls as the model needs.
+// The conversation: one question at a time, with as many rounds of tool calls as the model needs.
 
 const EXAMPLES = ["Why does it rain?", "Tell me a story about a fox.", "What is continuous batching?"];
-const MAX_ROUNDS = 8;  // of calls, for one question
+const MAX_ROUNDS = 8;  // of tool calls per question
 let messages = [], queue = [], running = null;
 
 function fresh() {
@@ -10,7 +10,7 @@ function fresh() {
   messages = [];
   queue = [];
   showQueue();
-  const empty = element("div", "", "Everything you send stays between this page and its server.");
+  const empty = element("div", "", "What you send goes only to this server.");
   empty.id = "empty";
   for (const example of EXAMPLES) {
     const button = element("button", "", example);
@@ -21,7 +21,7 @@ function fresh() {
   $("text").focus();
 }
 
-// At once, or when the answer before it has come.
+// Sends a question now, or once the current answer is complete.
 function send(text) {
   queue.push(text);
   showQueue();
@@ -44,7 +44,7 @@ function showQueue() {
   }));
 }
 
-// Texts that were not sent, or not answered, go back to where they were written.
+// Puts questions that were not sent or not answered back into the text box.
 function restore(texts) {
   $("text").value = [...texts, $("text").value].filter(Boolean).join("\n");
   fit();
@@ -53,7 +53,7 @@ function restore(texts) {
 
 function setRunning(controller) {
   running = controller;
-  $("log").setAttribute("aria-busy", Boolean(running));  // an answer is read out when it is complete
+  $("log").setAttribute("aria-busy", Boolean(running));  // screen readers read an answer once it is complete
   showButtons();
 }
 
@@ -82,13 +82,13 @@ function giveUp(asked, code, message) {
     $("tools").open = true;
     allowTools(message.replace("tools are given: ", ""));
   }
-  if (code in IN_WORDS) needsKey();
+  if (code in KEY_ERRORS) needsKey();
   if (code === "no_answer" || code === "loading") connect();
   if (code === "shutting_down") setTimeout(connect, AGAIN_MS);
   scrollDown();
 }
 
-// Answers, and results of what they call, until one calls nothing. What went wrong, if something did.
+// Requests answers and runs their tool calls until an answer has none. Returns the error, if any.
 async function answerAll(asked, signal) {
   for (let round = 0; round <= MAX_ROUNDS; round++) {
     const view = new AnswerView(), answer = new Answer(view);
@@ -102,13 +102,13 @@ async function answerAll(asked, signal) {
       return failed;
     }
     asked.push(answer.message());
-    for (const [index, { id, function: { name, arguments: given } }] of answer.calls.entries()) {
-      const content = resultOf(name, given);
+    for (const [index, { id, function: { name, arguments: text } }] of answer.calls.entries()) {
+      const content = resultOf(name, text);
       view.showResult(index, content);
       asked.push({ role: "tool", tool_call_id: id, content });
     }
     const isLast = answer.calls.length && round === MAX_ROUNDS;
-    view.end(answer.figures() + (isLast ? ` · ended after ${MAX_ROUNDS} rounds of calls` : ""));
+    view.end(answer.figures() + (isLast ? ` · stopped after ${MAX_ROUNDS} rounds of tool calls` : ""));
     if (!answer.calls.length) return null;
   }
   return null;

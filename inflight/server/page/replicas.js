@@ -1,9 +1,9 @@
-// How the engines do, asked for again and again.
+// Polls the state of the engines.
 
-const EVERY_MS = 2000;
+const REFRESH_MS = 2000;
 const STATES = {
-  starting: "is starting", draining: "takes no new requests", stalled: "makes no progress", restarting: "is restarted",
-  dead: "was given up", closing: "is ending", closed: "has ended",
+  starting: "is starting", draining: "takes no new requests", stalled: "makes no progress", restarting: "is restarting",
+  dead: "is dead", closing: "is shutting down", closed: "has shut down",
 };
 const number = (value) => value.toLocaleString("en");
 const percent = (value) => `${Math.round(value * 100)} %`;
@@ -13,8 +13,8 @@ async function refresh() {
     show(await (await call("v1/replicas")).json());
     $("notice").textContent = "";
   } catch (failure) {
-    $("notice").textContent = failure.code === "loading" ? "The model is being loaded." : failure.message;
-    if (failure.code in IN_WORDS) $("key-field").hidden = false;
+    $("notice").textContent = failure.code === "loading" ? "The model is loading." : failure.message;
+    if (failure.code in KEY_ERRORS) $("key-field").hidden = false;
     if (failure.code !== "no_answer") show({ data: [], routing: null });
   }
   $("replicas").classList.toggle("old", $("notice").textContent !== "");
@@ -23,7 +23,7 @@ async function refresh() {
 async function keepFresh() {
   for (;;) {
     if (!document.hidden) await refresh();
-    await new Promise((done) => setTimeout(done, EVERY_MS));
+    await new Promise((done) => setTimeout(done, REFRESH_MS));
   }
 }
 
@@ -33,12 +33,12 @@ function show({ data, routing }) {
 }
 
 function words(data, routing) {
-  const ill = data.filter((replica) => replica.state !== "running");
-  const trouble = ill.map((replica) => `${name(replica, routing)} ${STATES[replica.state]}`).join(", ");
+  const unhealthy = data.filter((replica) => replica.state !== "running");
+  const trouble = unhealthy.map((replica) => `${name(replica, routing)} ${STATES[replica.state]}`).join(", ");
   if (routing === null)
-    return `This server has one engine and no router${trouble ? `: ${trouble}.` : "; it runs."}`;
+    return `This server has one engine and no router${trouble ? `: ${trouble}.` : "; it is running."}`;
   const count = data.length === 1 ? "one replica" : `${data.length} replicas`;
-  return `${count} behind a router (${routing.replace("_", " ")}): ${trouble || "all run"}.`.replace(/^o/, "O");
+  return `${count} behind a router (${routing.replace("_", " ")}): ${trouble || "all are running"}.`.replace(/^o/, "O");
 }
 
 const name = (replica, routing) => (routing === null ? "the engine" : `replica ${replica.id}`);
@@ -54,25 +54,25 @@ function card(replica, routing) {
 function figures(replica) {
   const list = document.createElement("dl");
   const row = (term, value) => list.append(element("dt", term), element("dd", value));
-  row("Requests in the batch", number(replica.num_running));
-  row("Requests that wait", number(replica.num_waiting));
-  row("Prompt tokens to compute", number(replica.num_queued_tokens));
-  row("KV memory in use", percent(replica.kv_usage));
+  row("Running requests", number(replica.num_running));
+  row("Waiting requests", number(replica.num_waiting));
+  row("Queued prompt tokens", number(replica.num_queued_tokens));
+  row("KV cache usage", percent(replica.kv_usage));
   const bar = element("div", "", "bar"), filled = document.createElement("div");
   filled.style.width = percent(replica.kv_usage).replace(" ", "");
   bar.append(filled);
   list.append(bar);
-  row("Prompt tokens found in cache", percent(replica.prefix_hit_rate));
-  row("Tokens written", number(replica.num_output_tokens));
+  row("Prefix cache hit rate", percent(replica.prefix_hit_rate));
+  row("Output tokens", number(replica.num_output_tokens));
   row("Restarts", number(replica.num_restarts));
   return list;
 }
 
 function element(tag, text, kind = "") {
-  const found = document.createElement(tag);
-  found.textContent = text;
-  found.className = kind;
-  return found;
+  const node = document.createElement(tag);
+  node.textContent = text;
+  node.className = kind;
+  return node;
 }
 
 $("key").addEventListener("change", refresh);

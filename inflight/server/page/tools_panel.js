@@ -1,6 +1,6 @@
-// Which of the toy tools the model may call.
+// Switches for the toy tools that the model may call.
 
-const TOOLS_NOTE = "They run in this page, and the model gets to see what they return. The weather is made up.";
+const TOOLS_NOTE = "They run in this page, and their results are sent to the model. The weather is made up.";
 
 function showTools() {
   for (const { name, description } of TOY_TOOLS) {
@@ -27,7 +27,7 @@ function countTools() {
   $("tools-on").textContent = number ? ` · ${number} on` : "";
 }
 
-// Unless there is a reason why not, which is then told.
+// Enables the switches, or disables them and shows the reason.
 function allowTools(refusal = "") {
   $("tools-note").textContent = refusal ? "This model cannot call tools: " + refusal : TOOLS_NOTE;
   $("tools-note").classList.toggle("error", Boolean(refusal));

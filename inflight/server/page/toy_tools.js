@@ -1,6 +1,6 @@
 "use strict";
 
-// Tools that run in this page, so that one can watch a model call them. Each returns a text.
+// Tools that run in this page, to watch a model call them. Each returns a string.
 
 const CITIES = {
   amsterdam: "Europe/Amsterdam", beijing: "Asia/Shanghai", berlin: "Europe/Berlin", cairo: "Africa/Cairo",
@@ -40,14 +40,14 @@ const TOY_TOOLS = [
   },
 ];
 
-// As a request has it.
+// The tool in the format of a request.
 function described({ name, description, parameter, about }) {
   const properties = { [parameter]: { type: "string", description: about } };
   const parameters = { type: "object", properties, required: [parameter] };
   return { type: "function", function: { name, description, parameters } };
 }
 
-// What the model is told. It may have called anything, with any arguments.
+// Runs a tool call and returns its result. The model may call anything, with any arguments.
 function resultOf(name, text) {
   try {
     const tool = TOY_TOOLS.find((tool) => tool.name === name);
@@ -60,10 +60,10 @@ function resultOf(name, text) {
   }
 }
 
-// Numbers, + - * / % ^ and brackets, read from left to right.
+// A recursive-descent parser for numbers, + - * / % ^ and parentheses.
 function calculate(expression) {
   const tokens = expression.replaceAll("**", "^").match(/\d+(?:\.\d+)?|\.\d+|\S/g) ?? [];
-  const next = (...wanted) => (wanted.includes(tokens[0]) ? tokens.shift() : undefined);
+  const next = (...signs) => (signs.includes(tokens[0]) ? tokens.shift() : undefined);
   const fail = () => { throw new Error("cannot compute " + expression); };
   const sum = () => {
     let value = product();
@@ -96,7 +96,7 @@ function calculate(expression) {
   return String(Number(value.toPrecision(12)));
 }
 
-// Made up, but always the same for a city.
+// Made up, but constant for a city.
 function weather(city) {
   let hash = 2166136261;
   for (const letter of city.toLowerCase()) hash = Math.imul(hash ^ letter.codePointAt(0), 16777619) >>> 0;
@@ -107,10 +107,10 @@ function weather(city) {
 function timeOfDay(city) {
   const zone = CITIES[city.toLowerCase().split(",")[0]];
   const time = new Date().toLocaleTimeString("en-GB", { timeZone: zone ?? "UTC", hour: "2-digit", minute: "2-digit" });
-  return zone ? time : `${time} UTC (the time zone of ${city} is not known)`;
+  return zone ? time : `${time} UTC (the time zone of ${city} is unknown)`;
 }
 
 function lookup(query) {
-  const found = Object.keys(FACTS).find((name) => query.toLowerCase().includes(name));
-  return found ? FACTS[found] : "Nothing was found about " + query;
+  const topic = Object.keys(FACTS).find((name) => query.toLowerCase().includes(name));
+  return topic ? FACTS[topic] : "Nothing was found about " + query;
 }

@@ -1,10 +1,10 @@
-// The conversation as it is seen.
+// Shows the conversation.
 
 function element(tag, kind, text = "") {
-  const found = document.createElement(tag);
-  found.className = kind;
-  found.textContent = text;
-  return found;
+  const node = document.createElement(tag);
+  node.className = kind;
+  node.textContent = text;
+  return node;
 }
 
 function showUser(text) {
@@ -19,14 +19,14 @@ function scrollDown() {
   $("scroll").scrollTop = $("scroll").scrollHeight;
 }
 
-// Whoever has scrolled up to read stays there.
+// Follows the end of the log unless the reader has scrolled up.
 function following(change) {
   const { scrollHeight, scrollTop, clientHeight } = $("scroll");
   change();
   if (scrollHeight - scrollTop - clientHeight < 80) scrollDown();
 }
 
-// One answer while it comes: thoughts, content and calls, each from its first piece on.
+// One streaming answer: its reasoning, content and tool calls, each shown from its first piece.
 class AnswerView {
   constructor() {
     this.root = element("div", "message assistant waiting");
@@ -53,7 +53,7 @@ class AnswerView {
     this.began = performance.now();
   }
 
-  // Thoughts are put away once there is something else, unless the reader has opened or closed them.
+  // Folds the reasoning once something else follows, unless the reader has opened or closed it.
   endThoughts() {
     if (!this.began) return;
     this.summary.textContent = `Thought for ${((performance.now() - this.began) / 1000).toFixed(1)} s`;
@@ -72,15 +72,15 @@ class AnswerView {
   beginCall(name) {
     following(() => {
       this.endThoughts();
-      const call = element("div", "call"), given = element("span", "arguments");
-      call.append(element("span", "name", name), " ", given);
+      const call = element("div", "call"), args = element("span", "arguments");
+      call.append(element("span", "name", name), " ", args);
       this.root.append(call);
-      this.calls.push({ call, given });
+      this.calls.push({ call, args });
     });
   }
 
   addArguments(index, piece) {
-    following(() => this.calls[index].given.append(piece));
+    following(() => this.calls[index].args.append(piece));
   }
 
   showResult(index, text) {

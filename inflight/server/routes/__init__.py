@@ -1,1 +1,1 @@
-"""The routes, one file a family."""
+"""Routes that are not part of the OpenAI or Anthropic APIs: health, metrics, models, replicas, administration."""

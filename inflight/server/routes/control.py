@@ -1,4 +1,4 @@
-"""What vLLM's server can be told and asked beside requests. To change something needs the admin key."""
+"""Administration routes that vLLM's server has too: load, server info, sleep, the prefix cache."""
 
 from __future__ import annotations
 
@@ -26,57 +26,57 @@ router = APIRouter()
 @router.head("/docs", include_in_schema=False)
 @router.get("/docs", response_class=HTMLResponse)
 async def docs(request: Request) -> Response:
-    """A page with all routes and what their bodies have."""
+    """Show a page with all routes and the fields of their bodies."""
     return docs_page(request.app.openapi())
 
 
 @router.get("/load", **documented(None, ServerLoad))
 async def load(request: Request) -> Response:
-    """How many requests are being answered."""
+    """Return the number of running requests."""
     state = state_of(request)
     return respond(ServerLoad(server_load=len(state.request_log) + state.num_answered_by_others()))
 
 
 @router.get("/server_info", **documented(None, ServerInfo))
 async def server_info(request: Request) -> Response:
-    """What the server was told at start, less its keys. Needs the admin key."""
+    """Return the version and the engine's options, without keys. Needs the admin key."""
     state = state_of(request)
-    config = {name: _shown(value) for name, value in state.options.engine.options().items()}
+    config = {name: _serializable(value) for name, value in state.options.engine.options().items()}
     return respond(ServerInfo(version=__version__, config=config, models=list(state.names)))
 
 
 @router.post("/reset_prefix_cache", **documented(None, Done, 503))
 async def reset_prefix_cache(request: Request) -> Response:
-    """Forget all cached prefixes. Needs the admin key."""
-    return await _told(request, "reset_prefix_cache")
+    """Clear the prefix cache. Needs the admin key."""
+    return await _command(request, "reset_prefix_cache")
 
 
 @router.post("/sleep", **documented(None, Done, 400, 409, 503))
 async def sleep(request: Request) -> Response:
-    """Give up the KV memory and put the weights into host memory, until `/wake_up`. Needs the admin key."""
+    """Free the KV cache and move the weights to host memory until `/wake_up`. Needs the admin key."""
     level = request.query_params.get("level", "1")
     if level != "1":
-        message = f"level is {level!r:.100}: it must be 1; weights are kept in host memory"
+        message = f"level is {level!r:.100}: it must be 1, which keeps the weights in host memory"
         raise ApiError(400, message, code="invalid_value", param="level")
-    return await _told(request, "sleep")
+    return await _command(request, "sleep")
 
 
 @router.post("/wake_up", **documented(None, Done, 503))
 async def wake_up(request: Request) -> Response:
-    """Go on after `/sleep`. Needs the admin key."""
-    return await _told(request, "wake_up")
+    """Wake the engine after `/sleep`. Needs the admin key."""
+    return await _command(request, "wake_up")
 
 
 @router.get("/is_sleeping", **documented(None, Sleeping, 503))
 async def is_sleeping(request: Request) -> Response:
-    """Whether the engine sleeps. Needs the admin key."""
+    """Return whether the engine is asleep. Needs the admin key."""
     stats = await state_of(request).client.stats()
     return respond(Sleeping(is_sleeping=stats.is_sleeping))
 
 
-async def _told(request: Request, command: Command) -> Response:
+async def _command(request: Request, command: Command) -> Response:
     state: ServerState = state_of(request)
-    logger.info("%s, as asked for", command)
+    logger.info("running the admin command %s", command)
     try:
         await state.client.command(command)
     except EngineDeadError:
@@ -88,5 +88,5 @@ async def _told(request: Request, command: Command) -> Response:
     return respond(Done())
 
 
-def _shown(value: Any) -> Any:
+def _serializable(value: Any) -> Any:
     return value if isinstance(value, str | int | float | bool | None) else f"{value!r:.1000}"

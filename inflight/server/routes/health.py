@@ -1,4 +1,4 @@
-"""Whether it lives, what it counts, and the pages to talk to it and to look at it."""
+"""Health checks, metrics, and the pages for browsers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from starlette.responses import HTMLResponse, Response
 
 from inflight.engine import EngineStats
 from inflight.errors import EngineError
-from inflight.server.observability.metric_counts import with_counts
-from inflight.server.observability.metrics import CONTENT_TYPE
+from inflight.server.observability.metrics import CONTENT_TYPE, with_counts
 from inflight.server.openapi import documented, respond
 from inflight.server.pages import page_at
 from inflight.server.schemas.service import HealthStatus
@@ -25,29 +24,29 @@ async def _stats(state: ServerState) -> EngineStats | None:
         return None
 
 
-async def _health(state: ServerState, full_queue_counts: bool) -> Response:
+async def _health(state: ServerState, is_readiness: bool) -> Response:
     health = await state.client.health()
     stats = await _stats(state) if health.healthy else None
     waiting = stats.num_waiting if stats is not None else 0
     status: str = "ok" if health.healthy else health.state
     if state.draining:
         status = "draining"
-    elif full_queue_counts and status == "ok" and stats is not None and stats.is_sleeping:
+    elif is_readiness and status == "ok" and stats is not None and stats.is_sleeping:
         status = "sleeping"
-    elif full_queue_counts and status == "ok" and waiting >= state.max_waiting:
+    elif is_readiness and status == "ok" and waiting >= state.max_waiting:
         status = "queue full"
-    found = HealthStatus(
+    report = HealthStatus(
         status=status,
         seconds_since_step=health.seconds_since_step,
         num_running=stats.num_running if stats is not None else 0,
         num_waiting=waiting,
         degraded=_degraded(state),
     )
-    return respond(found, 200 if status == "ok" else 503)
+    return respond(report, 200 if status == "ok" else 503)
 
 
 def _degraded(state: ServerState) -> list[str]:
-    """The replicas that do not work, in words."""
+    """Describe the replicas that are not running."""
     replicas = [] if state.replicas is None else state.replicas.members
     return [f"replica {item.replica_id} is {item.state}" for item in replicas if item.state != "running"]
 
@@ -55,47 +54,47 @@ def _degraded(state: ServerState) -> list[str]:
 @router.head("/health", include_in_schema=False)
 @router.get("/health", **documented(None, HealthStatus, 503))
 async def health(request: Request) -> Response:
-    """200 while the engine is idle or makes steps; 503 when it hangs, is gone, or the server shuts down."""
-    return await _health(state_of(request), full_queue_counts=False)
+    """Return 200 while the engine is idle or makes progress; 503 when it hangs, is dead, or the server shuts down."""
+    return await _health(state_of(request), is_readiness=False)
 
 
 @router.head("/ping", include_in_schema=False)
 @router.post("/ping", include_in_schema=False)
 @router.get("/ping", **documented(None, HealthStatus, 503))
 async def ping(request: Request) -> Response:
-    """The same, for those who ask here."""
-    return await _health(state_of(request), full_queue_counts=False)
+    """Return the same as `/health`."""
+    return await _health(state_of(request), is_readiness=False)
 
 
 @router.head("/ready", include_in_schema=False)
 @router.get("/ready", **documented(None, HealthStatus, 503))
 async def ready(request: Request) -> Response:
-    """200 while a request sent now would be taken."""
-    return await _health(state_of(request), full_queue_counts=True)
+    """Return 200 while a request sent now would be accepted."""
+    return await _health(state_of(request), is_readiness=True)
 
 
 @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
 async def metrics(request: Request) -> Response:
-    """For Prometheus."""
+    """Return the metrics in Prometheus format."""
     state = state_of(request)
     num_restarts = (await state.client.health()).num_restarts
     replicas = [] if state.replicas is None else state.replicas.members
-    counted, callers = state.metrics, state.keys.callers
+    counts, callers = state.metrics, state.keys.callers
     if state.counts_of_others is not None:
-        counted, callers = with_counts(counted, callers, await state.counts_of_others())
-    content = counted.render(await _stats(state), num_restarts, callers, replicas)
+        counts, callers = with_counts(counts, callers, await state.counts_of_others())
+    content = counts.render(await _stats(state), num_restarts, callers, replicas)
     return Response(content, media_type=CONTENT_TYPE)
 
 
 @router.head("/", include_in_schema=False)
 @router.get("/", response_class=HTMLResponse)
 async def page() -> Response:
-    """A page to chat with the model."""
+    """Show a page to chat with the model."""
     return page_at("/")
 
 
 @router.head("/replicas", include_in_schema=False)
 @router.get("/replicas", response_class=HTMLResponse)
 async def replicas_page() -> Response:
-    """A page that shows how the engines do."""
+    """Show a page with the state of the engines."""
     return page_at("/replicas")

@@ -1,4 +1,4 @@
-"""The engines behind the server: how each does, and for those who have the admin key, which there are."""
+"""Routes that list the replicas and, with the admin key, add, drain, restart and remove them."""
 
 from __future__ import annotations
 
@@ -26,28 +26,26 @@ router = APIRouter()
 
 @router.get("/v1/replicas", **documented(None, ReplicaReports))
 async def list_replicas(request: Request) -> Response:
-    """How the engines do; one, where there is no router."""
+    """List the engines and their state: one, or one per replica."""
     return await _list(state_of(request))
 
 
 @router.post("/v1/replicas", **documented(None, ReplicaReports, 400, 503))
 async def add_replica(request: Request) -> Response:
-    """Start one more. The answer comes when it is ready."""
-    return await _change(request, lambda replicas, _: replicas.add(), "a replica is added")
+    """Start one more replica. The response comes when it is ready."""
+    return await _change(request, lambda replicas, _: replicas.add(), "adding a replica")
 
 
 @router.post("/v1/replicas/roll", **documented(None, ReplicaReports, 400, 503))
 async def roll_replicas(request: Request) -> Response:
-    """Restart all, one after the other, with no request failing. The answer comes when the last one is ready. Refused
-    where a replica is missing, and stopped at the first that cannot be restarted."""
-    return await _change(
-        request, lambda replicas, seconds: replicas.roll(seconds), "all replicas are restarted"
-    )
+    """Restart all replicas one after the other without failing a request. The response comes when the last one is
+    ready. Refused if a replica is missing; stops at the first one that cannot be restarted."""
+    return await _change(request, lambda replicas, seconds: replicas.roll(seconds), "restarting all replicas")
 
 
 @router.post("/v1/replicas/{replica}/drain", **documented(None, ReplicaReports, 400, 404))
 async def drain_replica(request: Request) -> Response:
-    """Give it no new requests."""
+    """Send the replica no new requests."""
     replicas = _replicas(request)
     replicas.drain(_name(request))
     return await _list(state_of(request))
@@ -55,57 +53,56 @@ async def drain_replica(request: Request) -> Response:
 
 @router.post("/v1/replicas/{replica}/restart", **documented(None, ReplicaReports, 400, 404, 503))
 async def restart_replica(request: Request) -> Response:
-    """Start another engine in its place, then drain and end the old one. The answer comes when that is done. Where
-    there is no room for both, the old engine is drained and ended first, unless it is that of the last replica."""
+    """Start a new engine for the replica, then drain and stop the old one. The response comes when that is done. If
+    both do not fit, the old engine is drained and stopped first, unless it is the last one."""
     name = _name(request)
     return await _change(
-        request, lambda replicas, seconds: replicas.restart(name, seconds), f"replica {name} is restarted"
+        request, lambda replicas, seconds: replicas.restart(name, seconds), f"restarting replica {name}"
     )
 
 
 @router.delete("/v1/replicas/{replica}", **documented(None, ReplicaReports, 400, 404))
 async def remove_replica(request: Request) -> Response:
-    """Drain it and end it. What still runs on it then goes on elsewhere."""
+    """Drain and stop the replica. Requests that are still running then continue on other replicas."""
     name = _name(request)
     return await _change(
-        request, lambda replicas, seconds: replicas.remove(name, seconds), f"replica {name} is removed"
+        request, lambda replicas, seconds: replicas.remove(name, seconds), f"removing replica {name}"
     )
 
 
-# ---- inside ----
-
-
 def _replicas(request: Request) -> Replicas:
-    found = state_of(request).replicas
-    if found is None:
+    replicas = state_of(request).replicas
+    if replicas is None:
         message = "there are no replicas to change: the server was started without --replicas"
         raise ApiError(400, message, code="no_replicas")
-    return found
+    return replicas
 
 
 def _name(request: Request) -> str:
     name: str = request.path_params["replica"]
     if not any(replica.replica_id == name for replica in _replicas(request).members):
-        raise ApiError(404, f"there is no replica {name!r:.100}", code="replica_not_found")
+        raise ApiError(404, f"replica {name!r:.100} does not exist", code="replica_not_found")
     return name
 
 
 async def _change(
-    request: Request, change: Callable[[Replicas, float], Coroutine[Any, Any, Any]], doing: str
+    request: Request, change: Callable[[Replicas, float], Coroutine[Any, Any, Any]], description: str
 ) -> Response:
-    """Make a change to its end, be it that whoever asked for it goes away."""
+    """Run the change to completion even if the client disconnects."""
     state = state_of(request)
     work = change(_replicas(request), state.options.shutdown_timeout)
-    logger.info("%s, as asked for", doing)
+    logger.info("%s by admin request", description)
     try:
         await asyncio.shield(asyncio.ensure_future(work))
     except CheckpointChangedError as error:
         logger.error("the replicas were not changed: %s", error)
-        message = "the checkpoint has changed since the server started: to serve other weights, start another server"
+        message = (
+            "the checkpoint has changed since the server started: start another server to serve other weights"
+        )
         raise ApiError(400, message, code=error.code) from error
     except (EngineError, ConfigError) as error:
         logger.error("a replica could not be started: %s", error)
-        message = "a replica could not be started: the log of the server says why"
+        message = "a replica could not be started (details are in the server log)"
         raise ApiError(503, message, code="replica_not_started") from error
     return await _list(state)
 
@@ -120,24 +117,24 @@ async def _list(state: ServerState) -> Response:
 
 async def _only_engine(state: ServerState) -> ReplicaReport:
     health = await state.client.health()
-    report = ReplicaReport(id="0", **_life(health, health.state))
+    report = ReplicaReport(id="0", **_health_fields(health, health.state))
     if not health.healthy:
         return report
     stats = await state.client.stats()
-    return report.model_copy(update=_figures(stats))
+    return report.model_copy(update=_stats_fields(stats))
 
 
 def _report(replica: Replica) -> ReplicaReport:
-    figures = {} if replica.stats is None else _figures(replica.stats)
+    figures = {} if replica.stats is None else _stats_fields(replica.stats)
     return ReplicaReport(
         id=replica.replica_id,
         num_queued_tokens=replica.num_queued_tokens,
-        **_life(replica.health, replica.state),
+        **_health_fields(replica.health, replica.state),
         **figures,
     )
 
 
-def _life(health: Health, state: str) -> dict[str, Any]:
+def _health_fields(health: Health, state: str) -> dict[str, Any]:
     return {
         "state": state,
         "num_restarts": health.num_restarts,
@@ -145,7 +142,7 @@ def _life(health: Health, state: str) -> dict[str, Any]:
     }
 
 
-def _figures(stats: EngineStats) -> dict[str, Any]:
+def _stats_fields(stats: EngineStats) -> dict[str, Any]:
     return {
         "num_running": stats.num_running,
         "num_waiting": stats.num_waiting,

@@ -1,4 +1,4 @@
-"""What the server says about itself: models, versions, tokens, requests."""
+"""Models, version, tokenization, and reports of requests."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ router = APIRouter()
 
 @router.get("/v1/models", **documented(None, Models))
 async def models(request: Request) -> Response:
-    """The names under which the model is served."""
+    """List the names of the served model."""
     state = state_of(request)
     return respond(Models(data=[_model(state, name) for name in state.names]))
 
 
 @router.get("/v1/models/{model:path}", **documented(None, Model, 404))
 async def model(request: Request) -> Response:
-    """One of them."""
+    """Return one served model."""
     state = state_of(request)
     return respond(_model(state, state.check_model(request.path_params["model"])))
 
@@ -57,7 +57,7 @@ def _model(state: ServerState, name: str) -> Model:
 
 @router.get("/version", **documented(None, Version))
 async def version() -> Response:
-    """Of the server."""
+    """Return the server's version."""
     return respond(Version(version=__version__))
 
 
@@ -66,7 +66,7 @@ async def version() -> Response:
 
 @router.post("/tokenize", **documented(TokenizeBody, Tokens))
 async def tokenize(request: Request) -> Response:
-    """The token ids of a prompt or of messages."""
+    """Return the token ids of a prompt or of messages."""
     state, options = state_of(request), state_of(request).options
     body = await read_json(request, TokenizeBody, options)
     state.check_model(body.model)
@@ -79,10 +79,10 @@ async def tokenize(request: Request) -> Response:
         else:
             check_tokenizer(state)
             _, token_ids = state.frontend.encode_chat(tokenized_chat(body))
-        spelled = [tokenizer.token(token_id) for token_id in token_ids] if body.return_token_strs else None
+        token_strs = [tokenizer.token(token_id) for token_id in token_ids] if body.return_token_strs else None
         length = state.frontend.max_model_len
         return respond(
-            Tokens(count=len(token_ids), max_model_len=length, tokens=token_ids, token_strs=spelled)
+            Tokens(count=len(token_ids), max_model_len=length, tokens=token_ids, token_strs=token_strs)
         )
 
     async with counted(state.admission, caller_of(request)):
@@ -91,7 +91,7 @@ async def tokenize(request: Request) -> Response:
 
 @router.post("/detokenize", **documented(DetokenizeBody, DetokenizedText))
 async def detokenize(request: Request) -> Response:
-    """The text of token ids."""
+    """Return the text of token ids."""
     state, options = state_of(request), state_of(request).options
     body = await read_json(request, DetokenizeBody, options)
     state.check_model(body.model)
@@ -99,10 +99,10 @@ async def detokenize(request: Request) -> Response:
     check_size(state, "tokens", len(body.tokens), "ids")
 
     def answer() -> Response:
-        wrong = next((token_id for token_id in body.tokens if not 0 <= token_id < size), None)
-        if wrong is not None:
+        invalid = next((token_id for token_id in body.tokens if not 0 <= token_id < size), None)
+        if invalid is not None:
             raise PromptError(
-                f"tokens has the token id {wrong!r:.100}: ids must be from 0 to {size - 1}", param="tokens"
+                f"tokens has the token id {invalid!r:.100}: ids must be from 0 to {size - 1}", param="tokens"
             )
         return respond(DetokenizedText(prompt=tokenizer.decode(body.tokens, skip_special_tokens=False)))
 
@@ -118,7 +118,7 @@ def _characters(body: TokenizeBody) -> tuple[str, int, str]:
 
 
 def num_characters(value: Any) -> int:
-    """Of all that a template may put into the prompt, not the contents of messages alone."""
+    """Count the characters of everything that a template may put into the prompt, not only message contents."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, dict):
@@ -129,13 +129,13 @@ def num_characters(value: Any) -> int:
 def check_size(state: ServerState, name: str, size: int, unit: str) -> None:
     limit = state.options.max_tokenize_size
     if size > limit:
-        message = f"{name} has {size} {unit}: at most {limit} are allowed here"
+        message = f"{name} has {size} {unit}: at most {limit} are allowed"
         raise ApiError(400, message, code="text_too_long", param=name)
 
 
 def _tokenizer(state: ServerState) -> Tokenizer:
     if state.frontend.tokenizer is None:
-        raise ApiError(400, "this model is served without a tokenizer", code="no_tokenizer")
+        raise ApiError(400, "the model is served without a tokenizer", code="no_tokenizer")
     return state.frontend.tokenizer
 
 
@@ -144,7 +144,7 @@ def _tokenizer(state: ServerState) -> Tokenizer:
 
 @router.get("/v1/requests/{request_id}", **documented(None, RequestReport, 404))
 async def request_report(request: Request) -> Response:
-    """What happened to a request of yours, and why it took so long."""
+    """Report what happened to a request of yours and why it took so long."""
     state = state_of(request)
     logged = state.request_log.find(caller_of(request), request.path_params["request_id"])
     return respond(await report_of(state, logged))
@@ -152,7 +152,7 @@ async def request_report(request: Request) -> Response:
 
 @router.delete("/v1/requests/{request_id}", **documented(None, Cancelled, 404, 503))
 async def cancel_request(request: Request) -> Response:
-    """End a request of yours; its answers end with finish reason "abort"."""
+    """Cancel a request of yours; its answers end with the finish reason "abort"."""
     state = state_of(request)
     logged = state.request_log.find(caller_of(request), request.path_params["request_id"])
     freed = await state.request_log.cancel(logged)

@@ -16,7 +16,7 @@ from inflight.pooling import Task
 from inflight.server.access.keys import Caller
 from inflight.server.engine_response import EngineResponse, RequestHead
 from inflight.server.errors import ApiError
-from inflight.server.observability.request_log import MAX_TOLD
+from inflight.server.observability.request_log import MAX_RECORDS
 from inflight.server.scoring.formatters import AnswerHead, Pooled
 from inflight.server.state import ServerState
 
@@ -48,7 +48,7 @@ class PoolingResponse(EngineResponse):
     async def _run(self) -> None:
         state, spec, logged = self._state, self._spec, self._logged
         name = f"p{next(state.serials)}"
-        told = [f"{name}/{index}" for index in range(min(spec.num_texts, MAX_TOLD))]
+        told = [f"{name}/{index}" for index in range(min(spec.num_texts, MAX_RECORDS))]
         logged.task, logged.num_answers = spec.task, spec.num_texts
         state.request_log.set_engine_ids(logged, told)
         logged.abort = partial(self._abort, name)
@@ -90,10 +90,10 @@ class PoolingResponse(EngineResponse):
         if not logged.queued:
             logged.queued, logged.first_token_at = True, time.perf_counter()
             self._cancel_scope.first_token()
-            usage.began(0)
+            usage.add_request(0)
             state.metrics.requests[self._spec.task] += 1
         usage.num_prompt_tokens += record.num_prompt_tokens
-        usage.waited(record, 0.0)
+        usage.add_queue_time(record, 0.0)
         logged.num_pooled_tokens += record.num_prompt_tokens
         state.request_log.answer_ended(logged, record)
-        state.metrics.pooled(self._spec.task, record)
+        state.metrics.record_text(self._spec.task, record)

@@ -14,9 +14,10 @@ from inflight.engine.fake import expected_tokens
 from inflight.engine.remote import client_service
 from inflight.engine.remote.client_service import ClientService
 from inflight.engine.remote.process_client import ProcessClient
-from inflight.engine.remote.wire import Codec, Message, Ready, StepOutputs, ToEngine, ToFront
+from inflight.engine.remote.wire import FromEngine, Ready, StepOutputs, ToEngine
 from inflight.errors import EngineDeadError, EngineError, RequestError
 from inflight.events import StepRecord
+from inflight.processes.channel import Codec, Message
 from tests.support.requests import FakeEngine, make_request
 
 LONG = 30_000  # tokens: a request that a test must end
@@ -33,7 +34,7 @@ class Loopback:
         self.process_id: int | None = None
         self.codec: Codec[ToEngine] = Codec(SECRET, ToEngine)
         self.service = ClientService(client, self._receive, client._core.stats)
-        self._back: Codec[ToFront] = Codec(SECRET, ToFront)
+        self._back: Codec[FromEngine] = Codec(SECRET, FromEngine)
         self._outputs: asyncio.Queue[StepOutputs] = asyncio.Queue()
 
     @property

@@ -24,12 +24,10 @@ import zmq
 
 from inflight.config import EngineConfig, ProcessConfig
 from inflight.engine.fake import expected_tokens
-from inflight.engine.remote import child_process
-from inflight.engine.remote import connected_process as child_module
 from inflight.engine.remote import supervisor as supervisor_module
 from inflight.engine.remote.process_client import ProcessClient
 from inflight.engine.remote.supervisor import Supervisor
-from inflight.engine.remote.wire import Failed, Progress, RemoteError
+from inflight.engine.remote.wire import Failed, Progress
 from inflight.errors import (
     ConfigError,
     EngineDeadError,
@@ -39,7 +37,8 @@ from inflight.errors import (
     RequestError,
 )
 from inflight.events import CACHE_NAME_LENGTH, CacheUpdate, Delta, StepRecord
-from inflight.processes import parent_watch as lifeline
+from inflight.processes import child, connected_process, parent_watch
+from inflight.processes.channel import RemoteError
 from inflight.scheduling.policies.continuous import Continuous
 from tests.engine import late
 from tests.engine.faulty import BUILD, DIE, HANG, NUM_BLOCKS, RAISE, SLOW, STOP
@@ -75,8 +74,8 @@ async def running(process: ProcessConfig = QUICK, **options: Any) -> AsyncIterat
 
 
 def supervisor_of(client: ProcessClient) -> Supervisor:
-    assert isinstance(client._link, Supervisor)
-    return client._link
+    assert isinstance(client._connection, Supervisor)
+    return client._connection
 
 
 async def start(process: ProcessConfig = QUICK, **options: Any) -> ProcessClient:
@@ -471,9 +470,9 @@ async def test_a_step_that_hangs_is_unhealthy() -> None:
 
         async def told() -> bool:
             """That it hangs, by the engine itself: heartbeats that come late on a busy machine say so too."""
-            supervisor = client._link
+            supervisor = client._connection
             assert isinstance(supervisor, Supervisor)
-            return supervisor.working and supervisor._heard_at - supervisor._progress_at >= 1.5
+            return supervisor.working and supervisor._received_at - supervisor._progress_at >= 1.5
 
         await until(told)
         health = await client.health()
@@ -541,7 +540,7 @@ async def test_frames_that_are_no_messages_hurt_no_one(client: ProcessClient) ->
 
 
 async def test_over_loopback_strangers_are_not_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child_module, "MAX_IPC_PATH", 0)
+    monkeypatch.setattr(connected_process, "MAX_IPC_PATH", 0)
     async with running() as client:
         endpoint = supervisor_of(client).engine_process._up.get_string(zmq.LAST_ENDPOINT)
         assert endpoint.startswith("tcp://127.0.0.1:")
@@ -568,7 +567,7 @@ async def test_errors_of_the_start_are_the_engines_own() -> None:
 
 
 async def test_last_words_are_heard_however_late_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child_process, "COMMAND", (sys.executable, "-m", "tests.engine.late"))
+    monkeypatch.setattr(supervisor_module, "COMMAND", (sys.executable, "-m", "tests.engine.late"))
     with pytest.raises(EngineError, match=f"^ValueError: {late.TEXT}$"):
         await start()
 
@@ -585,11 +584,11 @@ async def test_what_cannot_travel_is_refused_before_the_start() -> None:
 async def test_a_host_that_makes_a_mistake_keeps_nobody_waiting(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def live(_: object) -> str:
+    def run(_: object) -> str:
         raise KeyError("a mistake")
 
-    monkeypatch.setattr(child_process.ChildProcess, "live", live)
-    with pytest.raises(EngineDeadError, match="it could not be watched: KeyError: 'a mistake'"):
+    monkeypatch.setattr(child.ChildProcess, "run", run)
+    with pytest.raises(EngineDeadError, match="the process could not be watched: KeyError: 'a mistake'"):
         await start()
     assert "a process could not be watched" in caplog.text
 
@@ -668,10 +667,10 @@ class StartingProcess:
     process_id, unread, reason = 7, (), None
 
     def __init__(
-        self, supervisor: Supervisor, *script: tuple[float, Any], is_waiting_for_room: bool = False
+        self, supervisor: Supervisor, *script: tuple[float, Any], is_waiting_for_machine: bool = False
     ) -> None:
         self.exited = asyncio.Event()
-        self.is_waiting_for_room = is_waiting_for_room
+        self.is_waiting_for_machine = is_waiting_for_machine
         self._script = list(script)
         self._now = 0.0
         supervisor._clock = lambda: self._now
@@ -681,7 +680,7 @@ class StartingProcess:
         self._now += passed
         return message
 
-    def take_frames(self) -> bool:
+    def read_frames(self) -> bool:
         return False
 
 
@@ -698,15 +697,15 @@ async def test_progress_of_a_start_counts_and_not_its_time(
     script: list[tuple[float, Any]], has_room: bool, is_given_up: bool
 ) -> None:
     options = {"start_timeout": 600.0}
-    supervisor = Supervisor("none", options, QUICK, None, child_process.ChildHost())
+    supervisor = Supervisor("none", options, QUICK, None, supervisor_module.engine_host({}))
     failed = Failed(RemoteError.of(KVBudgetError("the end of the script")))
-    process: Any = StartingProcess(supervisor, *script, (1.0, failed), is_waiting_for_room=not has_room)
+    process: Any = StartingProcess(supervisor, *script, (1.0, failed), is_waiting_for_machine=not has_room)
     with pytest.raises(EngineDeadError if is_given_up else KVBudgetError):
         await supervisor._wait_until_ready(process)
 
 
 def test_bytes_that_a_start_reads_or_writes_are_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    size = lifeline.MOVED_BYTES
+    size = parent_watch.MOVED_BYTES
     amounts = iter([0, size - 1, size, size + 1, 2 * size - 1, 2 * size, 2 * size + 9])
     reports: list[int] = []
     is_over = threading.Event()
@@ -718,17 +717,17 @@ def test_bytes_that_a_start_reads_or_writes_are_progress(monkeypatch: pytest.Mon
             return 2 * size
         return found
 
-    monkeypatch.setattr(lifeline, "_bytes_moved", moved)
-    with lifeline.reporting_input(lambda: reports.append(1), 0.001):
+    monkeypatch.setattr(parent_watch, "_bytes_moved", moved)
+    with parent_watch.reporting_input(lambda: reports.append(1), 0.001):
         assert is_over.wait(60)
     assert len(reports) == 2
 
 
 def test_bytes_moved_are_those_of_this_process(tmp_path: Path) -> None:
-    before = lifeline._bytes_moved()
+    before = parent_watch._bytes_moved()
     (tmp_path / "weights").write_bytes(bytes(1 << 20))
     (tmp_path / "weights").read_bytes()
-    assert lifeline._bytes_moved() - before >= 2 << 20
+    assert parent_watch._bytes_moved() - before >= 2 << 20
 
 
 # ---- closing ----
@@ -761,7 +760,7 @@ async def test_closing_may_wait_for_those_that_run(client: ProcessClient) -> Non
 async def test_closing_waits_no_longer_than_told(
     client: ProcessClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(child_module, "END_TIMEOUT", 0.1)
+    monkeypatch.setattr(connected_process, "END_TIMEOUT", 0.1)
     await client.add(make_request([HANG], 3, "stuck"))
     await client.close(drain=0.1)
     with pytest.raises(EngineDeadError, match="closed"):
@@ -821,14 +820,14 @@ async def test_a_mistake_while_reading_leaves_no_one_waiting(
 
 
 def test_a_process_whose_parent_stopped_before_it_began_is_quiet() -> None:
-    command = child_process.COMMAND
+    command = supervisor_module.COMMAND
     found = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=120, check=False)
     assert (found.returncode, found.stdout, found.stderr) == (0, b"", b"")
 
 
 async def test_spare_engine_process_is_used_once_and_by_a_matching_host_only() -> None:
-    child_process.start_spare({"INFLIGHT_TEST": "1"})
-    (spare,) = child_process._spares
+    supervisor_module.start_spare_engine({"INFLIGHT_TEST": "1"})
+    (spare,) = child._spares
     spare_id = (await asyncio.to_thread(spare.process.result)).pid
     async with running() as other:  # has another environment
         assert process_id(other) != spare_id
@@ -841,8 +840,9 @@ async def test_spare_engine_process_is_used_once_and_by_a_matching_host_only() -
 
 async def test_spare_engine_process_ends_with_its_parent() -> None:
     code = (
-        "from inflight.engine import child_process as c\n"
-        "c.start_spare({}); print(c._spares[0].process.result().pid, flush=True)"
+        "from inflight.engine.remote.supervisor import start_spare_engine\n"
+        "from inflight.processes import child\n"
+        "start_spare_engine({}); print(child._spares[0].process.result().pid, flush=True)"
     )
     parent = await asyncio.to_thread(
         subprocess.run, [sys.executable, "-c", code], capture_output=True, text=True, check=True

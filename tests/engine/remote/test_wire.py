@@ -16,19 +16,15 @@ from inflight.engine.client import ModelFacts, RequestState
 from inflight.engine.core import EngineStats
 from inflight.engine.remote.wire import (
     LARGEST,
-    SECRET_LENGTH,
     Abort,
     Ack,
-    Codec,
+    FromEngine,
     Heartbeat,
     Ready,
-    RemoteError,
     Reply,
     Start,
     StepOutputs,
-    Stop,
     ToEngine,
-    ToFront,
     encode_add,
 )
 from inflight.errors import EngineError, InflightError, RequestError
@@ -45,13 +41,14 @@ from inflight.events import (
     TokenLogprob,
     pack_logprobs,
 )
+from inflight.processes.channel import SECRET_LENGTH, Codec, RemoteError, Stop
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
 from tests.support.requests import make_request
 
 SECRET = b"s" * SECRET_LENGTH
 TO_ENGINE: Codec[Any] = Codec(SECRET, ToEngine)
-TO_FRONT: Codec[Any] = Codec(SECRET, ToFront)
+TO_FRONT: Codec[Any] = Codec(SECRET, FromEngine)
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 counts = st.integers(0, LARGEST)
@@ -243,7 +240,7 @@ def test_cut_changed_and_foreign_frames_are_dropped(caplog: pytest.LogCaptureFix
     assert dropped(TO_ENGINE, b"t" + frame[1:])
     assert dropped(TO_FRONT, frame)  # it goes the other way
     assert dropped(TO_ENGINE, SECRET + b"\x91" * 100_000)
-    assert "from a stranger" in caplog.text
+    assert "wrong connection secret" in caplog.text
 
 
 def test_parameters_are_checked_on_arrival_too() -> None:

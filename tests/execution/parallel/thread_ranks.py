@@ -7,13 +7,13 @@ import threading
 from typing import NoReturn
 
 from inflight.config import EngineConfig
-from inflight.engine.remote.wire import RemoteError
 from inflight.execution.parallel.follower import follow
 from inflight.execution.parallel.layout import RankMemory
 from inflight.execution.parallel.messages import Broken, RankStart, Report, decode_report, encode_report
 from inflight.execution.parallel.rank_process import OnEnd, OnReport
 from inflight.loading import load_rank
 from inflight.native.library import native_library
+from inflight.processes.channel import RemoteError
 
 
 class ThreadRank:

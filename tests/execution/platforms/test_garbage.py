@@ -20,8 +20,8 @@ OWNERS = {
     "execution/parallel/worker.py",
     "engine/remote/worker.py",
     "server/run.py",
-    "server/fronts/worker.py",
-    "bench/serve.py",
+    "server/api_workers/worker.py",
+    "bench/load_generator.py",
 }
 
 

@@ -161,7 +161,7 @@ def test_errors(client: anthropic.Anthropic, server: Live) -> None:
     import anthropic
     from anthropic.types.shared import ErrorResponse
 
-    with pytest.raises(anthropic.AuthenticationError, match="not known here"):
+    with pytest.raises(anthropic.AuthenticationError, match="not valid for this server"):
         client.with_options(api_key="wrong").messages.create(**ASKED)
     with pytest.raises(anthropic.NotFoundError, match="is not served here"):
         client.messages.create(**{**ASKED, "model": "claude"})

@@ -229,8 +229,10 @@ def test_an_answer_that_is_not_read_counts_in_every_front(server: TwoFronts) -> 
             refused = front.get(path)
             assert refused.status_code == 429
             assert refused.json()["error"]["code"] == "concurrency_limit_exceeded"
-    until("the connection's end", lambda: first.get(path).status_code == 200)
-    assert second.get(path).json()["prompt_cache_key"] == body["prompt_cache_key"]
+    until(
+        "the connection's end",
+        lambda: second.get(path).json().get("prompt_cache_key") == body["prompt_cache_key"],
+    )
 
 
 def test_the_main_process_answers_for_the_engine(server: TwoFronts) -> None:

@@ -46,5 +46,5 @@ def test_answers_and_a_wrong_key(server: Live, tmp_path: Path) -> None:
         assert "Tokens: " in said
         assert "Error" not in said
     told = " ".join(refused.split())
-    assert "the API key is not known here" in told
+    assert "the API key is not valid for this server" in told
     assert "Check your API key." in told

@@ -98,7 +98,7 @@ def test_a_process_that_is_stopped_for_good(
             told = stream.result()
             assert [error["code"] for error in told.errors] == ["engine_unavailable"]
             assert live.http.get("/v1/requests/stuck").json()["why"] == (
-                "The engine was lost after its first token, and what it knew of this request with it."
+                "The engine died after its first token, so the timing of this request is unknown."
             )
             while health(live) != (200, "ok"):
                 time.sleep(0.01)

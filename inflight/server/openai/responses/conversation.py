@@ -18,7 +18,7 @@ from inflight.server.openai.responses.schemas import (
     TextObjectFormat,
     TextSchemaFormat,
 )
-from inflight.server.openai.responses.stored_items import ConversationItem, TextPart
+from inflight.server.openai.responses.stored_items import ConversationItem, StoredText
 
 
 def chat_of(body: ResponsesBody, items: Iterable[ConversationItem]) -> ChatRequest:
@@ -83,11 +83,11 @@ def _add(conversation: Conversation, item: ConversationItem) -> None:
             conversation.result(item.call_id or "", _text(item.output), "input.call_id")
 
 
-def _text(content: str | list[TextPart] | None) -> str:
+def _text(content: str | list[StoredText] | None) -> str:
     return content if isinstance(content, str) else "".join(map(_part_text, content or ()))
 
 
-def _part_text(part: TextPart) -> str:
+def _part_text(part: StoredText) -> str:
     return part.text or part.refusal or ""
 
 

@@ -24,7 +24,7 @@ from inflight.server.openai.responses.schemas import (
 _PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 
 
-class TextPart(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+class StoredText(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     type: str
     text: str | None = None
     refusal: str | None = None
@@ -41,9 +41,9 @@ class ConversationItem(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
-    output: str | list[TextPart] | None = None
-    summary: list[TextPart] | None = None
-    content: list[TextPart] | None = None
+    output: str | list[StoredText] | None = None
+    summary: list[StoredText] | None = None
+    content: list[StoredText] | None = None
 
 
 class StoredItem(msgspec.Struct, frozen=True, array_like=True):
@@ -96,7 +96,7 @@ def _reduced(item: InputItem) -> ConversationItem:
     common: Any = {"type": item.type, "id": item_id, "status": item.status or "completed"}
     match item:
         case InputMessage(role=role, content=str(text)):
-            part = _output_text(text) if role == "assistant" else TextPart("input_text", text)
+            part = _output_text(text) if role == "assistant" else StoredText("input_text", text)
             return ConversationItem(**common, role=role, content=[part])
         case InputMessage():
             return ConversationItem(**common, role=item.role, content=list(map(_part, item.content)))
@@ -113,13 +113,13 @@ def _reduced(item: InputItem) -> ConversationItem:
             return ConversationItem(**common, summary=list(map(_part, item.summary or ())))
 
 
-def _part(part: Any) -> TextPart:
+def _part(part: Any) -> StoredText:
     if isinstance(part, OutputText):
         return _output_text(part.text)
     if isinstance(part, Refusal):
-        return TextPart("refusal", refusal=part.refusal)
-    return TextPart(part.type, part.text)
+        return StoredText("refusal", refusal=part.refusal)
+    return StoredText(part.type, part.text)
 
 
-def _output_text(text: str) -> TextPart:
-    return TextPart("output_text", text, annotations=[])
+def _output_text(text: str) -> StoredText:
+    return StoredText("output_text", text, annotations=[])

@@ -1,0 +1,315 @@
+"""Writer of answer grammars in llguidance's Lark dialect, shared by the formats of tool calls and reasoning.
+
+The second half covers formats that write each argument separately by its name, rather than all of them in one JSON
+object. Between tags a value is bare: a string without quotes, or JSON. The rules allow what `values.bare_text_to_json`
+converts back to something that the parameter's schema allows. A strict tool is rejected if that cannot be guaranteed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from inflight.agents.values import bare_text_to_json, resolve_reference, schema_types
+from inflight.constraints import AnswerRules, RuleSchema, is_annotation, literal
+from inflight.errors import ParameterError, shown
+from inflight.text import Tokenizer
+
+ANY_OBJECT = {"type": "object"}
+_GAP = "GAP: /[ \\t\\r\\n]{0,8}/"  # bounded, as some models would write line breaks forever
+_DEFINITIONS = ("$defs", "definitions")
+_PER_PARAMETER = {"type", "properties", "required", "additionalProperties", *_DEFINITIONS}
+_STRING_KEYWORDS = {"type", "minLength", "maxLength", "enum", "const"}
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that may be called, as far as a grammar needs it."""
+
+    name: str
+    schema: dict[str, Any]  # of its arguments, which are an object
+    strict: bool
+    param: str  # where the schema is in the request
+
+
+@dataclass(frozen=True, slots=True)
+class CallGrammar:
+    """How a format writes calls: an opening, and what must follow it."""
+
+    opening: str
+    # Returns the expression after the opening: one call, or several if the flag is true.
+    write: Callable[[GrammarWriter, Sequence[Tool], bool], str]
+    repeats_opening: bool = True  # every call has an opening of its own
+    # The character that starts a call at the start of an answer, if no opening is needed there.
+    bare_start: str = ""
+    # Other texts that the format's reader would take for the start of a call; they are never generated.
+    forbidden: tuple[str, ...] = ()
+    name_pattern: re.Pattern[str] | None = None  # of function names that the reader understands, None for all
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerShape:
+    """The constraints of a request on its answer."""
+
+    tools: Sequence[Tool]
+    is_required: bool  # at least one tool must be called
+    parallel: bool  # several calls are allowed
+    content: str | None  # the expression that the content must match, None for free text
+    max_reasoning_tokens: int | None
+
+
+@dataclass(slots=True)
+class GrammarWriter:
+    """Collects the rules of a grammar. Its methods return expressions that other rules can use."""
+
+    tokenizer: Tokenizer | None
+    _rules: list[str] = field(default_factory=lambda: [_GAP])
+    _tokens: dict[str, int] = field(default_factory=dict)
+    _schemas: dict[str, RuleSchema] = field(default_factory=dict)
+    _content: tuple[str, str] | None = None
+
+    def finish(self, start: str) -> AnswerRules:
+        """Return all rules, with `start` as the expression for a whole answer."""
+        return AnswerRules((f"start: {start}", *self._rules), self._tokens, self._schemas, self._content)
+
+    def rule(self, name: str, expression: str) -> str:
+        self._rules.append(f"{name}: {expression}")
+        return name.partition("[")[0]
+
+    def is_special(self, marker: str) -> bool:
+        """Return whether a marker is a special token, which plain text never produces."""
+        token_id = self.token_id(marker)
+        return token_id is not None and self.tokenizer is not None and token_id in self.tokenizer.special_ids
+
+    def token_id(self, marker: str) -> int | None:
+        return self.tokenizer.token_id(marker) if self.tokenizer and marker else None
+
+    def token(self, token_id: int) -> str:
+        """Return an expression for exactly this token."""
+        name = f"token_{token_id}"
+        self._tokens[name] = token_id
+        return name
+
+    def terminals(self, *parts: str) -> str:
+        """Return an expression for markers and texts in sequence; special tokens become tokens, the rest literals."""
+        expressions = []
+        for part in filter(None, parts):
+            token_id = self.token_id(part)
+            special = token_id is not None and self.is_special(part)
+            expressions.append(self.token(token_id) if special and token_id is not None else literal(part))
+        return " ".join(expressions)
+
+    def schema(self, name: str, schema: RuleSchema) -> str:
+        self._schemas[name] = schema
+        return name
+
+    def user_content(self, kind: str, text: str) -> str:
+        """Return an expression for content that the user constrained with a regex or a grammar."""
+        self._content = kind, text
+        return "@content"
+
+    def arguments(self, tools: Sequence[Tool]) -> list[tuple[Tool, str]]:
+        """Return each tool with an expression for the JSON of its arguments."""
+        return [
+            (
+                tool,
+                self.schema(
+                    f"arguments_{index}",
+                    RuleSchema(tool.schema, tool.param, tool.strict, ANY_OBJECT),
+                ),
+            )
+            for index, tool in enumerate(tools)
+        ]
+
+    def json_call(self, tools: Sequence[Tool], key: str) -> str:
+        """Return an expression for `{"name": ..., key: {...}}` with any of the tools."""
+        alternatives = [
+            self.schema(
+                f"call_{index}",
+                RuleSchema(tool.schema, tool.param, tool.strict, ANY_OBJECT, tool.name, key),
+            )
+            for index, tool in enumerate(tools)
+        ]
+        return self.rule("call", " | ".join(alternatives))
+
+    def call_section(
+        self, call: tuple[str, str], section_end: str, alternatives: Iterable[str], parallel: bool
+    ) -> str:
+        """Return an expression for calls between their markers, up to the end of the section that contains them."""
+        opening, ending = self.terminals(call[0]), self.terminals(call[1])
+        rule = self.rule("call", f"{opening} ({' | '.join(alternatives)}) {ending}")
+        return f"{rule} {f'(GAP {rule})*' if parallel else ''} GAP {self.terminals(section_end)}"
+
+    def text(
+        self, name: str, never: Sequence[str] = (), never_first: Sequence[str] = (), length: str = "*"
+    ) -> str:
+        """Return a terminal for free text that does not contain `never` or start with `never_first`.
+
+        `length` is a regex quantifier for the number of characters.
+        """
+        parts = [f"/(?s:.){length}/"]
+        if inside := self._alternatives(never):
+            parts.append(f"~/(?s:.*)({inside})(?s:.*)/")
+        if first := self._alternatives(never_first):
+            parts.append(f"~/[ \\t\\r\\n]*({first})(?s:.*)/")
+        return self.rule(name, " & ".join(parts))
+
+    def _alternatives(self, texts: Sequence[str]) -> str:
+        """Return a regex for any of the texts, without special tokens, which are never text."""
+        return "|".join(escape_regex(text) for text in texts if text and not self.is_special(text))
+
+
+def escape_regex(text: str) -> str:
+    """Escape a text for use inside a regular expression between slashes."""
+    return re.sub(r"[\\.+*?()|\[\]{}^$/]", lambda match: "\\" + match[0], text)
+
+
+class Parameter(NamedTuple):
+    """A parameter of a tool."""
+
+    tool: Tool
+    name: str
+    schema: dict[str, Any]
+    required: bool
+    rule: str  # the name of its rule
+
+
+def tool_parameters(tools: Sequence[Tool], readable: re.Pattern[str]) -> list[list[Parameter]]:
+    """Return the parameters of each tool in the order in which they are written. Raises ParameterError.
+
+    Their names must match `readable`.
+    """
+    return [_parameters(f"parameter_{number}", tool, readable) for number, tool in enumerate(tools)]
+
+
+def _parameters(rule: str, tool: Tool, readable: re.Pattern[str]) -> list[Parameter]:
+    for keyword in tool.schema:
+        if keyword not in _PER_PARAMETER and not is_annotation(keyword):
+            _reject_if_strict(tool, keyword, "#")
+    properties, required = tool.schema.get("properties"), tool.schema.get("required")
+    properties = properties if isinstance(properties, dict) else {}
+    required = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
+    parameters = []
+    for index, name in enumerate(dict.fromkeys((*properties, *required))):
+        if not readable.fullmatch(name) or name != name.strip() or not name:
+            if tool.strict or name in required:
+                raise ParameterError(
+                    f"{tool.param} has the property {shown(name)}: "
+                    "this model's tool call format cannot express that name",
+                    param=tool.param,
+                )
+            continue
+        schema = resolve_reference(properties.get(name, {}), tool.schema)
+        schema = schema if isinstance(schema, dict) else {}
+        parameters.append(Parameter(tool, name, schema, name in required, f"{rule}_{index}"))
+    return parameters
+
+
+def _reject_if_strict(tool: Tool, keyword: str, path: str) -> None:
+    """Raise for a keyword that the format cannot guarantee, if the tool is strict."""
+    if tool.strict:
+        raise ParameterError(
+            f"{tool.param}: the keyword {keyword!r}, at {path}, is not supported by this model's tool call format",
+            param=tool.param,
+            code="unsupported_keyword",
+        )
+
+
+def parameter_sequence(parameters: list[Parameter], write: Callable[[Parameter], str]) -> str:
+    """Return an expression for the parameters in order; those that are not required may be omitted."""
+    expressions = (f"({write(parameter)})" + ("" if parameter.required else "?") for parameter in parameters)
+    return " ".join(expressions)
+
+
+def json_value(writer: GrammarWriter, parameter: Parameter) -> str:
+    """Return an expression for a parameter's value as JSON."""
+    tool, schema = parameter.tool, parameter.schema
+    for reference in _references(schema):
+        if not reference.startswith(tuple(f"#/{name}/" for name in _DEFINITIONS)):
+            _reject_if_strict(tool, "$ref", f"#/properties/{parameter.name}")
+            schema = {}
+            break
+    definitions = {name: tool.schema[name] for name in _DEFINITIONS if name in tool.schema}
+    types = sorted(schema_types(schema))
+    loose: Any = {"type": types} if types else True
+    return writer.schema(
+        parameter.rule, RuleSchema({**schema, **definitions}, tool.param, tool.strict, loose)
+    )
+
+
+def bare_value(writer: GrammarWriter, parameter: Parameter, ending: str, never: tuple[str, ...] = ()) -> str:
+    """Return an expression for a parameter's value as bare text with its ending. `never` lists other endings."""
+    schema = parameter.schema
+    types = schema_types(schema)
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if isinstance(values, list):
+        texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
+        pairs = zip(texts, values, strict=True)
+        texts = [text for text, value in pairs if _reads_as(text, value, types)]
+        if texts:
+            alternatives = " | ".join(f"/{escape_regex(text)}/" for text in texts if text)
+            return f"({alternatives}) {writer.terminals(ending)}"
+        _reject_if_strict(parameter.tool, "enum", f"#/properties/{parameter.name}")
+    elif types and "string" not in types:
+        return f"GAP {json_value(writer, parameter)} GAP {writer.terminals(ending.strip())}"
+    return _bare_text(writer, parameter, types, ending, never)
+
+
+def _bare_text(
+    writer: GrammarWriter, parameter: Parameter, types: frozenset[str], ending: str, never: tuple[str, ...]
+) -> str:
+    schema = parameter.schema
+    allowed = _STRING_KEYWORDS if types == {"string"} else {"type"}
+    alternatives = [schema.get(name) for name in ("anyOf", "oneOf")]
+    for keyword in schema:
+        if keyword in allowed or is_annotation(keyword):
+            continue
+        if keyword in ("anyOf", "oneOf") and all(map(_only_types, alternatives)):
+            continue
+        _reject_if_strict(parameter.tool, keyword, f"#/properties/{parameter.name}")
+    text = writer.text(
+        parameter.rule.upper(),
+        (ending.strip(), *never),
+        length=_length_quantifier(schema) if types == {"string"} else "*",
+    )
+    if writer.is_special(ending):
+        return f"{text} {writer.terminals(ending)}"
+    return writer.rule(f"{parameter.rule}[lazy]", f"{text} {writer.terminals(ending)}")
+
+
+def _length_quantifier(schema: dict[str, Any]) -> str:
+    """Return the regex quantifier for the allowed lengths of a string."""
+    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+    numbers = [value for value in (least, most) if type(value) is int and value >= 0]
+    return f"{{{least},{most}}}" if len(numbers) == 1 + (most != "") else "*"
+
+
+def _only_types(alternatives: Any) -> bool:
+    """Return whether the alternatives of a schema name types and constrain nothing else."""
+    return alternatives is None or (
+        isinstance(alternatives, list)
+        and all(
+            isinstance(schema, dict)
+            and "type" in schema
+            and all(key == "type" or is_annotation(key) for key in schema)
+            for schema in alternatives
+        )
+    )
+
+
+def _reads_as(text: str, value: Any, types: frozenset[str]) -> bool:
+    converted = json.dumps(text) if types == {"string"} else bare_text_to_json(text, types)
+    return bool(json.loads(converted) == value)
+
+
+def _references(schema: Any) -> Iterator[str]:
+    if isinstance(schema, dict):
+        if isinstance(schema.get("$ref"), str):
+            yield schema["$ref"]
+        schema = list(schema.values())
+    if isinstance(schema, list):
+        for item in schema:
+            yield from _references(item)

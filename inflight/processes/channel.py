@@ -1,0 +1,319 @@
+"""The message channel between a process and a child of it: messages, frames, and the child's end.
+
+A frame is a secret that the two processes share, then one message in msgpack. Decoding never runs code. A frame that
+does not begin with the secret, or that holds no message known to the receiver, is dropped and counted.
+
+The parent's end is `ConnectedProcess`. The child's end is `ChildSockets` for a process with threads, and
+`AsyncChildSockets` for one with an event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import os
+import threading
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from inflight import errors
+from inflight.errors import EngineDeadError, EngineError, InflightError, RequestError
+
+logger = logging.getLogger(__name__)
+
+SECRET_LENGTH = 16
+LINGER = 2000  # milliseconds to deliver the last messages after a socket is closed
+MAX_FRAMES = 64  # read in one turn of the event loop, so that other tasks get theirs
+CONNECT_TIMEOUT = 30_000  # milliseconds
+
+MessageT = TypeVar("MessageT")
+
+# ---- messages ----
+
+
+class Message(msgspec.Struct, array_like=True, frozen=True, tag=True):
+    """The base of all messages: on the wire an array that begins with the class's name."""
+
+
+class Stop(Message, frozen=True):
+    """Tells the child to end now."""
+
+
+class ConnectionInfo(msgspec.Struct, frozen=True):
+    """The first line on a child's standard input, as JSON: how to reach its parent."""
+
+    up: str  # the endpoint that the child sends to
+    down: str  # the endpoint that the child receives from
+    secret: str  # in hex
+    parent_id: int
+    log_level: int
+    log_format: str
+    server_key: str | None = None  # set if the connection leaves the machine, and so is encrypted
+
+
+class RemoteError(msgspec.Struct, array_like=True, frozen=True):
+    """An exception raised in another process."""
+
+    kind: str
+    text: str
+    notes: list[str]
+    param: str | None = None
+    code: str | None = None
+
+    @classmethod
+    def of(cls, error: BaseException) -> RemoteError:
+        param, code = (error.param, error.code) if isinstance(error, InflightError) else (None, None)
+        notes = [*getattr(error, "__notes__", ())]
+        return cls(type(error).__name__, _printable(error), notes, param, code)
+
+    def error(self) -> InflightError:
+        """Return the same exception if its class is one of ours, and an EngineError that names it otherwise."""
+        kind = getattr(errors, self.kind, None)
+        if isinstance(kind, type) and issubclass(kind, InflightError):
+            error = kind(self.text, param=self.param, code=self.code)
+        else:
+            error = EngineError(f"{self.kind}: {self.text}")
+        for note in self.notes:
+            error.add_note(note)
+        return error
+
+
+def _printable(error: BaseException) -> str:
+    return str(error).encode(errors="backslashreplace").decode()
+
+
+# ---- frames ----
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """A call in a frame whose other values cannot be decoded. The caller gets `error` as its reply."""
+
+    call: int
+    error: Exception
+
+
+class Codec(Generic[MessageT]):
+    """Encodes messages as frames, and decodes frames of the `incoming` types. Not thread-safe."""
+
+    def __init__(self, secret: bytes, incoming: Any) -> None:
+        assert len(secret) == SECRET_LENGTH
+        self.num_dropped = 0
+        self._secret = secret
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=array_to_bytes)
+        self._decoder: msgspec.msgpack.Decoder[MessageT] = msgspec.msgpack.Decoder(
+            incoming, dec_hook=array_from_bytes
+        )
+        self._buffer = bytearray(secret)
+
+    def encode(self, message: Message) -> bytearray:
+        """Return the frame of a message. It is valid until the next call."""
+        self._encoder.encode_into(message, self._buffer, SECRET_LENGTH)
+        return self._buffer
+
+    def decode(self, frame: bytes) -> MessageT | None:
+        """Return the message in a frame, or None if there is none."""
+        message = self.decode_call(frame)
+        return None if isinstance(message, Unreadable) else message
+
+    def decode_call(self, frame: bytes) -> MessageT | Unreadable | None:
+        """Return the message in a frame. If it cannot be decoded, return the call that must be answered, if any."""
+        has_secret = False
+        try:
+            has_secret = hmac.compare_digest(frame[:SECRET_LENGTH], self._secret)
+            if not has_secret:
+                raise ValueError("wrong connection secret")
+            return self._decoder.decode(memoryview(frame)[SECRET_LENGTH:])
+        except Exception as error:  # the checks of our own types run in here too, and must not end the loop
+            self.num_dropped += 1
+            logger.warning("dropped a frame of %d bytes: %s", len(frame), error)
+            call = _call_in(frame[SECRET_LENGTH:]) if has_secret else None
+            return None if call is None else Unreadable(call, RequestError(f"it cannot be read: {error}"))
+
+
+def _call_in(body: bytes) -> int | None:
+    """Return the number of the call in a message of which nothing else can be decoded."""
+    with contextlib.suppress(Exception):
+        match msgspec.msgpack.decode(body):
+            case [str(), int(call), *_]:
+                return call
+    return None
+
+
+def array_to_bytes(value: Any) -> Any:
+    """Encode token ids as they lie in memory, on both ends alike: prompts may be long."""
+    if isinstance(value, array):
+        return value.tobytes()
+    raise TypeError(f"a {type(value).__name__} cannot be encoded")
+
+
+def array_from_bytes(kind: type, value: Any) -> Any:
+    """Decode what `array_to_bytes` encoded."""
+    if kind is not array or not isinstance(value, bytes) or not value or len(value) % 8:
+        raise ValueError("these bytes hold no token ids")
+    return array("q", value)
+
+
+# ---- the child's end ----
+
+
+class ChildSockets(Generic[MessageT]):
+    """The two sockets of a child process. Any thread may send; one receives."""
+
+    def __init__(self, connection: ConnectionInfo, incoming: Any) -> None:
+        """`incoming` is the union of the message types that the parent sends."""
+        secret = bytes.fromhex(connection.secret)
+        self.incoming: Codec[MessageT] = Codec(secret, incoming)
+        self._outgoing: Codec[MessageT] = Codec(secret, incoming)
+        self._context = zmq.Context()
+        self._up = self._context.socket(zmq.PUSH)
+        self._down = self._context.socket(zmq.PULL)
+        self._encryption = (
+            None if connection.server_key is None else EncryptedConnection(connection.server_key)
+        )
+        for socket, endpoint in ((self._up, connection.up), (self._down, connection.down)):
+            # There is no limit here, since the sender's outbox has one: sending neither blocks nor drops.
+            socket.set_hwm(0)
+            socket.linger = LINGER
+            if self._encryption is None:
+                socket.connect(endpoint)
+            else:
+                self._encryption.connect(socket, endpoint)
+        self._lock = threading.Lock()
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the parent may be on another machine."""
+        return self._encryption is not None
+
+    def send(self, message: Message) -> None:
+        with self._lock:
+            self._up.send(self._outgoing.encode(message))
+
+    def receive(self, wait: bool) -> MessageT | Unreadable | None:
+        """Return the next message, or None if there is none yet or the frame held none."""
+        try:
+            return self.incoming.decode_call(self._down.recv(0 if wait else zmq.NOBLOCK))
+        except zmq.Again:
+            return None
+
+    def wait(self, seconds: float) -> bool:
+        """Return whether a message arrives within that time."""
+        milliseconds = int(1000 * seconds)
+        return milliseconds > 0 and bool(self._down.poll(milliseconds))
+
+    def close(self) -> None:
+        with self._lock:
+            if self._encryption is not None:
+                self._encryption.close()
+            self._up.close()
+            self._down.close()
+        self._context.term()
+
+
+class AsyncChildSockets:
+    """The two sockets of a child process with an event loop, which passes each message to `handle`."""
+
+    def __init__(self, connection: ConnectionInfo, incoming: Any, handle: Callable[[Any], None]) -> None:
+        self.codec: Codec[Any] = Codec(bytes.fromhex(connection.secret), incoming)
+        self.process_id: int | None = os.getpid()
+        self._handle = handle
+        self._loop = asyncio.get_running_loop()
+        self._context = zmq.Context()
+        self._up = self._context.socket(zmq.PUSH)
+        self._down = self._context.socket(zmq.PULL)
+        for socket, endpoint in ((self._up, connection.up), (self._down, connection.down)):
+            socket.set_hwm(0)  # the running requests bound what is in flight
+            socket.linger = LINGER
+            socket.connect(endpoint)
+        self._loop.add_reader(self._down.fileno(), self._read_frames)
+        self._loop.call_soon(self._read_frames)
+
+    def _read_frames(self) -> None:
+        for _ in range(MAX_FRAMES):
+            try:
+                frame = self._down.recv(zmq.NOBLOCK)
+            except zmq.ZMQError:
+                return
+            message = self.codec.decode(frame)
+            if message is not None:
+                self._handle(message)
+        self._loop.call_soon(self._read_frames)
+
+    def send(self, message: Message) -> None:
+        self.send_frame(self.codec.encode(message))
+
+    def send_frame(self, frame: bytearray) -> None:
+        if not self._up.closed:
+            self._up.send(frame)
+
+    def close(self) -> None:
+        self._loop.remove_reader(self._down.fileno())
+        self._up.close()
+        self._down.close()
+        self._context.term()
+
+
+_REFUSED = (
+    zmq.EVENT_CLOSED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+_WATCHED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED | _REFUSED
+
+
+class EncryptedConnection:
+    """Connects a child's sockets to a parent on another machine, and ends this process when one is cut off.
+
+    A socket that reconnected would not know which messages were lost meanwhile. A new engine, which is given the tokens
+    that the client already has, loses nothing.
+    """
+
+    def __init__(self, server_key: str) -> None:
+        self._server_key = server_key.encode()
+        self._sockets: list[zmq.Socket[bytes]] = []
+
+    def connect(self, socket: zmq.Socket[bytes], endpoint: str) -> None:
+        """Connect a socket and wait until it is connected. Raises EngineDeadError if that fails."""
+        socket.ipv6 = "[" in endpoint
+        socket.curve_serverkey = self._server_key
+        socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+        socket.reconnect_ivl = -1
+        socket.connect_timeout = CONNECT_TIMEOUT
+        monitor = socket.get_monitor_socket(_WATCHED)
+        socket.connect(endpoint)
+        is_connected = monitor.poll(CONNECT_TIMEOUT) and _next_event(monitor) == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        if not is_connected:
+            socket.context.destroy(linger=0)
+            raise EngineDeadError(f"the engine cannot reach the server at {endpoint} from its node")
+        self._sockets.append(socket)
+        threading.Thread(
+            target=_exit_when_cut, args=(monitor,), name="inflight-connection", daemon=True
+        ).start()
+
+    def close(self) -> None:
+        """Stop watching. Must be called before the sockets are closed."""
+        for socket in self._sockets:
+            socket.disable_monitor()
+
+
+def _next_event(monitor: Any) -> int:
+    event: int = parse_monitor_message(monitor.recv_multipart())["event"]
+    return event
+
+
+def _exit_when_cut(monitor: Any) -> None:
+    if _next_event(monitor) != zmq.EVENT_MONITOR_STOPPED:
+        logger.error("the server is gone, or the connection to it was cut: the engine process exits")
+        logging.shutdown()
+        os._exit(1)
+    monitor.close()

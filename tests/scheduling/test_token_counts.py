@@ -1,0 +1,80 @@
+"""Token counts through the life of a request."""
+
+from __future__ import annotations
+
+import pytest
+
+from inflight.engine.fake import expected_tokens
+from inflight.request import Request
+from inflight.scheduling.token_counts import TokenCounts
+from tests.scheduling.several import VerifyingRunner
+from tests.support.requests import FakeEngine, make_request
+
+
+def counts_of(request: Request) -> tuple[int, int, int]:
+    return request.num_computed, request.num_tokens, request.num_in_flight
+
+
+def holding_blocks(prompt: list[int], num_places: int = 16) -> Request:
+    request = make_request(prompt, 8)
+    request.block_ids, request.num_places = [0], num_places
+    return request
+
+
+def test_chunks_then_decode() -> None:
+    counts, request = TokenCounts(), holding_blocks([1, 2, 3, 4, 5])
+    assert counts.schedule(request, 3) == (False, False)
+    assert counts_of(request) == (3, 5, 0)
+    assert counts.schedule(request, 2) == (True, True)
+    assert counts_of(request) == (5, 6, 1)
+    counts.accept(request, 1)
+    counts.decode(request)
+    assert counts_of(request) == (6, 7, 1)
+    assert counts.num_resident == 6
+
+
+def test_withdrawn_request_has_nothing_in_flight() -> None:
+    counts, request = TokenCounts(), holding_blocks([1, 2])
+    counts.withdraw(request, *counts.schedule(request, 2))
+    counts.release(request)
+    assert counts_of(request) == (0, 2, 0)
+    assert counts.num_resident == 0
+
+
+def test_failed_step_returns_to_the_known_tokens() -> None:
+    counts, request = TokenCounts(), holding_blocks([1, 2])
+    counts.schedule(request, 2)
+    counts.fail(request)
+    assert (request.num_tokens, request.num_in_flight) == (2, 0)
+
+
+@pytest.mark.parametrize(("num_written", "num_computed"), [(0, 2), (1, 3), (2, 4), (3, 4)])
+def test_accepted_tokens_with_kv_count_as_computed(num_written: int, num_computed: int) -> None:
+    counts, request = TokenCounts(), holding_blocks([1, 2])
+    counts.schedule(request, 2)
+    counts.accept(request, 3, num_written)
+    assert counts_of(request) == (num_computed, 5, 0), "the last token is never computed yet"
+    assert counts.num_resident == num_computed
+
+
+def test_preempted_request_keeps_accepted_tokens_but_no_kv() -> None:
+    counts, request = TokenCounts(), holding_blocks([1, 2])
+    counts.schedule(request, 2)
+    counts.release(request)
+    request.block_ids = []
+    counts.accept(request, 3, 2)
+    assert counts_of(request) == (0, 5, 0)
+    assert counts.num_resident == 0
+
+
+def test_accepted_tokens_are_not_recomputed() -> None:
+    """Preemption is the state machine's to try (test_machine.py)."""
+    engine = FakeEngine(make_runner=VerifyingRunner, num_blocks=64, caching=False)
+    prompts = {name: [number] * 5 for number, name in enumerate("abc")}
+    for name, prompt in prompts.items():
+        engine.add(make_request(prompt, 10, name))
+    engine.run()
+    assert engine.outputs == {name: expected_tokens(prompt, 10) for name, prompt in prompts.items()}
+    assert isinstance(engine.runner, VerifyingRunner)
+    written = engine.runner.written
+    assert len(set(written)) == len(written) >= 3 * (5 + 9)

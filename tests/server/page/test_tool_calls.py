@@ -1,0 +1,191 @@
+"""The chat page in a real browser: thoughts, calls, and the tools that it runs itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.server.calling import call
+from tests.server.chat_page import ask, is_seen, look, open_chat, wait_for_figures
+from tests.server.live import Live
+from tests.server.scripted import ScriptedClient, scripted_server, write_folder
+from tests.support.browser import Page
+from tests.text.templates import CHATML
+
+THOUGHTS = "<think>\nThe weather is what the tool says, and the sum too.\n</think>\n\n"
+QUESTION = "How is the weather in Paris, and what is 2 * (3 + 4)?"
+MAX_ROUNDS = 8
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Live, ScriptedClient]]:
+    with scripted_server(write_folder(tmp_path_factory.mktemp("qwen3"))) as found:
+        yield found
+
+
+@pytest.fixture
+def live(served: tuple[Live, ScriptedClient], page: Page) -> Live:
+    """Open in the page."""
+    open_chat(page, served[0])
+    page.wait_for("!document.querySelector('#think-switch').hidden")
+    return served[0]
+
+
+@pytest.fixture
+def model(served: tuple[Live, ScriptedClient]) -> ScriptedClient:
+    served[1].requests.clear()
+    served[1].num_allowed = math.inf
+    return served[1]
+
+
+def prompt(live: Live, model: ScriptedClient, number: int = -1) -> str:
+    tokenizer = live.state.frontend.tokenizer
+    assert tokenizer is not None
+    return tokenizer.decode(model.requests[number].token_ids, skip_special_tokens=False)
+
+
+def switch_on(page: Page, *tools: str) -> None:
+    page.click("#tools summary")
+    for name in tools:
+        page.click(f"#tools input[value={name}]")
+
+
+def texts(page: Page, selector: str) -> Any:
+    return page.run(f"[...document.querySelectorAll({selector!r})].map((one) => one.innerText)")
+
+
+def test_thoughts_are_seen_while_they_come_and_then_put_away(
+    page: Page, live: Live, model: ScriptedClient
+) -> None:
+    model.script, model.num_allowed = f"{THOUGHTS}It is fine.", 30
+    assert page.run("document.querySelector('#think').checked")  # this template thinks unless told not to
+    ask(page, QUESTION)
+    page.wait_for("document.querySelector('.thinking div')?.innerText.length > 5")
+    assert page.run("document.querySelector('.thinking').open")
+    assert page.text(".thinking summary") == "Thinking"
+    look(page, "thinking")
+    model.num_allowed = math.inf
+    wait_for_figures(page)
+    assert not page.run("document.querySelector('.thinking').open")
+    assert page.text(".thinking summary").startswith("Thought for ")
+    assert page.text(".content") == "It is fine."
+    page.click(".thinking summary")
+    assert page.text(".thinking div") == "The weather is what the tool says, and the sum too."
+    assert "</think>" not in prompt(live, model)
+
+
+def test_thinking_can_be_switched_off(page: Page, live: Live, model: ScriptedClient) -> None:
+    model.script = "It is fine."
+    page.click("#think")
+    ask(page, QUESTION)
+    wait_for_figures(page)
+    assert prompt(live, model).endswith("<think>\n\n</think>\n\n")
+    assert not page.text(".thinking")
+
+
+def test_an_agent_calls_tools_until_it_knows(page: Page, live: Live, model: ScriptedClient) -> None:
+    switch_on(page, "get_weather", "calculate")
+    assert page.text("#tools summary") == "Tools · 2 on"
+    look(page, "tools")
+    page.click("#tools summary")
+    model.scripts = [
+        f"{THOUGHTS}Let me see.{call('get_weather', city='Paris')}{call('calculate', expression='2 * (3 + 4)')}",
+        call("calculate", expression="14 / 0"),
+        "It is 14, and the weather is fine.",
+    ]
+    ask(page, QUESTION)
+    assert "tokens/s" in wait_for_figures(page, 3)
+    assert texts(page, ".call .name") == ["get_weather", "calculate", "calculate"]
+    assert texts(page, ".call .arguments")[:2] == ['{"city": "Paris"}', '{"expression": "2 * (3 + 4)"}']
+    weather, total, failed = texts(page, ".call .result")
+    assert weather.endswith("°C")
+    assert (total, failed) == ("14", "Error: cannot compute 14 / 0")
+    assert texts(page, ".content") == ["Let me see.", "It is 14, and the weather is fine."]
+    look(page, "calls")
+    last = prompt(live, model)
+    assert f"<tool_response>\n{weather}\n</tool_response>\n<tool_response>\n14\n</tool_response>" in last
+    assert '"name": "get_weather"' in last
+    assert '"name": "lookup"' not in last
+    model.scripts = ["And?"]
+    ask(page, "Thanks.")  # the conversation goes on from there
+    wait_for_figures(page, 4)
+    assert "It is 14, and the weather is fine.<|im_end|>\n<|im_start|>user\nThanks." in prompt(live, model)
+
+
+def test_arguments_are_seen_while_they_come(page: Page, live: Live, model: ScriptedClient) -> None:  # noqa: ARG001
+    switch_on(page, "lookup")
+    model.script, model.num_allowed = call("lookup", query="a long question about octopus arms"), 75
+    ask(page, QUESTION)
+    page.wait_for("document.querySelector('.arguments')?.innerText.length > 20")
+    assert not page.text(".result")
+    page.press("Escape")
+    assert wait_for_figures(page) == "stopped"
+    assert page.run("document.querySelector('#text').value") == QUESTION
+
+
+def test_an_agent_that_never_ends_is_ended(page: Page, live: Live, model: ScriptedClient) -> None:  # noqa: ARG001
+    switch_on(page, "calculate")
+    model.script = call("calculate", expression="1 + 1")
+    ask(page, QUESTION)
+    assert f"ended after {MAX_ROUNDS} rounds of calls" in wait_for_figures(page, MAX_ROUNDS + 1)
+    assert len(model.requests) == MAX_ROUNDS + 1
+    assert not page.run("Boolean(running)")
+
+
+RESULTS: list[tuple[str, str, str]] = [
+    ("calculate", '{"expression": "-2^2 + 10 % 4 * 3"}', "2"),
+    ("calculate", '{"expression": "2 ** 3 ** 2 - .5"}', "511.5"),
+    ("calculate", '{"expression": "0.1 + 0.2"}', "0.3"),
+    ("calculate", '{"expression": 7}', "7"),
+    ("calculate", '{"expression": "alert(1)"}', "Error: cannot compute alert(1)"),
+    ("calculate", '{"expression": "(1"}', "Error: cannot compute (1"),
+    ("get_time", '{"city": "Atlantis"}', "UTC (the time zone of Atlantis is unknown)"),
+    ("lookup", '{"query": "How high is the Eiffel Tower?"}', "330 metres"),
+    ("lookup", '{"query": "nonsense"}', "Nothing was found about nonsense"),
+    ("lookup", "{}", "Error: query is missing"),
+    ("lookup", "null", "Error: query is missing"),
+    ("lookup", "{broken", "Error: "),
+    ("delete", "{}", "Error: there is no tool delete"),
+]
+
+
+def test_what_the_tools_return(page: Page, live: Live) -> None:  # noqa: ARG001
+    for name, given, expected in RESULTS:
+        assert expected in page.run(f"resultOf({name!r}, {given!r})"), (name, given)
+    again = [page.run(f"resultOf('get_weather', '{{\"city\": \"{city}\"}}')") for city in ("Rome", "ROME")]
+    assert again[0] == again[1]
+    times = (
+        page.run("TOY_TOOLS.map(described).length"),
+        page.run('resultOf("get_time", \'{"city": "Oslo"}\')'),
+    )
+    assert times[0] == 4
+    assert len(times[1]) == len("12:34")
+
+
+def test_a_model_that_knows_no_tools(page: Page, tmp_path: Path) -> None:
+    with scripted_server(write_folder(tmp_path, CHATML)) as (live, _):
+        open_chat(page, live)
+        page.click("#tools summary")
+        page.wait_for("document.querySelector('#tools-note').innerText.includes('does not show tools')")
+        assert page.run("document.querySelectorAll('#tools input:enabled').length") == 0
+        assert page.run("document.querySelector('#think-switch').hidden")
+        look(page, "no-tools")
+
+
+def test_tools_that_the_server_refuses(page: Page, tmp_path: Path) -> None:
+    shows = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML
+    with scripted_server(write_folder(tmp_path, shows)) as (live, _):
+        open_chat(page, live)
+        switch_on(page, "lookup")
+        ask(page, QUESTION)
+        assert "does not tell how it writes calls" in wait_for_figures(page)
+        assert "This model cannot call tools: " in page.text("#tools-note")
+        assert is_seen(page, ".figures.error")
+        look(page, "refused")
+        ask(page, "")  # without them
+        assert "tokens/s" in wait_for_figures(page, 2)
+        page.excuse("400")
