@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from inflight.execution.forward import torch_threads
 from inflight.execution.sampling import NativeSampler, NativeSamplingRows, Sampler, SamplingRows
-from inflight.execution.threads import torch_threads
 from inflight.native.library import Library
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams

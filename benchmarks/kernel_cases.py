@@ -21,7 +21,13 @@ from inflight.attention.triton.planner import AttentionPlanner
 from inflight.attention.triton.rope_write import rope_write
 from inflight.attention.triton.step import Items
 from inflight.attention.triton.tuning import choose as choose_tuning
-from inflight.execution.sampling.triton import DrawRows, Draws, SamplingWorkspace, WantedLogprobs, draw
+from inflight.execution.sampling.triton import (
+    LogprobBuffers,
+    SamplingBatch,
+    SamplingWorkspace,
+    TritonSamplingRows,
+    sample_tokens,
+)
 from inflight.layers.kernels import Residual
 from inflight.layers.rotary import Rope
 from inflight.layers.triton.elementwise import gate, rms_norm
@@ -273,7 +279,7 @@ def sampling_cases(bench: Bench) -> Iterator[Case]:
         for num_rows in bench.tokens:
             if num_rows > 256:
                 continue
-            state = DrawRows(num_rows, bench.vocab, bench.device)
+            state = TritonSamplingRows(num_rows, bench.vocab, bench.device)
             requests = [
                 Request.create("r", [0], params, 4, seed=row).current_spec() for row in range(num_rows)
             ]
@@ -281,12 +287,12 @@ def sampling_cases(bench: Bench) -> Iterator[Case]:
             state.set_many(list(enumerate(requests)), tokens)
             rows = torch.arange(num_rows, dtype=torch.int32, device=bench.device)
             zeros, ones = torch.zeros_like(rows), torch.ones_like(rows)
-            nothing = WantedLogprobs(-ones, zeros, ones[:1], zeros)
-            draws = Draws(rows, ones, zeros.clone(), zeros.clone(), nothing)
+            nothing = LogprobBuffers(-ones, zeros, ones[:1], zeros)
+            batch = SamplingBatch(rows, ones, zeros.clone(), zeros.clone(), nothing)
             workspace = SamplingWorkspace.allocate(num_rows, bench.vocab, bench.device)
             copies = num_copies(4 * num_rows * bench.vocab, most=8)
             calls: list[Call] = [
-                _bind(draw, logits.float() * 3, draws, state, tokens, workspace)
+                _bind(sample_tokens, logits.float() * 3, batch, state, tokens, workspace)
                 for logits in (bench.randn(num_rows, bench.vocab) for _ in range(copies))
             ]
             yield Case("sampling", f"{label} S={num_rows}", "triton", calls, 4 * num_rows * bench.vocab)

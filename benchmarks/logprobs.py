@@ -21,7 +21,7 @@ from benchmarks.report import show
 from inflight import LLM, SamplingParams
 from inflight.engine.remote.wire import FromEngine, StepOutputs
 from inflight.events import Delta
-from inflight.execution.gpu.ticket import GpuTicket, ToldLogprobs
+from inflight.execution.gpu.runner import GpuStepHandle, PackedLogprobs
 from inflight.frontend import OutputProcessor
 from inflight.processes.channel import SECRET_LENGTH, Codec
 from inflight.scheduling import Batch, Sampled
@@ -45,7 +45,7 @@ class CannedRunner:
             (ids.to(torch.int32), logprobs.view(torch.int32), ranks.to(torch.int32)), 1
         ).contiguous()  # [rows, 3, width]
 
-    def launch(self, batch: Batch) -> GpuTicket:
+    def launch(self, batch: Batch) -> GpuStepHandle:
         for row, request in batch.admissions:
             self._wanted[row] = -1 if request.params.logprobs is None else request.params.logprobs
         entries = [entry for entry, samples in enumerate(batch.samples) if samples]
@@ -54,9 +54,9 @@ class CannedRunner:
         logprobs = None
         if told:
             width = columns.shape[2]
-            logprobs = ToldLogprobs(columns.flatten(), [width - 1] * len(told), width)
+            logprobs = PackedLogprobs(columns.flatten(), [width - 1] * len(told), width)
         drawn = torch.stack((columns[:, 0, 0], torch.zeros(len(entries), dtype=torch.int32)))
-        return GpuTicket(
+        return GpuStepHandle(
             num_entries=len(batch.rows),
             sampling_entries=entries,
             drawn=drawn,
@@ -67,8 +67,8 @@ class CannedRunner:
             done=None,
         )
 
-    def collect(self, ticket: GpuTicket) -> Sampled:
-        return ticket.read()
+    def collect(self, handle: GpuStepHandle) -> Sampled:
+        return handle.read()
 
     def close(self) -> None:
         """It holds nothing."""

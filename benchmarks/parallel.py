@@ -23,7 +23,7 @@ from benchmarks.shapes import SHAPES
 from benchmarks.workloads import ragged
 from inflight import LLM
 from inflight.execution.parallel.layout import RankLayout, RankMemory
-from inflight.execution.parallel.messages import DrawnIds, RankStep, decode, encode
+from inflight.execution.parallel.messages import RankStep, SampledIds, decode, encode
 from inflight.native.library import native_library
 from inflight.scheduling import Batch, TableUpdate
 
@@ -43,7 +43,7 @@ def decode_step(step: int, num_stages: int) -> RankStep:
         step, rows, [1000 + row for row in rows], [1] * NUM_REQUESTS, [True] * NUM_REQUESTS, NUM_REQUESTS
     )
     batch.tables = [TableUpdate(row, 63, [row * 7]) for row in rows[::16]]
-    drawn = [DrawnIds(step - 1, [(row * 7919) % 150_000 for row in rows])]
+    drawn = [SampledIds(step - 1, [(row * 7919) % 150_000 for row in rows])]
     return RankStep(batch, drawn if num_stages > 1 else [])
 
 

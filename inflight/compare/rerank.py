@@ -16,7 +16,7 @@ from inflight.compare.timeline import LegendEntry, Span, SpanKind, Timeline, joi
 from inflight.compare.workload import Arrival
 from inflight.errors import EngineError, ParameterError
 from inflight.events import StepRecord
-from inflight.execution.packed_texts import TextRunner
+from inflight.execution.encoder_runner import TextRunner
 from inflight.frontend import RequestContext
 from inflight.loading import LoadedEngine
 from inflight.request import Request

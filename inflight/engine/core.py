@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from inflight.engine.runner import Runner
-from inflight.engine.sleep import Command, Dormancy, NoDormancy, SleepingRunner, asleep
+from inflight.engine.sleep import Command, NoSleepSupport, SleepingRunner, SleepSupport, asleep
 from inflight.engine.step_records import LaunchedStep, StepRecords
 from inflight.errors import DeviceLostError, EngineError, QueueFullError
 from inflight.events import Delta, KVUsage
@@ -60,11 +60,11 @@ class EngineCore:
         engine_id: str = "0",
         check: Callable[[], None] = lambda: None,
         prepare: Callable[[Request], Future[Any] | None] = lambda request: None,  # noqa: ARG005
-        dormancy: Dormancy | None = None,
+        sleep_support: SleepSupport | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
-        self._dormancy = dormancy or NoDormancy()
+        self._sleep_support = sleep_support or NoSleepSupport()
         self.pipeline_depth = pipeline_depth
         self.max_queue = max_queue
         self.clock = clock
@@ -151,12 +151,12 @@ class EngineCore:
         if step is not None:
             started_at = self.clock()
             try:
-                ticket = self.runner.launch(step.batch)
+                handle = self.runner.launch(step.batch)
             except DeviceLostError:
                 raise
             except Exception as error:
                 return self._fail(LaunchedStep(step, None, scheduled_at, started_at), error)
-            self._in_flight.append(LaunchedStep(step, ticket, scheduled_at, started_at))
+            self._in_flight.append(LaunchedStep(step, handle, scheduled_at, started_at))
             self._leads.append(self.clock() - scheduled_at)
             if len(self._in_flight) < self.pipeline_depth:
                 return []
@@ -177,7 +177,7 @@ class EngineCore:
     def _collect(self) -> list[Delta]:
         launched = self._in_flight.popleft()
         try:
-            sampled: Sampled = self.runner.collect(launched.ticket)
+            sampled: Sampled = self.runner.collect(launched.handle)
         except DeviceLostError:
             raise
         except Exception as error:
@@ -204,7 +204,7 @@ class EngineCore:
         step = launched.step
         for other in beside:
             try:
-                self.runner.collect(other.ticket)
+                self.runner.collect(other.handle)
             except DeviceLostError:
                 raise
             except Exception:
@@ -270,21 +270,21 @@ class EngineCore:
             raise EngineError(
                 "the engine has requests: it can sleep when they have ended", code="engine_busy"
             )
-        self._dormancy.check()
+        self._sleep_support.check()
         self.scheduler.blocks.drop_cache()
         self.runner.close()
         self.runner = SleepingRunner()
-        self._dormancy.rest()
+        self._sleep_support.sleep()
 
     def wake_up(self) -> None:
         if self.is_sleeping:
-            self.runner = self._dormancy.wake()
+            self.runner = self._sleep_support.wake()
 
     def close(self) -> None:
         """Wait for what is in flight and give back the runner's memory."""
         while self._in_flight:
             with suppress(Exception):  # a step that failed, or a device that is lost: nobody asks any more
-                self.runner.collect(self._in_flight.popleft().ticket)
+                self.runner.collect(self._in_flight.popleft().handle)
         self.runner.close()
 
 

@@ -131,8 +131,8 @@ class FakeRunner:
         row.tokens.append(_next_token(places, self.vocab_size))
         return row.tokens[-1:]
 
-    def collect(self, ticket: Sampled) -> Sampled:
-        return ticket
+    def collect(self, handle: Sampled) -> Sampled:
+        return handle
 
     def close(self) -> None:
         self.rows.clear()

@@ -12,31 +12,31 @@ from inflight.scheduling import Batch, Sampled
 Command = Literal["reset_prefix_cache", "sleep", "wake_up"]
 
 
-class Dormancy(Protocol):
+class SleepSupport(Protocol):
     """What a runner was made of, for an engine that is to do without it for a while."""
 
     def check(self) -> None:
         """Raises EngineError where it cannot be."""
 
-    def rest(self) -> None:
+    def sleep(self) -> None:
         """The runner is closed: put the weights into host memory."""
 
     def wake(self) -> Runner[Any]:
         """Bring them back. A runner over them, whose KV memory is empty."""
 
 
-class NoDormancy:
-    """Implements `Dormancy` for those that cannot."""
+class NoSleepSupport:
+    """Implements `SleepSupport` for those that cannot."""
 
     def check(self) -> NoReturn:
         raise EngineError(
             "this engine cannot sleep: its model is on several GPUs, or there is none", code="cannot_sleep"
         )
 
-    def rest(self) -> NoReturn:
+    def sleep(self) -> NoReturn:
         raise AssertionError("it cannot")
 
-    wake = rest
+    wake = sleep
 
 
 class SleepingRunner:
@@ -45,7 +45,7 @@ class SleepingRunner:
     def launch(self, batch: Batch) -> NoReturn:  # noqa: ARG002
         raise asleep()
 
-    def collect(self, ticket: object) -> Sampled:  # noqa: ARG002
+    def collect(self, handle: object) -> Sampled:  # noqa: ARG002
         raise AssertionError("nothing was launched")
 
     def close(self) -> None:

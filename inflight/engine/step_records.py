@@ -22,7 +22,7 @@ class LaunchedStep:
     """A step in flight."""
 
     step: ScheduledStep
-    ticket: Any
+    handle: Any
     scheduled_at: float
     started_at: float
 

@@ -1,7 +1,7 @@
-"""The rows whose texts are constrained: where each is in its grammar, and the tokens that it may have next.
+"""Rows with structured outputs: the state of each in its grammar, and the tokens that it may sample next.
 
-A mask depends on the row's last token. So a step's masks are computed beside its forward pass, once the step before has
-told its tokens; only sampling waits for them.
+A mask depends on the row's last token. A step's masks are therefore computed during its forward pass, once the previous
+step's tokens are known; only sampling waits for them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from inflight.constraints import Grammar, GrammarCompiler, MaskFiller, Matcher
 from inflight.errors import EngineError, RequestError
 from inflight.events import RequestFailure
-from inflight.execution.sampling.token_bits import first_mask
+from inflight.execution.sampling.parameters import first_mask
 from inflight.scheduling import Admission
 from inflight.structured_outputs import StructuredOutputs
 
@@ -27,60 +27,60 @@ logger = logging.getLogger(__name__)
 
 
 class MaskedRows(Protocol):
-    """A sampler's rows."""
+    """The rows of a sampler, as far as masks are concerned."""
 
     vocab_size: int
 
     def mask_buffer(self, num_rows: int) -> NDArray[np.int32]:
-        """[num_rows, words], to be filled and given to `set_masks`."""
+        """Return a buffer [num_rows, words] to fill and pass to `set_masks`."""
 
     def set_masks(self, rows: Sequence[int], bits: NDArray[np.int32]) -> None: ...
 
 
-class DrawnTokens(Protocol):
-    """The tokens of one step, by the place of a sample in it. Waits for the device where they are still on it."""
+class SampledTokens(Protocol):
+    """Returns the tokens of one step, by sample. Waits for the device if they are still there."""
 
     def __call__(self) -> Sequence[int]: ...
 
 
-class _Drawn(NamedTuple):
-    """A token that a launched step draws."""
+class _PendingToken(NamedTuple):
+    """A token that a launched step samples."""
 
-    tokens: DrawnTokens
-    place: int
+    tokens: SampledTokens
+    index: int
 
 
 @dataclass(slots=True)
 class _Constrained:
-    """One row. Its grammar is compiled from its admission on, its outputs are replayed for its first mask."""
+    """One row. Its grammar is compiled from admission on; its outputs are replayed for its first mask."""
 
-    asked: StructuredOutputs
+    constraint: StructuredOutputs
     compiled: Future[Grammar]
-    allowed: NDArray[np.int32] | None  # by the other parameters; None: all
+    allowed: NDArray[np.int32] | None  # by allowed_token_ids; None: all
     outputs: list[int]
-    num_matched: int = 0  # outputs that the matcher has seen
-    drawn: _Drawn | None = None  # which comes behind them
+    num_matched: int = 0  # outputs that the matcher has consumed
+    pending: _PendingToken | None = None  # the next output, if it has not been read yet
     grammar: Grammar | None = None
     matcher: Matcher | None = None
     failure: RequestFailure | None = None
 
 
 class StepMasks(NamedTuple):
-    """The masks of a step, on their way."""
+    """The masks of a step, being computed."""
 
     rows: list[int]
     bits: Callable[[], NDArray[np.int32]]  # [len(rows), words]
-    any_first: bool  # one of them has had none before, and may have to wait for its grammar
+    any_first: bool  # whether a row gets its first mask, which may have to wait for its grammar
 
 
 @dataclass(slots=True)
 class ConstrainedRows:
-    """Without a compiler nobody may ask for a constraint, which whoever validates requests sees to."""
+    """The constrained rows of a sampler. Without a compiler, request validation rejects constraints."""
 
     state: MaskedRows
     compiler: GrammarCompiler | None
     in_thread: bool = (
-        True  # that computes masks; else whoever wants them does, since the forward pass leaves it free
+        True  # compute masks in a thread; False on a GPU, where the forward pass leaves the caller free
     )
     _rows: dict[int, _Constrained] = field(default_factory=dict)
     _filler: MaskFiller = field(default_factory=MaskFiller)
@@ -88,7 +88,7 @@ class ConstrainedRows:
     _latest: Future[NDArray[np.int32]] | None = None
 
     def admit(self, admissions: Sequence[Admission]) -> None:
-        if admissions and self._latest is not None:  # of a step that failed before it wanted its masks
+        if admissions and self._latest is not None:  # left by a step that failed before it used its masks
             wait([self._latest])
             self._latest = None
         for row, request in admissions:
@@ -102,11 +102,11 @@ class ConstrainedRows:
                 compiled = self._compile(params.structured_outputs)
                 self._rows[row] = _Constrained(params.structured_outputs, compiled, allowed, outputs)
 
-    def _compile(self, asked: StructuredOutputs) -> Future[Grammar]:
-        """Beside the steps that compute the prompt, unless it was compiled before."""
+    def _compile(self, constraint: StructuredOutputs) -> Future[Grammar]:
+        """Start compiling a grammar while the prompt is computed, unless it is cached."""
         if self.compiler is None:
-            raise EngineError("a request has a constraint, and this engine cannot compile any")
-        return self.compiler.begin(asked)
+            raise EngineError("a request has a constraint, but this engine has no grammar compiler")
+        return self.compiler.begin(constraint)
 
     @property
     def any(self) -> bool:
@@ -114,7 +114,7 @@ class ConstrainedRows:
         return bool(self._rows)
 
     def start(self, rows: Sequence[int]) -> StepMasks | None:
-        """Begin with the masks for those of these rows that are constrained; None if none is."""
+        """Start computing the masks of the constrained rows among these; None if there are none."""
         if not self._rows:
             return None
         chosen = [row for row in rows if row in self._rows]
@@ -130,45 +130,45 @@ class ConstrainedRows:
         return StepMasks(chosen, self._latest.result, any_first)
 
     def finish(self, masks: StepMasks) -> None:
-        """Wait for the masks, or compute them, and give them to the sampler."""
+        """Wait for the masks, or compute them, and pass them to the sampler."""
         bits = masks.bits()
         self._latest = None
         self.state.set_masks(masks.rows, bits)
 
-    def drew(self, masks: StepMasks, rows: Sequence[int], tokens: DrawnTokens) -> None:
-        """A step draws a token for each of `rows`, the constrained ones among them; they will be told by `tokens`."""
-        places = {row: place for place, row in enumerate(rows)}
+    def expect(self, masks: StepMasks, rows: Sequence[int], tokens: SampledTokens) -> None:
+        """Note that a step samples a token for each of `rows`, which `tokens` will return."""
+        indices = {row: index for index, row in enumerate(rows)}
         for row in masks.rows:
-            self._rows[row].drawn = _Drawn(tokens, places[row])
+            self._rows[row].pending = _PendingToken(tokens, indices[row])
 
     def failures(self, masks: StepMasks, rows: Sequence[int]) -> dict[int, RequestFailure]:
-        """Why rows that have no token got no mask, by their place in `rows`."""
+        """Return why rows got no mask, by their index in `rows`."""
         failed = {row: failure for row in masks.rows if (failure := self._rows[row].failure) is not None}
-        return {place: failed[row] for place, row in enumerate(rows) if row in failed} if failed else {}
+        return {index: failed[row] for index, row in enumerate(rows) if row in failed} if failed else {}
 
     def close(self) -> None:
         if self._thread is not None:
             self._thread.shutdown()
 
-    # ---- beside the forward pass ----
+    # ---- during the forward pass ----
 
     def _compute(self, constrained: list[_Constrained]) -> NDArray[np.int32]:
-        told: dict[DrawnTokens, Sequence[int]] = {}
+        token_ids: dict[SampledTokens, Sequence[int]] = {}
         for row in constrained:
-            if row.drawn is not None:
-                tokens, place = row.drawn
-                if tokens not in told:
-                    told[tokens] = tokens()
-                row.outputs.append(told[tokens][place])
-                row.drawn = None
+            if row.pending is not None:
+                tokens, index = row.pending
+                if tokens not in token_ids:
+                    token_ids[tokens] = tokens()
+                row.outputs.append(token_ids[tokens][index])
+                row.pending = None
         matchers = [self._caught_up(row) for row in constrained]
         masks = self.state.mask_buffer(len(constrained))
         if None in matchers:
             masks[:] = 0
-            places = [place for place, matcher in enumerate(matchers) if matcher is not None]
-            found = masks[places]
-            self._filler.fill([m for m in matchers if m is not None], found)
-            masks[places] = found
+            indices = [index for index, matcher in enumerate(matchers) if matcher is not None]
+            filled = masks[indices]
+            self._filler.fill([m for m in matchers if m is not None], filled)
+            masks[indices] = filled
         else:
             self._filler.fill([m for m in matchers if m is not None], masks)
         for row, matcher, mask in zip(constrained, matchers, masks, strict=True):
@@ -179,7 +179,7 @@ class ConstrainedRows:
         return masks
 
     def _caught_up(self, row: _Constrained) -> Matcher | None:
-        """The row's matcher, which has seen all its tokens; None if there is none."""
+        """Return the row's matcher after it has consumed all tokens; None if the grammar failed to compile."""
         if row.matcher is None and row.failure is None:
             try:
                 row.grammar = row.compiled.result()
@@ -193,8 +193,10 @@ class ConstrainedRows:
         return row.matcher
 
     def _recover(self, row: _Constrained, mask: NDArray[np.int32]) -> None:
-        """Replace a matcher that has failed because the lexer that it shares is full, and fill its mask. Any other
-        failure is the request's own."""
+        """Replace a matcher that failed because its shared lexer is full, and fill its mask.
+
+        Any other failure is the request's own.
+        """
         assert row.grammar is not None
         assert row.matcher is not None
         assert self.compiler is not None
@@ -202,7 +204,7 @@ class ConstrainedRows:
         while row.matcher.is_lexer_full and not is_alone:
             is_alone = row.grammar.is_large
             try:
-                row.grammar = self.compiler.compile_larger(row.asked, row.grammar)
+                row.grammar = self.compiler.compile_larger(row.constraint, row.grammar)
             except Exception as error:
                 row.failure = _compile_failure(error)
                 return
@@ -214,7 +216,7 @@ class ConstrainedRows:
 
 
 def _compile_failure(error: Exception) -> RequestFailure:
-    """The request fails alone, whatever was raised: a step that raised would fail for its neighbours too."""
+    """Turn an exception into a failure of the one request: raising would fail the step for its neighbours too."""
     if isinstance(error, RequestError):
         return _failure(str(error))
     logger.error("a grammar could not be compiled", exc_info=error)

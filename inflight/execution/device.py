@@ -1,4 +1,4 @@
-"""What runners on a GPU share. In tests the device may be a CPU, where nothing is waited for."""
+"""Device helpers of the GPU runners. In tests the device may be a CPU, where there is nothing to wait for."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from inflight.errors import DeviceLostError
 
 @contextmanager
 def watched(device: torch.device) -> Iterator[None]:
-    """Around calls of the device: after some errors (an illegal access, an ECC error) every later call fails too, until
-    the process ends."""
+    """Turn an error that leaves the device unusable into DeviceLostError.
+
+    After some errors (an illegal access, an ECC error) every later call fails too, until the process ends.
+    """
     if device.type == "cuda":
-        # Every thread has a device of its own: the first, unless told.
+        # The current device is per thread, and defaults to the first.
         torch.cuda.set_device(device)
     try:
         yield
@@ -34,7 +36,7 @@ def wait_for(device: torch.device) -> None:
 
 
 def event_on(device: torch.device) -> torch.cuda.Event | None:
-    """That has happened when all that is enqueued now is done; None where there is nothing to wait for."""
+    """Return an event that completes with the work enqueued so far; None where there is nothing to wait for."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -43,7 +45,7 @@ def event_on(device: torch.device) -> torch.cuda.Event | None:
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """A copy in host memory, on its way there."""
+    """Start a copy to host memory and return it."""
     on_gpu = tensor.device.type == "cuda"
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu)
     return host.copy_(tensor, non_blocking=on_gpu)

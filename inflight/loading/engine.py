@@ -14,9 +14,9 @@ from inflight.constraints import Grammar, GrammarCompiler
 from inflight.engine import EngineCore, ModelFacts
 from inflight.engine.sleep import asleep
 from inflight.errors import ConfigError, EngineError
-from inflight.execution.dormancy import ModelDormancy
 from inflight.execution.parallel.starting import parallel_core, stage_links
 from inflight.execution.platforms import Platform
+from inflight.execution.sleep import ModelSleepSupport
 from inflight.frontend import Frontend
 from inflight.kv import BlockManager, ChainHashCache, NoPrefixCache
 from inflight.loading.checkpoint import model_name
@@ -54,9 +54,9 @@ def decoder_core(
     make_runner = partial(platform.runner, config, decoder, num_blocks, max_model_len, grammars, links)
     if ranks is None:
         prepare = partial(_compiled_grammar, grammars)
-        dormancy = ModelDormancy(decoder, platform.device, make_runner)
+        sleep_support = ModelSleepSupport(decoder, platform.device, make_runner)
         return EngineCore(
-            scheduler, make_runner(), depth, options.max_queue, prepare=prepare, dormancy=dormancy
+            scheduler, make_runner(), depth, options.max_queue, prepare=prepare, sleep_support=sleep_support
         )
     sizes = num_blocks, max_model_len
     return parallel_core(ranks, scheduler, decoder, make_runner, *sizes, depth, options.max_queue)
@@ -88,8 +88,8 @@ def encoder_core(
     scheduler = Scheduler(limits, policy, blocks)
     make_runner = partial(platform.encoder_runner, config, encoder, limits)
     depth = options.pipeline_depth or platform.pipeline_depth
-    dormancy = ModelDormancy(encoder, platform.device, make_runner)
-    return EngineCore(scheduler, make_runner(), depth, options.max_queue, dormancy=dormancy)
+    sleep_support = ModelSleepSupport(encoder, platform.device, make_runner)
+    return EngineCore(scheduler, make_runner(), depth, options.max_queue, sleep_support=sleep_support)
 
 
 def _limits(options: SchedulerConfig, platform: Platform, max_num_batched_tokens: int) -> Limits:

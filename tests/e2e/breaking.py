@@ -29,9 +29,9 @@ class BreakingRunner:
         self._count("launch")
         return self.real.launch(batch)
 
-    def collect(self, ticket: Any) -> Sampled:
+    def collect(self, handle: Any) -> Sampled:
         self._count("collect")
-        return self.real.collect(ticket)
+        return self.real.collect(handle)
 
     def close(self) -> None:
         self.real.close()
@@ -52,14 +52,14 @@ class PoisonedRunner:
 
     def launch(self, batch: Batch) -> tuple[Any, bool]:
         bad = self.fault(self.rows.see(batch))
-        ticket = self.real.launch(batch)
+        handle = self.real.launch(batch)
         if bad and self.method == "launch":
-            self.real.collect(ticket)
+            self.real.collect(handle)
             raise RuntimeError("poisoned")
-        return ticket, bad
+        return handle, bad
 
-    def collect(self, ticket: tuple[Any, bool]) -> Sampled:
-        inner, bad = ticket
+    def collect(self, handle: tuple[Any, bool]) -> Sampled:
+        inner, bad = handle
         found = self.real.collect(inner)
         if bad:
             raise RuntimeError("poisoned")

@@ -187,8 +187,8 @@ def test_answers_that_failed_are_an_error(
 
     real = ModelRunner.collect
 
-    def collect(runner: ModelRunner, ticket: Any) -> Any:
-        sampled = real(runner, ticket)
+    def collect(runner: ModelRunner, handle: Any) -> Any:
+        sampled = real(runner, handle)
         sampled.errors[0] = NOT_FINITE
         monkeypatch.setattr(ModelRunner, "collect", real)
         return sampled

@@ -140,7 +140,7 @@ def test_where_nothing_is_left_the_request_fails_alone(llm: LLM) -> None:
     impossible = replace(YES_OR_NO, min_tokens=30)
     failed, fine = run(llm, PROMPTS[:2], [impossible, PLAIN])
     assert failed.outputs[0].finish_reason == "error"
-    assert failed.outputs[0].error == "no token is allowed by the parameters"
+    assert failed.outputs[0].error == "the sampling parameters allow no token"
     assert fine.outputs[0].error is None
     with pytest.raises(EngineError, match="no token is allowed"):
         run(llm, PROMPTS[0], replace(YES_OR_NO, bad_words=["yes", "ye", "y", "no", "n"]))

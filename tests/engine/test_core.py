@@ -29,9 +29,9 @@ def test_depth_is_the_number_of_steps_in_flight(depth: int) -> None:
         launched.append(batch.step)
         return launch(batch)
 
-    def counting_collect(ticket: Sampled) -> Sampled:
+    def counting_collect(handle: Sampled) -> Sampled:
         collected.append(len(launched))
-        return collect(ticket)
+        return collect(handle)
 
     engine.runner.launch = counting_launch  # type: ignore[method-assign]
     engine.runner.collect = counting_collect  # type: ignore[method-assign]
@@ -131,8 +131,8 @@ def test_an_entry_that_fails_ends_alone() -> None:
     bad, good = engine.add(make_request([1], 4)), engine.add(make_request([2], 4))
     collect = engine.runner.collect
 
-    def poisoned(ticket: Sampled) -> Sampled:
-        result = collect(ticket)
+    def poisoned(handle: Sampled) -> Sampled:
+        result = collect(handle)
         return Sampled(result.token_ids, errors={0: NOT_FINITE} if len(result.token_ids) == 2 else {})
 
     engine.runner.collect = poisoned  # type: ignore[method-assign]
@@ -256,12 +256,12 @@ def test_a_finished_request_stays_finished_when_its_surplus_step_fails() -> None
     other = engine.add(make_request([7], 12))
     collect, calls = engine.runner.collect, 0
 
-    def broken(ticket: Sampled) -> Sampled:
+    def broken(handle: Sampled) -> Sampled:
         nonlocal calls
         calls += 1
         if calls == 6:  # the step that computes a token after the stop
             raise RuntimeError("device lost")
-        return collect(ticket)
+        return collect(handle)
 
     engine.runner.collect = broken  # type: ignore[method-assign]
     engine.run()

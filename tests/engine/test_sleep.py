@@ -12,7 +12,7 @@ from tests.support.requests import FakeEngine, make_request
 PROMPT = list(range(1, 13))
 
 
-class FakeDormancy:
+class FakeSleepSupport:
     """Remembers what was asked of it."""
 
     def __init__(self, engine: FakeEngine) -> None:
@@ -22,8 +22,8 @@ class FakeDormancy:
     def check(self) -> None:
         self.told.append("check")
 
-    def rest(self) -> None:
-        self.told.append("rest")
+    def sleep(self) -> None:
+        self.told.append("sleep")
 
     def wake(self) -> FakeRunner:
         self.told.append("wake")
@@ -33,7 +33,7 @@ class FakeDormancy:
 @pytest.fixture
 def engine() -> FakeEngine:
     engine = FakeEngine()
-    engine.core._dormancy = FakeDormancy(engine)
+    engine.core._sleep_support = FakeSleepSupport(engine)
     return engine
 
 
@@ -61,7 +61,7 @@ def test_an_engine_that_slept_gives_the_same_answers_and_knows_no_prefix(engine:
     engine.core.obey("wake_up")
     assert engine.core.runner is not runner
     assert not engine.core.stats().is_sleeping
-    assert engine.core._dormancy.told == ["check", "rest", "wake"]  # type: ignore[attr-defined]
+    assert engine.core._sleep_support.told == ["check", "sleep", "wake"]  # type: ignore[attr-defined]
     assert run(engine) == before
 
 

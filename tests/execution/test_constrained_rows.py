@@ -58,7 +58,7 @@ def follow(
         failures = rows.failures(step, [0])
         if failures:
             return masks, failures
-        rows.drew(step, [0], lambda token_id=token_id: [token_id])
+        rows.expect(step, [0], lambda token_id=token_id: [token_id])
     return masks, {}
 
 

@@ -48,10 +48,10 @@ def test_padding_is_computed_and_its_vectors_are_nobodys() -> None:
         for row, length in enumerate(lengths)
     ]
     admissions = [Admission(row, request.current_spec()) for row, request in enumerate(requests)]
-    ticket = runner.launch(Batch(0, [0, 1, 2], [0, 0, 0], lengths, admissions=admissions))
+    handle = runner.launch(Batch(0, [0, 1, 2], [0, 0, 0], lengths, admissions=admissions))
     (computed,) = model.steps
     assert sum(computed) == 3 * 7
-    vectors = runner.collect(ticket).vectors
+    vectors = runner.collect(handle).vectors
     assert {entry: array("f", vector).tolist() for entry, vector in vectors.items()} == {
         0: [3],
         1: [7],

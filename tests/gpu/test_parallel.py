@@ -1,4 +1,4 @@
-"""Several ranks on one GPU give the tokens of one. They share it by turns, so every sum takes milliseconds."""
+"""Several ranks on one GPU give the tokens of one. They take turns on it, so every sum takes milliseconds."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 class RankAnswer(NamedTuple):
     token_ids: list[int]
-    logprobs: list[float]  # of all tokens that were told, and their ranks
+    logprobs: list[float]  # of all reported tokens
     ranks: list[int]
 
 
@@ -67,8 +67,10 @@ def answers(**options: Any) -> list[RankAnswer]:
     found = []
     for output in outputs:
         (sequence,) = output.outputs
-        told = [each for position in sequence.logprobs or () for each in position.values()]
-        found.append(RankAnswer(sequence.token_ids, [t.logprob for t in told], [t.rank for t in told]))
+        logprobs = [each for position in sequence.logprobs or () for each in position.values()]
+        found.append(
+            RankAnswer(sequence.token_ids, [t.logprob for t in logprobs], [t.rank for t in logprobs])
+        )
     return found
 
 
@@ -78,9 +80,9 @@ def expected() -> list[RankAnswer]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_several_ranks_on_one_device(expected: list[RankAnswer], case: str) -> None:
+def test_several_ranks_on_one_device_give_the_tokens_of_one(expected: list[RankAnswer], case: str) -> None:
     found = answers(**CASES[case])
-    # A sum that rounds the other way may turn one draw in thousands; the answer after it differs.
+    # A sum that rounds differently may change one sample in thousands; the rest of that answer then differs.
     same = [(a, b) for a, b in zip(found, expected, strict=True) if a.token_ids == b.token_ids]
     assert len(same) >= len(expected) - 1
     for one, other in same:
@@ -88,12 +90,12 @@ def test_several_ranks_on_one_device(expected: list[RankAnswer], case: str) -> N
         assert sum(a != b for a, b in zip(one.ranks, other.ranks, strict=True)) <= len(one.ranks) // 20
 
 
-def test_ranks_that_share_a_device_must_be_told_their_blocks() -> None:
-    with pytest.raises(ConfigError, match="must be told num_blocks"):
+def test_ranks_that_share_a_device_need_num_blocks() -> None:
+    with pytest.raises(ConfigError, match="need num_blocks"):
         LLM(show_progress=False, tensor_parallel_size=8, pipeline_parallel_size=8)
 
 
-def test_a_rank_that_dies_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_rank_ends_a_step_in_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first rank's device waits for it in the middle of a step."""
     made: list[RankProcess] = []
     create = RankProcess.__init__

@@ -31,7 +31,7 @@ from inflight.router import Router
 from inflight.router import start as start_module
 from inflight.router.start import MachineShares, check_gpu_memory, check_unchanged, visible_gpus
 from tests.engine.faulty import NUM_BLOCKS, SLOW
-from tests.engine.test_sleep import FakeDormancy
+from tests.engine.test_sleep import FakeSleepSupport
 from tests.router.replicas import Script, answer, in_process, process_id, processes, read, strike, until
 from tests.support.processes import exists
 from tests.support.requests import FakeEngine, make_request
@@ -65,17 +65,17 @@ async def test_a_rolling_restart_and_a_removal_under_load_fail_no_one() -> None:
 
 async def test_all_sleep_or_none_and_so_does_who_comes_later() -> None:
     async with in_process(2) as (router, engines):
-        engines[0].core._dormancy = FakeDormancy(engines[0])
+        engines[0].core._sleep_support = FakeSleepSupport(engines[0])
         with pytest.raises(EngineError, match="cannot sleep"):
             await router.command("sleep")
-        assert engines[0].core._dormancy.told == ["check", "rest", "wake"]
-        engines[1].core._dormancy = FakeDormancy(engines[1])
+        assert engines[0].core._sleep_support.told == ["check", "sleep", "wake"]
+        engines[1].core._sleep_support = FakeSleepSupport(engines[1])
         await router.command("sleep")
         assert (await router.stats()).is_sleeping
         with pytest.raises(EngineAsleepError):
             await router.add(make_request([1, 2], 5))
         await router.replicas.add()
-        engines[2].core._dormancy = FakeDormancy(engines[2])
+        engines[2].core._sleep_support = FakeSleepSupport(engines[2])
         await until(lambda: engines[2].core.is_sleeping)
         await router.command("wake_up")
         assert not any(engine.core.is_sleeping for engine in engines)

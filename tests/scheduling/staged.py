@@ -14,19 +14,19 @@ class StagedRunner(FakeRunner):
     def __init__(self, num_blocks: int, block_size: int) -> None:
         super().__init__(num_blocks, block_size)
         self.batches: list[Batch] = []
-        self._in_flight: dict[int, list[tuple[Any, int]]] = {}  # by ticket: rows, and positions in them
+        self._in_flight: dict[int, list[tuple[Any, int]]] = {}  # by handle: rows, and positions in them
         self._drawn: list[tuple[Any, int]] = []
 
     def launch(self, batch: Batch) -> Sampled:
         self._drawn = []
-        ticket = super().launch(batch)
-        self._in_flight[id(ticket)] = self._drawn
+        handle = super().launch(batch)
+        self._in_flight[id(handle)] = self._drawn
         self.batches.append(batch)
-        return ticket
+        return handle
 
-    def collect(self, ticket: Sampled) -> Sampled:
-        del self._in_flight[id(ticket)]
-        return super().collect(ticket)
+    def collect(self, handle: Sampled) -> Sampled:
+        del self._in_flight[id(handle)]
+        return super().collect(handle)
 
     def _sample(self, row: Any, length: int) -> list[int]:
         self._drawn.append((row, length))

@@ -80,8 +80,8 @@ class FaultyRunner:
                 raise RuntimeError("/secret/path: broken on purpose")
         return self._real.launch(batch)
 
-    def collect(self, ticket: Any) -> Sampled:
-        found: Sampled = self._real.collect(ticket)
+    def collect(self, handle: Any) -> Sampled:
+        found: Sampled = self._real.collect(handle)
         return found
 
     def close(self) -> None:

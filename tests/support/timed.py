@@ -34,8 +34,8 @@ class TimedRunner(FakeRunner):
         self.free_at = max(self.free_at, self.now) + timed(size)
         return super().launch(batch), self.free_at
 
-    def collect(self, ticket: Any) -> Sampled:
-        sampled, done_at = ticket
+    def collect(self, handle: Any) -> Sampled:
+        sampled, done_at = handle
         self.now = max(self.now, done_at)
         return super().collect(sampled)
 

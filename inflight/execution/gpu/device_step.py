@@ -1,4 +1,4 @@
-"""One step in device memory: the packed upload, its sections as each shape lays them out, the results."""
+"""One step in device memory: the packed upload, its sections for each shape, and the results."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from inflight.attention.triton.step import AttentionWorkspace, Items, TritonStep
 from inflight.execution.gpu.host_step import HostStep, Ints, Layout, put, put_items, staging
 from inflight.execution.gpu.rows import DeviceRows, StepTokens, TableUpdates, open_step
 from inflight.execution.gpu.shapes import Buckets, StepShape
-from inflight.execution.sampling.triton import MAX_LOGPROBS, Draws, WantedLogprobs
+from inflight.execution.sampling.triton import MAX_LOGPROBS, LogprobBuffers, SamplingBatch
 
-MIN_UPDATES = 32  # table updates that every shape has room for
+MIN_UPDATES = 32  # table updates that fit every shape
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """What a step samples."""
+    """The samples of a step."""
 
     tokens: Tensor  # [S] int32: the last token of each sampling entry
-    draws: Draws  # rows are below 0 where nothing is drawn
+    batch: SamplingBatch  # rows are negative where nothing is sampled
 
 
 class DeviceStep:
-    """Buffers that every step reuses: steps of one device run one after the other."""
+    """A step's inputs and results in device memory. All steps use the same buffers: they run one after another."""
 
     def __init__(
         self, rows: DeviceRows, buckets: Buckets, planner: AttentionPlanner, workspace: AttentionWorkspace
@@ -43,7 +43,7 @@ class DeviceStep:
         self._packed = torch.zeros(size, dtype=torch.int32, device=device)
         self._token_ids = torch.zeros(buckets.tokens[-1], dtype=torch.int32, device=device)
         self._results = torch.zeros(2 * buckets.max_entries, dtype=torch.int32, device=device)
-        # Of the entries that want log-probabilities, one after the other: see `WantedLogprobs`.
+        # Packed, for the entries that want log-probabilities: see `LogprobBuffers`.
         self._logprobs = torch.zeros(
             buckets.max_entries * 3 * (1 + MAX_LOGPROBS), dtype=torch.int32, device=device
         )
@@ -76,10 +76,10 @@ class DeviceStep:
     # ---- on the host ----
 
     def upload(self, host: HostStep, updates: Ints, logprob_counts: Ints | None, scores: bool) -> StepShape:
-        """Tell the device about a step; which shape it has.
+        """Upload a step and return its shape.
 
-        `logprob_counts`: how many of the most likely tokens to tell of each sample that is drawn, below 0 where nothing
-        is to be told; None if that is so for all. `scores`: whether prompt tokens are scored.
+        `logprob_counts`: most likely tokens to report for each sampled token, negative for none; None if no entry wants
+        any. `scores`: whether prompt tokens are scored.
         """
         rows, num_decodes = self.rows, host.num_decodes
         work: DecodeWork | None = None
@@ -94,7 +94,7 @@ class DeviceStep:
         else:
             num_chunks = len(host.rows) - num_decodes
             shape = self.buckets.mixed(host.num_tokens, num_decodes, num_chunks, num_samples, shared, scores)
-        held, part = self._stage(shape)
+        pinned, part = self._stage(shape)
         put(part["token_rows"], host.token_rows, -1)
         put(part["positions"], host.positions, 0)
         put(part["kv_places"], host.kv_places, -1)
@@ -113,7 +113,7 @@ class DeviceStep:
         for name, values in zip(("update_rows", "update_columns", "update_blocks"), updates, strict=True):
             put(part[name], values, -1)
         self._plan(host, work, shape, part)
-        self._send(held)
+        self._send(pinned)
         return shape
 
     def _plan(self, host: HostStep, work: DecodeWork | None, shape: StepShape, part: dict[str, Ints]) -> None:
@@ -134,24 +134,24 @@ class DeviceStep:
             part[name][0] = count
 
     def upload_nothing(self, shape: StepShape) -> None:
-        """A step of this shape that is all padding."""
-        held, part = self._stage(shape)
+        """Upload a step of this shape that is all padding."""
+        pinned, part = self._stage(shape)
         for name, values in part.items():
             values[:] = -1 if name.endswith(("rows", "kv_places", "logprob_counts")) else 0
-        self._send(held)
+        self._send(pinned)
 
     def _stage(self, shape: StepShape) -> tuple[Tensor, dict[str, Ints]]:
         layout = self.layout(shape)
-        held, array = staging(layout.size, self.rows.device)
-        return held, layout.on_host(array)
+        pinned, array = staging(layout.size, self.rows.device)
+        return pinned, layout.on_host(array)
 
-    def _send(self, held: Tensor) -> None:
-        self._packed[: len(held)].copy_(held, non_blocking=True)
+    def _send(self, pinned: Tensor) -> None:
+        self._packed[: len(pinned)].copy_(pinned, non_blocking=True)
 
     # ---- on the device ----
 
     def open(self, shape: StepShape) -> tuple[Tensor, TritonStep]:
-        """The step's token ids [T], and where they are: the first launch of every step."""
+        """Launch the first kernel of the step; return its token ids [T] and its attention inputs."""
         part = self.layout(shape).on_device(self._packed)
         rows, token_ids, planner = self.rows, self._token_ids[: shape.num_tokens], self.planner
         max_chunks = planner.max_chunk_items(shape.num_tokens, shape.num_chunks)
@@ -174,18 +174,18 @@ class DeviceStep:
     def samples(self, shape: StepShape) -> Samples:
         part = self.layout(shape).on_device(self._packed)
         ids, bad = self.results(shape)
-        logprobs = WantedLogprobs(
+        logprobs = LogprobBuffers(
             part["logprob_counts"], part["logprob_places"], part["logprob_width"], self._logprobs
         )
-        draws = Draws(part["sample_rows"], part["sample_lengths"], ids, bad, logprobs)
-        return Samples(part["sample_tokens"], draws)
+        batch = SamplingBatch(part["sample_rows"], part["sample_lengths"], ids, bad, logprobs)
+        return Samples(part["sample_tokens"], batch)
 
     def results(self, shape: StepShape) -> Tensor:
-        """[2, S] int32: token ids, and whether and how the entry is bad."""
+        """Return [2, S] int32: token ids, and 0 or why sampling failed."""
         return self._results[: 2 * shape.num_samples].view(2, shape.num_samples)
 
     def logprobs(self, num_places: int, width: int) -> Tensor:
-        """Flat [num_places, 3, width] int32, of the latest step."""
+        """Return the latest step's log-probabilities, flat [num_places, 3, width] int32."""
         return self._logprobs[: num_places * 3 * width]
 
 

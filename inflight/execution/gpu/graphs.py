@@ -1,4 +1,4 @@
-"""Captured steps: one CUDA graph per shape, all in one memory pool."""
+"""CUDA graphs of steps: one per shape, all in one memory pool."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ PartT = TypeVar("PartT")
 
 
 class StepGraphs(Generic[ShapeT, ResultT]):
-    """Runs `compute(shape)`, by replay.
+    """Runs `compute(shape)` by replaying its graph.
 
-    `compute` must enqueue the same kernels on the same memory whenever it is given the same shape. The first shape is
-    run before it is recorded, so that what libraries keep for a CUDA stream does not come from the graphs' memory, and
-    doing so must do no harm. With the others, new kernels are compiled and loaded while they are recorded, which a
-    relaxed capture allows. What `compute` returns stays where the graph wrote it, and the next step of any shape
-    overwrites it.
+    `compute` must enqueue the same kernels on the same memory for the same shape. The first shape is run once before it
+    is captured, which must be harmless, so that library workspaces of the CUDA stream are not allocated from the
+    graphs' pool. For other shapes, kernels are compiled and loaded during capture, which the relaxed mode allows. The
+    result of `compute` stays in the graph's memory, and the next step of any shape overwrites it.
     """
 
     def __init__(self, compute: Callable[[ShapeT], ResultT]) -> None:
@@ -33,7 +32,7 @@ class StepGraphs(Generic[ShapeT, ResultT]):
         self._cuda_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def beside(self, compute: Callable[[ShapeT], PartT]) -> StepGraphs[ShapeT, PartT]:
-        """Graphs of something else in the same memory, which are never replayed at the same time."""
+        """Return graphs of another function in the same pool; the two are never replayed at the same time."""
         graphs = StepGraphs(compute)
         graphs._pool, graphs._cuda_stream = self._pool, self._cuda_stream
         return graphs
@@ -45,7 +44,7 @@ class StepGraphs(Generic[ShapeT, ResultT]):
         return result
 
     def prepare(self, shape: ShapeT) -> None:
-        """Make sure that the next step of this shape need only be replayed."""
+        """Capture this shape unless it already is."""
         if shape in self._graphs:
             return
         start = time.perf_counter()
@@ -65,7 +64,7 @@ class StepGraphs(Generic[ShapeT, ResultT]):
 
 
 class EagerSteps(Generic[ShapeT, ResultT]):
-    """The same without graphs: every kernel is launched by itself, at every step."""
+    """The same without graphs: every step launches each kernel by itself."""
 
     def __init__(self, compute: Callable[[ShapeT], ResultT]) -> None:
         self.run = self.prepare = compute
@@ -74,4 +73,4 @@ class EagerSteps(Generic[ShapeT, ResultT]):
         return EagerSteps(compute)
 
     def clear(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: there are no graphs."""

@@ -1,4 +1,4 @@
-"""One step as the host sees it: a batch in arrays, and the one int32 array in which they travel to the device."""
+"""One step on the host: a batch as arrays, packed into one int32 array for the upload."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from inflight.scheduling import Batch
 
 Ints = NDArray[np.int32]
 
-ALIGNMENT = 4  # sections start at multiples of 16 bytes, as wide loads want them
+ALIGNMENT = 4  # sections start at multiples of 16 bytes, for wide loads
 
 
 @dataclass(frozen=True, slots=True)
 class HostStep:
-    """A batch as arrays. B entries, the first `num_decodes` of which decode; T tokens; S samples: those of the entries
-    that draw a token, then those of entries that end with a vector, for whom only hidden states are wanted."""
+    """A batch as arrays: B entries, of which the first `num_decodes` decode; T tokens; S samples.
+
+    The samples are the entries that sample a token, then those that end with a vector and only need hidden states.
+    """
 
     num_decodes: int
     num_tokens: int
@@ -31,9 +33,9 @@ class HostStep:
     token_rows: Ints  # [T]
     positions: Ints  # [T]
     kv_places: Ints  # [T]
-    sampling_entries: list[int]  # that draw
+    sampling_entries: list[int]
     sample_tokens: Ints  # [S] the last token of each entry
-    sample_rows: Ints  # [S], -1 where nothing is drawn
+    sample_rows: Ints  # [S], -1 where no token is sampled
     sample_lengths: Ints  # [S] the position that the sampled token will have
 
     @property
@@ -42,10 +44,11 @@ class HostStep:
 
 
 def host_step(batch: Batch, tables: Ints, block_size: int, pooled: Sequence[int] = ()) -> HostStep:
-    """`tables` [max_rows, max_blocks] are the block tables, this step's blocks included. `pooled` entries end here.
+    """Convert a batch to arrays.
 
-    A decode is an entry of one token that was admitted in an earlier step, and samples: in a step of nothing else, each
-    token is a sample. (A request admitted in this one may share a block that this step fills, and has to wait for it:
+    `tables` [max_rows, max_blocks] are the block tables, including this step's blocks. `pooled` entries end here.
+    A decode is an entry of one token that was admitted in an earlier step and samples: in a step of only decodes, each
+    token is a sample. (A request admitted in this step may share a block that this step fills, and must wait for it:
     see `AttentionBackend.attend`.)
     """
     rows, starts, counts = (
@@ -93,7 +96,7 @@ def host_step(batch: Batch, tables: Ints, block_size: int, pooled: Sequence[int]
 
 
 class Layout:
-    """Named sections of one array."""
+    """The named sections of one packed array."""
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
         self.sections: dict[str, slice] = {}
@@ -104,7 +107,7 @@ class Layout:
         self.size = end
 
     def on_device(self, buffer: Tensor) -> dict[str, Tensor]:
-        """The sections as views of `buffer`."""
+        """Return the sections as views of `buffer`."""
         return {name: buffer[section] for name, section in self.sections.items()}
 
     def on_host(self, array: Ints) -> dict[str, Ints]:
@@ -112,21 +115,21 @@ class Layout:
 
 
 def staging(size: int, device: torch.device) -> tuple[Tensor, Ints]:
-    """Host memory that the device can copy from while the host goes on, and the same as an array.
+    """Return pinned host memory for an asynchronous upload, as a tensor and as an array.
 
-    Torch keeps such memory until the copies from it are done, so nothing here needs to wait.
+    Torch reuses such memory only after the copies from it are done, so nothing here needs to wait.
     """
     tensor = torch.empty(size, dtype=torch.int32, pin_memory=device.type == "cuda")
     return tensor, tensor.numpy()
 
 
 def put(section: Ints, values: NDArray[Any], rest: int) -> None:
-    """These values, and `rest` in what is left of the section."""
+    """Fill a section with these values, and the remainder with `rest`."""
     section[: len(values)] = values
     section[len(values) :] = rest
 
 
 def put_items(section: Ints, items: Ints) -> int:
-    """The rows of a plan, one after the other; how many there are."""
+    """Write the items of a plan to a section; return their number."""
     section[: items.size] = items.reshape(-1)
     return len(items)

@@ -1,5 +1,5 @@
-"""Permanent rows in device memory, written without ever waiting for the device, and the first kernel of a step: new
-table entries into the rows, the step's tokens out of them."""
+"""Permanent rows in device memory, written without waiting for the device, and the first kernel of a step, which
+applies block table updates and gathers the step's tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from inflight.execution.gpu.host_step import ALIGNMENT, Ints, staging
 from inflight.scheduling.batch import Admission, TableUpdate
 
-PROGRAM_SIZE = 256  # updates and tokens that one program looks after
+PROGRAM_SIZE = 256  # updates and tokens per program
 
 
 class TableUpdates(NamedTuple):
@@ -35,7 +35,7 @@ class StepTokens(NamedTuple):
 
 
 class DeviceRows:
-    """Tokens and block tables of all rows; the tables are mirrored on the host, where steps are planned."""
+    """Tokens and block tables of all rows. The host, which plans steps, has a copy of the tables."""
 
     def __init__(self, max_rows: int, max_len: int, block_size: int, device: torch.device) -> None:
         self.device = device
@@ -43,35 +43,35 @@ class DeviceRows:
         max_blocks = -(-max_len // block_size)
         # [max_rows, max_len]: prompt, then outputs; a sampled token is written here by the step that samples it.
         self.tokens = torch.zeros(max_rows, max_len, dtype=torch.int32, device=device)
-        # [max_rows, max_blocks]: entries past a row's last block are meaningless, but always name a block.
+        # [max_rows, max_blocks]: entries past a row's last block are meaningless, but always valid block ids.
         self.block_tables = torch.zeros(max_rows, max_blocks, dtype=torch.int32, device=device)
         self.mirror = np.zeros((max_rows, max_blocks), dtype=np.int32)
         self.version = 0  # changes whenever a row gets another request
 
     def admit(self, admissions: Sequence[Admission]) -> None:
-        """Upload all known tokens of the requests that got a row."""
+        """Upload the tokens of admitted requests."""
         if not admissions:
             return
         self.version += 1
-        held, array = staging(sum(len(request.token_ids) for _, request in admissions), self.device)
+        pinned, array = staging(sum(len(request.token_ids) for _, request in admissions), self.device)
         first = 0
         for row, request in admissions:
             count = len(request.token_ids)
             array[first : first + count] = np.frombuffer(request.token_ids, dtype=np.int64)
-            self.tokens[row, :count].copy_(held[first : first + count], non_blocking=True)
+            self.tokens[row, :count].copy_(pinned[first : first + count], non_blocking=True)
             first += count
 
     def append(self, rows: Tensor, lengths: Tensor, token_ids: Tensor) -> None:
-        """Token number lengths[i] of row rows[i], as another rank has drawn it. [n] on the host each."""
+        """Store token number lengths[i] of row rows[i], which another rank sampled. [n] on the host each."""
         if not len(rows):
             return
-        held, array = staging(3 * len(rows), self.device)
+        pinned, array = staging(3 * len(rows), self.device)
         array[:] = torch.cat((rows, lengths, token_ids)).numpy()
-        there = held.to(self.device, non_blocking=True).view(3, -1)
-        self.tokens[there[0].long(), there[1].long()] = there[2]
+        on_device = pinned.to(self.device, non_blocking=True).view(3, -1)
+        self.tokens[on_device[0].long(), on_device[1].long()] = on_device[2]
 
     def extend(self, tables: Sequence[TableUpdate]) -> Ints:
-        """Take new blocks into the mirror. What the device must be told: [3, n] rows, columns and block ids."""
+        """Add new blocks to the host's tables; return the device's updates: [3, n] rows, columns and block ids."""
         for row, first, block_ids in tables:
             self.mirror[row, first : first + len(block_ids)] = block_ids
         counts = [len(block_ids) for _, _, block_ids in tables]
@@ -81,27 +81,28 @@ class DeviceRows:
         return np.stack((rows, joined, self.mirror[rows, joined]))
 
     def write_tables(self, updates: Ints) -> None:
-        """Write the tables now: for steps with more updates than their shape has room for.
+        """Write the tables now, for steps with more updates than fit their shape.
 
-        Each of the three parts begins at an aligned address, as in a captured step. Triton would otherwise compile
-        another kernel in the middle of serving.
+        Each of the three parts begins at an aligned address, as in a captured step: otherwise Triton would compile
+        another kernel while serving.
         """
         count = updates.shape[1]
         size = -(-count // ALIGNMENT) * ALIGNMENT
-        held, array = staging(3 * size, self.device)
+        pinned, array = staging(3 * size, self.device)
         parts = array.reshape(3, size)
         parts[:, :count] = updates
         parts[:, count:] = -1
         open_step(
             self.tokens,
             self.block_tables,
-            TableUpdates(*held.to(self.device, non_blocking=True).view(3, size)),
+            TableUpdates(*pinned.to(self.device, non_blocking=True).view(3, size)),
             None,
         )
 
 
 def open_step(tokens: Tensor, block_tables: Tensor, updates: TableUpdates, step: StepTokens | None) -> None:
-    """tokens [max_rows, max_len] and block_tables [max_rows, max_blocks], int32 both."""
+    """Apply table updates and gather a step's tokens. tokens [max_rows, max_len], block_tables [max_rows,
+    max_blocks]"""
     num_updates = len(updates.rows)
     rows, positions, ids = step or (updates.rows, updates.columns, updates.block_ids)
     num_tokens = 0 if step is None else len(ids)

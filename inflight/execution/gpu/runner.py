@@ -1,8 +1,10 @@
-"""Runs batches on a GPU: the host plans and uploads, the device replays."""
+"""The runner of decoders on a GPU: the host plans and uploads a step, the device replays a CUDA graph."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +13,7 @@ from inflight.attention.triton.backend import TritonAttention
 from inflight.attention.triton.planner import AttentionPlanner
 from inflight.constraints import GrammarCompiler
 from inflight.errors import EngineError
+from inflight.events import PositionLogprobs, RequestFailure
 from inflight.execution.constrained_rows import ConstrainedRows, StepMasks
 from inflight.execution.device import event_on, to_host, wait_for, watched
 from inflight.execution.forward import StageLinks
@@ -19,14 +22,14 @@ from inflight.execution.gpu.graphs import EagerSteps, StepGraphs
 from inflight.execution.gpu.host_step import HostStep, host_step
 from inflight.execution.gpu.rows import DeviceRows
 from inflight.execution.gpu.shapes import Buckets, StepShape
-from inflight.execution.gpu.ticket import GpuTicket, ToldLogprobs
-from inflight.execution.results import PROMPT_LOGITS_AT_ONCE, PooledRows, ScoredRows, StepVectors
+from inflight.execution.results import PROMPT_LOGITS_AT_ONCE, PooledRows, ScoredRows, StepVectors, failure
 from inflight.execution.sampling.triton import (
-    DrawRows,
     RankTokens,
     SamplingWorkspace,
-    draw,
-    draw_by_ranks,
+    TritonSamplingRows,
+    read_logprobs,
+    sample_by_ranks,
+    sample_tokens,
     score_all,
 )
 from inflight.models.decoders.decoder import Decoder
@@ -34,16 +37,83 @@ from inflight.models.decoders.shard import GatheringCollective
 from inflight.scheduling import Batch, Sampled
 
 
+class PackedLogprobs(NamedTuple):
+    """Log-probabilities being copied to host memory, packed for `read_logprobs`."""
+
+    results: Tensor
+    counts: list[int]
+    width: int
+
+    def read(self) -> list[PositionLogprobs]:
+        return read_logprobs(self.results, self.counts, self.width)
+
+
+@dataclass(slots=True)
+class GpuStepHandle:
+    """A launched step. Its results are being copied to host memory, and are there once `done` has happened."""
+
+    num_entries: int
+    sampling_entries: list[int]
+    # [2, S] int32 in host memory, padded: token ids, and 0 or why sampling failed.
+    sampled: Tensor | None
+    logprobs: PackedLogprobs | None  # for `logprob_entries`, in order
+    logprob_entries: list[int]
+    prompt_logprobs: list[tuple[int, PackedLogprobs]]  # by entry, in order of position
+    pooled: StepVectors | None
+    done: torch.cuda.Event | None  # None where there is nothing to wait for
+    failures: dict[int, RequestFailure] = field(
+        default_factory=dict
+    )  # by sample, where the constraint failed
+
+    def token_ids(self) -> list[int]:
+        """Return the sampled tokens, and some padding."""
+        assert self.sampled is not None
+        if self.done is not None:
+            self.done.synchronize()
+        token_ids: list[int] = self.sampled[0].tolist()
+        return token_ids
+
+    def read(self) -> Sampled:
+        if self.done is not None:
+            self.done.synchronize()
+        result = self._read_tokens()
+        if self.logprobs is not None:
+            positions = zip(self.logprob_entries, self.logprobs.read(), strict=True)
+            result.logprobs = {entry: [position] for entry, position in positions}
+        for entry, piece in self.prompt_logprobs:
+            result.prompt_logprobs.setdefault(entry, []).extend(piece.read())
+        if self.pooled is not None:
+            self.pooled.read_into(result)
+        return result
+
+    def _read_tokens(self) -> Sampled:
+        if self.sampled is None:
+            return Sampled([[] for _ in range(self.num_entries)])
+        token_ids, bad = self.sampled.tolist()
+        entries = self.sampling_entries
+        tokens = [[token_id] for token_id in token_ids[: len(entries)]]
+        if len(entries) < self.num_entries:
+            by_entry = dict(zip(entries, tokens, strict=True))
+            tokens = [by_entry.get(entry, []) for entry in range(self.num_entries)]
+        result = Sampled(tokens)
+        if any(bad):
+            result.errors = {
+                entry: self.failures.get(index) or failure(code)
+                for index, (entry, code) in enumerate(zip(entries, bad, strict=False))
+                if code
+            }
+        return result
+
+
 class GpuRunner:
-    """Implements `Runner`. No part of `launch` waits for the device, unless rows are constrained: their masks depend on
-    the tokens of the step before. Then the forward pass is on its way already, and only what draws is launched after
-    the wait.
+    """Implements `Runner`. `launch` does not wait for the device, unless rows are constrained: their masks depend on
+    the previous step's tokens. The forward pass is launched before that wait, and only sampling after it.
 
-    With `graphs`, each shape of step is captured once and replayed. Without (and on a CPU under Triton's
-    interpreter, where tests run it) every kernel is launched by itself.
+    With `graphs`, each step shape is captured once and replayed. Without (and on a CPU under Triton's interpreter, as
+    in tests) every kernel is launched by itself.
 
-    With `links` there are other stages. `launch` may wait for the host of the one behind, and for devices too where
-    these do not reach each other. Only the last stage samples.
+    With `links` there are other stages. `launch` may wait for the previous stage's host, and where GPUs cannot reach
+    each other's memory, for the devices too. Only the last stage samples.
     """
 
     def __init__(
@@ -67,12 +137,12 @@ class GpuRunner:
         self.rows = DeviceRows(max_rows, max_len, block_size, device)
         self.links = links
         self.samples = decoder.generates and decoder.shard.is_last
-        num_drawn_from = spec.vocab_size if self.samples else 1  # memory goes with it
-        self.sampling = DrawRows(max_rows, num_drawn_from, device)
+        sampled_vocab_size = spec.vocab_size if self.samples else 1  # buffer sizes depend on it
+        self.sampling = TritonSamplingRows(max_rows, sampled_vocab_size, device)
         self.constrained = ConstrainedRows(self.sampling, grammars, in_thread=False)
         self.scored = ScoredRows()
         self.pooled = PooledRows()
-        self.draw_workspace = SamplingWorkspace.allocate(max_rows, num_drawn_from, device)
+        self.sampling_workspace = SamplingWorkspace.allocate(max_rows, sampled_vocab_size, device)
         shard = decoder.shard
         self._vocabulary: RankTokens | None = None
         if shard.collective is not None:
@@ -87,29 +157,29 @@ class GpuRunner:
         self.step = DeviceStep(self.rows, self.buckets, planner, workspace)
         self.steps: StepGraphs[StepShape, Tensor] | EagerSteps[StepShape, Tensor]
         self.steps = StepGraphs(self._compute) if graphs else EagerSteps(self._compute)
-        # The two halves of a step, for those that have masks to wait for.
-        self.forwards: StepGraphs[StepShape, Tensor] | EagerSteps[StepShape, Tensor]
-        self.forwards = self.steps.beside(self._forward)
-        self.draws: StepGraphs[StepShape, None] | EagerSteps[StepShape, None]
-        self.draws = self.steps.beside(self._draw_last)
-        self._last_hidden: Tensor | None = None  # what `_draw_last` draws from
-        # What the stage before has made of a step's tokens.
+        # The two halves of a step, for steps that wait for masks.
+        self.forward_steps: StepGraphs[StepShape, Tensor] | EagerSteps[StepShape, Tensor]
+        self.forward_steps = self.steps.beside(self._forward)
+        self.sampling_steps: StepGraphs[StepShape, None] | EagerSteps[StepShape, None]
+        self.sampling_steps = self.steps.beside(self._sample_last)
+        self._last_hidden: Tensor | None = None  # the input of `_sample_last`
+        # The hidden states of the previous stage.
         num_received = 0 if decoder.shard.is_first else self.buckets.tokens[-1]
         dtype = decoder.kernels.compute_dtype
         self._received = torch.zeros(num_received, spec.hidden_size, dtype=dtype, device=device)
 
     # ---- a step ----
 
-    def launch(self, batch: Batch) -> GpuTicket:
+    def launch(self, batch: Batch) -> GpuStepHandle:
         with watched(self.decoder.device):
             return self._launch(batch)
 
     @torch.inference_mode()
-    def _launch(self, batch: Batch) -> GpuTicket:
+    def _launch(self, batch: Batch) -> GpuStepHandle:
         self.rows.admit(batch.admissions)
         if self.samples:
-            drawing = [admission for admission in batch.admissions if admission.request.max_tokens]
-            self.sampling.set_many(drawing, self.rows.tokens)
+            sampling = [admission for admission in batch.admissions if admission.request.max_tokens]
+            self.sampling.set_many(sampling, self.rows.tokens)
             self.constrained.admit(batch.admissions)
         self.scored.admit(batch.admissions)
         self.pooled.admit(batch.admissions)
@@ -120,8 +190,8 @@ class GpuRunner:
         entries = host.sampling_entries if self.samples else []
         counts = self.sampling.logprob_counts(host.sample_rows[: len(entries)])
         scores = is_last and self.scored.any_in(batch)
-        drawn_rows: list[int] = host.sample_rows[: len(entries)].tolist() if self.constrained.any else []
-        masks = self.constrained.start(drawn_rows)
+        sampling_rows: list[int] = host.sample_rows[: len(entries)].tolist() if self.constrained.any else []
+        masks = self.constrained.start(sampling_rows)
         shape = self.step.upload(host, updates, counts, scores)
         if self.links is not None and len(self._received):
             self.links.receive(self._received[: host.num_tokens])
@@ -130,16 +200,18 @@ class GpuRunner:
             self.links.hand_over(hidden[: host.num_tokens])
         prompt_logprobs = self._score_prompts(batch, hidden) if scores else []
         vectors = self._pool(pooled, host, shape, hidden) if pooled else None
-        drawn = to_host(self.step.results(shape)) if entries else None
+        sampled = to_host(self.step.results(shape)) if entries else None
         logprobs, logprob_entries = None, []
         if counts is not None:
             logprob_entries = [entry for entry, count in zip(entries, counts, strict=True) if count >= 0]
-            told, width = counts[counts >= 0].tolist(), 1 + int(counts.max())
-            logprobs = ToldLogprobs(to_host(self.step.logprobs(len(told), width)), told, width)
-        ticket = GpuTicket(
+            num_logprobs, width = counts[counts >= 0].tolist(), 1 + int(counts.max())
+            logprobs = PackedLogprobs(
+                to_host(self.step.logprobs(len(num_logprobs), width)), num_logprobs, width
+            )
+        handle = GpuStepHandle(
             len(batch),
             entries,
-            drawn,
+            sampled,
             logprobs,
             logprob_entries,
             prompt_logprobs,
@@ -147,63 +219,67 @@ class GpuRunner:
             event_on(self.decoder.device),
         )
         if masks is not None:
-            self.constrained.drew(masks, drawn_rows, ticket.token_ids)
-            ticket.failures = self.constrained.failures(masks, drawn_rows)
-        return ticket
+            self.constrained.expect(masks, sampling_rows, handle.token_ids)
+            handle.failures = self.constrained.failures(masks, sampling_rows)
+        return handle
 
     def _run_constrained(self, shape: StepShape, masks: StepMasks) -> Tensor:
-        """The masks are computed while the device is busy with the step before, or with this one's forward pass."""
-        self._last_hidden = hidden = self.forwards.run(shape)
+        """Run a step whose masks are computed while the device works on the previous step or this forward pass."""
+        self._last_hidden = hidden = self.forward_steps.run(shape)
         self.constrained.finish(masks)
-        self.draws.run(shape)
+        self.sampling_steps.run(shape)
         return hidden
 
     def _compute(self, shape: StepShape) -> Tensor:
-        """The device's part: a token for each sample that is drawn. Returns the hidden states of all samples, or of all
-        tokens if the shape scores or the next stage wants them."""
+        """Enqueue the device's part of a step and return the hidden states of the samples.
+
+        They are those of all tokens if prompts are scored or there is a next stage.
+        """
         hidden = self._forward(shape)
         if self.samples:
-            self._draw(shape, hidden)
+            self._sample(shape, hidden)
         return hidden
 
     def _forward(self, shape: StepShape) -> Tensor:
         token_ids, inputs = self.step.open(shape)
         shard = self.decoder.shard
         some = shard.is_last and shape.chunks and not shape.scores
-        wanted = self.step.samples(shape).tokens if some else None
+        outputs = self.step.samples(shape).tokens if some else None
         if shard.is_first:
-            return self.decoder.forward(token_ids, self.caches, inputs, wanted)
-        return self.decoder.run_layers(self._received[: shape.num_tokens], self.caches, inputs, wanted)
+            return self.decoder.forward(token_ids, self.caches, inputs, outputs)
+        return self.decoder.run_layers(self._received[: shape.num_tokens], self.caches, inputs, outputs)
 
-    def _draw_last(self, shape: StepShape) -> None:
+    def _sample_last(self, shape: StepShape) -> None:
         assert self._last_hidden is not None
-        self._draw(shape, self._last_hidden)
+        self._sample(shape, self._last_hidden)
 
-    def _draw(self, shape: StepShape, hidden: Tensor) -> None:
+    def _sample(self, shape: StepShape, hidden: Tensor) -> None:
         samples = self.step.samples(shape)
         logits = self.decoder.own_logits(hidden[samples.tokens] if shape.scores else hidden)
-        state, tokens, workspace = self.sampling, self.rows.tokens, self.draw_workspace
+        state, tokens, workspace = self.sampling, self.rows.tokens, self.sampling_workspace
         if self._vocabulary is None:
-            draw(logits, samples.draws, state, tokens, workspace)
+            sample_tokens(logits, samples.batch, state, tokens, workspace)
         else:
-            draw_by_ranks(logits, self._vocabulary, samples.draws, state, tokens, workspace)
+            sample_by_ranks(logits, self._vocabulary, samples.batch, state, tokens, workspace)
 
-    def _score_prompts(self, batch: Batch, hidden: Tensor) -> list[tuple[int, ToldLogprobs]]:
-        """The logprobs of prompt tokens that this step predicts. hidden [T, hidden_size]"""
-        found = []
+    def _score_prompts(self, batch: Batch, hidden: Tensor) -> list[tuple[int, PackedLogprobs]]:
+        """Score the prompt tokens that this step predicts. hidden [T, hidden_size]"""
+        scored = []
         for piece in self.scored.pieces(batch, len(self.rows.tokens)):
             logits = self.decoder.logits(hidden[piece.predicting])
             targets = self.rows.tokens[piece.row, piece.targets]
-            results = score_all(logits, targets, piece.wanted, self.draw_workspace)
-            counts = [min(piece.wanted, logits.shape[1])] * piece.size
-            found.append((piece.entry, ToldLogprobs(to_host(results), counts, 1 + counts[0])))
-        return found
+            results = score_all(logits, targets, piece.num_logprobs, self.sampling_workspace)
+            counts = [min(piece.num_logprobs, logits.shape[1])] * piece.size
+            scored.append((piece.entry, PackedLogprobs(to_host(results), counts, 1 + counts[0])))
+        return scored
 
     def _pool(
         self, entries: list[int], host: HostStep, shape: StepShape, hidden: Tensor
     ) -> StepVectors | None:
-        """The vectors of these entries, whose samples come last. The head computes all samples of the shape, so that it
-        meets few sizes."""
+        """Return the vectors of these entries, whose samples come last.
+
+        The head computes all samples of the shape, so that it sees few sizes.
+        """
         head = self.decoder.pooling_head
         if head is None:
             return None
@@ -211,32 +287,32 @@ class GpuRunner:
         end = len(host.sample_tokens)
         return StepVectors(entries, to_host(vectors[end - len(entries) : end]))
 
-    def collect(self, ticket: GpuTicket) -> Sampled:
+    def collect(self, handle: GpuStepHandle) -> Sampled:
         with watched(self.decoder.device):
-            return ticket.read()
+            return handle.read()
 
     # ---- before the first step ----
 
     @torch.inference_mode()
     def warm_up(self, shape: StepShape) -> None:
-        """Try a step of this shape that computes nothing: its kernels are compiled then, and captured."""
+        """Run a step of this shape that is all padding, to compile and capture its kernels."""
         self.step.upload_nothing(shape)
         self.steps.prepare(shape)
 
     @torch.inference_mode()
     def warm_up_scoring(self) -> None:
-        """Score as many prompt positions as are scored at once, with all that takes memory there."""
+        """Score as many prompt positions as are ever scored at once, to allocate what that takes."""
         if not self.samples:
             return
         size = min(PROMPT_LOGITS_AT_ONCE, len(self.rows.tokens))
         shape = size, self.decoder.spec.hidden_size
         hidden = torch.zeros(shape, dtype=self.decoder.kernels.compute_dtype, device=self.decoder.device)
         targets = torch.zeros(size, dtype=torch.int32, device=self.decoder.device)
-        score_all(self.decoder.logits(hidden), targets, 1, self.draw_workspace)
+        score_all(self.decoder.logits(hidden), targets, 1, self.sampling_workspace)
 
     @torch.inference_mode()
     def warm_up_pooling(self, num_samples: int) -> None:
-        """Apply the head, if there is one, to as many samples as a step has."""
+        """Apply the pooling head, if there is one, to a full step."""
         if self.decoder.pooling_head is not None:
             shape = num_samples, self.decoder.spec.hidden_size
             dtype, device = self.decoder.kernels.compute_dtype, self.decoder.device
@@ -254,16 +330,16 @@ class GpuRunner:
     def close(self) -> None:
         wait_for(self.decoder.device)
         self.constrained.close()
-        for graphs in (self.steps, self.forwards, self.draws):
+        for graphs in (self.steps, self.forward_steps, self.sampling_steps):
             graphs.clear()
         self._last_hidden = None
         self.caches.clear()
         if self.decoder.device.type == "cuda":
-            torch.cuda.empty_cache()  # torch keeps what was freed; others may want it
+            torch.cuda.empty_cache()  # return torch's cached memory to the device
 
 
 def _num_processors(device: torch.device) -> int:
-    """In the interpreter programs run one after the other: splitting gains nothing there."""
+    """Return the number of multiprocessors; 1 in the interpreter, where splitting work gains nothing."""
     if device.type != "cuda":
         return 1
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,4 +1,4 @@
-"""The sizes that steps are rounded up to, so that a few captured graphs serve all of them."""
+"""The shapes that steps of decoders and encoders are padded to, so that a few CUDA graphs serve all of them."""
 
 from __future__ import annotations
 
@@ -6,31 +6,31 @@ from bisect import bisect_left
 from collections.abc import Collection
 from dataclasses import dataclass
 
-# Below each bound, sizes are this far apart.
+# (bound, spacing): below each bound, sizes are this far apart.
 DECODE_STEPS = ((1, 1), (2, 2), (8, 4), (64, 8), (256, 16), (512, 32), (1 << 30, 128))
 TOKEN_STEPS = ((16, 16), (256, 64), (1024, 128), (2048, 256), (4096, 512), (1 << 30, 1024))
-# More samples in a step with chunks are rare: such shapes are captured when they are met.
+# More samples in a step with chunks are rare: such shapes are captured on first use.
 USUAL_SAMPLES = 512
-# Sampling takes the smaller a part of a step with chunks, the more tokens it has: few sizes are enough, and up to each
-# bound these, beside as many as there can be.
+# (bound, sizes): numbers of samples for steps with chunks of up to `bound` tokens, beside the maximum. The more tokens
+# a step has, the less sampling matters, so few sizes are enough.
 SAMPLE_SIZES = ((1024, (64, 256, USUAL_SAMPLES)), (1 << 30, (64, USUAL_SAMPLES)))
-# Decodes that share a prefix, as those of one agent do. More of them are captured when they are met.
+# Decodes that share a prefix, as those of one agent do. Larger shapes are captured on first use.
 USUAL_SHARING = 64
-# Room for chunks costs time, see `Items`; more of them in one step are rare.
+# Capacity for chunks costs time, see `Items`; more of them in one step are rare.
 FEW_CHUNKS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """One graph. All but the flags are capacities: a step of this shape fills part of each."""
+    """The shape of one graph. All but the flags are capacities, which a step may use in part."""
 
     num_tokens: int
     num_decodes: int
     num_chunks: int  # entries besides decodes
     num_samples: int
     prefix: bool  # whether decodes that share a prefix read it together
-    scores: bool = False  # whether prompt tokens are scored: the hidden states of all tokens are wanted
-    short_context: bool = False  # whether all contexts are short, which has a tile of its own
+    scores: bool = False  # whether prompt tokens are scored, which needs the hidden states of all tokens
+    short_context: bool = False  # whether all contexts are short, which uses a different tile
 
     @property
     def chunks(self) -> bool:
@@ -38,24 +38,23 @@ class StepShape:
 
 
 class Buckets:
-    """Which sizes there are. Small steps are rounded finely: their time goes with their size soonest."""
+    """The available shapes. Small steps are rounded finely, because their time depends most on their size."""
 
     def __init__(self, max_entries: int, max_tokens: int, short_context_sizes: Collection[int] = ()) -> None:
-        """`short_context_sizes`: of decodes whose contexts may be short."""
+        """`short_context_sizes`: numbers of decodes that have a variant for short contexts."""
         self.max_entries = max_entries
         self._short_context_sizes = short_context_sizes
         self.decodes = sizes_up_to(max_entries, DECODE_STEPS)
         self.tokens = token_sizes(max_tokens)
 
     def largest(self) -> tuple[StepShape, ...]:
-        """The steps that take the most memory."""
+        """Return the shapes that take the most memory."""
         tokens, entries = self.tokens[-1], self.max_entries
         mixed = self.mixed(tokens, entries, entries, entries, prefix=True)
         return mixed, self.decode(entries, prefix=True, short_context=True)
 
     def usual(self) -> list[StepShape]:
-        """What nearly all steps are like, those that take the most memory first: what is captured later finds room in
-        what the largest took."""
+        """Return the shapes of nearly all steps, largest first: later captures reuse the memory of earlier ones."""
         decodes = [
             self.decode(size, prefix=False, short_context=short_context)
             for size in self.decodes
@@ -71,7 +70,7 @@ class Buckets:
         return sorted({*decodes, *sharing, *mixed}, key=lambda shape: (-shape.num_tokens, -shape.num_samples))
 
     def decode(self, count: int, prefix: bool, short_context: bool = False) -> StepShape:
-        """A step of `count` entries with one token each."""
+        """Return the shape of `count` entries with one token each."""
         size = round_up(count, self.decodes)
         return StepShape(size, size, 0, size, prefix, short_context=short_context)
 
@@ -84,26 +83,26 @@ class Buckets:
         prefix: bool,
         scores: bool = False,
     ) -> StepShape:
-        """A step with chunks, and maybe decodes beside them."""
+        """Return the shape of a step with chunks, and possibly decodes."""
         size = round_up(num_tokens, self.tokens)
-        # Nearly all decodes sample, and few others do: one size serves both.
+        # Nearly all decodes sample, and few other entries do: one size serves both.
         decodes = min(round_up(max(num_decodes, num_samples), self._samples(size)), size)
         chunks = min(FEW_CHUNKS if num_chunks <= FEW_CHUNKS else self.max_entries, size)
         return StepShape(size, decodes, chunks, decodes, prefix, scores)
 
     def _samples(self, num_tokens: int) -> list[int]:
-        """Sizes for a step of so many tokens."""
+        """Return the numbers of samples available for a step of `num_tokens`."""
         sizes = next(sizes for bound, sizes in SAMPLE_SIZES if num_tokens <= bound)
         return [*(size for size in sizes if size < self.max_entries), self.max_entries]
 
 
 def token_sizes(max_tokens: int) -> list[int]:
-    """Of steps with chunks."""
+    """Return the numbers of tokens that steps with chunks are rounded up to."""
     return sizes_up_to(max_tokens, TOKEN_STEPS)
 
 
 def sizes_up_to(largest: int, steps: tuple[tuple[int, int], ...]) -> list[int]:
-    """Ascending, up to and including `largest`."""
+    """Return sizes in ascending order, up to and including `largest`."""
     sizes: list[int] = []
     size = 0
     for bound, spacing in steps:
@@ -115,3 +114,57 @@ def sizes_up_to(largest: int, steps: tuple[tuple[int, int], ...]) -> list[int]:
 
 def round_up(count: int, sizes: list[int]) -> int:
     return sizes[bisect_left(sizes, count)]
+
+
+# (bound, spacing) for encoders. A text cannot be split, so full steps are seldom completely full, and their time
+# depends on their tokens: sizes are close together up to the largest. Capturing a shape costs little but time.
+TEXT_TOKEN_STEPS = ((64, 16), (256, 32), (1024, 64), (2048, 128), (16384, 256), (1 << 30, 1024))
+# (minimum, tokens per text): capacities for texts. Capacity costs time, see `Items`.
+TEXT_SIZES = ((8, 128), (32, 32), (128, 8))
+# Texts of fewer than 32 tokens on average are common only in small steps.
+USUAL_SIZES, FEW_TOKENS, USUAL_SIZES_OF_FEW = 2, 1024, 3
+
+
+@dataclass(frozen=True, slots=True)
+class TextShape:
+    """The shape of one graph of an encoder: capacities, which a step may use in part."""
+
+    num_tokens: int
+    num_texts: int
+
+
+class TextBuckets:
+    """The available shapes of steps of an encoder."""
+
+    def __init__(self, max_texts: int, max_tokens: int) -> None:
+        self.max_texts = max_texts
+        self.tokens = sizes_up_to(max_tokens, TEXT_TOKEN_STEPS)
+
+    @property
+    def largest(self) -> TextShape:
+        return TextShape(self.tokens[-1], self._with_filling(self.tokens[-1]))
+
+    def shape(self, num_tokens: int, num_texts: int) -> TextShape:
+        """Return the shape of a step of `num_tokens` tokens in `num_texts` texts."""
+        size = round_up(num_tokens, self.tokens)
+        return TextShape(size, round_up(num_texts, [*self._texts(size), self._with_filling(size)]))
+
+    def usual(self) -> list[TextShape]:
+        """Return the shapes of nearly all steps, largest first."""
+        return [
+            TextShape(size, num_texts)
+            for size in reversed(self.tokens)
+            for num_texts in reversed(
+                self._texts(size)[: USUAL_SIZES_OF_FEW if size <= FEW_TOKENS else USUAL_SIZES]
+            )
+        ]
+
+    def _texts(self, num_tokens: int) -> list[int]:
+        """Return the capacities for texts of a step of `num_tokens`, ascending."""
+        most = min(num_tokens, self.max_texts)
+        sizes = (max(least, -(-num_tokens // each)) for least, each in TEXT_SIZES)
+        return [*(size for size in sizes if size < most), most]
+
+    def _with_filling(self, num_tokens: int) -> int:
+        """Return the most texts there can be if each has a filler text (`TextRunner.padded`)."""
+        return min(num_tokens, 2 * self.max_texts)

@@ -1,1 +1,1 @@
-"""One model on several ranks, each a process: what they share, how they are started and watched, and their runner."""
+"""One model on several ranks, each a process: shared memory, collectives, processes and runners."""

@@ -1,4 +1,4 @@
-"""What a rank does in a step that another one tells it of."""
+"""The runners of ranks that follow rank 0: they receive its steps and compute their part of the model."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from inflight.constraints import GrammarCompiler
 from inflight.engine.runner import Runner
@@ -15,23 +16,62 @@ from inflight.execution.parallel.links import SharedLinks
 from inflight.execution.parallel.messages import (
     Begin,
     Begun,
-    DrawnIds,
     End,
     Loaded,
     RankStep,
     Report,
+    SampledIds,
     decode,
     encode_results,
 )
-from inflight.execution.parallel.pending_tokens import PendingTokens, TokenRows
-from inflight.execution.parallel.stream import SharedStream
+from inflight.execution.parallel.shared_memory import SharedStream
 from inflight.execution.runner import ModelRunner
 from inflight.models.decoders.decoder import Decoder
 from inflight.scheduling import Batch
 
 
+class _ExpectedTokens(NamedTuple):
+    rows: Tensor  # [S]
+    lengths: Tensor  # [S]
+
+
+class TokenRows(Protocol):
+    tokens: Tensor  # [max_rows, max_len]
+
+    def append(self, rows: Tensor, lengths: Tensor, token_ids: Tensor) -> None:
+        """Store token number lengths[i] of row rows[i], [n] each."""
+
+
+class PendingTokens:
+    """Tokens that another rank samples, from the launch of their step until they are written to the rows of this
+    rank."""
+
+    def __init__(self, rows: TokenRows) -> None:
+        self._rows = rows
+        self._expected: dict[int, _ExpectedTokens] = {}  # by step
+        self._admitted = torch.full((len(rows.tokens),), -1)  # by row: the step that admitted its request
+
+    def expect(self, batch: Batch, rows: Tensor, lengths: Tensor) -> None:
+        """Note that this step samples tokens number `lengths` [S] of `rows` [S], which arrive later."""
+        for row, _ in batch.admissions:
+            self._admitted[row] = batch.step
+        if len(rows):
+            self._expected[batch.step] = _ExpectedTokens(rows, lengths)
+
+    def write(self, sampled: list[SampledIds]) -> None:
+        """Write arrived tokens, before the next step's admissions. Rows that changed their request since are
+        skipped."""
+        for step, token_ids in ((ids.step, ids.token_ids) for ids in sampled):
+            for old in [number for number in self._expected if number < step]:
+                del self._expected[old]  # the step failed
+            rows, lengths = self._expected.pop(step)
+            tokens = torch.tensor(token_ids)
+            unchanged = self._admitted[rows] <= step
+            self._rows.append(rows[unchanged], lengths[unchanged], tokens[unchanged])
+
+
 class RankRunner(Protocol):
-    def run(self, batch: Batch, drawn: list[DrawnIds]) -> None: ...
+    def run(self, batch: Batch, sampled: list[SampledIds]) -> None: ...
 
     def close(self) -> None: ...
 
@@ -42,17 +82,17 @@ class StageRunner(Runner[Any], Protocol):
 
 
 class LoadedRank(NamedTuple):
-    """What a rank has before it is told to begin."""
+    """A rank's model and grammars, before `Begin` allocates its KV memory."""
 
     decoder: Decoder
     grammars: GrammarCompiler
-    num_blocks: int | None = None  # that it has room for, where ranks have memory of their own
-    # On GPUs, where every rank has the runner that the first one has.
+    num_blocks: int | None = None  # that fit, where ranks have their own memory
+    # On GPUs, where every rank has the same runner as the first.
     make_runner: Callable[[Begin], Any] | None = None
 
 
 def follow(loaded: LoadedRank, memory: RankMemory, report: Callable[[Report], None]) -> None:
-    """Do what the first rank says, for ever."""
+    """Follow the first rank's messages until the process ends."""
     decoder, grammars, num_blocks, make_runner = loaded
     report(Loaded(num_blocks))
     steps = memory.steps()
@@ -69,9 +109,9 @@ def follow(loaded: LoadedRank, memory: RankMemory, report: Callable[[Report], No
                 else:
                     runner = Follower(decoder, begin, memory)
                 report(Begun())
-            case RankStep(batch, drawn):
+            case RankStep(batch, sampled):
                 assert runner is not None
-                runner.run(batch, drawn)
+                runner.run(batch, sampled)
             case End():
                 if runner is not None:
                     runner.close()
@@ -79,7 +119,7 @@ def follow(loaded: LoadedRank, memory: RankMemory, report: Callable[[Report], No
 
 
 def rank_runner(runner: Any, memory: RankMemory) -> RankRunner:
-    """What a rank does with its runner: one on a GPU, or any of the last stage."""
+    """Wrap the runner of a rank on a GPU, or of the last stage, by the rank's role."""
     layout = memory.ranks
     if not layout.is_last_stage(memory.rank):
         return StageRank(runner)
@@ -89,37 +129,39 @@ def rank_runner(runner: Any, memory: RankMemory) -> RankRunner:
 
 
 class StageRank:
-    """A rank on a GPU whose stage is not the last: what its steps draw others tell it later."""
+    """A rank on a GPU whose stage is not the last. The tokens of its steps arrive later from the last stage."""
 
     def __init__(self, runner: StageRunner) -> None:
         self._runner = runner
-        self._drawn = PendingTokens(runner.rows)
+        self._pending = PendingTokens(runner.rows)
 
-    def run(self, batch: Batch, drawn: list[DrawnIds]) -> None:
-        self._drawn.write(drawn)
-        self._runner.launch(batch)  # which also hands over what comes of it
+    def run(self, batch: Batch, sampled: list[SampledIds]) -> None:
+        self._pending.write(sampled)
+        self._runner.launch(batch)  # which also sends the hidden states to the next stage
         entries = [entry for entry, samples in enumerate(batch.samples) if samples]
         rows, lengths = torch.tensor(batch.rows), torch.tensor(batch.starts) + torch.tensor(batch.counts)
-        self._drawn.expect(batch, rows[entries], lengths[entries])
+        self._pending.expect(batch, rows[entries], lengths[entries])
 
     def close(self) -> None:
         self._runner.close()
 
 
 class MirroredRank:
-    """A rank of the last stage that does all that the first one there does, sampling included: they offer each other
-    what each knows of its tokens, and all draw the same. Nobody asks what its steps brought: one is waited for when the
-    next is launched, so that a device has always work and never more than two steps of it."""
+    """A rank of the last stage that mirrors the first one there, sampling included: all sample the same tokens.
+
+    Nobody reads its results. A step is waited for when the next is launched, so that the device always has work, but
+    never more than two steps of it.
+    """
 
     def __init__(self, runner: Runner[Any]) -> None:
         self._runner = runner
         self._last: Any = None
 
-    def run(self, batch: Batch, drawn: list[DrawnIds]) -> None:  # noqa: ARG002
-        ticket = self._runner.launch(batch)
+    def run(self, batch: Batch, sampled: list[SampledIds]) -> None:  # noqa: ARG002
+        handle = self._runner.launch(batch)
         if self._last is not None:
             self._runner.collect(self._last)
-        self._last = ticket
+        self._last = handle
 
     def close(self) -> None:
         self._last = None
@@ -127,37 +169,39 @@ class MirroredRank:
 
 
 class Follower:
-    """A rank on a CPU whose stage is not the last: what its steps draw others tell it later."""
+    """A rank on a CPU whose stage is not the last. The tokens of its steps arrive later from the last stage."""
 
     def __init__(self, decoder: Decoder, begin: Begin, memory: RankMemory) -> None:
         links = SharedLinks(memory, decoder.spec.hidden_size)
         self._forward = ForwardPass(
             decoder, begin.num_blocks, begin.block_size, begin.max_rows, begin.max_len, links
         )
-        self._drawn = PendingTokens(self._forward.rows)
+        self._pending = PendingTokens(self._forward.rows)
 
     @torch.inference_mode()
-    def run(self, batch: Batch, drawn: list[DrawnIds]) -> None:
-        self._drawn.write(drawn)
-        inputs = self._forward.take_in(batch)
-        self._drawn.expect(batch, inputs.sampling_rows, inputs.sampling_lengths)
-        self._forward.pass_on(inputs)
+    def run(self, batch: Batch, sampled: list[SampledIds]) -> None:
+        self._pending.write(sampled)
+        inputs = self._forward.prepare(batch)
+        self._pending.expect(batch, inputs.sampling_rows, inputs.sampling_lengths)
+        self._forward.run_stage(inputs)
 
     def close(self) -> None:
         self._forward.close()
 
 
 class SamplingRank:
-    """The first rank of the last stage, where the first stage is another: tells the first rank what each step brought.
-    The tokens that it draws are in its rows already."""
+    """The first rank of the last stage, with several stages: sends each step's results to rank 0.
+
+    Its own rows already have the tokens that it samples.
+    """
 
     def __init__(self, runner: Runner[Any], results: SharedStream) -> None:
         self._runner = runner
         self._results = results
 
-    def run(self, batch: Batch, drawn: list[DrawnIds]) -> None:  # noqa: ARG002
-        ticket = self._runner.launch(batch)
-        self._results.send(encode_results(self._runner.collect(ticket)))
+    def run(self, batch: Batch, sampled: list[SampledIds]) -> None:  # noqa: ARG002
+        handle = self._runner.launch(batch)
+        self._results.send(encode_results(self._runner.collect(handle)))
 
     def close(self) -> None:
         self._runner.close()

@@ -1,6 +1,6 @@
-"""Which rank is where, and what lies where in the memory that they share.
+"""The arrangement of ranks in stages, and the layout of the memory that they share.
 
-    beats of all ranks | steps: rank 0 to all | results: last stage to rank 0 | group of each stage | hand-overs
+    heartbeats | steps: rank 0 to all | results: last stage to rank 0 | group of each stage | hidden states
 
 Ranks are numbered stage by stage: with 2 stages of 2, ranks 0 and 1 have the first layers, 2 and 3 the last.
 """
@@ -14,28 +14,27 @@ from dataclasses import dataclass
 
 from inflight.config import MAX_RANKS  # as kMaxRanks in native/group.cpp
 from inflight.execution.parallel.collective import SharedCollective
-from inflight.execution.parallel.shared_memory import SharedMemory
-from inflight.execution.parallel.stream import OnLoss, SharedStream
+from inflight.execution.parallel.shared_memory import OnLoss, SharedMemory, SharedStream
 from inflight.native.library import Library
 
 logger = logging.getLogger(__name__)
 
 _LINE = 64
-_STEPS_RING = _RESULTS_RING = 1 << 24  # pages that are never used take no memory
-# Looks before sleeping: some 30 microseconds where every rank has cores of its own, nearly none where they share.
+_STEPS_RING = _RESULTS_RING = 1 << 24  # untouched pages take no memory
+# Spins before sleeping: about 30 microseconds where every rank has its own cores, almost none where they share.
 _SPINS, _FEW_SPINS = 1000, 50
 
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """How many there are, and their buffers."""
+    """The number of ranks and the sizes of their buffers."""
 
-    tensor: int  # ranks of a stage
+    tensor: int  # ranks per stage
     pipeline: int  # stages
-    threads: int  # of each rank
-    slot: int  # bytes that a rank can give to an exchange at once
-    hand_over: int  # bytes that may be on their way from a rank to its successor
-    layers: tuple[tuple[int, int], ...]  # of each stage: the first, and the one behind the last
+    threads: int  # per rank
+    slot: int  # bytes that a rank can contribute to an exchange at once
+    hand_over: int  # capacity, in bytes, of the ring of hidden states between two ranks
+    layers: tuple[tuple[int, int], ...]  # of each stage: first, and last + 1
 
     @property
     def count(self) -> int:
@@ -46,7 +45,7 @@ class RankLayout:
 
     @property
     def sampler(self) -> int:
-        """The rank that samples: the first of the last stage."""
+        """The rank whose samples are used: the first of the last stage."""
         return self.count - self.tensor
 
     def is_last_stage(self, rank: int) -> bool:
@@ -64,7 +63,7 @@ class RankMemory:
         on_loss: OnLoss,
         descriptor: int | None = None,
     ) -> None:
-        """New memory, or with a `descriptor` that of another rank."""
+        """Create the memory, or with a `descriptor` map that of another rank."""
         self.ranks = ranks
         self.rank = rank
         self._library = library
@@ -87,33 +86,34 @@ class RankMemory:
         return self._memory.descriptor
 
     def beats(self, rank: int) -> int:
-        """The address of a rank's count of heartbeats."""
+        """Return the address of a rank's heartbeat counter."""
         return self._memory.address + rank * _LINE
 
     def steps(self) -> SharedStream:
-        """What rank 0 tells all others."""
+        """Return the stream of messages from rank 0 to all others."""
         return self._stream(self._steps_at, self.ranks.count - 1, _STEPS_RING)
 
     def results(self) -> SharedStream:
+        """Return the stream of results from the last stage to rank 0."""
         return self._stream(self._results_at, 1, _RESULTS_RING)
 
     def hand_over(self, to: int) -> SharedStream:
-        """Hidden states for rank `to`, from the one of the stage before that has the same place."""
+        """Return the stream of hidden states to rank `to` from its counterpart in the previous stage."""
         index = to - self.ranks.tensor
         return self._stream(self._hand_overs_at + index * self._hand_over_size, 1, self.ranks.hand_over)
 
     def collective(self) -> SharedCollective | None:
-        """Of this rank's stage; None where it is alone there."""
+        """Return the collective of this rank's stage; None if it is alone there."""
         ranks = self.ranks
         if ranks.tensor == 1:
             return None
-        place = self.rank % ranks.tensor
+        index = self.rank % ranks.tensor
         group = self._group(ranks.stage(self.rank))
         return SharedCollective(
             self._library,
             self._memory,
             group,
-            place,
+            index,
             ranks.tensor,
             ranks.slot,
             self._spins,
@@ -121,22 +121,22 @@ class RankMemory:
         )
 
     def when_lost(self, call: Callable[[], None]) -> None:
-        """For waits that do not look at this memory."""
+        """Register a callback that ends waits which do not watch this memory."""
         self._when_lost.append(call)
 
     def lose(self) -> None:
-        """End every wait, of every rank."""
+        """End all waits of all ranks."""
         for group in self._all_groups():
             self._library.group_lose(group)
         while self._when_lost:
             call = self._when_lost.pop()
             try:
                 call()
-            except Exception:  # whoever waits for the loss to be told must not wait for ever
-                logger.exception("a wait elsewhere could not be ended")
+            except Exception:  # the other waits must still be ended
+                logger.exception("a callback for a lost rank failed")
 
     def before_close(self, call: Callable[[], None]) -> None:
-        """For who has told a device of this memory."""
+        """Register a callback that releases a device's mapping of this memory."""
         self._before_close.append(call)
 
     def close(self) -> None:

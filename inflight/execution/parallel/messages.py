@@ -1,10 +1,10 @@
-"""What ranks say to each other: plain data, in msgpack, never pickled.
+"""Messages between ranks: plain data in msgpack, never pickled.
 
     rank 0 ── Begin, RankStep, End ──►  all others      through shared memory
     rank 0 ◄────────── Sampled ────────  last stage      through shared memory, where that is not rank 0's own
     rank 0 ◄── Loading, Loaded, Begun, Broken ── each    through a pipe, one line each
 
-Tokens that a step drew travel with a later one: no rank needs them before, and so they cost no message of their own.
+The tokens of a step travel with a later step: no rank needs them before, so they need no message of their own.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from inflight.scheduling import Admission, Batch, Sampled
 
 
 class RankStart(msgspec.Struct, frozen=True):
-    """What a new rank reads on its standard input, as one line of JSON."""
+    """The line of JSON that a new rank reads from its standard input."""
 
-    build: str  # module:function, which loads its part of the model
-    options: dict[str, Any]  # of EngineConfig.create
+    build: str  # module:function that loads its part of the model
+    options: dict[str, Any]  # for EngineConfig.create
     rank: int
     layout: RankLayout
-    memory: int  # descriptors: of the shared memory,
-    reports: int  # and of the pipe for what it has to say
+    memory: int  # file descriptor of the shared memory
+    reports: int  # file descriptor of the pipe for its reports
     parent_id: int
     log_level: int
     log_format: str
@@ -38,11 +38,11 @@ class RankStart(msgspec.Struct, frozen=True):
 
 
 class RankMessage(msgspec.Struct, array_like=True, frozen=True, tag=True):
-    """The root of what rank 0 says."""
+    """Base of the messages that rank 0 sends."""
 
 
 class Begin(RankMessage, frozen=True):
-    """Take KV memory and rows."""
+    """Allocate KV memory and rows."""
 
     num_blocks: int
     block_size: int
@@ -51,8 +51,8 @@ class Begin(RankMessage, frozen=True):
     max_tokens: int  # of a step
 
 
-class DrawnIds(msgspec.Struct, array_like=True, frozen=True):
-    """The tokens that the sampling entries of an earlier step got, in their order."""
+class SampledIds(msgspec.Struct, array_like=True, frozen=True):
+    """The tokens of an earlier step's sampling entries, in order."""
 
     step: int
     token_ids: list[int]
@@ -60,36 +60,36 @@ class DrawnIds(msgspec.Struct, array_like=True, frozen=True):
 
 class RankStep(RankMessage, frozen=True):
     batch: Batch
-    drawn: list[DrawnIds]
+    sampled: list[SampledIds]
 
 
 class End(RankMessage, frozen=True):
-    """Give back what `Begin` took."""
+    """Free what `Begin` allocated."""
 
 
 # ---- to rank 0 ----
 
 
 class Report(msgspec.Struct, frozen=True, tag=True):
-    """The root of what a rank reports."""
+    """Base of the messages that a rank sends to rank 0."""
 
 
 class Loading(Report, frozen=True):
-    """It makes progress with its weights."""
+    """The rank makes progress loading its weights."""
 
 
 class Loaded(Report, frozen=True):
-    """Its weights are there."""
+    """The rank has loaded its weights."""
 
-    num_blocks: int | None = None  # that it has room for, where ranks have memory of their own
+    num_blocks: int | None = None  # that fit, where ranks have their own memory
 
 
 class Begun(Report, frozen=True):
-    """It is ready for steps."""
+    """The rank is ready for steps."""
 
 
 class Broken(Report, frozen=True):
-    """It cannot go on."""
+    """The rank has failed."""
 
     error: RemoteError
 
@@ -115,7 +115,7 @@ def decode(data: bytes | memoryview) -> ToRank:
 
 
 def encode_results(sampled: Sampled) -> bytes:
-    """Of a step, from the rank that samples."""
+    """Encode the results of a step."""
     return _encoder.encode(sampled)
 
 

@@ -1,4 +1,4 @@
-"""Sums and gathers of ranks whose GPUs reach each other's memory."""
+"""Sums and gathers of ranks whose GPUs can access each other's memory."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from inflight.execution.parallel.triton.peer_kernels import MAX_PROGRAMS, gather
 from inflight.layers.triton.next_norm import NextNorm, allocate_next_norm
 from inflight.triton_utils.pdl import launch_options, supports_pdl
 
-_BLOCK = 4096  # columns that a gather copies at once, at most
+_BLOCK = 4096  # most columns that a gather copies at once
 
 
 def buffer_bytes(size: int, slot: int) -> int:
-    """Of one of `size` ranks, with slots of so many bytes."""
+    """Return the bytes of the buffer of one of `size` ranks, with slots of `slot` bytes."""
     return size * MAX_PROGRAMS * 4 + 2 * slot
 
 
 class PeerCollective:
-    """Implements `GatheringCollective` and `AddingReduce`: every rank reads the parts of all, and adds them up in their
+    """Implements `GatheringCollective` and `AddingReduce`: every rank reads the parts of all ranks and adds them in
     order.
 
-    What does not fit a slot is exchanged piece by piece. Steps with it can be captured.
+    What does not fit a slot is exchanged piece by piece. Steps can be captured.
     """
 
     capturable = True
@@ -32,8 +32,8 @@ class PeerCollective:
     def __init__(
         self, rank: int, addresses: Sequence[int], slot: int, lost: int, device: torch.device
     ) -> None:
-        """`addresses`: of the ranks' buffers, as this process sees them. `lost`: of a number that is not 0 once one of
-        the ranks is lost; every wait ends then."""
+        """`addresses`: the ranks' buffers, as mapped in this process. `lost`: the address of a word that becomes
+        nonzero when a rank is lost, which ends every wait."""
         self.slot = slot
         self._rank = rank
         self._size = len(addresses)
@@ -57,25 +57,25 @@ class PeerCollective:
         return True
 
     def fits(self, x: Tensor) -> bool:
-        """Into one exchange."""
+        """Return whether x fits one exchange."""
         return x.nbytes <= self.slot
 
     def gather(self, x: Tensor, widths: Sequence[int], wanted: Tensor | None = None) -> Tensor:
-        """On every rank."""
+        """Gather columns on every rank."""
         x = x.to(torch.float32).contiguous()
         out = torch.empty(len(x), sum(widths), dtype=torch.float32, device=x.device)
         at_once = self.slot // (4 * max(widths))
         block = min(_BLOCK, triton.next_power_of_2(out.shape[1] // self._size + 1))
         for first in range(0, len(x), at_once):
             rows = slice(first, first + at_once)
-            to = out[rows]
-            num_rows, num_columns = to.shape
+            target = out[rows]
+            num_rows, num_columns = target.shape
             num_units = num_rows * triton.cdiv(num_columns // self._size + 1, block)
             gather_kernel[(min(num_units, MAX_PROGRAMS),)](
                 x[rows],
-                to,
+                target,
                 None if wanted is None else wanted[rows],
-                *self._seat(num_rows),
+                *self._group_arguments(num_rows),
                 num_columns,
                 self.slot,
                 SIZE=self._size,
@@ -101,7 +101,7 @@ class PeerCollective:
             hidden,
             norm,
             *allocate_next_norm(next_norm, x, num_tiles=1),
-            *self._seat(num_tokens),
+            *self._group_arguments(num_tokens),
             num_features,
             eps,
             self.slot,
@@ -112,5 +112,5 @@ class PeerCollective:
             **launch_options(self._pdl),
         )
 
-    def _seat(self, num_rows: int) -> tuple[Tensor, Tensor, Tensor, int, int]:
+    def _group_arguments(self, num_rows: int) -> tuple[Tensor, Tensor, Tensor, int, int]:
         return self._peers, self._lost, self._state, self._rank, num_rows

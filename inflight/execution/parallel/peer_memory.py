@@ -1,5 +1,5 @@
-"""Memory of a GPU that other processes can reach, and memory of the host that a GPU can look at: what torch has no
-functions for, straight from the driver."""
+"""GPU memory shared between processes, and host memory mapped into a GPU, by the CUDA driver API: torch has no
+functions for these."""
 
 from __future__ import annotations
 
@@ -22,48 +22,49 @@ class _Handle(ctypes.Structure):
 
 
 class PeerMemory:
-    """Zeroed memory of this process on its device (or none), that of others as this process sees it, and a word of the
-    host's memory. In the thread that makes it the device must be the current one, as it is after
-    `torch.cuda.set_device`."""
+    """Zeroed device memory of this process (or none), mappings of other processes' memory, and mapped host pages.
+
+    The device must be the current one of the thread that creates this (`torch.cuda.set_device`).
+    """
 
     def __init__(self, size: int) -> None:
-        torch.cuda.synchronize()  # there is a context from here on
+        torch.cuda.synchronize()  # creates the CUDA context
         self._opened: list[int] = []
         self._registered: list[int] = []
         self.address = 0
         if size:
-            place = ctypes.c_uint64()
-            _call("cuMemAlloc_v2", ctypes.byref(place), ctypes.c_size_t(size))
-            self.address = place.value
-            _call("cuMemsetD8_v2", place, ctypes.c_ubyte(0), ctypes.c_size_t(size))
+            pointer = ctypes.c_uint64()
+            _call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(size))
+            self.address = pointer.value
+            _call("cuMemsetD8_v2", pointer, ctypes.c_ubyte(0), ctypes.c_size_t(size))
             torch.cuda.synchronize()
 
     @property
     def handle(self) -> bytes:
-        """By which another process finds this memory."""
+        """The IPC handle by which another process opens this memory."""
         handle = _Handle()
         _call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(self.address))
         return bytes(handle)
 
     def open(self, handle: bytes) -> int:
-        """The address of another process's memory, here. Fails where this device cannot reach the other's."""
-        place = ctypes.c_uint64()
-        found = _Handle.from_buffer_copy(handle)
-        _call("cuIpcOpenMemHandle_v2", ctypes.byref(place), found, ctypes.c_uint(_ENABLE_PEER_ACCESS))
-        self._opened.append(place.value)
-        return place.value
+        """Map another process's memory and return its address. Raises EngineError if the device cannot reach it."""
+        pointer = ctypes.c_uint64()
+        peer = _Handle.from_buffer_copy(handle)
+        _call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), peer, ctypes.c_uint(_ENABLE_PEER_ACCESS))
+        self._opened.append(pointer.value)
+        return pointer.value
 
-    def see(self, address: int) -> int:
-        """The address, on the device, of the page of host memory that begins here."""
-        host, place = ctypes.c_void_p(address), ctypes.c_uint64()
+    def map_host_page(self, address: int) -> int:
+        """Map the page of host memory at `address` into the device, and return its device address."""
+        host, pointer = ctypes.c_void_p(address), ctypes.c_uint64()
         flags = ctypes.c_uint(_PORTABLE | _ON_DEVICE)
         _call("cuMemHostRegister_v2", host, ctypes.c_size_t(_PAGE), flags)
         self._registered.append(address)
-        _call("cuMemHostGetDevicePointer_v2", ctypes.byref(place), host, ctypes.c_uint(0))
-        return place.value
+        _call("cuMemHostGetDevicePointer_v2", ctypes.byref(pointer), host, ctypes.c_uint(0))
+        return pointer.value
 
     def close(self) -> None:
-        """When no kernel will use it any more."""
+        """Free everything, when no kernel will use it any more."""
         try:
             torch.cuda.synchronize()
         except RuntimeError:  # the device is lost, and its memory with it
@@ -78,9 +79,9 @@ class PeerMemory:
 
 
 def copy_on_device(to: int, address: int, count: int, stream: torch.cuda.Stream) -> None:
-    """Bytes, when the stream comes to it; either address may be of another device."""
-    places = ctypes.c_uint64(to), ctypes.c_uint64(address)
-    _call("cuMemcpyAsync", *places, ctypes.c_size_t(count), ctypes.c_void_p(stream.cuda_stream))
+    """Enqueue a copy of `count` bytes on the stream; either address may belong to another device."""
+    pointers = ctypes.c_uint64(to), ctypes.c_uint64(address)
+    _call("cuMemcpyAsync", *pointers, ctypes.c_size_t(count), ctypes.c_void_p(stream.cuda_stream))
 
 
 @cache

@@ -1,4 +1,4 @@
-"""All ranks but the first, seen from it: started, told what to do, watched, ended."""
+"""The processes of all ranks but the first, as rank 0 starts, instructs, watches and ends them."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from inflight.processes.channel import RemoteError
 
 logger = logging.getLogger(__name__)
 
-LOOK_EVERY = 0.5  # seconds between two looks at the heartbeats
-MISSED_LOOKS = 6  # in a row without a heartbeat: the rank is lost
+LOOK_EVERY = 0.5  # seconds between checks of the heartbeats
+MISSED_LOOKS = 6  # consecutive checks without a heartbeat after which a rank is lost
 BEAT_EVERY = 100  # milliseconds
-LAST_WORDS = 1.0  # seconds for the reason of a loss to be known
+LAST_WORDS = 1.0  # seconds to wait for the reason of a loss
 
 
 class RankProcesses:
-    """The first thing that goes wrong with any of them is what is raised, here and in every later call."""
+    """All ranks but the first. The first failure of any of them is raised here and by every later call."""
 
     def __init__(
         self,
@@ -50,8 +50,8 @@ class RankProcesses:
         start_timeout: float,
         on_progress: Callable[[], None],
     ) -> None:
-        """`start_timeout` is how long, in seconds, none of them may make progress while one is not ready; `on_progress`
-        is called when one does."""
+        """`start_timeout`: the seconds without progress of any rank after which starting fails; `on_progress` is called
+        whenever a rank makes progress."""
         self.layout = layout
         self._start_timeout = start_timeout
         self._on_progress = on_progress
@@ -59,11 +59,11 @@ class RankProcesses:
         self.memory = RankMemory(library, layout, 0, self._lost)
         self._steps = self.memory.steps()
         self._changed = threading.Condition()
-        self._loaded: dict[int, int | None] = {}  # by rank: the blocks that it has room for
+        self._loaded: dict[int, int | None] = {}  # by rank: the blocks that fit
         self._begun: set[int] = set()
-        # When each rank last made progress, for those that are not ready.
+        # When each rank that is not ready last made progress.
         self._unready = dict.fromkeys(range(1, layout.count), time.monotonic())
-        self._progress_at = time.monotonic()  # when any of them did, or the first one
+        self._progress_at = time.monotonic()  # when any rank did, including the first
         self._failure: InflightError | None = None
         self._closing = threading.Event()
         root = logging.getLogger()
@@ -90,7 +90,7 @@ class RankProcesses:
         self._watch = threading.Thread(target=self._watch_beats, name="inflight-rank-watch", daemon=True)
         self._watch.start()
 
-    # ---- what they are told ----
+    # ---- messages to the ranks ----
 
     def send(self, message: RankMessage) -> None:
         self.send_encoded(encode(message))
@@ -100,12 +100,13 @@ class RankProcesses:
         self._steps.send(message)
 
     def wait_until_loaded(self) -> int | None:
-        """The blocks that all of them have room for, where they have memory of their own."""
+        """Wait for all ranks; return the number of blocks that fit on each of them, where they have their own
+        memory."""
         self._wait(lambda: len(self._loaded) == len(self.processes))
-        return min((found for found in self._loaded.values() if found is not None), default=None)
+        return min((count for count in self._loaded.values() if count is not None), default=None)
 
     def begin(self, message: Begin) -> None:
-        """All of them take their memory, beside what this rank does meanwhile."""
+        """Make all ranks allocate their memory, while this rank does the same."""
         with self._changed:
             self._begun.clear()
             self._progress_at = time.monotonic()
@@ -116,18 +117,18 @@ class RankProcesses:
         self._wait(lambda: len(self._begun) == len(self.processes))
 
     def note_progress(self) -> None:
-        """The first rank has loaded a part of its weights: others may be waiting for it."""
+        """Note that the first rank made progress loading: others may be waiting for it."""
         self._progress_at = time.monotonic()
 
     def check(self) -> None:
-        """Raises if one of them is lost."""
+        """Raise if a rank is lost."""
         if self._failure is not None:
             raise self._failure
         if self._closing.is_set():
-            raise DeviceLostError("the ranks of this engine were ended")
+            raise DeviceLostError("the ranks of this engine have been shut down")
 
     def fail(self, error: InflightError) -> None:
-        """The engine cannot go on. Every wait of every rank ends."""
+        """Fail the engine and end every wait of every rank."""
         with self._changed:
             if self._failure is None and not self._closing.is_set():
                 self._failure = error
@@ -143,7 +144,7 @@ class RankProcesses:
         for process in self.processes:
             process.join()
         self._watch.join()
-        self.memory.lose()  # a device that waits for them would wait for ever
+        self.memory.lose()  # a device may be waiting for them
         self.memory.close()
 
     def _wait(self, happened: Any) -> None:
@@ -151,13 +152,13 @@ class RankProcesses:
             self._changed.wait_for(lambda: self._failure is not None or happened())
         self.check()
 
-    # ---- what becomes of them ----
+    # ---- reports, heartbeats and losses ----
 
     def _take_report(self, rank: int, report: ToFirst) -> None:
         if isinstance(report, Broken):
-            told = report.error
-            text = f"rank {rank} of {self.layout.count}: {told.text}"
-            self.fail(RemoteError(told.kind, text, told.notes, told.param, told.code).error())
+            error = report.error
+            text = f"rank {rank} of {self.layout.count}: {error.text}"
+            self.fail(RemoteError(error.kind, text, error.notes, error.param, error.code).error())
             return
         with self._changed:
             self._progress_at = time.monotonic()
@@ -176,7 +177,7 @@ class RankProcesses:
         self.fail(DeviceLostError(f"rank {rank} of {self.layout.count} {how}"))
 
     def _lost(self, code: int) -> NoReturn:
-        """A wait of rank 0 was in vain."""
+        """Raise the reason why a wait of rank 0 failed."""
         if code > 0:
             self._give_up(code - 1, "did not finish its part of a step")
         with self._changed:
@@ -190,20 +191,20 @@ class RankProcesses:
         process.kill()
 
     def _watch_beats(self) -> None:
-        """In a thread: a process that was stopped, or that the system lets starve, gives no sign of life."""
-        places = {p.rank: ctypes.c_uint32.from_address(self.memory.beats(p.rank)) for p in self.processes}
-        seen = dict.fromkeys(places, 0)
-        missed = dict.fromkeys(places, 0)
+        """Watch heartbeats in a thread: a process that is stopped or starved sends none."""
+        counters = {p.rank: ctypes.c_uint32.from_address(self.memory.beats(p.rank)) for p in self.processes}
+        seen = dict.fromkeys(counters, 0)
+        missed = dict.fromkeys(counters, 0)
         while not self._closing.wait(LOOK_EVERY):
             self._check_progress()
-            for rank, place in places.items():
-                alive = place.value != seen[rank] or not place.value  # 0: it is still starting
-                seen[rank], missed[rank] = place.value, 0 if alive else missed[rank] + 1
+            for rank, counter in counters.items():
+                alive = counter.value != seen[rank] or not counter.value  # 0: it is still starting
+                seen[rank], missed[rank] = counter.value, 0 if alive else missed[rank] + 1
                 if missed[rank] >= MISSED_LOOKS and self._failure is None:
-                    self._give_up(rank, f"gave no sign of life for {MISSED_LOOKS * LOOK_EVERY:g} seconds")
+                    self._give_up(rank, f"sent no heartbeat for {MISSED_LOOKS * LOOK_EVERY:g} seconds")
 
     def _check_progress(self) -> None:
-        """Give up the rank that has made no progress for longest, once none has for too long."""
+        """Give up the rank that is furthest behind, once no rank has made progress for too long."""
         with self._changed:
             is_late = time.monotonic() - self._progress_at >= self._start_timeout
             latest = min(self._unready, key=self._unready.__getitem__, default=None)

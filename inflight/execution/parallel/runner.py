@@ -1,4 +1,4 @@
-"""The runner of several ranks, in the process of the first: every step is told to the others, then computed here."""
+"""The runner of several ranks, in rank 0's process: it sends each step to the other ranks, then computes its part."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Any
 
 from inflight.engine.runner import Runner
 from inflight.errors import DeviceLostError, InflightError
+from inflight.execution.forward import torch_threads
 from inflight.execution.parallel.collective import SharedCollective
 from inflight.execution.parallel.follower import RankRunner
-from inflight.execution.parallel.messages import DrawnIds, End, RankStep, decode_results, encode
+from inflight.execution.parallel.messages import End, RankStep, SampledIds, decode_results, encode
 from inflight.execution.parallel.rank_processes import RankProcesses
-from inflight.execution.parallel.stream import SharedStream
-from inflight.execution.threads import torch_threads
+from inflight.execution.parallel.shared_memory import SharedStream
 from inflight.models.decoders.shard import Collective
 from inflight.native.library import Library
 from inflight.scheduling import Batch, Sampled
 
 
 class FirstRank:
-    """What rank 0 does in a step besides its own part."""
+    """Rank 0's coordination of a step, besides its own part of the computation."""
 
     def __init__(self, ranks: RankProcesses, library: Library, collective: Collective | None) -> None:
-        self.drawn: list[DrawnIds] = []  # that the others have yet to be told of
+        self.sampled: list[SampledIds] = []  # not yet sent to the other ranks
         self._ranks = ranks
         self._library = library
         self._collective = collective if isinstance(collective, SharedCollective) else None
@@ -33,18 +33,18 @@ class FirstRank:
         if self._collective is not None:
             self._collective.watches = True
 
-    def tell(self, batch: Batch) -> None:
-        """Every other rank."""
-        # What cannot travel fails here, before anyone was told.
-        self._ranks.send_encoded(encode(RankStep(batch, self.drawn)))
-        self.drawn = []
+    def send(self, batch: Batch) -> None:
+        """Send a step to every other rank."""
+        # An encoding error is raised before any rank has received the step.
+        self._ranks.send_encoded(encode(RankStep(batch, self.sampled)))
+        self.sampled = []
         if self._collective is not None:
             self._collective.begin_step()
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
-        """With as many threads as each rank has: other engines in this process have theirs. An error here is the end:
-        the other ranks are somewhere in the middle of this step, and there is no way back to its beginning."""
+        """Limit threads to those of a rank, and turn errors into a lost device: the other ranks are in the middle of
+        this step, which cannot be repeated."""
         before, self._library.threads = self._library.threads, self._ranks.layout.threads
         try:
             with torch_threads(1):
@@ -59,33 +59,32 @@ class FirstRank:
             self._library.threads = before
 
     def check(self) -> None:
-        """Raises if a rank is lost."""
+        """Raise if a rank is lost."""
         self._ranks.check()
 
     def end(self) -> None:
         if self._collective is not None:
             self._collective.watches = False
-        with suppress(InflightError):  # they are gone
+        with suppress(InflightError):  # they are gone already
             self._ranks.send(End())
 
 
 class MirroredRunner:
-    """Implements `Runner`: the first of ranks that all do the same, sampling included. They draw the same tokens, so
-    nobody need be told of them."""
+    """Implements `Runner` for one stage: all ranks do the same, sampling included, so tokens need not be exchanged."""
 
     def __init__(self, runner: Runner[Any], first: FirstRank) -> None:
         self._runner = runner
         self._first = first
 
     def launch(self, batch: Batch) -> Any:
-        self._first.tell(batch)
+        self._first.send(batch)
         with self._first.in_step():
             return self._runner.launch(batch)
 
-    def collect(self, ticket: Any) -> Sampled:
-        found = self._runner.collect(ticket)
-        self._first.check()  # a device stops waiting for a rank that is lost, and goes on with whatever is there
-        return found
+    def collect(self, handle: Any) -> Sampled:
+        sampled = self._runner.collect(handle)
+        self._first.check()  # a device stops waiting for a lost rank and continues with arbitrary data
+        return sampled
 
     def close(self) -> None:
         self._runner.close()
@@ -93,9 +92,11 @@ class MirroredRunner:
 
 
 class PipelineRunner:
-    """Implements `Runner`: the first rank of the first stage. Results come from the last one, step by step.
-    What a step drew is told to all ranks with the first step that is launched after it was collected: no earlier one
-    has tokens of its requests."""
+    """Implements `Runner` for several stages: the first rank of the first stage. The last stage sends results in order.
+
+    A step's tokens are sent to all ranks with the first step launched after it was collected: no earlier step contains
+    its requests.
+    """
 
     def __init__(self, follower: RankRunner, results: SharedStream, first: FirstRank) -> None:
         self._follower = follower
@@ -103,17 +104,17 @@ class PipelineRunner:
         self._first = first
 
     def launch(self, batch: Batch) -> int:
-        drawn = self._first.drawn
-        self._first.tell(batch)
+        sampled = self._first.sampled
+        self._first.send(batch)
         with self._first.in_step():
-            self._follower.run(batch, drawn)
+            self._follower.run(batch, sampled)
         return batch.step
 
-    def collect(self, ticket: int) -> Sampled:
+    def collect(self, handle: int) -> Sampled:
         sampled = decode_results(self._results.receive(0))
         token_ids = [ids[0] for ids in sampled.token_ids if ids]
         if token_ids:
-            self._first.drawn.append(DrawnIds(ticket, token_ids))
+            self._first.sampled.append(SampledIds(handle, token_ids))
         return sampled
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""From options to ranks: how many, which part of the model each has, and their processes."""
+"""Starting ranks: their number, each one's part of the model, their processes, and the engine over them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from inflight.config import EngineConfig
 from inflight.engine import EngineCore
 from inflight.engine.runner import Runner
 from inflight.errors import ConfigError
-from inflight.execution.dormancy import ModelDormancy
 from inflight.execution.forward import StageLinks
 from inflight.execution.platforms import Platform
+from inflight.execution.sleep import ModelSleepSupport
 from inflight.models.decoders.decoder import Decoder
 from inflight.models.decoders.shard import (
     Collective,
@@ -31,17 +31,17 @@ from inflight.models.decoders.spec import DecoderSpec
 from inflight.native.library import Library, native_library
 from inflight.scheduling import Scheduler
 
-if TYPE_CHECKING:  # they need msgspec, which one rank does without
+if TYPE_CHECKING:  # they need msgspec, which a single rank does not
     from inflight.execution.parallel.layout import RankMemory
     from inflight.execution.parallel.rank_processes import RankProcesses
 
 logger = logging.getLogger(__name__)
 
-# `load_rank` of that module loads the part of one rank in its process.
+# Loads the part of one rank in its process.
 LOADER = "inflight.loading:load_rank"
 GIB = 1 << 30
-LINE = 64  # bytes that a processor moves together
-SLOT = 1 << 20  # bytes that a rank gives to an exchange at once: they stay in its cache
+LINE = 64  # bytes of a cache line
+SLOT = 1 << 20  # bytes that a rank contributes to an exchange at once: they stay in its cache
 
 
 def start_ranks(
@@ -52,8 +52,10 @@ def start_ranks(
     dtype: torch.dtype,
     on_progress: Callable[[], None],
 ) -> RankProcesses | None:
-    """The processes of all ranks but this one; None where there is only one rank. `on_progress` is called when one of
-    them makes progress with its start."""
+    """Start the processes of all ranks but this one; return None if there is only one rank.
+
+    `on_progress` is called whenever one of them makes progress while starting.
+    """
     parallel = config.parallel
     if parallel.num_ranks == 1:
         return None
@@ -61,13 +63,13 @@ def start_ranks(
     devices = _devices(config, place)
     library = native_library()
     if library is None:
-        raise ConfigError(f"{parallel}: ranks need the compiled kernels")
+        raise ConfigError(f"{parallel}: several ranks need the compiled kernels, which cannot be built here")
     try:
         from inflight.execution.parallel.layout import RankLayout
         from inflight.execution.parallel.rank_processes import RankProcesses
     except ImportError as error:
         raise ConfigError(
-            f"{parallel}: ranks need a package that is not installed ({error}): install inflight-llm[server]"
+            f"{parallel}: several ranks need a package that is not installed ({error}): install inflight-llm[server]"
         ) from error
     tensor, pipeline = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     on_cpu = place.device.type == "cpu"
@@ -81,7 +83,7 @@ def start_ranks(
         pipeline=pipeline,
         threads=_threads(library, parallel.num_ranks),
         slot=slot_bytes(library, spec.vocab_size, tensor),
-        # All steps in flight: no stage waits for another to take what it hands over.
+        # Holds all steps in flight: no stage waits for the next one to read.
         hand_over=pipeline * max_tokens * spec.hidden_size * 4,
         layers=tuple((share.layers.start, share.layers.stop) for share in shares[::tensor]),
     )
@@ -91,22 +93,22 @@ def start_ranks(
 
 
 def _devices(config: EngineConfig, place: Platform) -> list[str]:
-    """Of each rank. GPUs are taken in order, from the first rank's on."""
+    """Return the device of each rank. GPUs are assigned in order, starting with the first rank's."""
     parallel = config.parallel
     if place.device.type == "cpu":
         return ["cpu"] * parallel.num_ranks
     count = torch.cuda.device_count()
     if parallel.num_ranks > count and config.cache.num_blocks is None:
         raise ConfigError(
-            f"{parallel}, and torch finds {count} GPUs: ranks that share one must be told num_blocks, for neither can "
-            "tell what the other takes"
+            f"{parallel}, but torch finds {count} GPUs: ranks that share a GPU need num_blocks, because none of them "
+            "knows how much memory the others take"
         )
     first = place.device.index or 0
     return [f"cuda:{(first + rank) % count}" for rank in range(parallel.num_ranks)]
 
 
 def rank_shard(spec: DecoderSpec, memory: RankMemory, place: Platform) -> Shard:
-    """What of a model the rank holds that sees this memory."""
+    """Return the part of a model that a rank holds."""
     layout, rank = memory.ranks, memory.rank
     layers = range(*layout.layers[layout.stage(rank)])
     shared = memory.collective()
@@ -119,11 +121,11 @@ def rank_shard(spec: DecoderSpec, memory: RankMemory, place: Platform) -> Shard:
 
 
 def stage_links(memory: RankMemory, decoder: Decoder) -> StageLinks | None:
-    """To the stages before and behind; None where there is one stage."""
+    """Return the links to the previous and the next stage; None if there is one stage."""
     if memory.ranks.pipeline == 1:
         return None
     if decoder.device.type == "cuda":
-        from inflight.execution.parallel.device_links import device_links
+        from inflight.execution.parallel.links import device_links
 
         return device_links(memory, decoder)
     from inflight.execution.parallel.links import SharedLinks
@@ -141,7 +143,7 @@ def parallel_core(
     pipeline_depth: int,
     max_queue: int | None,
 ) -> EngineCore:
-    """An engine over all ranks. `make_runner` makes that of this one."""
+    """Return an engine over all ranks. `make_runner` makes the runner of this one."""
     from inflight.execution.parallel.follower import Follower, rank_runner
     from inflight.execution.parallel.messages import Begin
     from inflight.execution.parallel.runner import FirstRank, MirroredRunner, PipelineRunner
@@ -158,25 +160,27 @@ def parallel_core(
 
     def begin_all() -> Runner[Any]:
         first = FirstRank(ranks, library, decoder.shard.collective)
-        ranks.begin(begin)  # they try steps as this one does, which only all of them together can
-        together: MirroredRunner | PipelineRunner
+        ranks.begin(begin)  # their warm-up steps need this rank's, so all ranks warm up together
+        runner: MirroredRunner | PipelineRunner
         if ranks.layout.pipeline == 1:
-            together = MirroredRunner(make_runner(), first)
+            runner = MirroredRunner(make_runner(), first)
         else:
             memory = ranks.memory
             stage = Follower(decoder, begin, memory) if on_cpu else rank_runner(make_runner(), memory)
-            together = PipelineRunner(stage, memory.results(), first)
+            runner = PipelineRunner(stage, memory.results(), first)
         first.wait_until_begun()
-        return together
+        return runner
 
     depth = pipeline_depth if ranks.layout.pipeline == 1 else ranks.layout.pipeline
-    # On GPUs the weights of other ranks would have to move as well.
-    dormancy = ModelDormancy(decoder, decoder.device, begin_all) if on_cpu else None
-    return EngineCore(scheduler, begin_all(), depth, max_queue, check=ranks.check, dormancy=dormancy)
+    # On GPUs the weights of the other ranks would have to move as well.
+    sleep_support = ModelSleepSupport(decoder, decoder.device, begin_all) if on_cpu else None
+    return EngineCore(
+        scheduler, begin_all(), depth, max_queue, check=ranks.check, sleep_support=sleep_support
+    )
 
 
 def slot_bytes(library: Library, vocab_size: int, size: int) -> int:
-    """Room for whatever one of `size` ranks offers of one row."""
+    """Return the bytes of a slot that holds the candidates of one of `size` ranks for one row."""
     needed: int = library.candidates_bytes(-(-vocab_size // size))
     return max(SLOT, -(-needed // LINE) * LINE)
 
@@ -186,6 +190,10 @@ def _named(share: RankShare, count: int) -> str:
 
 
 def _threads(library: Library, num_ranks: int) -> int:
-    """Of each rank: the machine's are shared out, but what the user has asked for is each rank's."""
-    asked = os.environ.get("OMP_NUM_THREADS", "")
-    return library.threads if asked.isdecimal() and int(asked) > 0 else max(1, library.threads // num_ranks)
+    """Return the threads of each rank: OMP_NUM_THREADS if set, else an equal share of the machine's."""
+    requested = os.environ.get("OMP_NUM_THREADS", "")
+    return (
+        library.threads
+        if requested.isdecimal() and int(requested) > 0
+        else max(1, library.threads // num_ranks)
+    )

@@ -1,4 +1,4 @@
-"""A rank other than the first: a process that loads its part of the model, and computes its part of each step.
+"""The process of a rank other than the first: loads its part of the model and computes its part of each step.
 
 Started by `rank_process.py` as `python -m inflight.execution.parallel.worker`.
 """
@@ -39,7 +39,7 @@ def run_rank(start: RankStart) -> int:
     try:
         _work(start)
     except Exception as error:
-        logger.debug("rank %d cannot go on", start.rank, exc_info=True)
+        logger.debug("rank %d failed", start.rank, exc_info=True)
         _report(start, Broken(RemoteError.of(error)))
         return 1
     return 0
@@ -48,7 +48,7 @@ def run_rank(start: RankStart) -> int:
 def _work(start: RankStart) -> None:
     library = native_library()
     if library is None:
-        raise EngineError("the compiled kernels, which the first rank has, cannot be loaded")
+        raise EngineError("the compiled kernels cannot be loaded, although the first rank has them")
     library.threads = start.layout.threads
     torch.set_num_threads(1)
     memory = RankMemory(library, start.layout, start.rank, _leave, start.memory)
@@ -66,7 +66,7 @@ def _report(start: RankStart, report: Report) -> None:
 
 
 def _leave(_code: int) -> NoReturn:
-    """The engine is lost, and someone else says why."""
+    """Exit without a report: rank 0 knows why the engine is lost."""
     os._exit(1)
 
 

@@ -1,4 +1,4 @@
-"""The CPU: compiled kernels where there is a compiler, one step at a time."""
+"""The CPU platform: compiled kernels where there is a compiler, one step at a time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from inflight.native.library import native_library
 from inflight.native.memory import available_memory
 from inflight.scheduling import Limits
 
-MEMORY_SHARE = 0.4  # of the memory that is available once the weights are loaded
+MEMORY_SHARE = 0.4  # of the available memory, once the weights are loaded
 
 
 class CpuPlatform:
@@ -50,25 +50,25 @@ class CpuPlatform:
         return kernels, ComposedAttention(kernels, cpu_attention())
 
     def num_blocks(self, config: EngineConfig, decoder: Decoder, context: int) -> int:
-        # Ranks of one machine share its memory, each by the layers that it has.
+        # Ranks of one machine share its memory in proportion to their layers.
         cache, shard = config.cache, decoder.shard
         available = available_memory() * len(shard.layers) // (shard.whole.num_layers * shard.size)
         bytes_per_block = decoder.kv_shape(cache.block_size).bytes_per_block
-        given = cache.kv_cache_memory if cache.num_blocks is None else cache.num_blocks * bytes_per_block
-        if given is not None and given > available:
+        requested = cache.kv_cache_memory if cache.num_blocks is None else cache.num_blocks * bytes_per_block
+        if requested is not None and requested > available:
             raise KVBudgetError(
                 f"num_blocks is {cache.num_blocks} and kv_cache_memory {cache.kv_cache_memory}: that is "
-                f"{given:,} bytes of KV memory, and {available:,} are available"
+                f"{requested:,} bytes of KV memory, but only {available:,} are available"
             )
         return blocks_for_memory(
-            memory=given
-            if given is not None
+            memory=requested
+            if requested is not None
             else int(available * MEMORY_SHARE) // (1 + cache.num_neighbours),
             bytes_per_block=bytes_per_block,
             block_size=cache.block_size,
             max_num_seqs=config.scheduler.max_num_seqs or self.max_num_seqs,
             max_model_len=context,
-            exact=given is not None,
+            exact=requested is not None,
         )
 
     def step_sizes(self, max_tokens: int) -> Sequence[int]:  # noqa: ARG002

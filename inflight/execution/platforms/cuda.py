@@ -1,4 +1,4 @@
-"""A GPU: Triton kernels, captured graphs, two steps in flight."""
+"""The CUDA platform: Triton kernels, CUDA graphs, two steps in flight."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ from inflight.scheduling import Limits
 
 logger = logging.getLogger(__name__)
 
-OLDEST = (8, 0)  # Ampere: the first with bfloat16 and asynchronous copies
-# What captured graphs hold besides their tensors, and what the allocator loses between them.
+OLDEST = (8, 0)  # Ampere, the first with bfloat16 and asynchronous copies
+# Memory of CUDA graphs besides their tensors, and fragmentation of the allocator.
 GRAPH_OVERHEAD = 256 << 20
-PROBE_BLOCKS = 2  # enough to run steps that are only measured
+PROBE_BLOCKS = 2  # enough for steps whose memory is only measured
 
 
 class CudaPlatform:
@@ -58,7 +58,7 @@ class CudaPlatform:
             name = torch.cuda.get_device_name(device)
             raise ConfigError(
                 f"device is {name}, compute capability {_version(self.capability)}: "
-                f"allowed is {_version(OLDEST)} (Ampere) and later"
+                f"{_version(OLDEST)} (Ampere) or later is required"
             )
         torch.cuda.set_device(device)
 
@@ -75,7 +75,7 @@ class CudaPlatform:
         step = step_memory(lambda: self.runner(config, decoder, PROBE_BLOCKS, context, graphs=False))
         memory = self._memory(exchanges=decoder.shard.collective is not None)
         logger.info(
-            "%s: of %.2f GiB, this process holds %.2f and other processes %.2f; the largest step takes %.2f",
+            "%s: %.2f GiB in total, %.2f used by this process, %.2f by others; the largest step takes %.2f",
             *(self.device, *(size / (1 << 30) for size in (memory.total, memory.own, memory.others, step))),
         )
         return blocks_for_memory(
@@ -127,7 +127,7 @@ class CudaPlatform:
 
     def encoder_kernels(self, spec: EncoderSpec, dtype: torch.dtype) -> EncoderKernels:
         attention = TritonSequenceAttention(choose_sequences(dtype, spec.head_dim, self.device))
-        # The kernels for few tokens were chosen by what decoders do, and are not measured here.
+        # The kernels for few tokens were tuned for decoders and have not been measured here.
         layers = TritonKernels(dtype, self.device, few_tokens=0)
         return EncoderKernels(layers, attention, TorchKernels(torch.float32, self.device))
 
@@ -152,13 +152,13 @@ class CudaPlatform:
 def _capturing(num_shapes: int) -> Iterator[None]:
     start = time.perf_counter()
     yield
-    logger.info("captured %d shapes of step in %.1f s", num_shapes, time.perf_counter() - start)
+    logger.info("captured %d CUDA graphs in %.1f s", num_shapes, time.perf_counter() - start)
 
 
 def step_memory(make_runner: Callable[[], GpuRunner]) -> int:
-    """Bytes that a runner needs besides weights and KV blocks: its rows, and its largest steps.
+    """Return the bytes that a runner needs besides weights and KV blocks: its rows and its largest steps.
 
-    `make_runner` makes one without graphs and with next to no blocks. The steps it warms up with compute nothing.
+    `make_runner` makes a runner without graphs and with almost no blocks. The warm-up steps are all padding.
     """
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()

@@ -1,7 +1,7 @@
 """Changes to the logits before a token is chosen, in the order that users of other engines expect.
 
-Each function works in place on logits [S, V] float32 and touches only the entries that asked. Tokens are
-forbidden by adding -inf: where two rules forbid the same token, the order of the additions is no matter.
+Each function works in place on logits [S, V] float32 and touches only the entries concerned. Tokens are
+forbidden by adding -inf, so rules that forbid the same token can be applied in any order.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from inflight.execution.sampling.rows import SamplingRows
 
 
 def adjust(logits: Tensor, plan: SamplingPlan, state: SamplingRows, lengths: Tensor, tokens: Tensor) -> None:
-    """Apply everything that `plan` names. `lengths` [S]; `tokens` [max_rows, max_len]."""
+    """Apply all rules of `plan`. lengths [S], tokens [max_rows, max_len]"""
     flat = logits.view(-1)
     if plan.allowed is not None:
         _keep_allowed(logits, plan.allowed)
@@ -38,15 +38,15 @@ def _forbid_where(condition: Tensor) -> Tensor:
 
 def _keep_allowed(logits: Tensor, allowed: Allowed) -> None:
     flat = logits.view(-1)
-    kept = flat[allowed.places]
+    values = flat[allowed.places]
     logits.index_fill_(0, allowed.entries, -torch.inf)
-    flat[allowed.places] = kept
+    flat[allowed.places] = values
 
 
 def _forbid_bad_words(
     flat: Tensor, words: BadWords, rows: Tensor, num_prompt_tokens: Tensor, lengths: Tensor, tokens: Tensor
 ) -> None:
-    """Only outputs are matched: a word that began in the prompt is not the request's doing."""
+    """Forbid the last token of each bad word whose prefix was just generated. Prompt tokens are not matched."""
     row = rows[words.entries]  # [n]
     longest = words.prefixes.shape[1]
     back = torch.arange(-longest, 0, device=flat.device)
@@ -60,13 +60,13 @@ def _forbid_bad_words(
 def _penalise(
     logits: Tensor, entries: Tensor, rows: Tensor, state: SamplingRows, lengths: Tensor, tokens: Tensor
 ) -> None:
-    """Repetition penalty over the whole row, then frequency and presence penalties over its outputs.
+    """Apply the repetition penalty over the whole row, then frequency and presence penalties over its outputs.
 
-    Works at the places of the tokens seen instead of over the vocabulary. A token seen twice computes the
-    same value twice; a place behind the row's end repeats its first token, which is always there.
+    This works on the tokens seen instead of the whole vocabulary. A token seen twice computes the same value
+    twice; positions past the row's end repeat its first token, which always exists.
     """
     row, length = rows[entries], lengths[entries, None]
-    # A CPU may look at the lengths without stalling, and need not walk the empty ends of the rows.
+    # A CPU can read the lengths without stalling, and skip the unused ends of the rows.
     width = int(length.max()) if logits.device.type == "cpu" else tokens.shape[1]
     positions = torch.arange(width, device=logits.device)
     seen = tokens[row, :width].long()  # [P, L]

@@ -1,4 +1,4 @@
-"""Sampling by the compiled library: what each row asks for, packed when it is admitted, and one call per step."""
+"""Sampling by the compiled library: row parameters are packed on admission, and each step is one call."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inflight.errors import EngineError
-from inflight.execution.sampling.logprobs import LogprobTensors
-from inflight.execution.sampling.row_numbers import RowNumbers, has_penalties
-from inflight.execution.sampling.sampler import SampledTensors
-from inflight.execution.sampling.token_bits import WORD, first_mask
-from inflight.native.library import Library
+from inflight.execution.sampling.parameters import WORD, RowNumbers, first_mask, has_penalties
+from inflight.execution.sampling.rows import SamplingRows
+from inflight.execution.sampling.sampler import LogprobTensors, SampledTensors, Sampler
+from inflight.native.library import Library, native_library
 from inflight.request import RequestSpec
 
-# `Row` in native/adjust.h, where each field is explained: `RowNumbers`, six of them floats, and what follows.
+# `Row` in native/adjust.h, which documents each field: `RowNumbers`, six of them floats, then the rest.
 _FLOATS = RowNumbers._fields[:6]
 _INTS = (
     *RowNumbers._fields[6:],
@@ -38,12 +37,12 @@ class NativeSamplingRows:
 
     def __init__(self, max_rows: int, vocab_size: int) -> None:
         self.vocab_size = vocab_size
-        self.num_logprobs: dict[int, int] = {}  # of the rows that ask for logprobs
+        self.num_logprobs: dict[int, int] = {}  # by row, for rows that want logprobs
         self._table = np.zeros(max_rows, ROW)
-        self._lists: dict[int, tuple[NDArray[np.generic], ...]] = {}  # what rows in use point to
+        self._lists: dict[int, tuple[NDArray[np.generic], ...]] = {}  # arrays that the rows point to
 
     def set(self, row: int, request: RequestSpec) -> None:
-        """`request` takes `row`."""
+        """Assign `request` to `row`."""
         params = request.params
         self.clear(row)
         if params.logprobs is not None:
@@ -69,46 +68,44 @@ class NativeSamplingRows:
         )
 
     def mask_buffer(self, num_rows: int) -> NDArray[np.int32]:
-        """[num_rows, words], to be filled and given to `set_masks`."""
+        """Return a buffer [num_rows, words] to fill and pass to `set_masks`."""
         return np.empty((num_rows, -(-self.vocab_size // WORD)), dtype=np.int32)
 
     def set_masks(self, rows: Sequence[int], bits: NDArray[np.int32]) -> None:
-        """The tokens that rows with a mask may have next: bits [len(rows), words]."""
+        """Set the tokens that masked rows may sample next: bits [len(rows), words]."""
         for row, mask in zip(rows, bits, strict=True):
             self._lists[row][0][:] = mask
 
     def clear(self, row: int) -> None:
-        """`row` is free."""
+        """Free `row`."""
         self._lists.pop(row, None)
         self.num_logprobs.pop(row, None)
 
     def address(self, rows: Iterable[int]) -> int:
-        """Where the table is, for a step of these rows."""
+        """Return the address of the table, after checking that these rows hold requests."""
         for row in rows:
             if row not in self._lists:
-                raise EngineError(f"row {row} was asked to sample but holds no request: call set() first")
+                raise EngineError(f"row {row} cannot sample: it holds no request (call set() first)")
         return self._table.ctypes.data
 
     def _known(self, ids: Iterable[int]) -> list[int]:
-        # An id outside the vocabulary can never be sampled, and the library does not look for one.
+        # Ids outside the vocabulary can never be sampled, and the library does not check for them.
         return [i for i in ids if 0 <= i < self.vocab_size]
 
 
 @dataclass(frozen=True, slots=True)
 class VocabularyPart:
-    """The tokens whose logits one of several ranks has."""
+    """The part of the vocabulary whose logits one of several ranks has."""
 
     tokens: range
-    most: int  # that any of them has
-    call: Callable[
-        ..., None
-    ]  # a function of the library that all ranks call together, with its other arguments
+    most: int  # the size of the largest part
+    call: Callable[..., None]  # calls a function of the library on all ranks together
 
 
 class NativeSampler:
-    """`Sampler` in one call of the library: threads take whole rows, so a row's bits are the same in any company.
+    """`Sampler` in one call of the library. Threads take whole rows, so a row's result does not depend on the others.
 
-    With a `part`, all ranks call the same, each with logits of its own tokens, and all get the same tokens.
+    With a `part`, all ranks make the same call, each with the logits of its own tokens, and all get the same result.
     """
 
     def __init__(
@@ -129,11 +126,11 @@ class NativeSampler:
         _check(logits, self._size)
         if tokens.dtype != torch.int32 or tokens.stride(1) != 1:
             raise EngineError(
-                f"tokens are {tokens.dtype} with strides {tokens.stride()}: allowed is dense int32"
+                f"tokens are {tokens.dtype} with strides {tokens.stride()}: they must be dense int32"
             )
-        asked = self.state.num_logprobs
-        entries = tuple(i for i, row in enumerate(rows) if row in asked) if asked else ()
-        counts = tuple(asked[rows[i]] for i in entries)
+        num_logprobs = self.state.num_logprobs
+        entries = tuple(i for i, row in enumerate(rows) if row in num_logprobs) if num_logprobs else ()
+        counts = tuple(num_logprobs[rows[i]] for i in entries)
         logprobs = _empty_logprobs(counts) if entries else None
         row_ids = torch.tensor(rows, dtype=torch.int64)
         lengths = lengths.to(torch.int64).contiguous()
@@ -147,20 +144,20 @@ class NativeSampler:
             tokens.stride(0),
             token_ids.data_ptr(),
             bad.data_ptr(),
-            *_places(logprobs),
+            *_pointers(logprobs),
             self._library.threads,
         )
         self._call(self._library.sample, self._library.group_sample, logits, arguments)
         return SampledTensors(token_ids, bad, logprobs, entries)
 
     def score_prompt(self, logits: Tensor, target_ids: Tensor, num: int) -> LogprobTensors:
-        """The tokens target_ids [P] int64 of a prompt and the top `num` under logits [P, V] that predict them."""
+        """Score the prompt tokens target_ids [P] int64 and the top `num` under logits [P, V] that predict them."""
         _check(logits, self._size)
         target_ids = target_ids.contiguous()
-        found = _empty_logprobs((min(num, self.state.vocab_size),) * len(logits))
-        arguments = target_ids.data_ptr(), *_places(found), self._library.threads
+        logprobs = _empty_logprobs((min(num, self.state.vocab_size),) * len(logits))
+        arguments = target_ids.data_ptr(), *_pointers(logprobs), self._library.threads
         self._call(self._library.token_logprobs, self._library.group_token_logprobs, logits, arguments)
-        return found
+        return logprobs
 
     def _call(
         self,
@@ -173,8 +170,8 @@ class NativeSampler:
             alone(logits.data_ptr(), len(logits), self._size, *arguments)
         else:
             tokens = self._part.tokens
-            place = tokens.start, len(tokens), self._part.most
-            self._part.call(together, *place, logits.data_ptr(), len(logits), *arguments)
+            part = tokens.start, len(tokens), self._part.most
+            self._part.call(together, *part, logits.data_ptr(), len(logits), *arguments)
 
 
 def _empty_logprobs(counts: tuple[int, ...]) -> LogprobTensors:
@@ -183,8 +180,8 @@ def _empty_logprobs(counts: tuple[int, ...]) -> LogprobTensors:
     return LogprobTensors(ids, torch.empty(shape), ranks, counts)
 
 
-def _places(to: LogprobTensors | None) -> tuple[int | None, int | None, int | None, int]:
-    """Where the library writes logprobs, and how many per position."""
+def _pointers(to: LogprobTensors | None) -> tuple[int | None, int | None, int | None, int]:
+    """Return where the library writes logprobs, and how many per position."""
     if to is None:
         return None, None, None, 0
     return to.token_ids.data_ptr(), to.logprobs.data_ptr(), to.ranks.data_ptr(), to.ranks.shape[1]
@@ -194,5 +191,19 @@ def _check(logits: Tensor, vocab_size: int) -> None:
     if logits.dtype != torch.float32 or not logits.is_contiguous() or logits.shape[1] != vocab_size:
         raise EngineError(
             f"logits are {logits.dtype} {list(logits.shape)} with strides {logits.stride()}: "
-            f"allowed is float32 [S, {vocab_size}] without gaps"
+            f"they must be contiguous float32 [S, {vocab_size}]"
         )
+
+
+def cpu_sampler(
+    max_rows: int, vocab_size: int, part: VocabularyPart | None = None
+) -> NativeSampler | Sampler:
+    """Return the compiled sampler, or the one in torch where the library cannot be built.
+
+    With a `part` (several ranks), the library is required.
+    """
+    library = native_library()
+    if library is None:
+        assert part is None
+        return Sampler(SamplingRows(max_rows, vocab_size, "cpu"))
+    return NativeSampler(library, NativeSamplingRows(max_rows, vocab_size), part)

@@ -1,7 +1,7 @@
-"""Who in a batch needs what: index tensors for one list of rows, reused while the rows stay the same.
+"""Which entries of a batch use which feature: index tensors for a list of rows, reused while the rows stay the same.
 
-`entry` is a place in the step's logits [S, V]. A place (entry, token id) is kept flat, as
-entry * V + token_id, so that one indexed operation reaches the rows of many requests.
+`entry` is a row of the step's logits [S, V]. A place (entry, token id) is stored flat, as entry * V + token_id,
+so that one indexed operation reaches the logits of many requests.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class BadWords:
 
 @dataclass(frozen=True, slots=True)
 class SamplingPlan:
-    """None where nobody in the batch uses a feature."""
+    """The entries that use each feature; None where no entry does."""
 
     rows: Tensor  # [S] int64
     greedy: Tensor | None  # entries
-    dense: Tensor | None  # entries that draw from the whole vocabulary
+    dense: Tensor | None  # entries that sample from the whole vocabulary
     top_k: dict[int, Tensor]  # candidates to sort -> entries
     nucleus: Tensor | None  # entries with top_p alone
     min_p: bool  # an entry of dense or nucleus uses min_p
@@ -49,13 +49,13 @@ class SamplingPlan:
     bad_words: BadWords | None
     stops: tuple[Tensor, Tensor] | None  # entries [n] and places [n]
     bias: tuple[Tensor, Tensor] | None  # places [n] and values [n]
-    logprobs: Tensor | None  # entries that want logprobs
+    logprobs: Tensor | None  # entries with logprobs
     logprob_entries: tuple[int, ...] = ()  # the same, on the host
-    logprob_counts: tuple[int, ...] = ()  # how many most likely tokens each of them wants
+    logprob_counts: tuple[int, ...] = ()  # the number of most likely tokens of each
 
     @property
     def adjusts(self) -> bool:
-        """Some logits are changed before a token is chosen."""
+        """Whether some logits change before a token is chosen."""
         parts = (self.allowed, self.bad_words, self.stops, self.bias, self.penalties)
         return bool(self.masks) or any(part is not None for part in parts)
 
@@ -75,7 +75,7 @@ class _Planner:
             if traits.width:
                 self.top_k.setdefault(traits.width, []).append(entry)
         dense = [i for i, t in enumerate(self.traits) if not (t.greedy or t.width or t.nucleus)]
-        wanted = [(i, t.logprobs) for i, t in enumerate(self.traits) if t.logprobs is not None]
+        logprobs = [(i, t.logprobs) for i, t in enumerate(self.traits) if t.logprobs is not None]
         return SamplingPlan(
             rows=self.state.upload(rows, torch.int64),
             greedy=self._entries([i for i, t in enumerate(self.traits) if t.greedy]),
@@ -89,9 +89,9 @@ class _Planner:
             bad_words=self._bad_words(),
             stops=self._stops(),
             bias=self._bias(),
-            logprobs=self._entries([i for i, _ in wanted]),
-            logprob_entries=tuple(i for i, _ in wanted),
-            logprob_counts=tuple(count for _, count in wanted),
+            logprobs=self._entries([i for i, _ in logprobs]),
+            logprob_entries=tuple(i for i, _ in logprobs),
+            logprob_counts=tuple(count for _, count in logprobs),
         )
 
     def _index(self, entries: list[int]) -> Tensor:
@@ -105,7 +105,7 @@ class _Planner:
         return torch.cat([entry * vocab_size + token_ids for entry, token_ids in ids.items()])
 
     def _owners(self, ids: dict[int, Tensor]) -> Tensor:
-        """The entry of each place."""
+        """Return the entry of each place."""
         return self._index([entry for entry, token_ids in ids.items() for _ in range(len(token_ids))])
 
     def _allowed(self) -> Allowed | None:

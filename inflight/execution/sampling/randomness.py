@@ -11,15 +11,15 @@ All words are unsigned 32-bit, `+` and `*` wrap, `>>>` shifts zeros in:
     uniform(token_id)        min(float32(bits >>> 1) * 2^-31 + 2^-32, 1 - 2^-24)
 
 A and B were chosen by measuring avalanche: flipping any input bit flips every output bit of `mix` half of
-the time, within what 65,536 samples can tell. Torch has no unsigned arithmetic worth the name, so the
-words live in int32, whose products wrap to the same bits; a kernel may use uint32. `uniform` keeps 31 bits
-where it is small, which is where the winner of a race over a large vocabulary is found, and lies strictly
-inside (0, 1). The product with 2^-31 is exact, so a fused multiply-add rounds to the same number.
+the time, within what 65,536 samples can tell. Torch has hardly any unsigned arithmetic, so the words
+live in int32, whose products wrap to the same bits; a kernel may use uint32. `uniform` keeps 31 bits
+where it is small, which is where the winner over a large vocabulary is found, and lies strictly inside
+(0, 1). The product with 2^-31 is exact, so a fused multiply-add rounds to the same number.
 
-A token is drawn by a race: -log(1 - uniform) is exponentially distributed, the token with the smallest
-exponential / probability wins with exactly its probability, and that is argmax(logit - log(exponential)).
-The noise of a token depends on its id and not on who else may win, so forbidding a token that would
-have lost changes nothing.
+Tokens are sampled by Gumbel-max: -log(1 - uniform) is exponentially distributed, the token with the smallest
+exponential / probability wins with exactly its probability, and that is argmax(logit - log(exponential)),
+where -log(exponential) is Gumbel noise. The noise of a token depends on its id and not on the other
+candidates, so forbidding a token that would have lost changes nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch import Tensor
 
 
 def _signed(word: int) -> int:
-    """The int32 with the bits of an unsigned word."""
+    """Return the int32 with the bits of an unsigned word."""
     return word - (1 << 32) if word >> 31 else word
 
 
@@ -42,28 +42,28 @@ START_2 = _signed(0xA54FF53A)
 STRIDE = _signed(0x9E3779B1)
 
 
-class RaceKey(NamedTuple):
-    """The two words that (seed, position) become: [R] int32 each."""
+class NoiseKey(NamedTuple):
+    """The two words that (seed, position) are hashed to: [R] int32 each."""
 
     first: Tensor
     second: Tensor
 
 
 def seed_words(seed: int) -> tuple[int, int]:
-    """The low and the high word of a seed in [-2^63, 2^64), as int32."""
+    """Return the low and the high word of a seed in [-2^63, 2^64), as int32."""
     return _signed(seed & 0xFFFFFFFF), _signed(seed >> 32 & 0xFFFFFFFF)
 
 
-def race_key(seed_low: Tensor, seed_high: Tensor, positions: Tensor) -> RaceKey:
-    """Keys for rows with these seeds that sample the token at these positions: [R] int32 each."""
+def noise_key(seed_low: Tensor, seed_high: Tensor, positions: Tensor) -> NoiseKey:
+    """Return the keys of rows with these seeds that sample the token at these positions: [R] int32 each."""
     first, second = (
         _mix(_mix(_mix(seed_low + start).add_(seed_high)).add_(positions)) for start in (START_1, START_2)
     )
-    return RaceKey(first, second)
+    return NoiseKey(first, second)
 
 
-def race_bits(key: RaceKey, token_ids: Tensor) -> Tensor:
-    """[R, n] int32 for the int32 ids [n] of every row, or [R, n] of each."""
+def noise_bits(key: NoiseKey, token_ids: Tensor) -> Tensor:
+    """Return [R, n] int32 for int32 ids, which are [n] for all rows or [R, n]."""
     x = token_ids * STRIDE + key.first[:, None]
     spare = torch.empty_like(x)
     _fold(x, 16, spare).mul_(A).bitwise_xor_(key.second[:, None])
@@ -72,18 +72,18 @@ def race_bits(key: RaceKey, token_ids: Tensor) -> Tensor:
 
 
 def uniform(bits: Tensor) -> Tensor:
-    """float32 strictly inside (0, 1). Overwrites `bits`."""
+    """Return float32 strictly inside (0, 1). Overwrites `bits`."""
     bits.bitwise_right_shift_(1).bitwise_and_(0x7FFFFFFF)
     return bits.float().mul_(2.0**-31).add_(2.0**-32).clamp_(max=1 - 2.0**-24)
 
 
-def log_exponential(key: RaceKey, token_ids: Tensor) -> Tensor:
-    """[R, n] float32: log of the time in which each candidate would finish at probability 1."""
-    return uniform(race_bits(key, token_ids)).neg_().log1p_().neg_().log_()
+def log_exponential(key: NoiseKey, token_ids: Tensor) -> Tensor:
+    """Return the negated Gumbel noise of each candidate, [R, n] float32: the log of an exponential variate."""
+    return uniform(noise_bits(key, token_ids)).neg_().log1p_().neg_().log_()
 
 
 def _fold(x: Tensor, shift: int, spare: Tensor) -> Tensor:
-    """x ^= x >>> shift. An int32 shift copies the sign bit, so the mask takes the copies away."""
+    """Compute x ^= x >>> shift. An int32 shift copies the sign bit; the mask removes the copies."""
     torch.bitwise_right_shift(x, shift, out=spare)
     return x.bitwise_xor_(spare.bitwise_and_((1 << (32 - shift)) - 1))
 

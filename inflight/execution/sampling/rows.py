@@ -1,4 +1,4 @@
-"""What each row asks of the sampler: numbers on the device, lists and flags on the host."""
+"""Sampling parameters of each row: numbers on the device, lists and flags on the host."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inflight.errors import EngineError
-from inflight.execution.sampling.row_numbers import RowNumbers, has_penalties, is_greedy
-from inflight.execution.sampling.token_bits import WORD
+from inflight.execution.sampling.parameters import WORD, RowNumbers, has_penalties, is_greedy
 from inflight.request import RequestSpec
 
-# A row with top_k sorts as many candidates as the first of these that holds its k. The width follows from
-# the row's own k alone: its sums must not run over more places because a neighbour asked for more.
+# A row with top_k sorts the smallest of these numbers of candidates that holds its k. The width depends only
+# on the row's own k: a neighbour with a larger k must not change the order of its sums.
 CANDIDATE_WIDTHS = (128, 1024, 8192)
 
 _NUM_FLOATS = 6
@@ -28,7 +27,7 @@ _ROW = struct.Struct(f"={_NUM_FLOATS}f{_NUM_INTS}i")
 
 @dataclass(frozen=True, slots=True)
 class RowTraits:
-    """Which features a row uses. Id lists are int64 on the device, ready to be concatenated."""
+    """The features that a row uses. Id lists are int64 on the device, ready to be concatenated."""
 
     greedy: bool
     width: int  # candidates to sort for top_k; 0: no top_k
@@ -37,7 +36,7 @@ class RowTraits:
     penalties: bool
     logprobs: int | None
     allowed_ids: Tensor | None  # [n]
-    mask: Tensor | None  # [V] bool, of a row with a constraint: its steps write it
+    mask: Tensor | None  # [V] bool, for constrained rows: written at every step
     bias_ids: Tensor | None  # [n]
     bias_values: Tensor | None  # [n] float32
     stop_ids: Tensor | None  # [n], forbidden while the row is shorter than min_length
@@ -47,8 +46,8 @@ class RowTraits:
 class SamplingRows:
     """Permanent sampling parameters of `max_rows` rows.
 
-    Each of `RowNumbers` is a column of one small matrix of 32-bit words, [max_rows, 12], so that admitting a request
-    is one copy.
+    `RowNumbers` are the columns of one small matrix of 32-bit words, [max_rows, 12], so that admitting a request takes
+    one copy.
     """
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device | str) -> None:
@@ -65,7 +64,7 @@ class SamplingRows:
         self.num_prompt_tokens, self.min_length, self.argmax = ints[:, 3:].unbind(1)
 
     def set(self, row: int, request: RequestSpec) -> None:
-        """`request` takes `row`."""
+        """Assign `request` to `row`."""
         numbers = RowNumbers.of(request, self.vocab_size)
         self._traits[row] = self._read_traits(request, numbers.top_k)
         self.version += 1
@@ -73,16 +72,16 @@ class SamplingRows:
         self._table[row] = self._to_device(torch.frombuffer(words, dtype=torch.int32))
 
     def clear(self, row: int) -> None:
-        """`row` is free. What the device holds stays until the next `set`: nothing reads it."""
+        """Free `row`. Its data on the device stays until the next `set`, but nothing reads it."""
         self._traits[row] = None
         self.version += 1
 
     def mask_buffer(self, num_rows: int) -> NDArray[np.int32]:
-        """[num_rows, words], to be filled and given to `set_masks`."""
+        """Return a buffer [num_rows, words] to fill and pass to `set_masks`."""
         return np.empty((num_rows, -(-self.vocab_size // WORD)), dtype=np.int32)
 
     def set_masks(self, rows: Sequence[int], bits: NDArray[np.int32]) -> None:
-        """The tokens that rows with a mask may have next: bits [len(rows), words]."""
+        """Set the tokens that masked rows may sample next: bits [len(rows), words]."""
         chosen = np.unpackbits(bits.view(np.uint8), axis=1, count=self.vocab_size, bitorder="little")
         for row, tokens in zip(rows, torch.from_numpy(chosen), strict=True):
             mask = self.traits(row).mask
@@ -90,17 +89,17 @@ class SamplingRows:
             mask.copy_(tokens)
 
     def traits(self, row: int) -> RowTraits:
-        found = self._traits[row]
-        if found is None:
-            raise EngineError(f"row {row} was asked to sample but holds no request: call set() first")
-        return found
+        traits = self._traits[row]
+        if traits is None:
+            raise EngineError(f"row {row} cannot sample: it holds no request (call set() first)")
+        return traits
 
     def upload(self, values: Sequence[Any], dtype: torch.dtype) -> Tensor:
-        """A list as a tensor on the device, without waiting for what the device is doing."""
+        """Return a list as a tensor on the device, without waiting for the device."""
         return self._to_device(torch.tensor(values, dtype=dtype))
 
     def _to_device(self, tensor: Tensor) -> Tensor:
-        # Torch keeps pinned memory for the next call, and reuses none that a copy may still be reading.
+        # Torch caches pinned memory, and reuses none that a copy may still be reading.
         if self.device.type == "cuda":
             return tensor.pin_memory().to(self.device, non_blocking=True)
         return tensor
@@ -110,7 +109,7 @@ class SamplingRows:
         greedy = is_greedy(params)
         bias = {i: value for i, value in (params.logit_bias or {}).items() if 0 <= i < self.vocab_size}
         allowed = params.allowed_token_ids
-        waits = params.min_tokens > 0
+        has_minimum = params.min_tokens > 0
         is_masked = params.structured_outputs is not None
         return RowTraits(
             greedy=greedy,
@@ -123,7 +122,7 @@ class SamplingRows:
             mask=torch.ones(self.vocab_size, dtype=torch.bool, device=self.device) if is_masked else None,
             bias_ids=self._ids(bias) if bias else None,
             bias_values=self.upload(list(bias.values()), torch.float32) if bias else None,
-            stop_ids=self._ids(sorted(request.stop_ids)) if waits and request.stop_ids else None,
+            stop_ids=self._ids(sorted(request.stop_ids)) if has_minimum and request.stop_ids else None,
             bad_words=self._bad_words(request.bad_word_ids),
         )
 
@@ -132,7 +131,7 @@ class SamplingRows:
         return next(widths, self.vocab_size)
 
     def _ids(self, ids: Iterable[int]) -> Tensor:
-        # An id outside the vocabulary can never be sampled. Let through, it would hit a neighbour's row.
+        # Ids outside the vocabulary can never be sampled; in a flat index they would hit another row.
         return self.upload([i for i in ids if 0 <= i < self.vocab_size], torch.int64)
 
     def _bad_words(self, words: Sequence[Sequence[int]]) -> Tensor | None:

@@ -17,10 +17,9 @@ from inflight.attention.triton.sequences import TritonSequenceAttention
 from inflight.attention.triton.tuning import choose_sequences
 from inflight.config import EngineConfig
 from inflight.errors import EngineError
-from inflight.execution.encoder_runner import EncoderRunner
+from inflight.execution.encoder_runner import EncoderRunner, TextRunner
 from inflight.execution.gpu.encoder_runner import GpuEncoderRunner
-from inflight.execution.gpu.text_shapes import TextShape
-from inflight.execution.packed_texts import TextRunner
+from inflight.execution.gpu.shapes import TextShape
 from inflight.execution.platforms import EncoderKernels
 from inflight.execution.platforms.cpu import CpuPlatform
 from inflight.layers.torch_kernels import TorchKernels
@@ -142,8 +141,8 @@ def computed(runner: TextRunner, prompts: Sequence[list[int]]) -> Vectors:
     return read(runner, runner.launch(batch_of(prompts)))
 
 
-def read(runner: TextRunner, ticket: Any) -> Vectors:
-    result = runner.collect(ticket)
+def read(runner: TextRunner, handle: Any) -> Vectors:
+    result = runner.collect(handle)
     assert not result.errors
     return {entry: np.frombuffer(vector, np.float32) for entry, vector in result.vectors.items()}
 
@@ -199,9 +198,9 @@ def test_a_later_step_leaves_vectors_alone_that_were_not_collected(
     runner: GpuEncoderRunner, cpu_runner: EncoderRunner
 ) -> None:
     other = texts([7, 5], seed=1)
-    tickets = [runner.launch(batch_of(prompts)) for prompts in (RAGGED, other)]
-    for prompts, ticket in zip((RAGGED, other), tickets, strict=True):
-        assert_same(read(runner, ticket), computed(cpu_runner, prompts))
+    handles = [runner.launch(batch_of(prompts)) for prompts in (RAGGED, other)]
+    for prompts, handle in zip((RAGGED, other), handles, strict=True):
+        assert_same(read(runner, handle), computed(cpu_runner, prompts))
 
 
 def test_texts_that_are_filled_up(runner: GpuEncoderRunner, cpu_runner: EncoderRunner) -> None:

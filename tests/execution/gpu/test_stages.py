@@ -15,10 +15,9 @@ from inflight.attention.triton import rope_write
 from inflight.config import EngineConfig
 from inflight.constraints import GrammarCompiler
 from inflight.execution.forward import StageLinks
-from inflight.execution.gpu.runner import GpuRunner
-from inflight.execution.gpu.ticket import GpuTicket
+from inflight.execution.gpu.runner import GpuRunner, GpuStepHandle
 from inflight.execution.parallel.follower import StageRank
-from inflight.execution.parallel.messages import DrawnIds
+from inflight.execution.parallel.messages import SampledIds
 from inflight.execution.platforms.cpu import CpuPlatform
 from inflight.loading import load
 from inflight.models.checkpoint import open_checkpoint
@@ -56,19 +55,19 @@ class TwoStages:
         assert not first.samples
         self._first = StageRank(first)
         self._last = last
-        self._drawn: list[DrawnIds] = []
+        self._drawn: list[SampledIds] = []
 
-    def launch(self, batch: Batch) -> tuple[int, GpuTicket]:
+    def launch(self, batch: Batch) -> tuple[int, GpuStepHandle]:
         self._first.run(batch, self._drawn)
         self._drawn = []
         return batch.step, self._last.launch(batch)
 
-    def collect(self, ticket: tuple[int, GpuTicket]) -> Sampled:
-        step, of_last = ticket
+    def collect(self, handle: tuple[int, GpuStepHandle]) -> Sampled:
+        step, of_last = handle
         sampled = self._last.collect(of_last)
         token_ids = [ids[0] for ids in sampled.token_ids if ids]
         if token_ids:
-            self._drawn.append(DrawnIds(step, token_ids))
+            self._drawn.append(SampledIds(step, token_ids))
         return sampled
 
     def close(self) -> None:

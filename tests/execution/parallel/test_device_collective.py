@@ -1,10 +1,11 @@
-"""Which way the sums of ranks on GPUs take, and what ranks tell each other to find it. Ranks are threads here, and in
-place of NCCL stands gloo, which is called the same way."""
+"""The choice of a collective for ranks on GPUs. Ranks are threads here, and gloo, which has the same interface, stands
+in for NCCL."""
 
 from __future__ import annotations
 
+import threading
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,25 +13,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from inflight.execution.parallel import device_collective as module
-from inflight.execution.parallel.collective import SharedCollective
-from inflight.execution.parallel.device_collective import device_collective
-from inflight.execution.parallel.exchange import all_agree, exchange
-from inflight.execution.parallel.host_collective import HostCollective
-from inflight.execution.parallel.nccl_collective import NcclCollective
+from inflight.execution.parallel.collective import HostCollective, SharedCollective, all_agree, exchange
+from inflight.execution.parallel.device_collective import NcclCollective, device_collective
 from tests.execution.parallel.test_shared_memory import LIBRARY, together
 
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason="ranks need the compiled kernels")
 
 
-def test_a_few_bytes_from_every_rank() -> None:
-    given = [b"", b"\x00\xff", bytes(range(255))]
-    for found in together(3, lambda rank, shared: exchange(shared, given[rank])):
-        assert found == given
+def test_exchange_returns_the_bytes_of_every_rank() -> None:
+    data = [b"", b"\x00\xff", bytes(range(255))]
+    for received in together(3, lambda rank, shared: exchange(shared, data[rank])):
+        assert received == data
     assert together(3, lambda rank, shared: all_agree(shared, rank != 1)) == [False] * 3
     assert together(3, lambda _, shared: all_agree(shared, True)) == [True] * 3
 
 
-def test_a_process_group_of_torch() -> None:
+def test_a_process_group_of_torch_sums_and_gathers() -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
     parts = [torch.randn(3, 5), torch.randn(3, 4)]
 
@@ -44,7 +42,52 @@ def test_a_process_group_of_torch() -> None:
         assert torch.equal(columns, torch.cat(parts, dim=1))
 
 
-def test_through_the_host_only_rows_that_are_wanted_move() -> None:
+class GlooGroup(dist.ProcessGroupGloo):
+    """Takes the arguments of ProcessGroupNCCL."""
+
+    class Options:
+        pass
+
+    def __init__(self, store: Any, rank: int, size: int, _options: Options) -> None:
+        super().__init__(store, rank, size, timedelta(seconds=60))
+
+
+class FakeProperties(NamedTuple):
+    uuid: str
+
+
+@pytest.mark.parametrize("num_gpus", [1, 2])
+def test_nccl_is_used_only_if_every_rank_has_its_own_gpu(
+    num_gpus: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", GlooGroup, raising=False)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    callbacks: list[Any] = []
+
+    class FakeMemory:
+        when_lost = callbacks.append
+
+    properties = threading.local()
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: FakeProperties(f"gpu {properties.gpu}")
+    )
+
+    def work(rank: int, shared: SharedCollective) -> Tensor | None:
+        properties.gpu = rank % num_gpus
+        collective = module._nccl(FakeMemory(), shared, torch.device("cpu"))  # type: ignore[arg-type]
+        return None if collective is None else collective.sum(torch.full((3,), 1.0 + rank))
+
+    sums = together(2, work)
+    if num_gpus == 1:
+        assert sums == [None, None]
+        assert not callbacks
+    else:
+        assert all(total.tolist() == [3.0, 3.0, 3.0] for total in sums)
+        assert len(callbacks) == 2  # a lost rank aborts the group
+
+
+def test_the_host_collective_transfers_only_wanted_rows() -> None:
     parts = [torch.randn(3, 5), torch.randn(3, 4)]
 
     def work(rank: int, shared: SharedCollective) -> tuple[Tensor, Tensor]:
@@ -59,8 +102,8 @@ def test_through_the_host_only_rows_that_are_wanted_move() -> None:
         assert torch.equal(some, whole[::2])
 
 
-class Way:
-    """A collective that says who it is."""
+class NamedCollective:
+    """A collective whose results are its name."""
 
     slot = 1 << 30
 
@@ -79,7 +122,7 @@ class Way:
 
 @pytest.fixture
 def choose(monkeypatch: pytest.MonkeyPatch) -> Any:
-    def chosen(peers: Way | None, nccl: Way | None) -> Any:
+    def chosen(peers: NamedCollective | None, nccl: NamedCollective | None) -> Any:
         monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
         monkeypatch.setattr(module, "_peers", lambda *_: peers)
         monkeypatch.setattr(module, "_nccl", lambda *_: nccl)
@@ -92,17 +135,17 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Any:
     return chosen
 
 
-def test_the_best_that_there_is(choose: Any) -> None:
-    peers, nccl = Way("peers"), Way("nccl")
+def test_the_best_available_collective_is_chosen(choose: Any) -> None:
+    peers, nccl = NamedCollective("peers"), NamedCollective("nccl")
     assert choose(peers, None) is peers
     assert choose(None, nccl) is nccl
     assert isinstance(choose(None, None), HostCollective)
     assert not choose(None, None).capturable
 
 
-def test_small_sums_by_peers_and_large_ones_by_nccl(choose: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_sums_use_peer_memory_and_large_ones_nccl(choose: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "ONE_SHOT", 64)
-    both = choose(Way("peers"), Way("nccl"))
+    both = choose(NamedCollective("peers"), NamedCollective("nccl"))
     small, large = torch.zeros(2, 8), torch.zeros(3, 8)
     assert (both.sum(small), both.sum(large)) == ("peers", "nccl")
     assert both.gather(large, [8, 8]) == "peers"

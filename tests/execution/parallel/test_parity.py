@@ -13,9 +13,8 @@ import pytest
 from inflight import LLM, SamplingParams, StructuredOutputs
 from inflight.config import EngineConfig
 from inflight.errors import EngineAsleepError
-from inflight.execution.parallel.collective import SharedCollective
+from inflight.execution.parallel.collective import HostCollective, SharedCollective
 from inflight.execution.parallel.follower import LoadedRank
-from inflight.execution.parallel.host_collective import HostCollective
 from inflight.execution.parallel.layout import RankMemory
 from inflight.execution.parallel.messages import Begin
 from inflight.execution.parallel.starting import rank_shard

@@ -101,7 +101,7 @@ def test_a_stage_that_hangs_ends_the_engine_by_name(folder: Folder, expected: li
     assert found == expected
     (rank,) = ranks()
     os.kill(rank, signal.SIGSTOP)
-    with pytest.raises(DeviceLostError, match=rf"rank 1 of 2 \(process {rank}\) gave no sign of life"):
+    with pytest.raises(DeviceLostError, match=rf"rank 1 of 2 \(process {rank}\) sent no heartbeat"):
         llm.generate(PROMPTS, LONG, use_tqdm=False)
     llm.close()
     assert not ranks()

@@ -1,1 +1,1 @@
-"""Kernels in which ranks on GPUs meet."""
+"""Kernels in which ranks on GPUs exchange data."""

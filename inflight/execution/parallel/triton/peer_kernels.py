@@ -1,23 +1,23 @@
-"""Sums and gathers of ranks on GPUs, each as one kernel over memory that all of them can read.
+"""Sums and gathers of ranks on GPUs, each as one kernel over memory that all ranks can read.
 
-A rank's buffer is two slots, used in turn, and flags that the other ranks write:
+A rank's buffer has two slots, used alternately, and flags that the other ranks write:
 
     flags [rank, program] int32 | slot 0 | slot 1
 
-An exchange has a number, which is in device memory and which the kernel itself counts up: so a captured step can be
+Exchanges are numbered. The number is in device memory and incremented by the kernel itself, so a captured step can be
 replayed. Program p of a rank
 
     copies its part to the slot of this number,
-    writes the number to flag [rank, p] of all others,       releasing what it has copied
-    waits until its own flags [*, p] have come to the number,    acquiring what they have copied
+    writes the number to flag [rank, p] of all others       (release),
+    waits until its own flags [*, p] reach the number       (acquire),
     and reads the same part of all ranks.
 
-Two slots are enough: who has all flags of an exchange knows that the others have read what they wanted of the one
-before it, since kernels of a device run one after the other. All ranks launch the same, in the same order.
+Two slots are enough: once a rank has all flags of an exchange, the others have finished reading the previous one, since
+kernels of a device run one after another. All ranks launch the same kernels in the same order.
 
-A sum lets only the next kernel start while it waits for other ranks, not all that follow: they would fill the device,
-and where ranks share one, those who are waited for would find no place. A gather lets none: what draws tokens from it
-has large programs, one for each row.
+With programmatic dependent launch, a sum lets only the next kernel start while it waits for other ranks, not all that
+follow: these would fill the device, and where ranks share a GPU, the kernels that are waited for could not run. A
+gather lets none start early: the sampling kernels behind it have large programs, one for each row.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ import triton.language as tl
 
 from inflight.triton_utils.pdl import launch_dependents, wait, wait_then_launch_dependents
 
-# All programs of a kernel must run at the same time: one without a place would keep those of other ranks waiting. Every
-# GPU has room for so many.
+# All programs of a kernel must be resident at the same time, or other ranks would wait forever. Every GPU has room for
+# this many.
 MAX_PROGRAMS = 64
 _MAX_PROGRAMS = tl.constexpr(MAX_PROGRAMS)
-_ROWS = tl.constexpr(256)  # looked at together
+_ROWS = tl.constexpr(256)  # per iteration
 
 
 @triton.jit(do_not_specialize=["rank", "num_tokens"])
 def sum_kernel(
-    x,  # [num_tokens, num_features]: this rank's part, or where there is no residual, also the sum
+    x,  # [num_tokens, num_features]: this rank's part; without a residual, overwritten by the sum
     residual,  # [num_tokens, num_features] or None: what the sum is added to
     norm,  # [num_features] float32 or None: the sum is normalised first
-    next_norm,  # [num_features] float32 or None: of whoever reads the residual, see `layers/triton/next_norm.py`
+    next_norm,  # [num_features] float32 or None: of the next layer, see `layers/triton/next_norm.py`
     scaled,  # [num_tokens, num_features]
     squares,  # [num_tokens] float32
     peers,  # [SIZE] int64: the address of each rank's buffer
-    lost,  # [1] int64: the address of an int32 that is not 0 once a rank is lost
-    state,  # int32: the number of the last exchange; programs that are done with this one
+    lost,  # [1] int64: the address of an int32 that becomes nonzero when a rank is lost
+    state,  # int32: the number of the last exchange; the programs that have finished this one
     rank,
     num_tokens,
     num_features,
@@ -54,7 +54,7 @@ def sum_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Sums in the order of the ranks, in float32."""
+    """Sum the parts in the order of the ranks, in float32."""
     column = tl.arange(0, BLOCK)
     live = column < num_features
     program, num_programs = tl.program_id(0), tl.num_programs(0)
@@ -64,7 +64,7 @@ def sum_kernel(
     for token in range(program, num_tokens, num_programs):
         place = token * num_features + column  # a slot is far smaller than 2 GiB
         tl.store(mine + place, tl.load(x + place, mask=live), mask=live)
-    _meet(peers, lost, rank, program, number, SIZE)
+    _wait_for_all(peers, lost, rank, program, number, SIZE)
     for token in range(program, num_tokens, num_programs):
         place = token * num_features + column
         total = tl.zeros([BLOCK], tl.float32)
@@ -85,26 +85,26 @@ def sum_kernel(
             factor = tl.load(next_norm + column, mask=live, other=0.0)
             tl.store(scaled + place, (wide * factor).to(x.dtype.element_ty), mask=live)
             tl.store(squares + token, tl.sum(wide * wide, 0))
-    _leave(state, number)
+    _finish(state, number)
 
 
 @triton.jit(do_not_specialize=["rank", "num_rows"])
 def gather_kernel(
     x,  # [num_rows, the rank's columns] float32
     out,  # [num_rows, num_columns] float32
-    wanted,  # [num_rows] int32, the same on all ranks: how many of each rank's columns are read; or None: all
+    wanted,  # [num_rows] int32, the same on all ranks: how many columns of each rank to read; None: all
     peers,
     lost,
     state,
     rank,
     num_rows,
-    num_columns,  # of all ranks: shared out evenly, the first ones have one more where that does not divide
+    num_columns,  # of all ranks together, divided evenly; the first ranks have one more if needed
     slot_bytes,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Where nothing is wanted the ranks do not meet, and that is no exchange."""
+    """Gather columns. If no row wants any, there is no exchange."""
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     wait(PDL)
     if wanted is not None:
@@ -120,7 +120,7 @@ def gather_kernel(
         live = column < _num_wanted(wanted, row, width)
         place = row * width + column
         tl.store(mine + place, tl.load(x + place, mask=live), mask=live)
-    _meet(peers, lost, rank, program, number, SIZE)
+    _wait_for_all(peers, lost, rank, program, number, SIZE)
     launch_dependents(PDL)
     for unit in range(program, num_rows * num_blocks, num_programs):
         row, column = unit // num_blocks, (unit % num_blocks) * BLOCK + tl.arange(0, BLOCK)
@@ -129,9 +129,9 @@ def gather_kernel(
             live = column < _num_wanted(wanted, row, width)
             first = peer * base + tl.minimum(peer, more)
             slot = _slot(peers, peer, number, slot_bytes, tl.float32, SIZE)
-            found = tl.load(slot + row * width + column, mask=live, cache_modifier=".cg")
-            tl.store(out + row * num_columns + first + column, found, mask=live)
-    _leave(state, number)
+            values = tl.load(slot + row * width + column, mask=live, cache_modifier=".cg")
+            tl.store(out + row * num_columns + first + column, values, mask=live)
+    _finish(state, number)
 
 
 @triton.jit
@@ -145,7 +145,7 @@ def _any(wanted, num_rows):
 
 @triton.jit
 def _num_wanted(wanted, row, width):
-    """Columns of a row that are, of a rank that has so many."""
+    """Return how many of a rank's `width` columns of a row are wanted."""
     if wanted is not None:
         width = tl.minimum(tl.load(wanted + row), width)
     return width
@@ -159,32 +159,32 @@ def _slot(peers, rank, number, slot_bytes, KIND: tl.constexpr, SIZE: tl.constexp
 
 @triton.jit
 def _flag(peers, of, by, program):
-    """The flag that rank `by` writes in the buffer of rank `of`."""
+    """Return the flag that rank `by` writes in the buffer of rank `of`."""
     return tl.load(peers + of).to(tl.pointer_type(tl.int32)) + by * _MAX_PROGRAMS + program
 
 
 @triton.jit
-def _meet(peers, lost, rank, program, number, SIZE: tl.constexpr):
-    """Until all ranks have come here, or one is lost: then nobody will read the result."""
-    tl.debug_barrier()  # every thread's stores come before the atomics that tell of them
+def _wait_for_all(peers, lost, rank, program, number, SIZE: tl.constexpr):
+    """Wait until all ranks have arrived, or one is lost; then nobody reads the result."""
+    tl.debug_barrier()  # all stores come before the flags that announce them
     for peer in tl.static_range(SIZE):
         if peer != rank:
             tl.atomic_xchg(_flag(peers, peer, rank, program), number, sem="release", scope="sys")
     for peer in tl.static_range(SIZE):
         if peer != rank:
             flag = _flag(peers, rank, peer, program)
-            looks, is_lost = 0, 0
-            # The difference, since numbers wrap around.
+            polls, is_lost = 0, 0
+            # Compare the difference, because numbers wrap around.
             while (tl.atomic_add(flag, 0, sem="acquire", scope="sys") - number < 0) & (is_lost == 0):
-                looks += 1
-                if looks % 1024 == 0:  # a look at the host's memory takes long
+                polls += 1
+                if polls % 1024 == 0:  # reading host memory is slow
                     is_lost = tl.load(tl.load(lost).to(tl.pointer_type(tl.int32)), volatile=True)
     tl.debug_barrier()
 
 
 @triton.jit
-def _leave(state, number):
-    """The last program to leave counts the exchange."""
+def _finish(state, number):
+    """Let the last program to finish advance the number."""
     tl.debug_barrier()
     if tl.atomic_add(state + 1, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
         tl.store(state + 1, 0)

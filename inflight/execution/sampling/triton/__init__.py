@@ -1,19 +1,25 @@
-"""Sampling in four kernel launches that a CUDA graph can hold, whatever rows ask for; in eleven, by several ranks."""
+"""Sampling for CUDA graphs: four kernel launches for any mix of parameters, eleven with several ranks."""
 
-from inflight.execution.sampling.triton.draw import Draws, WantedLogprobs, draw, read_logprobs, score_all
-from inflight.execution.sampling.triton.ranks import RankTokens, draw_by_ranks
-from inflight.execution.sampling.triton.rows import DrawRows
+from inflight.execution.sampling.triton.ranks import RankTokens, sample_by_ranks
+from inflight.execution.sampling.triton.rows import TritonSamplingRows
+from inflight.execution.sampling.triton.sample import (
+    LogprobBuffers,
+    SamplingBatch,
+    read_logprobs,
+    sample_tokens,
+    score_all,
+)
 from inflight.execution.sampling.triton.workspace import MAX_LOGPROBS, SamplingWorkspace
 
 __all__ = [
     "MAX_LOGPROBS",
-    "DrawRows",
-    "Draws",
+    "LogprobBuffers",
     "RankTokens",
+    "SamplingBatch",
     "SamplingWorkspace",
-    "WantedLogprobs",
-    "draw",
-    "draw_by_ranks",
+    "TritonSamplingRows",
     "read_logprobs",
+    "sample_by_ranks",
+    "sample_tokens",
     "score_all",
 ]

@@ -1,7 +1,7 @@
-"""Logits as a row wants them: masks, biases and penalties, applied wherever logits are read.
+"""Masks, biases and penalties, applied wherever logits are read.
 
-Nothing is written back: the logits stay as the model made them, for the log-probabilities that are told. Each rule is
-looked up by token id, and a row that has none of them pays for one test of its flags.
+Nothing is written back: log-probabilities are computed from the model's own logits. Each rule is looked up by token id,
+and a row without rules only pays for one test of its flags.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def adjusted(x, token_ids, flags, row, table, mask, forbidden, seen, vocab_size):
-    """x, the logits of `token_ids` in any shape; ids past the vocabulary must be clamped by the caller."""
+    """Return x, the logits of `token_ids` in any shape, with the row's rules applied.
+
+    The caller must clamp ids past the vocabulary.
+    """
     num_words = padded(vocab_size) // 32
     if flags & MASK:
         x = tl.where(_bit(mask, row, token_ids, num_words), x, -float("inf"))
@@ -52,7 +55,7 @@ def _bit(words, row, token_ids, num_words):
 
 @triton.jit
 def _bias(token_ids, row, table):
-    """By binary search in the row's ids, which ascend and are followed by their values."""
+    """Look up biases by binary search in the row's ids, which are sorted and followed by their values."""
     count = int_of(table, row, NUM_BIAS)
     ids = pointer_of(table, row, BIAS_POINTER)
     low = token_ids * 0
@@ -60,9 +63,9 @@ def _bias(token_ids, row, table):
     step = count
     while step > 0:  # as often as the longest search takes
         middle = (low + high) >> 1
-        found = tl.load(ids + middle, mask=low < high, other=0)
-        right = (found < token_ids) & (low < high)
-        high = tl.where((low < high) & (found >= token_ids), middle, high)
+        candidate = tl.load(ids + middle, mask=low < high, other=0)
+        right = (candidate < token_ids) & (low < high)
+        high = tl.where((low < high) & (candidate >= token_ids), middle, high)
         low = tl.where(right, middle + 1, low)
         step = step >> 1
     there = low < count
@@ -73,11 +76,11 @@ def _bias(token_ids, row, table):
 
 @triton.jit
 def _penalised(x, token_ids, row, table, seen, vocab_size):
-    """Repetition penalty for all that is in the row, then frequency and presence penalties for its outputs."""
-    found = tl.load(seen + row.to(tl.int64) * padded(vocab_size) + token_ids).to(tl.int32)
-    count = (found & COUNT).to(tl.float32)
+    """Apply the repetition penalty to all tokens of the row, then frequency and presence penalties to its outputs."""
+    counts = tl.load(seen + row.to(tl.int64) * padded(vocab_size) + token_ids).to(tl.int32)
+    count = (counts & COUNT).to(tl.float32)
     repetition = float_of(table, row, REPETITION)
     divided = x / repetition if _INTERPRETED else tl.div_rn(x, tl.broadcast_to(repetition, x.shape))
-    x = tl.where(found != 0, tl.where(x > 0, divided, x * repetition), x)
+    x = tl.where(counts != 0, tl.where(x > 0, divided, x * repetition), x)
     x -= float_of(table, row, FREQUENCY) * count
     return x - tl.where(count > 0, float_of(table, row, PRESENCE), 0.0)

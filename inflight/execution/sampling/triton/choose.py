@@ -1,14 +1,14 @@
-"""Second launch: one program per row finds the winner of its chunks, or of the tokens that the row allows.
+"""Second launch: one program per row finds the best of the chunks' winners that the row's parameters allow.
 
-top_k, top_p and min_p each allow a prefix of the ranking (`ranking.py`). With a small top_k its tokens are put in
-order, and all is decided among them. Otherwise
+top_k, top_p and min_p each allow a prefix of the ranking (`ranking.py`). With a small top_k its tokens are sorted, and
+everything is decided among them. Otherwise
 
-    a candidate is allowed when few enough tokens, of little enough mass, rank before it,
-    and when it is not allowed, nothing behind it is: the next candidate is the best of those before it.
+    a candidate is allowed if few enough tokens, with little enough mass, rank before it,
+    and if it is not allowed, nothing behind it is: the next candidate is the best of those before it.
 
-The first candidate is the winner of the whole race, which is mostly allowed; there is no sort. The next one is mostly
-the winner of another chunk. Only a chunk whose winner is not before the last candidate, and yet better than all others,
-has its race run again.
+There is no sort. The first candidate is the overall Gumbel-max winner, which is usually allowed; the next one usually
+is the winner of another chunk. Only a chunk whose winner does not rank before the last candidate, and yet has the best
+score, is computed again.
 """
 
 from __future__ import annotations
@@ -18,6 +18,16 @@ import triton.language as tl
 
 from inflight.execution.sampling.sampler import HAS_NO_TOKEN, IS_NOT_FINITE
 from inflight.execution.sampling.triton.forbid import update_forbidden
+from inflight.execution.sampling.triton.gumbel import (
+    FEW,
+    LOG2_E,
+    NO_TOKEN,
+    best_of,
+    gumbel_scores,
+    ids_of_chunk,
+    noise_key,
+    settled_by_candidates,
+)
 from inflight.execution.sampling.triton.layout import (
     ADJUSTS,
     ARGMAX,
@@ -35,17 +45,7 @@ from inflight.execution.sampling.triton.layout import (
     int_of,
     padded,
 )
-from inflight.execution.sampling.triton.noise import race_key, race_scores
-from inflight.execution.sampling.triton.offered import best_offer, best_offered
-from inflight.execution.sampling.triton.offers import LISTS, list_sizes
-from inflight.execution.sampling.triton.race import (
-    FEW,
-    LOG2_E,
-    NO_TOKEN,
-    best_of,
-    ids_of_chunk,
-    settled_by_offers,
-)
+from inflight.execution.sampling.triton.rank_candidates import LISTS, best_listed, best_winner, list_sizes
 from inflight.execution.sampling.triton.ranking import (
     LEAST_KEY,
     comes_before,
@@ -71,15 +71,15 @@ def choose_kernel(
     table,  # [max_rows, WORDS], see `layout.py`
     forbidden,  # [max_rows, words] int32
     seen,  # [max_rows, padded(V)] int16
-    changed,  # [S, V] float32: the logits of rows that change theirs
-    chunk_scores,  # [S, num_chunks], this and the next four: what the first launch wrote
+    changed,  # [S, V] float32: modified logits
+    chunk_scores,  # [S, num_chunks], this and the next four: written by the first launch
     chunk_ids,
     chunk_tops,
     chunk_masses,
     group_tops,  # [S, num_groups]
-    group_list,  # [S, num_groups] int32: space for a list of groups
-    candidates,  # [S, 4 * CANDIDATES] int32: space for candidates
-    offers,  # of several ranks, see `offers.py`: of rows that these settle there is nothing in the five above; or None
+    group_list,  # [S, num_groups] int32: scratch
+    candidates,  # [S, 4 * CANDIDATES] int32: scratch
+    rank_candidates,  # of all ranks, or None; rows that they settle have nothing in the five buffers above
     tokens,  # [max_rows, max_len] int32, rows tokens_stride apart
     out_ids,  # [S] int32
     out_bad,  # [S]
@@ -92,7 +92,7 @@ def choose_kernel(
     CHUNK: tl.constexpr,  # groups of a chunk
     GROUPS: tl.constexpr,  # num_groups, rounded up to a power of two
     GROUP: tl.constexpr,  # tokens of a group
-    TILE: tl.constexpr,  # listed groups that are looked into at once
+    TILE: tl.constexpr,  # listed groups per iteration
     CANDIDATES: tl.constexpr,
     RANKS: tl.constexpr,
     PDL: tl.constexpr,
@@ -105,8 +105,8 @@ def choose_kernel(
     length, flags = tl.load(lengths + entry), int_of(table, row, FLAGS)
     chunks = tl.arange(0, CHUNKS)
     num_written = num_chunks
-    if offers is not None:
-        num_written = tl.where(settled_by_offers(table, row), 0, num_chunks)
+    if rank_candidates is not None:
+        num_written = tl.where(settled_by_candidates(table, row), 0, num_chunks)
     exists = chunks < num_written
     place = entry * num_chunks + chunks
     scores = tl.load(chunk_scores + place, mask=exists, other=-float("inf"))
@@ -114,9 +114,9 @@ def choose_kernel(
     tops = tl.load(chunk_tops + place, mask=exists, other=-float("inf"))
     top = tl.max(tops, 0)
     _, token_id = best_of(scores, ids)
-    if offers is not None:
-        if settled_by_offers(table, row):
-            token_id, top = best_offer(offers, entry, RANKS)
+    if rank_candidates is not None:
+        if settled_by_candidates(table, row):
+            token_id, top = best_winner(rank_candidates, entry, RANKS)
     bad = tl.abs(top) == float("inf")
 
     k, p, log_p = int_of(table, row, TOP_K), float_of(table, row, TOP_P), float_of(table, row, LOG_MIN_P)
@@ -124,7 +124,7 @@ def choose_kernel(
     if not (bad or is_argmax) and (k > 0 or p < 1 or log_p > -float("inf")):
         inverse_temperature = 1.0 / float_of(table, row, TEMPERATURE)
         floor = top * inverse_temperature + log_p
-        first, second = race_key(int_of(table, row, SEED_LOW), int_of(table, row, SEED_HIGH), length)
+        first, second = noise_key(int_of(table, row, SEED_LOW), int_of(table, row, SEED_HIGH), length)
         x = logits + entry.to(tl.int64) * logits_stride
         if flags & ADJUSTS:
             x = changed + entry.to(tl.int64) * vocab_size
@@ -136,31 +136,31 @@ def choose_kernel(
         usable = (groups < num_groups) & (greatest * inverse_temperature >= floor)
         keys = tl.where(usable, key_of(greatest), LEAST_KEY)
         if (k > 0) & (k <= FEW):
-            if offers is None:
+            if rank_candidates is None:
                 listed, few = space
-                found, few_ids, count = sorted_top(
+                few_keys, few_ids, count = sorted_top(
                     x, vocab_size, listed, few, keys, k, top, GROUPS, GROUP, TILE, CANDIDATES
                 )
             else:
-                num_told, _few = list_sizes(table, row)
-                found, few_ids, count = best_offered(
-                    offers,
+                num_logprobs, _few = list_sizes(table, row)
+                few_keys, few_ids, count = best_listed(
+                    rank_candidates,
                     entry,
-                    LISTS + 2 * num_told,
+                    LISTS + 2 * num_logprobs,
                     k,
                     candidates + entry * 4 * CANDIDATES,
                     RANKS,
                     CANDIDATES,
                 )
-            token_id = _of_few(
-                found, few_ids, count, top, inverse_temperature, floor, p, first, second, CANDIDATES
+            token_id = _sample_few(
+                few_keys, few_ids, count, top, inverse_temperature, floor, p, first, second, CANDIDATES
             )
         else:
             whole_mass = 0.0
             if p < 1 and k == 0 and log_p == -float("inf"):
                 masses = tl.load(chunk_masses + place, mask=exists, other=0.0)
                 whole_mass = tl.sum(masses * tl.exp2((tops - top) * (inverse_temperature * LOG2_E)), 0)
-            token_id = _of_race(
+            token_id = _sample_restricted(
                 x, vocab_size, space, keys, scores, ids, top, inverse_temperature, floor,
                 tl.where(k > 0, k, vocab_size), p, whole_mass, first, second,
                 CHUNKS, CHUNK, GROUPS, GROUP, TILE,
@@ -170,39 +170,41 @@ def choose_kernel(
     tl.store(out_bad + entry, tl.where(bad, tl.where(not_finite, _IS_NOT_FINITE, _HAS_NO_TOKEN), 0))
     at = tokens + row.to(tl.int64) * tokens_stride
     tl.store(at + length, token_id)
-    # What the next step of the row reads.
+    # Update the state that the row's next step reads.
     if flags & PENALTIES:
         known = seen + row.to(tl.int64) * padded(vocab_size) + token_id
-        found = tl.load(known).to(tl.int32)
-        tl.debug_barrier()  # all threads have read it
-        tl.store(known, tl.where((found & COUNT) < COUNT, found + 1, found).to(tl.int16))
+        count = tl.load(known).to(tl.int32)
+        tl.debug_barrier()  # wait until all threads have read it
+        tl.store(known, tl.where((count & COUNT) < COUNT, count + 1, count).to(tl.int16))
     if flags & FORBID:
         update_forbidden(row, length + 1, table, at, forbidden, vocab_size)
 
 
 @triton.jit
-def _of_few(found, ids, count, top, inverse_temperature, floor, p, first, second, CANDIDATES: tl.constexpr):
-    """The winner of the race among the top k, as far as min_p and then top_p allow them. Keys and ids [CANDIDATES]."""
+def _sample_few(
+    keys, ids, count, top, inverse_temperature, floor, p, first, second, CANDIDATES: tl.constexpr
+):
+    """Return the Gumbel-max winner among the top k that min_p and then top_p allow. Keys and ids [CANDIDATES]."""
     c = tl.arange(0, CANDIDATES)
-    x = value_of(found)
-    kept = (c < count) & (x * inverse_temperature >= floor)
-    masses = tl.where(kept, mass_of(x, top, inverse_temperature), 0.0).to(tl.float64)
+    x = value_of(keys)
+    allowed = (c < count) & (x * inverse_temperature >= floor)
+    masses = tl.where(allowed, mass_of(x, top, inverse_temperature), 0.0).to(tl.float64)
     mass_before = tl.cumsum(masses, 0) - masses
     goal = tl.where(p < 1, p.to(tl.float64) * tl.sum(masses, 0), float("inf"))
     in_nucleus = (mass_before < goal) | (c == 0)
-    scores = race_scores(x, inverse_temperature, first, second, ids)
-    _, winner = best_of(tl.where(kept & in_nucleus, scores, -float("inf")), ids)
+    scores = gumbel_scores(x, inverse_temperature, first, second, ids)
+    _, winner = best_of(tl.where(allowed & in_nucleus, scores, -float("inf")), ids)
     return winner
 
 
 @triton.jit
-def _of_race(
-    logits,  # of the row, from here on
+def _sample_restricted(
+    logits,  # of the row
     vocab_size,
     space,
     keys,  # [GROUPS] of the groups' greatest logits, LEAST_KEY where min_p allows none of them
     scores,  # [CHUNKS] of the chunks' winners
-    ids,  # [CHUNKS] the winners
+    ids,  # [CHUNKS] of the winners
     top,
     inverse_temperature,
     floor,  # the least score that min_p allows
@@ -217,7 +219,7 @@ def _of_race(
     GROUP: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The winner of the race among the allowed tokens."""
+    """Return the Gumbel-max winner among the allowed tokens."""
     group_list, _ = space
     goal = tl.full((), float("inf"), tl.float64)
     if p < 1:
@@ -227,7 +229,7 @@ def _of_race(
                 logits, vocab_size, group_list, keys, top, inverse_temperature, floor, k, GROUPS, GROUP, TILE
             )
         goal = p.to(tl.float64) * mass
-    key, token_id = LEAST_KEY, NO_TOKEN  # everything is before that
+    key, token_id = LEAST_KEY, NO_TOKEN  # everything ranks before that
     searching = True
     while searching:
         token_id, scores, ids = _next(
@@ -272,9 +274,9 @@ def _next(
     logits, vocab_size, scores, ids, key, token_id, inverse_temperature, floor, first, second,
     CHUNKS: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """The best of all that min_p allows and that rank before (key, token_id), and the chunks' winners as far as known.
+    """Return the best token that min_p allows and that ranks before (key, token_id), and the updated chunk winners.
 
-    A winner is never worse than any that its chunk allows: the best of all winners, if it is allowed, is the best.
+    No allowed token of a chunk beats the chunk's winner, so the best winner, if allowed, is the best token.
     """
     chunks = tl.arange(0, CHUNKS)
     searching = True
@@ -286,7 +288,7 @@ def _next(
         searching = ~allowed & (best_id < vocab_size)
         if searching:
             chunk = best_id // (CHUNK * GROUP)
-            score, winner = _race_again(
+            score, winner = _rerun_chunk(
                 logits,
                 vocab_size,
                 chunk,
@@ -305,17 +307,17 @@ def _next(
 
 
 @triton.jit
-def _race_again(
+def _rerun_chunk(
     logits, vocab_size, chunk, key, token_id, inverse_temperature, floor, first, second,
     CHUNK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """The best score of a chunk among those that min_p allows and that rank before (key, token_id), and whose it is."""
+    """Return the best score and token of a chunk among those that min_p allows and that rank before (key, token_id)."""
     ids = ids_of_chunk(chunk, CHUNK, GROUP)
     x = _load(logits, ids, ids < vocab_size)
-    kept = (
+    allowed = (
         (ids < vocab_size) & comes_before(key_of(x), ids, key, token_id) & (x * inverse_temperature >= floor)
     )
-    scores = tl.where(kept, race_scores(x, inverse_temperature, first, second, ids), -float("inf"))
+    scores = tl.where(allowed, gumbel_scores(x, inverse_temperature, first, second, ids), -float("inf"))
     score, winner = best_of(scores, ids)
     return score, tl.where(score == -float("inf"), NO_TOKEN, winner)
 
@@ -330,7 +332,7 @@ def _allowed_mass(
     logits, vocab_size, group_list, keys, top, inverse_temperature, floor, k,
     GROUPS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The mass of the top k tokens that min_p allows, float64."""
+    """Return the mass of the top k tokens that min_p allows, float64."""
     last = LEAST_KEY + 1
     if k < vocab_size:
         last, _ = kth_key(logits, vocab_size, group_list, keys, k, top, GROUPS, GROUP, TILE)
@@ -338,7 +340,7 @@ def _allowed_mass(
     above, mass = rank_and_mass(
         logits, vocab_size, group_list, num_listed, last, -1, top, inverse_temperature, floor, GROUP, TILE
     )
-    if k < vocab_size:  # as many of those that equal the last as there are places left
+    if k < vocab_size:  # of the tokens that tie with the last one, as many as still fit
         value = value_of(last)
         if value * inverse_temperature >= floor:
             each = mass_of(value, top, inverse_temperature).to(tl.float64)

@@ -1,13 +1,13 @@
-"""Tokens that a row may not have next: the last tokens of bad words that have begun, stop ids before min_tokens.
+"""Tokens that a row may not sample next: the last tokens of bad words in progress, and stop ids before min_tokens.
 
-A row's rules are one list of int32 in device memory, by column:
+A row's rules are one int32 list in device memory, stored by column:
 
     last [n]      the token that a rule forbids
-    length [n]    tokens that must stand before it, the latest outputs; -1: it is forbidden until min_length
-    offset [n]    where those are in what follows
-    prefixes      one after the other
+    length [n]    the number of latest outputs that must match the prefix; -1: forbidden until min_length
+    offset [n]    the start of the prefix in the array below
+    prefixes      all prefixes, concatenated
 
-Which rules hold changes with every token. So the step that draws one brings the row's bits up to date with it.
+The active rules change with every token, so the step that batch one brings the row's bits up to date with it.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from inflight.execution.sampling.triton.layout import (
     pointer_of,
 )
 
-RULES = tl.constexpr(256)  # looked at together
+RULES = tl.constexpr(256)  # rules per iteration
 
 
 @triton.jit
 def update_forbidden(row, length, table, tokens, forbidden, vocab_size):
-    """The bits of a row of `length` tokens, which are at `tokens`. For all threads of one program."""
+    """Update the bits of a row whose `length` tokens are at `tokens`. All threads of one program take part."""
     count = int_of(table, row, NUM_RULES)
     rules = pointer_of(table, row, RULES_POINTER)
     bits = forbidden + row.to(tl.int64) * (padded(vocab_size) // 32)
@@ -54,16 +54,16 @@ def update_forbidden(row, length, table, tokens, forbidden, vocab_size):
         holds = exists & tl.where(size < 0, size * 0 + length < min_length, begin >= num_prompt)
         for j in range(0, tl.max(size, 0)):
             compared = holds & (j < size)
-            wanted = tl.load(prefix + j, mask=compared, other=0)
-            found = tl.load(tokens + begin + j, mask=compared, other=0)
-            holds = holds & (wanted == found)
+            expected = tl.load(prefix + j, mask=compared, other=0)
+            actual = tl.load(tokens + begin + j, mask=compared, other=0)
+            holds = holds & (expected == actual)
         tl.atomic_or(bits + (last >> 5), 1 << (last & 31), mask=holds)
 
 
 @triton.jit(do_not_specialize_on_alignment=["rows", "lengths"])
 def start_rows_kernel(
     rows,  # [n] int32: rows that got a request with penalties or rules
-    lengths,  # [n] int32: of the tokens it has
+    lengths,  # [n] int32: the number of its tokens
     table,
     tokens,  # [max_rows, max_len] int32, rows tokens_stride apart
     forbidden,  # [max_rows, words] int32
@@ -72,7 +72,7 @@ def start_rows_kernel(
     tokens_stride,
     SIZE: tl.constexpr,
 ):
-    """What the steps of a request keep up, as it is before the first of them."""
+    """Initialize the per-row state that later steps update incrementally."""
     row = tl.load(rows + tl.program_id(0))
     length = tl.load(lengths + tl.program_id(0))
     flags = int_of(table, row, FLAGS)
@@ -95,6 +95,6 @@ def start_rows_kernel(
             token_id = tl.load(at + position, mask=position < length, other=0)
             shift = (token_id & 1) * 16
             tl.atomic_or(pairs + (token_id >> 1), 0x8000 << shift, mask=position < num_prompt)
-            # What has more outputs than 15 bits can count is counted over the latest of them.
+            # Counts have 15 bits: of longer outputs, only the latest tokens are counted.
             counted = (position >= num_prompt) & (position < length) & (position >= length - 0x7FFF)
             tl.atomic_add(pairs + (token_id >> 1), 1 << shift, mask=counted)

@@ -1,4 +1,4 @@
-"""Where a row's parameters are in the table that kernels read, 32-bit words, and what its flags mean."""
+"""The table of row parameters that the kernels read, in 32-bit words, and the meaning of its flags."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ PRESENCE = tl.constexpr(5)
 SEED_LOW = tl.constexpr(6)
 SEED_HIGH = tl.constexpr(7)
 TOP_K = tl.constexpr(8)
-ARGMAX = tl.constexpr(9)  # the most likely token, of equals the lower id
+ARGMAX = tl.constexpr(9)  # take the most likely token; ties go to the lower id
 FLAGS = tl.constexpr(10)
 NUM_PROMPT = tl.constexpr(11)
-MIN_LENGTH = tl.constexpr(12)  # tokens of the row before which no stop id may come
+MIN_LENGTH = tl.constexpr(12)  # length that the row must reach before a stop id is allowed
 NUM_LOGPROBS = tl.constexpr(13)
 NUM_BIAS = tl.constexpr(14)
 NUM_RULES = tl.constexpr(15)
@@ -32,16 +32,16 @@ WORDS = tl.constexpr(20)
 ROW = struct.Struct("=6f10i2q")
 assert ROW.size == 4 * WORDS.value
 
-# What a row asks for beside a draw.
+# What a row needs beside plain sampling.
 PENALTIES = tl.constexpr(1)
 MASK = tl.constexpr(2)
 FORBID = tl.constexpr(4)
 BIAS = tl.constexpr(8)
 LOGPROBS = tl.constexpr(16)
-ADJUSTS = tl.constexpr(15)  # any that changes logits
-SPECIAL = tl.constexpr(31)  # anything at all
+ADJUSTS = tl.constexpr(15)  # any flag that changes logits
+SPECIAL = tl.constexpr(31)  # any flag
 
-# What is known of a token in a row, 16 bits: how often it is among the outputs. The highest bit: it is in the prompt.
+# 16 bits per token of a row: how often it occurs in the outputs; the highest bit is set if it occurs in the prompt.
 COUNT = tl.constexpr(0x7FFF)
 
 
@@ -57,12 +57,12 @@ def int_of(table, row, COLUMN: tl.constexpr):
 
 @triton.jit
 def pointer_of(table, row, COLUMN: tl.constexpr):
-    """The address of int32 values."""
+    """Return a pointer to int32 values."""
     address = tl.load(table.to(tl.pointer_type(tl.int64)) + row * (WORDS // 2) + COLUMN)
     return address.to(tl.pointer_type(tl.int32))
 
 
 @triton.jit
 def padded(vocab_size):
-    """Tokens that a row of bits, and of what was seen, has room for: whole words of bits."""
+    """Return the vocabulary size rounded up to whole 32-bit words of mask bits."""
     return (vocab_size + 31) // 32 * 32

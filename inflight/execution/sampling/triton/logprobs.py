@@ -1,13 +1,18 @@
-"""Log-probabilities of tokens under the logits as the model made them, for the rows that ask; no sort."""
+"""Log-probabilities of tokens under the model's unmodified logits, without sorting the vocabulary."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from inflight.execution.sampling.triton.offered import best_offered, counted_rank, offered_mass
-from inflight.execution.sampling.triton.offers import LISTS, mass_of_parts
-from inflight.execution.sampling.triton.race import ids_of_chunk, load_chunk, store_chunk
+from inflight.execution.sampling.triton.gumbel import ids_of_chunk, load_chunk, store_chunk
+from inflight.execution.sampling.triton.rank_candidates import (
+    LISTS,
+    best_listed,
+    counted_rank,
+    mass_of_parts,
+    total_mass,
+)
 from inflight.execution.sampling.triton.ranking import (
     LEAST_KEY,
     key_of,
@@ -22,7 +27,7 @@ from inflight.triton_utils.pdl import launch_dependents_then_wait
 @triton.jit
 def measure_kernel(
     logits,  # [P, V], rows logits_stride apart
-    tops,  # [P, num_chunks] float32, this and the next two: as `special_race_kernel` leaves them
+    tops,  # [P, num_chunks] float32, this and the next two: as `special_gumbel_kernel` writes them
     masses,
     group_tops,  # [P, num_chunks * GROUPS] float32
     vocab_size,
@@ -30,7 +35,7 @@ def measure_kernel(
     GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """What `logprobs_kernel` reads of logits that nothing is drawn from."""
+    """Prepare what `logprobs_kernel` reads for logits that are scored but not sampled from."""
     chunk, entry = tl.program_id(0), tl.program_id(1)
     x = load_chunk(
         logits + entry.to(tl.int64) * logits_stride, ids_of_chunk(chunk, GROUPS, GROUP), vocab_size
@@ -43,18 +48,18 @@ def measure_kernel(
 def logprobs_kernel(
     logits,  # [S, V], rows logits_stride apart
     targets,  # [S] int32
-    counts,  # [S] int32: how many of the most likely tokens each entry wants, at most CANDIDATES / 2; below 0: nothing
-    places,  # [S] int32: which result each entry's is
+    counts,  # [S] int32: most likely tokens to report per entry, at most CANDIDATES / 2; negative: nothing
+    places,  # [S] int32: the index of each entry in the results
     widths,  # [1] int32: 1 + the most that any entry wants
     tops,  # [S, num_chunks]
     masses,
     group_tops,  # [S, num_groups]
-    group_list,  # [S, num_groups] int32: space
-    candidates,  # [S, 4 * CANDIDATES] int32: space
-    offers,  # of several ranks, this and the next two: see `Offered`; or None
+    group_list,  # [S, num_groups] int32: scratch
+    candidates,  # [S, 4 * CANDIDATES] int32: scratch
+    rank_candidates,  # this and the next two: see `RankCandidates`; or None
     counted,
     is_counted,
-    results,  # [places, 3, width] int32: ids, log-probabilities as bits, ranks; the target's first
+    results,  # [places, 3, width] int32: ids, log-probabilities as bits, ranks; the target comes first
     vocab_size,
     num_chunks,
     num_groups,
@@ -76,9 +81,11 @@ def logprobs_kernel(
     result = results + place * 3 * width
     target = tl.load(targets + entry)
     space = candidates + entry * 4 * CANDIDATES
-    if offers is not None:
+    if rank_candidates is not None:
         if tl.load(is_counted + entry) != 0:
-            _tell_offered(offers, counted, entry, target, count, space, result, width, RANKS, CANDIDATES)
+            _write_ranked(
+                rank_candidates, counted, entry, target, count, space, result, width, RANKS, CANDIDATES
+            )
             return
     chunks = tl.arange(0, CHUNKS)
     at = entry * num_chunks + chunks
@@ -99,44 +106,53 @@ def logprobs_kernel(
     above, _ = rank_and_mass(
         x, vocab_size, listed, num_listed, key_of(logit), -1, top, 1.0, -float("inf"), GROUP, TILE
     )
-    _tell_target(target, logit, above, top, log_mass, result, width)
+    _write_target(target, logit, above, top, log_mass, result, width)
     if count > 0:
-        found, ids, num_found = sorted_top(
+        keys, ids, num_found = sorted_top(
             x, vocab_size, listed, space, keys, count, top, GROUPS, GROUP, TILE, CANDIDATES
         )
-        _tell_most_likely(found, ids, num_found, space, top, log_mass, result, width, CANDIDATES)
+        _write_most_likely(keys, ids, num_found, space, top, log_mass, result, width, CANDIDATES)
 
 
 @triton.jit
-def _tell_offered(
-    offers, counted, entry, target, count, space, result, width, RANKS: tl.constexpr, CANDIDATES: tl.constexpr
+def _write_ranked(
+    rank_candidates,
+    counted,
+    entry,
+    target,
+    count,
+    space,
+    result,
+    width,
+    RANKS: tl.constexpr,
+    CANDIDATES: tl.constexpr,
 ):
-    top, mass = offered_mass(offers, entry, RANKS)
+    top, mass = total_mass(rank_candidates, entry, RANKS)
     log_mass = tl.log(mass)
     logit, above = counted_rank(counted, entry, RANKS)
-    _tell_target(target, logit, above, top, log_mass, result, width)
+    _write_target(target, logit, above, top, log_mass, result, width)
     if count > 0:
-        found, ids, num_found = best_offered(offers, entry, LISTS, count, space, RANKS, CANDIDATES)
-        _tell_most_likely(found, ids, num_found, space, top, log_mass, result, width, CANDIDATES)
+        keys, ids, num_found = best_listed(rank_candidates, entry, LISTS, count, space, RANKS, CANDIDATES)
+        _write_most_likely(keys, ids, num_found, space, top, log_mass, result, width, CANDIDATES)
 
 
 @triton.jit
-def _tell_target(target, logit, above, top, log_mass, result, width):
+def _write_target(target, logit, above, top, log_mass, result, width):
     tl.store(result, target)
     tl.store(result + width, ((logit - top) - log_mass).to(tl.int32, bitcast=True))
     tl.store(result + 2 * width, above + 1)
 
 
 @triton.jit
-def _tell_most_likely(found, ids, num_found, space, top, log_mass, result, width, CANDIDATES: tl.constexpr):
-    """Keys and ids [CANDIDATES] in order, as `sorted_top` leaves them in `space`."""
+def _write_most_likely(keys, ids, num_found, space, top, log_mass, result, width, CANDIDATES: tl.constexpr):
+    """Write keys and ids [CANDIDATES] in order, as `sorted_top` leaves them in `space`."""
     c = tl.arange(0, CANDIDATES)
     ranks = tl.full((CANDIDATES,), 1, tl.int32)
     for start in range(0, num_found, 32):
         other = start + tl.arange(0, 32)
         others = tl.load(space + 2 * CANDIDATES + other, mask=other < num_found, other=LEAST_KEY)
-        ranks += tl.sum((others[None, :] > found[:, None]).to(tl.int32), 1)
-    logprob = (value_of(found) - top) - log_mass
+        ranks += tl.sum((others[None, :] > keys[:, None]).to(tl.int32), 1)
+    logprob = (value_of(keys) - top) - log_mass
     tl.store(result + 1 + c, ids, mask=c < num_found)
     tl.store(result + width + 1 + c, logprob.to(tl.int32, bitcast=True), mask=c < num_found)
     tl.store(result + 2 * width + 1 + c, ranks, mask=c < num_found)

@@ -1,7 +1,7 @@
-"""The ranking of a row's tokens, by (logit, greatest first; id, lowest first), without a sort of the vocabulary.
+"""The ranking of a row's tokens by descending logit, ties by ascending id, without sorting the vocabulary.
 
-A search looks only into groups of tokens whose greatest logit, known from the race, reaches what is searched for.
-Logits are compared as `key`s: integers in the same order, so that a search can bisect them.
+A search only reads groups of tokens whose greatest logit, known from the Gumbel-max kernels, reaches the threshold.
+Logits are compared as `key`s: integers in the same order, which a search can bisect.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from inflight.execution.sampling.triton.race import LOG2_E, NO_TOKEN
+from inflight.execution.sampling.triton.gumbel import LOG2_E, NO_TOKEN
 
 # Below and above the key of every float.
 LEAST_KEY = tl.constexpr(-(2**31))
@@ -18,7 +18,7 @@ GREATEST_KEY = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def key_of(x):
-    """An int32 that orders as the float32 does; -0.0 becomes 0.0 first, for they are equal."""
+    """Return int32 keys that order like the float32 values; -0.0 becomes 0.0 first, since they are equal."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -40,9 +40,9 @@ def comes_before(keys, ids, key, token_id):
 
 @triton.jit
 def list_groups(group_list, keys, least, GROUPS: tl.constexpr):
-    """Write down the groups whose keys [GROUPS] are at least `least`, in order; return how many they are."""
+    """List the groups whose keys [GROUPS] are at least `least`, in order; return their number."""
     chosen = (keys >= least).to(tl.int32)
-    # The list is in global memory: all threads have read the old one, then all have written the new one.
+    # The list is in global memory: wait for all reads of the old one, then for all writes of the new one.
     tl.debug_barrier()
     tl.store(group_list + tl.cumsum(chosen, 0) - 1, tl.arange(0, GROUPS), mask=chosen != 0)
     tl.debug_barrier()
@@ -51,7 +51,7 @@ def list_groups(group_list, keys, least, GROUPS: tl.constexpr):
 
 @triton.jit
 def load_listed(logits, vocab_size, group_list, start, num_listed, GROUP: tl.constexpr, TILE: tl.constexpr):
-    """Logits, ids and whether they exist, [TILE, GROUP], of the listed groups from `start`."""
+    """Return logits, ids and whether they exist, [TILE, GROUP], of the listed groups from `start`."""
     at = start + tl.arange(0, TILE)
     groups = tl.load(group_list + at, mask=at < num_listed, other=0)
     ids = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -64,7 +64,7 @@ def rank_and_mass(
     logits, vocab_size, group_list, num_listed, key, token_id, top, inverse_temperature, floor,
     GROUP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """How many tokens that min_p allows rank before (key, token_id), and their mass, float64."""
+    """Return how many tokens that min_p allows rank before (key, token_id), and their mass, float64."""
     counts = tl.zeros((TILE, GROUP), tl.int32)
     masses = tl.zeros((TILE, GROUP), tl.float32)
     for start in range(0, num_listed, TILE):
@@ -87,15 +87,17 @@ def kth_key(
     GROUP: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The key of the k-th token, the least that is allowed where there are not k; the list of groups that hold those
-    that reach it is left in place, and its length is returned too."""
+    """Return the key of the k-th token (the least allowed one if there are fewer) and the number of listed groups.
+
+    `group_list` is left with the groups that hold tokens of at least this key.
+    """
     reach = reach_of(keys, k)
     num_listed = list_groups(group_list, keys, reach, GROUPS)
-    # Always: at least k tokens have a key of `low` or more, if there are k at all, and less than k one of `high`.
+    # Invariant: at least k tokens (if there are that many) have a key >= low, and fewer than k have a key >= high.
     low, high = reach, key_of(top) + 1
     count = count_from(logits, vocab_size, group_list, num_listed, low, GROUP, TILE)
     while (count > k) & (high > low + 1):
-        middle = (low & high) + ((low ^ high) >> 1)  # (low + high) / 2, where the sum may overflow
+        middle = (low & high) + ((low ^ high) >> 1)  # (low + high) / 2 without overflow
         middle_count = count_from(logits, vocab_size, group_list, num_listed, middle, GROUP, TILE)
         if middle_count >= k:
             low, count = middle, middle_count
@@ -106,7 +108,7 @@ def kth_key(
 
 @triton.jit
 def count_from(logits, vocab_size, group_list, num_listed, key, GROUP: tl.constexpr, TILE: tl.constexpr):
-    """How many tokens of the listed groups have at least this key."""
+    """Return how many tokens of the listed groups have at least this key."""
     counts = tl.zeros((TILE, GROUP), tl.int32)
     for start in range(0, num_listed, TILE):
         x, _, exists = load_listed(logits, vocab_size, group_list, start, num_listed, GROUP, TILE)
@@ -116,7 +118,7 @@ def count_from(logits, vocab_size, group_list, num_listed, key, GROUP: tl.conste
 
 @triton.jit
 def reach_of(keys, k):
-    """A key that at least k of `keys` reach, and hardly more; the least key where there are not k."""
+    """Return a key that at least k of `keys` reach, and hardly more; the least key if there are fewer than k."""
     usable = keys > LEAST_KEY
     count = tl.sum(usable.to(tl.int32), 0)
     low, high = LEAST_KEY + 1, tl.max(keys, 0) + 1
@@ -137,9 +139,9 @@ def sorted_top(
     logits, vocab_size, group_list, candidates, keys, k, top,
     GROUPS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, CANDIDATES: tl.constexpr,
 ):  # fmt: skip
-    """The first k tokens of the ranking, in order: their keys and ids, [CANDIDATES] each, and how many there are.
+    """Return the first k tokens of the ranking, in order: keys and ids, [CANDIDATES] each, and their number.
 
-    `keys` [GROUPS] are those of the groups' greatest logits, `candidates` is space for 4 x CANDIDATES.
+    `keys` [GROUPS] belong to the groups' greatest logits; `candidates` is scratch space for 4 x CANDIDATES.
     """
     reach = reach_of(keys, k)
     num_listed = list_groups(group_list, keys, reach, GROUPS)
@@ -157,7 +159,7 @@ def sorted_top(
         CANDIDATES,
     )
     if count > CANDIDATES:
-        # Many of them in few groups, or many equals: those above the k-th, then, in order, those that equal it.
+        # Too many in few groups, or many ties: take those above the k-th, then, in order, those that tie with it.
         last, num_listed = kth_key(logits, vocab_size, group_list, keys, k, top, GROUPS, GROUP, TILE)
         count = 0
         for turn in range(0, 2):
@@ -168,23 +170,23 @@ def sorted_top(
         count = tl.minimum(count, CANDIDATES)
     c = tl.arange(0, CANDIDATES)
     tl.debug_barrier()
-    found = tl.load(candidates + c, mask=c < count, other=LEAST_KEY)
+    best_keys = tl.load(candidates + c, mask=c < count, other=LEAST_KEY)
     ids = tl.load(candidates + CANDIDATES + c, mask=c < count, other=NO_TOKEN)
     rank = tl.zeros((CANDIDATES,), tl.int32)
     for start in range(0, count, 32):
         other = start + tl.arange(0, 32)
         other_keys = tl.load(candidates + other, mask=other < count, other=LEAST_KEY)
         other_ids = tl.load(candidates + CANDIDATES + other, mask=other < count, other=NO_TOKEN)
-        before = comes_before(other_keys[None, :], other_ids[None, :], found[:, None], ids[:, None])
+        before = comes_before(other_keys[None, :], other_ids[None, :], best_keys[:, None], ids[:, None])
         rank += tl.sum(before.to(tl.int32), 1)
     ranked = candidates + 2 * CANDIDATES
-    tl.store(ranked + rank, found, mask=c < count)
+    tl.store(ranked + rank, best_keys, mask=c < count)
     tl.store(ranked + CANDIDATES + rank, ids, mask=c < count)
     tl.debug_barrier()
     count = tl.minimum(count, k)
-    found = tl.load(ranked + c, mask=c < count, other=LEAST_KEY)
+    best_keys = tl.load(ranked + c, mask=c < count, other=LEAST_KEY)
     ids = tl.load(ranked + CANDIDATES + c, mask=c < count, other=NO_TOKEN)
-    return found, ids, count
+    return best_keys, ids, count
 
 
 @triton.jit
@@ -192,8 +194,8 @@ def _collect(
     logits, vocab_size, group_list, candidates, first, num_listed, least, most,
     GROUP: tl.constexpr, TILE: tl.constexpr, CANDIDATES: tl.constexpr,
 ):  # fmt: skip
-    """Write keys and ids of tokens with keys from `least` to `most`, from place `first` on, as far as there is room, in
-    order of their ids; return how many there are."""
+    """Write keys and ids of tokens with keys from `least` to `most`, in order of id, from index `first` while they fit;
+    return the number of such tokens."""
     count = tl.zeros((), tl.int32)
     for start in range(0, num_listed, TILE):
         x, ids, exists = load_listed(logits, vocab_size, group_list, start, num_listed, GROUP, TILE)
@@ -201,8 +203,8 @@ def _collect(
         inside = exists & (keys >= least) & (keys <= most)
         flat = tl.reshape(inside.to(tl.int32), (TILE * GROUP,))
         place = first + count + tl.cumsum(flat, 0) - 1
-        kept = (flat != 0) & (place < CANDIDATES)
-        tl.store(candidates + place, tl.reshape(keys, (TILE * GROUP,)), mask=kept)
-        tl.store(candidates + CANDIDATES + place, tl.reshape(ids, (TILE * GROUP,)), mask=kept)
+        fits = (flat != 0) & (place < CANDIDATES)
+        tl.store(candidates + place, tl.reshape(keys, (TILE * GROUP,)), mask=fits)
+        tl.store(candidates + CANDIDATES + place, tl.reshape(ids, (TILE * GROUP,)), mask=fits)
         count += tl.sum(flat, 0)
     return count

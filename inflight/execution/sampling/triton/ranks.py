@@ -1,4 +1,4 @@
-"""The launches of a rank that has the logits of some tokens: what it offers, what all ranks know, and a choice."""
+"""Sampling on a rank that has the logits of only part of the vocabulary: candidates, exchange, choice."""
 
 from __future__ import annotations
 
@@ -8,18 +8,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from inflight.execution.sampling.triton.draw import (
-    Draws,
-    Offered,
-    choose,
-    race,
-    special_race,
-    tell,
+from inflight.execution.sampling.triton.gumbel import NOT_SETTLED, SETTLED
+from inflight.execution.sampling.triton.rank_candidates import (
+    CANDIDATE_COLUMNS,
+    COUNTED,
+    count_kernel,
+    rank_candidates_kernel,
 )
-from inflight.execution.sampling.triton.offered import COUNTED, count_kernel
-from inflight.execution.sampling.triton.offers import OFFER, offer_kernel
-from inflight.execution.sampling.triton.race import NOT_SETTLED, SETTLED
-from inflight.execution.sampling.triton.rows import DrawRows
+from inflight.execution.sampling.triton.rows import TritonSamplingRows
+from inflight.execution.sampling.triton.sample import (
+    RankCandidates,
+    SamplingBatch,
+    choose,
+    launch_gumbel,
+    launch_special_gumbel,
+    write_logprobs,
+)
 from inflight.execution.sampling.triton.workspace import GROUPS_OF_CHUNK, SamplingWorkspace
 from inflight.models.decoders.shard import GatheringCollective
 from inflight.triton_utils.pdl import launch_options, supports_pdl
@@ -27,56 +31,63 @@ from inflight.triton_utils.pdl import launch_options, supports_pdl
 
 @dataclass(frozen=True, slots=True)
 class RankTokens:
-    """The tokens that a rank has the logits of, and how it reaches the other ranks."""
+    """The part of the vocabulary whose logits this rank has, and the collective that reaches the other ranks."""
 
     first_id: int
-    sizes: Sequence[int]  # of all ranks' parts
+    sizes: Sequence[int]  # number of tokens of each rank
     collective: GatheringCollective
 
     def gather(self, x: Tensor, columns: Tensor) -> Tensor:
-        """Of as many columns as each rank has: so many of each row, [S] int32."""
+        """Gather x, equally wide on all ranks; only columns[i] columns of row i are read. columns [S] int32"""
         return self.collective.gather(x, [x.shape[1]] * len(self.sizes), columns)
 
 
-def draw_by_ranks(
+def sample_by_ranks(
     own: Tensor,
     part: RankTokens,
-    draws: Draws,
-    state: DrawRows,
+    batch: SamplingBatch,
+    state: TritonSamplingRows,
     tokens: Tensor,
     workspace: SamplingWorkspace,
 ) -> None:
-    """As `draw`, from logits [S, n] of the rank's own tokens. All ranks have the same rows, and draw the same tokens.
+    """Sample like `sample_tokens`, from logits [S, n] of this rank's tokens. All ranks choose the same tokens.
 
-    Only of rows that `offers.py` names the logits of the other ranks are read.
+    The other ranks' logits are read only for rows that candidates cannot settle, see `rank_candidates.py`.
     """
     workspace.check(own)
-    offered, columns, wanted = _offer(own, part.first_id, draws, state, workspace)
-    offers = part.gather(offered, columns)
-    logits = part.collective.gather(own, part.sizes, wanted)
-    race(logits, 0, draws, state, workspace, NOT_SETTLED)
-    special_race(logits, 0, draws, state, workspace, NOT_SETTLED)
-    choose(logits, draws, state, tokens, workspace, offers)
-    counts, is_counted = _count(own, offers, draws, state, workspace)
+    own_candidates, columns, num_logits = _find_candidates(own, part.first_id, batch, state, workspace)
+    rank_candidates = part.gather(own_candidates, columns)
+    logits = part.collective.gather(own, part.sizes, num_logits)
+    launch_gumbel(logits, 0, batch, state, workspace, NOT_SETTLED)
+    launch_special_gumbel(logits, 0, batch, state, workspace, NOT_SETTLED)
+    choose(logits, batch, state, tokens, workspace, rank_candidates)
+    counts, is_counted = _count_more_likely(own, rank_candidates, batch, state, workspace)
     counted = part.gather(counts, is_counted)
     pdl = supports_pdl(own.device)
-    tell(logits, draws.ids, draws.logprobs, workspace, pdl, Offered(offers, counted, is_counted))
+    write_logprobs(
+        logits,
+        batch.ids,
+        batch.logprobs,
+        workspace,
+        pdl,
+        RankCandidates(rank_candidates, counted, is_counted),
+    )
 
 
-def _offer(
-    own: Tensor, first_id: int, draws: Draws, state: DrawRows, workspace: SamplingWorkspace
+def _find_candidates(
+    own: Tensor, first_id: int, batch: SamplingBatch, state: TritonSamplingRows, workspace: SamplingWorkspace
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What this rank offers, [S, OFFER]; how many of these columns each row has, and how many logits of each rank it
-    wants, [S] int32 both."""
-    race(own, first_id, draws, state, workspace, SETTLED)
-    special_race(own, first_id, draws, state, workspace, SETTLED)
+    """Return this rank's candidates [S, CANDIDATE_COLUMNS], the number of valid columns of each row, and the number of
+    logits that each row needs from every rank, [S] int32 both."""
+    launch_gumbel(own, first_id, batch, state, workspace, SETTLED)
+    launch_special_gumbel(own, first_id, batch, state, workspace, SETTLED)
     num_entries, vocab_size = own.shape
-    offers = torch.empty(num_entries, OFFER, dtype=torch.float32, device=own.device)
-    columns, wanted = torch.empty(2, num_entries, dtype=torch.int32, device=own.device)
+    rank_candidates = torch.empty(num_entries, CANDIDATE_COLUMNS, dtype=torch.float32, device=own.device)
+    columns, num_logits = torch.empty(2, num_entries, dtype=torch.int32, device=own.device)
     pdl = supports_pdl(own.device)
-    offer_kernel[(num_entries,)](
+    rank_candidates_kernel[(num_entries,)](
         own,
-        draws.rows,
+        batch.rows,
         state.table,
         workspace.changed,
         workspace.chunk_scores,
@@ -88,9 +99,9 @@ def _offer(
         workspace.raw_group_tops,
         workspace.group_list,
         workspace.candidates,
-        offers,
+        rank_candidates,
         columns,
-        wanted,
+        num_logits,
         vocab_size,
         first_id,
         workspace.num_chunks,
@@ -101,14 +112,20 @@ def _offer(
         **workspace.searches(vocab_size),
         **launch_options(pdl),
     )
-    return offers, columns, wanted
+    return rank_candidates, columns, num_logits
 
 
-def _count(
-    own: Tensor, offers: Tensor, draws: Draws, state: DrawRows, workspace: SamplingWorkspace
+def _count_more_likely(
+    own: Tensor,
+    rank_candidates: Tensor,
+    batch: SamplingBatch,
+    state: TritonSamplingRows,
+    workspace: SamplingWorkspace,
 ) -> tuple[Tensor, Tensor]:
-    """This rank's tokens that are more likely than those drawn, [S, COUNTED]; how many columns each row has, [S] int32:
-    none if nothing is to be counted."""
+    """Count this rank's tokens that are more likely than the sampled ones, [S, COUNTED].
+
+    Also return the number of valid columns of each row, [S] int32: 0 where no count is needed.
+    """
     num_entries, vocab_size = own.shape
     counts = torch.empty(num_entries, COUNTED, dtype=torch.float32, device=own.device)
     columns = torch.empty(num_entries, dtype=torch.int32, device=own.device)
@@ -117,10 +134,10 @@ def _count(
     del searches["CHUNKS"]
     count_kernel[(num_entries,)](
         own,
-        draws.rows,
+        batch.rows,
         state.table,
-        draws.ids,
-        offers,
+        batch.ids,
+        rank_candidates,
         workspace.raw_group_tops,
         workspace.group_list,
         counts,
@@ -128,7 +145,7 @@ def _count(
         vocab_size,
         workspace.num_groups,
         own.stride(0),
-        RANKS=offers.shape[1] // OFFER,
+        RANKS=rank_candidates.shape[1] // CANDIDATE_COLUMNS,
         PDL=pdl,
         **searches,
         **launch_options(pdl),

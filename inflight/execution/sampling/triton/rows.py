@@ -1,4 +1,4 @@
-"""What each row asks of the sampling kernels, in device memory: numbers, bits, lists, and what its steps keep up."""
+"""Sampling parameters of each row in device memory: numbers, mask bits, lists, and state that its steps update."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inflight.execution.sampling.row_numbers import RowNumbers, has_penalties
-from inflight.execution.sampling.token_bits import WORD, first_mask
+from inflight.execution.sampling.parameters import WORD, RowNumbers, first_mask, has_penalties
 from inflight.execution.sampling.triton.forbid import start_rows_kernel
 from inflight.execution.sampling.triton.layout import (
     ARGMAX,
@@ -31,13 +30,13 @@ STOP_RULE = -1  # in place of a rule's length: see `forbid.py`
 
 @dataclass(frozen=True, slots=True)
 class _Lists:
-    """A row's lists in device memory, kept for as long as the row may be read."""
+    """A row's lists in device memory, held as long as kernels may read the row."""
 
     bias: Tensor | None
     rules: Tensor | None
 
 
-class DrawRows:
+class TritonSamplingRows:
     """Permanent rows for the kernels of this package. Nothing here waits for the device."""
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device | str) -> None:
@@ -49,33 +48,32 @@ class DrawRows:
         self.mask = torch.zeros(max_rows, words, dtype=torch.int32, device=self.device)
         self.forbidden = torch.zeros(max_rows, words, dtype=torch.int32, device=self.device)
         self.seen = torch.zeros(max_rows, words * WORD, dtype=torch.int16, device=self.device)
-        # How many of the most likely tokens each row wants told; -1: nothing.
+        # The number of most likely tokens each row reports; -1: no log-probabilities.
         self._num_logprobs = np.full(max_rows, -1, dtype=np.int32)
-        self._num_told = 0  # rows that want any
+        self._num_rows_with_logprobs = 0
         self._lists: dict[int, _Lists] = {}
-        self._kept_up: set[int] = set()  # rows whose steps keep something up
+        self._stateful: set[int] = set()  # rows with penalties or rules, whose steps update device state
 
     def set_many(self, admissions: Sequence[tuple[int, RequestSpec]], tokens: Tensor) -> None:
-        """Every request takes its row; of two for the same row the last. `tokens` [max_rows, max_len] hold theirs."""
+        """Assign each request to its row; the last one wins if a row occurs twice. `tokens` is [max_rows, max_len]."""
         if not admissions:
             return
         latest = dict(admissions)
-        told = self._num_logprobs[[*latest]] >= 0
+        had_logprobs = self._num_logprobs[[*latest]] >= 0
         packed = b"".join(self._pack(row, request) for row, request in latest.items())
-        self._num_told += int((self._num_logprobs[[*latest]] >= 0).sum() - told.sum())
+        self._num_rows_with_logprobs += int((self._num_logprobs[[*latest]] >= 0).sum() - had_logprobs.sum())
         words = self._to_device(np.frombuffer(packed, dtype=np.int32)).view(len(latest), -1)
         self.table.index_copy_(0, self._to_device(np.array([*latest], dtype=np.int64)), words)
-        started = [(row, len(request.token_ids)) for row, request in latest.items() if row in self._kept_up]
+        started = [(row, len(request.token_ids)) for row, request in latest.items() if row in self._stateful]
         if started:
             self._start(started, tokens)
 
     def warm_up(self, tokens: Tensor) -> None:
-        """Compile the kernel that the first row with penalties or rules needs. A row that asks for nothing stays as it
-        is."""
+        """Compile the kernel that the first row with penalties or rules needs, on a row that it leaves unchanged."""
         self._start([(0, 0)], tokens)
 
     def _start(self, started: Sequence[tuple[int, int]], tokens: Tensor) -> None:
-        """Prepare what the steps of these rows keep up: (row, number of its tokens) each."""
+        """Initialize the device state of rows with penalties or rules, given as (row, number of tokens)."""
         rows, lengths = self._to_device(np.array(started, dtype=np.int32).T.copy())
         start_rows_kernel[(len(started),)](
             rows,
@@ -91,8 +89,8 @@ class DrawRows:
         )
 
     def logprob_counts(self, rows: NDArray[np.int32]) -> NDArray[np.int32] | None:
-        """How many of the most likely tokens these rows want told, below 0: nothing; None if that is so for all."""
-        if self._num_told == 0:
+        """Return how many most likely tokens each row reports, or negative for none; None if no row wants any."""
+        if self._num_rows_with_logprobs == 0:
             return None
         counts = self._num_logprobs[rows]
         return counts if (counts >= 0).any() else None
@@ -107,7 +105,7 @@ class DrawRows:
         )
         self._lists[row] = lists
         penalises = has_penalties(params)
-        (self._kept_up.add if penalises or rules else self._kept_up.discard)(row)
+        (self._stateful.add if penalises or rules else self._stateful.discard)(row)
         flags = PENALTIES.value * penalises
         mask = first_mask(params, self.vocab_size)
         if mask.size:
@@ -131,42 +129,42 @@ class DrawRows:
         )
 
     def mask_buffer(self, num_rows: int) -> NDArray[np.int32]:
-        """[num_rows, words], to be filled and given to `set_masks`."""
+        """Return a buffer [num_rows, words] to fill and pass to `set_masks`."""
         on_gpu = self.device.type == "cuda"
-        # Torch keeps pinned memory for the next call, and reuses none that a copy may still be reading.
+        # Torch caches pinned memory, and reuses none that a copy may still be reading.
         buffer = torch.empty(num_rows, self.mask.shape[1], dtype=torch.int32, pin_memory=on_gpu)
         array: NDArray[np.int32] = buffer.numpy()
         return array
 
     def set_masks(self, rows: Sequence[int], bits: NDArray[np.int32]) -> None:
-        """The tokens that rows with a mask may have next: bits [len(rows), words]."""
-        places = self._to_device(np.array(rows, dtype=np.int64))
-        given = torch.from_numpy(bits)
-        if self.device.type == "cuda" and not given.is_pinned():
-            given = given.pin_memory()
-        self.mask.index_copy_(0, places, given.to(self.device, non_blocking=True))
+        """Set the tokens that masked rows may sample next: bits [len(rows), words]."""
+        indices = self._to_device(np.array(rows, dtype=np.int64))
+        masks = torch.from_numpy(bits)
+        if self.device.type == "cuda" and not masks.is_pinned():
+            masks = masks.pin_memory()
+        self.mask.index_copy_(0, indices, masks.to(self.device, non_blocking=True))
 
     def _bias(self, request: RequestSpec) -> NDArray[np.int32] | None:
-        given = sorted((request.params.logit_bias or {}).items())
-        known = [(i, value) for i, value in given if 0 <= i < self.vocab_size]
+        biases = sorted((request.params.logit_bias or {}).items())
+        known = [(i, value) for i, value in biases if 0 <= i < self.vocab_size]
         if not known:
             return None
         ids = np.array([i for i, _ in known], dtype=np.int32)
         return np.concatenate((ids, np.array([value for _, value in known], dtype=np.float32).view(np.int32)))
 
     def _to_device(self, array: NDArray[np.generic]) -> Tensor:
-        # Torch keeps pinned memory for the next call, and reuses none that a copy may still be reading.
+        # Torch caches pinned memory, and reuses none that a copy may still be reading.
         tensor = torch.from_numpy(array.copy())
         if self.device.type == "cuda":
             return tensor.pin_memory().to(self.device, non_blocking=True)
         return tensor
 
 
-_Rule = tuple[int, int, Sequence[int]]  # the last token, how many before it, those
+_Rule = tuple[int, int, Sequence[int]]  # the forbidden token, the length of its prefix, the prefix
 
 
 def _columns(rules: list[_Rule]) -> NDArray[np.int32]:
-    """As `forbid.py` reads them."""
+    """Lay out the rules in the columns that `forbid.py` reads."""
     prefixes = [prefix for _, _, prefix in rules]
     offsets = np.cumsum([0, *map(len, prefixes)])[:-1]
     flat = [token_id for prefix in prefixes for token_id in prefix]
@@ -175,11 +173,11 @@ def _columns(rules: list[_Rule]) -> NDArray[np.int32]:
 
 
 def _rules_of(request: RequestSpec, vocab_size: int) -> list[_Rule]:
-    """Of ids that the model has."""
+    """Return the request's rules, without those whose ids are outside the vocabulary."""
     rules: list[_Rule] = []
     if request.params.min_tokens > 0:
         rules += [(i, STOP_RULE, ()) for i in sorted(request.stop_ids) if 0 <= i < vocab_size]
-    # By length: rules are compared in blocks, each for as long as its longest takes.
+    # Sorted by length: rules are compared in blocks, and a block takes as long as its longest rule.
     for word in sorted(request.bad_word_ids, key=len):
         if word and all(0 <= i < vocab_size for i in word):
             rules.append((word[-1], len(word) - 1, word[:-1]))

@@ -1,4 +1,4 @@
-"""Device memory in which one launch of the sampling kernels leaves things for the next."""
+"""Device memory through which the sampling kernels pass intermediate results."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import triton
 from torch import Tensor
 
 from inflight.errors import EngineError
-from inflight.execution.sampling.triton.race import FEW
+from inflight.execution.sampling.triton.gumbel import FEW
 
 # A group of 64 logits is two cache lines of bfloat16; a row of more groups than this would not fit registers.
 MIN_GROUP = 64
 MAX_GROUPS = 4096
 GROUPS_OF_CHUNK = 64
 CHOOSE_WARPS = 16
-TILE_LOGITS = 4096  # that a search looks at together
+TILE_LOGITS = 4096  # logits per iteration of a search
 CANDIDATES = 2 * FEW.value
-MAX_LOGPROBS = FEW.value  # told of one position
+MAX_LOGPROBS = FEW.value  # reported per position
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingWorkspace:
-    """What one launch leaves for the next, for at most `max_entries` entries."""
+    """Intermediate results of at most `max_entries` entries."""
 
     group: int  # tokens of a group
     chunk_scores: Tensor  # [max_entries, num_chunks] float32
@@ -31,7 +31,7 @@ class SamplingWorkspace:
     chunk_tops: Tensor  # [max_entries, num_chunks] float32
     chunk_masses: Tensor  # [max_entries, num_chunks] float32
     group_tops: Tensor  # [max_entries, num_groups] float32
-    raw_tops: Tensor  # this and the next two: the same of logits that nothing was changed in
+    raw_tops: Tensor  # this and the next two: the same for the unmodified logits
     raw_masses: Tensor
     raw_group_tops: Tensor
     changed: Tensor  # [max_entries, vocab_size] float32
@@ -42,7 +42,7 @@ class SamplingWorkspace:
     def allocate(
         cls, max_entries: int, vocab_size: int, device: torch.device | str, group: int | None = None
     ) -> SamplingWorkspace:
-        """`group` is a power of two, chosen to fit the vocabulary by default."""
+        """Allocate the buffers. `group` is a power of two; by default it is chosen to fit the vocabulary."""
         group = group or max(MIN_GROUP, triton.next_power_of_2(triton.cdiv(vocab_size, MAX_GROUPS)))
         num_chunks = triton.cdiv(vocab_size, group * GROUPS_OF_CHUNK)
         num_groups = num_chunks * GROUPS_OF_CHUNK
@@ -83,16 +83,16 @@ class SamplingWorkspace:
         return self.group_tops.shape[1]
 
     def between(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """What a race leaves for the choice."""
+        """Return the buffers that the Gumbel-max kernels write and the choice reads."""
         return self.chunk_scores, self.chunk_ids, self.chunk_tops, self.chunk_masses, self.group_tops
 
     def chunks_of(self, vocab_size: int) -> int:
-        """Chunks that so many tokens have."""
+        """Return the number of chunks of `vocab_size` tokens."""
         num_chunks: int = triton.cdiv(vocab_size, self.group * GROUPS_OF_CHUNK)
         return num_chunks
 
     def searches(self, vocab_size: int) -> dict[str, int]:
-        """What the kernels that search so many tokens are compiled for."""
+        """Return the compile-time arguments of kernels that search `vocab_size` tokens."""
         chunks = triton.next_power_of_2(self.chunks_of(vocab_size))
         return {
             "CHUNKS": chunks,

@@ -1,9 +1,13 @@
-"""What a request asks of the sampler, as the numbers that every sampler reads."""
+"""A request's sampling parameters in the form that every sampler reads: numbers, and sets of tokens as bits."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from inflight.execution.sampling.randomness import seed_words
 from inflight.request import RequestSpec
@@ -18,7 +22,7 @@ MIN_REPETITION_PENALTY = 2.0**-126
 
 
 class RowNumbers(NamedTuple):
-    """Floats, then 32-bit integers."""
+    """A row's parameters: floats, then 32-bit integers."""
 
     temperature: float
     log_min_p: float  # -inf without min_p
@@ -30,8 +34,8 @@ class RowNumbers(NamedTuple):
     seed_high: int
     top_k: int  # 0: all
     num_prompt_tokens: int
-    min_length: int  # tokens of the row before which no stop id may come
-    argmax: bool  # the most likely token, of equals the lower id: no draw
+    min_length: int  # length that the row must reach before a stop id is allowed
+    argmax: bool  # take the most likely token, ties go to the lower id: nothing is random
 
     @classmethod
     def of(cls, request: RequestSpec, vocab_size: int) -> RowNumbers:
@@ -59,3 +63,25 @@ def is_greedy(params: SamplingParams) -> bool:
 
 def has_penalties(params: SamplingParams) -> bool:
     return params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
+
+
+WORD = 32
+
+
+def token_bits(token_ids: Sequence[int], vocab_size: int) -> NDArray[np.int32]:
+    """Return a set of tokens as bits: one per token, lowest bit first, [vocab_size / 32, rounded up] int32.
+
+    Ids outside the vocabulary are ignored.
+    """
+    chosen = np.zeros(-(-vocab_size // WORD) * WORD, dtype=bool)
+    ids = np.array(token_ids, dtype=np.int64)
+    chosen[ids[(ids >= 0) & (ids < vocab_size)]] = True
+    return np.packbits(chosen, bitorder="little").view(np.int32)
+
+
+def first_mask(params: SamplingParams, vocab_size: int) -> NDArray[np.int32]:
+    """Return the tokens that a row may sample, apart from its constraint; empty if all are allowed."""
+    if params.allowed_token_ids is not None:
+        return token_bits(params.allowed_token_ids, vocab_size)
+    is_masked = params.structured_outputs is not None
+    return np.full(-(-vocab_size // WORD) if is_masked else 0, -1, dtype=np.int32)

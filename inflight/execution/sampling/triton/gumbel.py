@@ -1,15 +1,18 @@
-"""First launches: each chunk of the vocabulary runs its own race.
+"""Gumbel-max in kernels: the random numbers of `randomness.py`, and the first launches of sampling.
 
-Rows that ask for a draw and nothing else have a program for each chunk. The others, special ones, have a kernel of
-their own, with few programs per row that take one chunk after the other: a step without such rows hardly notices it.
-Where a row changes its logits they are written beside the model's own, and all that follows reads them there.
+Each chunk of the vocabulary finds its own winner. Plain rows have one program per chunk. Rows that modify logits or
+want log-probabilities ("special" rows) have a kernel of their own, with few programs per row that loop over the chunks:
+a step without such rows hardly notices it. Modified logits are written beside the model's own, and later kernels read
+them there.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
 
+from inflight.execution.sampling import randomness
 from inflight.execution.sampling.triton.adjust import adjusted
 from inflight.execution.sampling.triton.layout import (
     ADJUSTS,
@@ -26,48 +29,111 @@ from inflight.execution.sampling.triton.layout import (
     float_of,
     int_of,
 )
-from inflight.execution.sampling.triton.noise import race_key, race_scores
 from inflight.triton_utils.pdl import launch_dependents_then_wait
 
+_WORD = 0xFFFFFFFF
+_A = tl.constexpr(randomness.A & _WORD)
+_B = tl.constexpr(randomness.B & _WORD)
+_START_1 = tl.constexpr(randomness.START_1 & _WORD)
+_START_2 = tl.constexpr(randomness.START_2 & _WORD)
+_STRIDE = tl.constexpr(randomness.STRIDE & _WORD)
+
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+_LOG_2 = tl.constexpr(0.6931471805599453)
+# Below this the logarithm of 1 - u has lost too many bits of u, and five terms of its series have not.
+_SERIES_LIMIT = tl.constexpr(1 / 16)
+
+
+@triton.jit
+def noise_key(seed_low, seed_high, position):
+    """Hash int32 (seed, position) to the two uint32 words that key the noise."""
+    low = seed_low.to(tl.uint32, bitcast=True)
+    high = seed_high.to(tl.uint32, bitcast=True)
+    place = position.to(tl.uint32, bitcast=True)
+    first = _mix(_mix(_mix(low + _START_1) + high) + place)
+    second = _mix(_mix(_mix(low + _START_2) + high) + place)
+    return first, second
+
+
+@triton.jit
+def gumbel_scores(logits, inverse_temperature, first, second, token_ids):
+    """Return logit / temperature - log(exponential), float32, in the shape of the int32 ids: the greatest wins."""
+    u = _uniform(_bits(first, second, token_ids))
+    series = u * (1.0 + u * (1 / 2 + u * (1 / 3 + u * (1 / 4 + u * (1 / 5)))))
+    exponential = tl.where(u < _SERIES_LIMIT, series, -_LOG_2 * _log2(1.0 - u))
+    return logits * inverse_temperature - _LOG_2 * _log2(exponential)
+
+
+@triton.jit
+def _log2(x):
+    """One instruction, accurate to about 2^-22; an exact logarithm would dominate the kernel's time."""
+    return tl.log2(x) if _INTERPRETED else libdevice.fast_log2f(x)
+
+
+@triton.jit
+def _bits(first, second, token_ids):
+    x = token_ids.to(tl.uint32, bitcast=True) * _STRIDE + first
+    x = ((x ^ (x >> 16)) * _A) ^ second
+    x = (x ^ (x >> 15)) * _B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _uniform(bits):
+    """Return float32 strictly inside (0, 1)."""
+    u = (bits >> 1).to(tl.int32, bitcast=True).to(tl.float32) * 2.0**-31 + 2.0**-32
+    return tl.minimum(u, 1 - 2.0**-24)
+
+
+@triton.jit
+def _mix(x):
+    x = (x ^ (x >> 16)) * _A
+    x = (x ^ (x >> 15)) * _B
+    return x ^ (x >> 16)
+
+
 NO_TOKEN = tl.constexpr(0x7FFFFFFF)
-FEW = tl.constexpr(128)  # a top_k of at most so many tokens is decided among these alone
+FEW = tl.constexpr(128)  # a top_k up to this is decided among its tokens alone
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
 def best_of(scores, token_ids):
-    """The greatest of the scores and its id; of equals the lower id."""
+    """Return the greatest score and its id; ties go to the lower id."""
     best = tl.max(scores)
     return best, tl.min(tl.where(scores == best, token_ids, NO_TOKEN))
 
 
 @triton.jit
-def settled_by_offers(table, row):
-    """Whether a few tokens decide: the winner of the whole race, or the best of a small top_k. If ranks have some of
-    the vocabulary each, what they know of their own parts is then enough, see `offers.py`."""
+def settled_by_candidates(table, row):
+    """Return whether a few tokens decide the row: the overall winner, or the best of a small top_k.
+
+    Ranks that share a vocabulary then need not exchange logits, see `rank_candidates.py`.
+    """
     k, p, log_p = int_of(table, row, TOP_K), float_of(table, row, TOP_P), float_of(table, row, LOG_MIN_P)
     free = (k <= 0) & (p >= 1) & (log_p == -float("inf"))
     return free | ((k > 0) & (k <= FEW)) | (int_of(table, row, ARGMAX) != 0)
 
 
-# Which rows run: all; or of several ranks, those that offers settle, over their own tokens, and the others over all.
+# Which rows run: all of them, or with several ranks, those settled by candidates (over the rank's own tokens) and then
+# the others (over the whole vocabulary).
 ALL, SETTLED, NOT_SETTLED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit(do_not_specialize=["first_id"])
-def race_kernel(
+def gumbel_kernel(
     logits,  # [S, V], rows logits_stride apart
     rows,  # [S] int32, negative: padding
     lengths,  # [S] int32
     table,  # [max_rows, WORDS], see `layout.py`
     chunk_scores,  # [S, num_chunks] float32: the best score
-    chunk_ids,  # [S, num_chunks] int32: whose it is
-    chunk_tops,  # [S, num_chunks] float32: the greatest logit, inf where one is NaN
+    chunk_ids,  # [S, num_chunks] int32: its token
+    chunk_tops,  # [S, num_chunks] float32: the greatest logit, inf if one is NaN
     chunk_masses,  # [S, num_chunks] float32: the sum of exp((logit - top) / temperature), for top_p alone
     group_tops,  # [S, num_chunks * GROUPS] float32: the greatest logit of each group, for restricted rows
     vocab_size,
-    first_id,  # of these tokens, where they are part of a vocabulary
-    num_chunks,  # that each row has room for
+    first_id,  # the first of these tokens, where they are part of a vocabulary
+    num_chunks,  # capacity of each row
     logits_stride,
     GROUPS: tl.constexpr,  # groups of a chunk
     GROUP: tl.constexpr,  # tokens of a group
@@ -82,18 +148,18 @@ def race_kernel(
     if int_of(table, row, FLAGS) & SPECIAL:
         return
     if WHO != ALL:
-        if settled_by_offers(table, row) == (WHO == NOT_SETTLED):
+        if settled_by_candidates(table, row) == (WHO == NOT_SETTLED):
             return
     token_ids = ids_of_chunk(chunk, GROUPS, GROUP)
     x = load_chunk(logits + entry.to(tl.int64) * logits_stride, token_ids, vocab_size)
     between = (chunk_scores, chunk_ids, chunk_tops, chunk_masses, group_tops)
     place = entry * num_chunks + chunk
     length = tl.load(lengths + entry)
-    run_race(x, first_id + token_ids, tl.max(x), row, length, table, place, between, GROUPS)
+    gumbel_max(x, first_id + token_ids, tl.max(x), row, length, table, place, between, GROUPS)
 
 
 @triton.jit(do_not_specialize=["first_id"])
-def special_race_kernel(
+def special_gumbel_kernel(
     logits,
     rows,
     lengths,
@@ -101,17 +167,17 @@ def special_race_kernel(
     mask,  # [max_rows, words] int32
     forbidden,  # [max_rows, words] int32
     seen,  # [max_rows, padded(V)] int16
-    changed,  # [S, V] float32: the logits of rows that change theirs
+    changed,  # [S, V] float32: modified logits
     chunk_scores,
     chunk_ids,
     chunk_tops,
     chunk_masses,
     group_tops,
-    raw_tops,  # this and the next two: of logits before all else, for log-probabilities
+    raw_tops,  # this and the next two: of unmodified logits, for log-probabilities
     raw_masses,
     raw_group_tops,
     vocab_size,
-    whole_size,  # of the vocabulary of which these tokens are a part
+    whole_size,  # of the whole vocabulary
     first_id,
     num_chunks,
     logits_stride,
@@ -129,7 +195,7 @@ def special_race_kernel(
     if (flags & SPECIAL) == 0:
         return
     if WHO != ALL:
-        if settled_by_offers(table, row) == (WHO == NOT_SETTLED):
+        if settled_by_candidates(table, row) == (WHO == NOT_SETTLED):
             return
     between = (chunk_scores, chunk_ids, chunk_tops, chunk_masses, group_tops)
     length = tl.load(lengths + entry)
@@ -146,41 +212,41 @@ def special_race_kernel(
             x = tl.where(token_ids < vocab_size, x, -float("inf"))
             top = tl.where(top == float("inf"), top, tl.max(x))
             tl.store(changed + entry.to(tl.int64) * vocab_size + token_ids, x, mask=token_ids < vocab_size)
-        run_race(x, first_id + token_ids, top, row, length, table, place, between, GROUPS)
+        gumbel_max(x, first_id + token_ids, top, row, length, table, place, between, GROUPS)
 
 
 @triton.jit
 def ids_of_chunk(chunk, GROUPS: tl.constexpr, GROUP: tl.constexpr):
-    """[GROUPS, GROUP]"""
+    """Return the token ids of a chunk, [GROUPS, GROUP]."""
     groups = chunk * GROUPS + tl.arange(0, GROUPS)
     return groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
 
 
 @triton.jit
 def load_chunk(logits, token_ids, vocab_size):
-    """What is no number is inf: such a row is bad."""
+    """Load logits, with NaN as inf, which marks the row as bad."""
     x = tl.load(logits + token_ids, mask=token_ids < vocab_size, other=-float("inf"))
     return tl.where(x == x, x, float("inf"))
 
 
 @triton.jit
 def store_chunk(x, top, place, tops, masses, group_tops, GROUPS: tl.constexpr):
-    """What `logprobs_kernel` reads of a chunk."""
+    """Write what `logprobs_kernel` reads of a chunk."""
     tl.store(tops + place, top)
     tl.store(masses + place, _mass(x, top, 1.0))
     tl.store(group_tops + place * GROUPS + tl.arange(0, GROUPS), tl.max(x, 1))
 
 
 @triton.jit
-def run_race(x, token_ids, top, row, length, table, place, between, GROUPS: tl.constexpr):
-    """The winner of a chunk's logits x, and what the choice among chunks needs to know of them."""
+def gumbel_max(x, token_ids, top, row, length, table, place, between, GROUPS: tl.constexpr):
+    """Write the winner of a chunk's logits x, and what the choice among chunks needs."""
     chunk_scores, chunk_ids, chunk_tops, chunk_masses, group_tops = between
     inverse_temperature = 1.0 / float_of(table, row, TEMPERATURE)
     is_argmax = int_of(table, row, ARGMAX) != 0
     scores = x
     if not is_argmax:
-        first, second = race_key(int_of(table, row, SEED_LOW), int_of(table, row, SEED_HIGH), length)
-        scores = race_scores(x, inverse_temperature, first, second, token_ids)
+        first, second = noise_key(int_of(table, row, SEED_LOW), int_of(table, row, SEED_HIGH), length)
+        scores = gumbel_scores(x, inverse_temperature, first, second, token_ids)
     score, token_id = best_of(scores, token_ids)
     tl.store(chunk_scores + place, score)
     tl.store(chunk_ids + place, token_id)
@@ -194,7 +260,7 @@ def run_race(x, token_ids, top, row, length, table, place, between, GROUPS: tl.c
 
 @triton.jit
 def _mass(x, top, inverse_temperature):
-    """The sum of exp((x - top) / temperature); 0 where nothing is possible, or the row is bad."""
+    """Return the sum of exp((x - top) / temperature); 0 if all tokens are forbidden or the row is bad."""
     mass = 0.0
     if tl.abs(top) < float("inf"):
         mass = tl.sum(tl.exp2((x - top) * (inverse_temperature * LOG2_E)))

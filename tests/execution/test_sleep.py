@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from inflight.execution.dormancy import relocate, tensors_of
+from inflight.execution.sleep import relocate, tensors_of
 from inflight.models.builtin import checkpoint_folder
 from tests.models.running import load, logprobs, prompt
 

@@ -20,7 +20,7 @@ from inflight.execution.sampling import (
 from inflight.native.library import native_library
 from inflight.request import Request, RequestSpec
 from inflight.sampling_params import SamplingParams
-from tests.execution.rank_samplers import RankSamplers
+from tests.execution.sampling.rank_samplers import RankSamplers
 
 Floats = NDArray[np.float64]
 Words = NDArray[np.uint64]

@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from inflight.execution.sampling.randomness import log_exponential, race_bits, race_key, seed_words
-from inflight.execution.sampling.triton import noise
+from inflight.execution.sampling.randomness import log_exponential, noise_bits, noise_key, seed_words
+from inflight.execution.sampling.triton import gumbel as noise
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SEEDS = [0, 1, -1, 12345, 2**32, 2**63 - 1, -(2**63), 2**64 - 1, 0x0123456789ABCDEF]
@@ -23,12 +23,12 @@ def _noise_kernel(
 ):
     row = tl.program_id(0)
     ids = tl.arange(0, NUM)
-    first, second = noise.race_key(
+    first, second = noise.noise_key(
         tl.load(seed_low + row), tl.load(seed_high + row), tl.load(positions + row)
     )
     tl.store(bits + row * NUM + ids, noise._bits(first, second, ids).to(tl.int32, bitcast=True))
     x = tl.load(logits + ids)
-    tl.store(scores + row * NUM + ids, noise.race_scores(x, inverse_temperature, first, second, ids))
+    tl.store(scores + row * NUM + ids, noise.gumbel_scores(x, inverse_temperature, first, second, ids))
 
 
 def test_bits_are_equal_and_scores_are_close() -> None:
@@ -40,7 +40,7 @@ def test_bits_are_equal_and_scores_are_close() -> None:
     on_device = [tensor.to(DEVICE) for tensor in (low, high, positions, logits)]
     _noise_kernel[(len(SEEDS),)](*on_device, bits, scores, 1 / 0.7, NUM=NUM_IDS)
 
-    key, token_ids = race_key(low, high, positions), torch.arange(NUM_IDS, dtype=torch.int32)
-    assert torch.equal(bits.cpu(), race_bits(key, token_ids))
+    key, token_ids = noise_key(low, high, positions), torch.arange(NUM_IDS, dtype=torch.int32)
+    assert torch.equal(bits.cpu(), noise_bits(key, token_ids))
     wanted = logits.double() / 0.7 - log_exponential(key, token_ids).double()
     assert (scores.cpu().double() - wanted).abs().max() < 2e-5

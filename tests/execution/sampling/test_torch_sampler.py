@@ -9,9 +9,9 @@ import torch
 
 from inflight.execution.sampling import candidates, sampler
 from inflight.execution.sampling.candidates import top_candidates
-from inflight.execution.sampling.randomness import log_exponential, race_key
-from tests.execution.sampler_oracle import Bench, job, sample_one
-from tests.execution.test_sampler_independence import VOCAB, mixed_jobs
+from inflight.execution.sampling.randomness import log_exponential, noise_key
+from tests.execution.sampling.sampler_oracle import Bench, job, sample_one
+from tests.execution.sampling.test_independence import VOCAB, mixed_jobs
 
 FALLING = [5.0, 4.0, 3.0, 2.0, 1.0, 0.0, -1.0, -2.0]
 
@@ -26,7 +26,7 @@ def test_the_order_of_candidates_is_total() -> None:
 
 def test_a_greedy_batch_costs_no_more_than_two_reductions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Features that nobody uses are never entered."""
-    for name in ("adjust", "draw_dense", "draw_nucleus", "draw_top_k", "score", "race_key"):
+    for name in ("adjust", "sample_dense", "sample_nucleus", "sample_top_k", "score", "noise_key"):
         monkeypatch.setattr(sampler, name, None)
     jobs = [job(FALLING, temperature=0, top_p=0.5, top_k=3, min_p=0.1) for _ in range(3)]
     assert Bench(jobs).sample().to_host().token_ids == [0, 0, 0]
@@ -56,11 +56,11 @@ def test_the_row_sums_that_the_sampler_trusts_are_per_row(name: str) -> None:
 def test_noise_is_the_same_alone_in_a_batch_and_gathered() -> None:
     rows = 5
     seeds = torch.arange(rows, dtype=torch.int32)
-    key = race_key(seeds, seeds * 77, seeds + 100)
+    key = noise_key(seeds, seeds * 77, seeds + 100)
     token_ids = torch.arange(VOCAB, dtype=torch.int32)
     whole = log_exponential(key, token_ids)
     some = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(2))[:131].int()
     for row in range(rows):
-        one = race_key(seeds[row : row + 1], seeds[row : row + 1] * 77, seeds[row : row + 1] + 100)
+        one = noise_key(seeds[row : row + 1], seeds[row : row + 1] * 77, seeds[row : row + 1] + 100)
         assert torch.equal(log_exponential(one, token_ids)[0], whole[row])
         assert torch.equal(log_exponential(one, some)[0], whole[row, some.long()])

@@ -15,15 +15,15 @@ from inflight.errors import EngineError
 from inflight.events import PositionLogprobs, unpack_logprobs
 from inflight.execution.sampling import IS_NOT_FINITE
 from inflight.execution.sampling.triton import (
-    DrawRows,
-    Draws,
+    LogprobBuffers,
+    SamplingBatch,
     SamplingWorkspace,
-    WantedLogprobs,
-    draw,
+    TritonSamplingRows,
     read_logprobs,
+    sample_tokens,
     score_all,
 )
-from tests.execution.sampler_oracle import GARBAGE, Bench, Job, job
+from tests.execution.sampling.sampler_oracle import GARBAGE, Bench, Job, job
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 UNTOUCHED = -5
@@ -75,7 +75,7 @@ SPECIAL: list[dict[str, Any]] = [
 
 
 @dataclass
-class Drawn:
+class Results:
     """What the kernels leave behind."""
 
     ids: list[int]
@@ -91,49 +91,51 @@ class KernelBench:
         self.bench = bench
         self.vocab_size = len(bench.jobs[0].logits)
         self.tokens = bench.tokens.to(DEVICE, copy=True)
-        self.rows = DrawRows(bench.max_rows, self.vocab_size, DEVICE)
+        self.rows = TritonSamplingRows(bench.max_rows, self.vocab_size, DEVICE)
         requests = [(row, job.request()) for row, job in zip(bench.rows, bench.jobs, strict=True)]
         self.rows.set_many(requests, self.tokens)
         self.workspace = SamplingWorkspace.allocate(len(bench.jobs) + 2, self.vocab_size, DEVICE, group)
 
-    def draw(self, entries: list[int]) -> Drawn:
+    def draw(self, entries: list[int]) -> Results:
         """For these jobs, from where they are; -1 is a padding entry."""
-        draws, logits, counts = self.asked(entries)
-        draw(logits, draws, self.rows, self.tokens, self.workspace)
-        return self.found(draws, counts)
+        batch, logits, counts = self.asked(entries)
+        sample_tokens(logits, batch, self.rows, self.tokens, self.workspace)
+        return self.found(batch, counts)
 
-    def asked(self, entries: list[int]) -> tuple[Draws, Tensor, list[int]]:
+    def asked(self, entries: list[int]) -> tuple[SamplingBatch, Tensor, list[int]]:
         """Also their logits, and how many log-probabilities they want told."""
         jobs, rows = self.bench.jobs, self.bench.rows
         nothing = np.full(self.vocab_size, np.nan, dtype=np.float32)
         logits = np.stack([jobs[i].logits if i >= 0 else nothing for i in entries])
         lengths = [len(jobs[i].token_ids) if i >= 0 else 0 for i in entries]
         counts = [int(self.rows._num_logprobs[rows[i]]) if i >= 0 else -1 for i in entries]
-        draws = Draws(
+        batch = SamplingBatch(
             ints([rows[i] if i >= 0 else -1 for i in entries]),
             ints(lengths),
             ints([UNTOUCHED] * len(entries)),
             ints([UNTOUCHED] * len(entries)),
             wanted_logprobs(counts),
         )
-        return draws, torch.from_numpy(logits).to(DEVICE), counts
+        return batch, torch.from_numpy(logits).to(DEVICE), counts
 
-    def found(self, draws: Draws, counts: list[int]) -> Drawn:
-        return Drawn(draws.ids.tolist(), draws.bad.tolist(), self.tokens.cpu(), told(draws.logprobs, counts))
+    def found(self, batch: SamplingBatch, counts: list[int]) -> Results:
+        return Results(
+            batch.ids.tolist(), batch.bad.tolist(), self.tokens.cpu(), told(batch.logprobs, counts)
+        )
 
 
 def ints(values: list[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
 
-def wanted_logprobs(counts: list[int]) -> WantedLogprobs:
+def wanted_logprobs(counts: list[int]) -> LogprobBuffers:
     places = np.cumsum([count >= 0 for count in counts]) - 1
     width = 1 + max(0, *counts)
     results = ints([UNTOUCHED] * (len(counts) * 3 * width))
-    return WantedLogprobs(ints(counts), ints(places.tolist()), ints([width]), results)
+    return LogprobBuffers(ints(counts), ints(places.tolist()), ints([width]), results)
 
 
-def told(wanted: WantedLogprobs, counts: list[int]) -> dict[int, PositionLogprobs]:
+def told(wanted: LogprobBuffers, counts: list[int]) -> dict[int, PositionLogprobs]:
     asking = [entry for entry, count in enumerate(counts) if count >= 0]
     positions = read_logprobs(
         wanted.results.cpu(), [counts[entry] for entry in asking], int(wanted.width.item())
@@ -247,10 +249,10 @@ def test_tokens_are_written_behind_the_row_and_padding_writes_nothing() -> None:
 @pytest.mark.parametrize("shape", [(3, 512), (2, 513)])
 def test_a_workspace_that_is_too_small_is_refused(shape: tuple[int, int]) -> None:
     zeros = ints([0] * shape[0])
-    rows, workspace = DrawRows(1, 512, DEVICE), SamplingWorkspace.allocate(2, 512, DEVICE, group=8)
-    draws = Draws(zeros, zeros, zeros, zeros, wanted_logprobs([-1] * shape[0]))
+    rows, workspace = TritonSamplingRows(1, 512, DEVICE), SamplingWorkspace.allocate(2, 512, DEVICE, group=8)
+    batch = SamplingBatch(zeros, zeros, zeros, zeros, wanted_logprobs([-1] * shape[0]))
     with pytest.raises(EngineError, match="at most 2 x 512"):
-        draw(torch.zeros(shape, device=DEVICE), draws, rows, zeros, workspace)
+        sample_tokens(torch.zeros(shape, device=DEVICE), batch, rows, zeros, workspace)
 
 
 def test_what_is_seen_and_forbidden_is_kept_up_by_the_steps() -> None:

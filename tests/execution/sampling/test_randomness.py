@@ -7,23 +7,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from inflight.execution.sampling.randomness import RaceKey, race_bits, race_key, seed_words, uniform
+from inflight.execution.sampling.randomness import NoiseKey, noise_bits, noise_key, seed_words, uniform
 from inflight.request import Request
 from inflight.sampling_params import SEED_RANGE, SamplingParams
-from tests.execution import sampler_oracle as oracle
+from tests.execution.sampling import sampler_oracle as oracle
 
 SEEDS = [0, 1, -1, 12345, 2**32, 2**63 - 1, -(2**63), 2**64 - 1, 0x0123456789ABCDEF]
 
 
-def keys(seeds: list[int], positions: list[int]) -> RaceKey:
+def keys(seeds: list[int], positions: list[int]) -> NoiseKey:
     low, high = zip(*map(seed_words, seeds), strict=True)
-    return race_key(*(torch.tensor(part, dtype=torch.int32) for part in (low, high, positions)))
+    return noise_key(*(torch.tensor(part, dtype=torch.int32) for part in (low, high, positions)))
 
 
 def all_bits(seeds: list[int], positions: list[int], num_ids: int) -> Tensor:
     """[R, n] as unsigned values in int64."""
     token_ids = torch.arange(num_ids, dtype=torch.int32)
-    return race_bits(keys(seeds, positions), token_ids).long() & 0xFFFFFFFF
+    return noise_bits(keys(seeds, positions), token_ids).long() & 0xFFFFFFFF
 
 
 def test_bits_are_the_documented_function() -> None:
@@ -48,9 +48,9 @@ def test_int64_arithmetic_gives_the_same_bits() -> None:
 
 def test_a_gathered_candidate_has_the_bits_of_its_id() -> None:
     key = keys([3, 4], [10, 11])
-    full = race_bits(key, torch.arange(300, dtype=torch.int32))
+    full = noise_bits(key, torch.arange(300, dtype=torch.int32))
     some = torch.tensor([[5, 299, 0], [17, 17, 200]], dtype=torch.int32)
-    assert torch.equal(race_bits(key, some), full.gather(1, some.long()))
+    assert torch.equal(noise_bits(key, some), full.gather(1, some.long()))
 
 
 @pytest.mark.parametrize("seed", SEED_RANGE)
@@ -68,7 +68,7 @@ def test_flipping_an_input_bit_flips_every_output_bit_half_of_the_time() -> None
     low, high = (torch.tensor(part, dtype=torch.int32) for part in zip(*map(seed_words, seeds), strict=True))
 
     def words(low: Tensor, high: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
-        return race_bits(race_key(low, high, positions), token_ids)[:, 0].long() & 0xFFFFFFFF
+        return noise_bits(noise_key(low, high, positions), token_ids)[:, 0].long() & 0xFFFFFFFF
 
     base = words(low, high, positions, token_ids)
     outputs = torch.arange(32)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from inflight.native.library import native_library
-from tests.execution.sampler_oracle import Bench
+from tests.execution.sampling.sampler_oracle import Bench
 
 
 @pytest.fixture(scope="module", params=["torch", "native", "ranks"])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from inflight.events import PositionLogprobs, unpack_logprobs
 from inflight.execution.sampling import LogprobTensors
-from tests.execution.sampler_oracle import Bench, job, make_sampler
+from tests.execution.sampling.sampler_oracle import Bench, job, make_sampler
 
 pytestmark = pytest.mark.usefixtures("each_sampler")
 

@@ -1,4 +1,4 @@
-"""Weights to host memory and back, under all who hold them."""
+"""Sleep: moving a model's weights to host memory and back, in place."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from inflight.engine.runner import Runner
 
 
 @dataclass(frozen=True, slots=True)
-class ModelDormancy:
-    """Implements `Dormancy`. On a CPU the weights are where they are to be, and only the KV memory goes."""
+class ModelSleepSupport:
+    """Implements `SleepSupport`. On a CPU the weights stay, and only the KV memory is freed."""
 
     model: object
     device: torch.device
     make_runner: Callable[[], Runner[Any]]
 
     def check(self) -> None:
-        """It can always be."""
+        """Do nothing: a model can always sleep."""
 
-    def rest(self) -> None:
+    def sleep(self) -> None:
         if self.device.type != "cpu":
             relocate(self.model, lambda tensor: tensor.to("cpu"))
-        gc.collect()  # what the runner held goes now, not when it is looked for
+        gc.collect()  # free what the runner held now, not at the next collection
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -39,29 +39,29 @@ class ModelDormancy:
 
 @torch.inference_mode()
 def relocate(model: object, move: Callable[[Tensor], Tensor]) -> None:
-    """Give every tensor of a model the memory that `move` puts its values into. The tensors stay the same objects, so
-    layers that share one go on sharing it."""
+    """Replace the memory of every tensor of a model by what `move` returns. The tensor objects stay the same, so layers
+    that share one keep sharing it."""
     for tensor in list(tensors_of(model)):
         tensor.data = move(tensor)
 
 
 def tensors_of(root: object) -> Iterator[Tensor]:
-    """Every tensor that the objects of a model hold, once."""
+    """Yield every tensor that the objects of a model hold, once."""
     seen: set[int] = set()
-    open_: list[object] = [root]
-    while open_:
-        item = open_.pop()
+    stack: list[object] = [root]
+    while stack:
+        item = stack.pop()
         if id(item) in seen:
             continue
         seen.add(id(item))
         if isinstance(item, Tensor):
             yield item
         elif isinstance(item, list | tuple):
-            open_ += item
+            stack += item
         elif isinstance(item, dict):
-            open_ += item.values()
+            stack += item.values()
         elif type(item).__module__.partition(".")[0] == __package__.partition(".")[0]:
-            open_ += _values_of(item)
+            stack += _values_of(item)
 
 
 def _values_of(item: object) -> list[object]:

@@ -1,8 +1,8 @@
-"""What drawing takes where two ranks have half of the logits each, all but the link: `python -m benchmarks.peer_draws`.
+"""Sampling time of two ranks with half of the logits each, without the link: `python -m benchmarks.peer_sampling`.
 
 Two ranks are two CUDA streams of this process on one GPU, as in `benchmarks.peer_sums`. Each replays a captured graph
-of draws, and reads from the other what rows of a kind need: see `execution/sampling/triton/offers.py`. Beside it, one
-rank that has all logits, with the whole GPU to itself.
+of sampling, and reads from the other what its rows need: see `execution/sampling/triton/rank_candidates.py`. For
+comparison: one rank that has all logits, with the whole GPU to itself.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch import Tensor
 from inflight import SamplingParams
 from inflight.execution.parallel.peer_collective import PeerCollective, buffer_bytes
 from inflight.execution.sampling.triton import (
-    DrawRows,
-    Draws,
+    LogprobBuffers,
     RankTokens,
+    SamplingBatch,
     SamplingWorkspace,
-    WantedLogprobs,
-    draw,
-    draw_by_ranks,
+    TritonSamplingRows,
+    sample_by_ranks,
+    sample_tokens,
 )
 from inflight.request import Request
 
@@ -58,7 +58,7 @@ class DrawingRank:
         num_rows = len(logits)
         self.logits = logits
         self.tokens = torch.zeros(num_rows, 4, dtype=torch.int32, device=DEVICE)
-        self.state = DrawRows(num_rows, whole_size, DEVICE)
+        self.state = TritonSamplingRows(num_rows, whole_size, DEVICE)
         requests = [Request.create("r", [0], params, 2, seed=row).current_spec() for row in range(num_rows)]
         self.state.set_many(list(enumerate(requests)), self.tokens)
         self.workspace = SamplingWorkspace.allocate(num_rows, whole_size, DEVICE)
@@ -66,15 +66,15 @@ class DrawingRank:
         zeros, ones = torch.zeros_like(rows), torch.ones_like(rows)
         count = -1 if params.logprobs is None else params.logprobs
         results = torch.zeros(num_rows * 3 * (2 + count), dtype=torch.int32, device=DEVICE)
-        told = WantedLogprobs(ones * count, rows, ones[:1] * (1 + max(count, 0)), results)
-        self.draws = Draws(rows, ones, zeros.clone(), zeros.clone(), told)
+        told = LogprobBuffers(ones * count, rows, ones[:1] * (1 + max(count, 0)), results)
+        self.batch = SamplingBatch(rows, ones, zeros.clone(), zeros.clone(), told)
 
     def draw(self, part: RankTokens | None) -> None:
         for _ in range(NUM_DRAWS):
             if part is None:
-                draw(self.logits, self.draws, self.state, self.tokens, self.workspace)
+                sample_tokens(self.logits, self.batch, self.state, self.tokens, self.workspace)
             else:
-                draw_by_ranks(self.logits, part, self.draws, self.state, self.tokens, self.workspace)
+                sample_by_ranks(self.logits, part, self.batch, self.state, self.tokens, self.workspace)
 
 
 def measure(kind: str, num_rows: int, vocab_size: int, repeat: int) -> DrawResult:
@@ -98,7 +98,7 @@ def measure(kind: str, num_rows: int, vocab_size: int, repeat: int) -> DrawResul
     alone = _capture(streams[0], whole, None)
     one = statistics.median(_replayed([alone], streams) for _ in range(repeat))
     two = [_replayed(graphs, streams) for _ in range(repeat)]
-    assert all(torch.equal(each.draws.ids, whole.draws.ids) for each in ranks)
+    assert all(torch.equal(each.batch.ids, whole.batch.ids) for each in ranks)
     return DrawResult(kind, num_rows, statistics.median(two), min(two), one)
 
 

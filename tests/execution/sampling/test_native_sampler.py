@@ -14,9 +14,9 @@ from inflight.errors import EngineError
 from inflight.events import unpack_logprobs
 from inflight.execution.sampling import HAS_NO_TOKEN, IS_NOT_FINITE, HostSample, cpu_sampler
 from inflight.execution.sampling.native import ROW, NativeSampler
-from inflight.execution.sampling.token_bits import token_bits
+from inflight.execution.sampling.parameters import token_bits
 from inflight.native.library import native_library
-from tests.execution.sampler_oracle import Bench, Job, acceptable, adjusted, job
+from tests.execution.sampling.sampler_oracle import Bench, Job, acceptable, adjusted, job
 
 # Of each parameter something; ids are taken modulo the vocabulary.
 OPTIONS: list[dict[str, Any]] = [

@@ -1,4 +1,4 @@
-"""Ranks that have the logits of some tokens each draw what one rank draws that has all of them."""
+"""Ranks that have the logits of some tokens each draw what one rank batch that has all of them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torch import Tensor
 
 from inflight.events import PositionLogprobs, unpack_logprobs
 from inflight.execution.sampling import HAS_NO_TOKEN, IS_NOT_FINITE
-from inflight.execution.sampling.triton import RankTokens, draw_by_ranks
-from tests.execution.sampler_oracle import Bench, Job, job
-from tests.execution.test_triton_sampler import (
+from inflight.execution.sampling.triton import RankTokens, sample_by_ranks
+from tests.execution.sampling.sampler_oracle import Bench, Job, job
+from tests.execution.sampling.triton.test_sampler import (
     MIXTURE,
     SPECIAL,
-    Drawn,
     KernelBench,
+    Results,
     some_logits,
 )
 
@@ -86,8 +86,8 @@ def _columns(part: Tensor) -> Tensor:
 
 @dataclass
 class Answers:
-    one: Drawn
-    ranks: list[Drawn]
+    one: Results
+    ranks: list[Results]
     wanted: list[list[int]]  # columns of each rank by entry: of offers, of logits, of counts
 
 
@@ -97,20 +97,22 @@ def ask(jobs: list[Job], num_ranks: int) -> Answers:
     entries = [*range(3), -1, *range(3, len(jobs))]
     turns = RanksInTurn(num_ranks)
 
-    def work(rank: int, seat: Seat) -> Drawn:
+    def work(rank: int, seat: Seat) -> Results:
         kernels = KernelBench(bench, GROUP)
-        draws, logits, counts = kernels.asked(entries)
+        batch, logits, counts = kernels.asked(entries)
         parts = logits.tensor_split(num_ranks, dim=1)
         sizes = [part.shape[1] for part in parts]
         part = RankTokens(sum(sizes[:rank]), sizes, seat)
-        draw_by_ranks(parts[rank].contiguous(), part, draws, kernels.rows, kernels.tokens, kernels.workspace)
-        return kernels.found(draws, counts)
+        sample_by_ranks(
+            parts[rank].contiguous(), part, batch, kernels.rows, kernels.tokens, kernels.workspace
+        )
+        return kernels.found(batch, counts)
 
     one = KernelBench(bench, GROUP).draw(entries)
     return Answers(one, turns.together(work), turns.wanted)
 
 
-def check(found: Drawn, expected: Drawn) -> None:
+def check(found: Results, expected: Results) -> None:
     assert found.ids == expected.ids
     assert found.bad == expected.bad
     assert torch.equal(found.tokens, expected.tokens)

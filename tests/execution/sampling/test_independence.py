@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from inflight.native.library import native_library
-from tests.execution.sampler_oracle import Bench, Job, job
+from tests.execution.sampling.sampler_oracle import Bench, Job, job
 
 pytestmark = pytest.mark.usefixtures("each_sampler")
 

@@ -1,4 +1,4 @@
-"""The launches of the sampling kernels: a race, a choice, and the log-probabilities of the rows that ask for them."""
+"""Launches of the sampling kernels: Gumbel-max per chunk, the choice among chunks, and log-probabilities."""
 
 from __future__ import annotations
 
@@ -10,88 +10,96 @@ import triton.language as tl
 from torch import Tensor
 
 from inflight.events import PositionLogprobs
-from inflight.execution.sampling.logprobs import pack_columns
+from inflight.execution.sampling.sampler import pack_columns
 from inflight.execution.sampling.triton.choose import choose_kernel
+from inflight.execution.sampling.triton.gumbel import ALL, gumbel_kernel, special_gumbel_kernel
 from inflight.execution.sampling.triton.logprobs import logprobs_kernel, measure_kernel
-from inflight.execution.sampling.triton.offers import OFFER
-from inflight.execution.sampling.triton.race import ALL, race_kernel, special_race_kernel
-from inflight.execution.sampling.triton.rows import DrawRows
+from inflight.execution.sampling.triton.rank_candidates import CANDIDATE_COLUMNS
+from inflight.execution.sampling.triton.rows import TritonSamplingRows
 from inflight.execution.sampling.triton.workspace import GROUPS_OF_CHUNK, SamplingWorkspace
 from inflight.triton_utils.pdl import launch_options, supports_pdl
 
-RACE_WARPS = 8
+GUMBEL_WARPS = 8
 SPECIAL_PROGRAMS = 8  # for each row
 
 
 @dataclass(frozen=True, slots=True)
-class WantedLogprobs:
-    """Which entries want log-probabilities told, and where they go. [S] int32 each, but for `width`, [1]."""
+class LogprobBuffers:
+    """Which entries want log-probabilities, and where they are written. [S] int32 each, but for `width`, [1]."""
 
     counts: (
-        Tensor  # of the most likely tokens beside the target, at most MAX_LOGPROBS; below 0: nothing is told
+        Tensor  # most likely tokens to report beside the target, at most MAX_LOGPROBS; negative: none at all
     )
-    places: Tensor  # which of the results is the entry's
+    places: Tensor  # the index of each entry in the results
     width: Tensor  # 1 + the most that any entry wants
     results: Tensor  # flat: [places, 3, width] int32, see `logprobs_kernel`
 
 
 @dataclass(frozen=True, slots=True)
-class Draws:
-    """The tokens that are drawn together, and where they go.
+class SamplingBatch:
+    """The entries that are sampled together, and where their tokens are written.
 
-    rows [S] int32; a negative one is padding, and writes nothing. lengths [S] int32 count the tokens of each row before
-    the new one. ids [S] int32. bad [S] int32: 0, or how the entry is bad; its token is then some token of the
-    vocabulary.
+    rows [S] int32; a negative row is padding and writes nothing. lengths [S] int32: the number of tokens in each row
+    before the new one. ids [S] int32. bad [S] int32: 0, or why sampling failed; the token is then arbitrary, but one of
+    the vocabulary.
     """
 
     rows: Tensor
     lengths: Tensor
     ids: Tensor
     bad: Tensor
-    logprobs: WantedLogprobs
+    logprobs: LogprobBuffers
 
 
 @dataclass(frozen=True, slots=True)
-class Offered:
-    """What all ranks know of the rows that they settle together, see `offers.py`."""
+class RankCandidates:
+    """The candidates of all ranks, from which they all sample the same tokens; see `rank_candidates.py`."""
 
-    offers: Tensor  # [S, ranks * OFFER]
+    candidates: Tensor  # [S, ranks * CANDIDATE_COLUMNS]
     counted: Tensor  # [S, ranks * COUNTED]
-    is_counted: Tensor  # [S] int32: not 0 where the row is settled so, and wants log-probabilities
+    is_counted: (
+        Tensor  # [S] int32: nonzero where the candidates settle the row and it wants log-probabilities
+    )
 
 
 def read_logprobs(results: Tensor, counts: Sequence[int], width: int) -> list[PositionLogprobs]:
-    """Results in host memory, of the entries that want `counts`, in the order of their places."""
+    """Unpack results in host memory: `counts` of the entries that want log-probabilities, in order of their places."""
     columns = results[: 3 * width * len(counts)].view(len(counts), 3, width)
     return pack_columns(columns.numpy(), counts)
 
 
-def draw(logits: Tensor, draws: Draws, state: DrawRows, tokens: Tensor, workspace: SamplingWorkspace) -> None:
+def sample_tokens(
+    logits: Tensor,
+    batch: SamplingBatch,
+    state: TritonSamplingRows,
+    tokens: Tensor,
+    workspace: SamplingWorkspace,
+) -> None:
     """Choose token number lengths[i] of row rows[i] from logits[i], and write it to tokens and ids[i].
 
-    logits [S, V] float32, contiguous in the last dimension, are left as they are. tokens [max_rows, max_len] int32.
+    logits [S, V] float32, contiguous in the last dimension, are not modified. tokens [max_rows, max_len] int32.
     """
     workspace.check(logits)
-    race(logits, 0, draws, state, workspace, ALL)
-    special_race(logits, 0, draws, state, workspace, ALL)
-    choose(logits, draws, state, tokens, workspace)
-    tell(logits, draws.ids, draws.logprobs, workspace, supports_pdl(logits.device))
+    launch_gumbel(logits, 0, batch, state, workspace, ALL)
+    launch_special_gumbel(logits, 0, batch, state, workspace, ALL)
+    choose(logits, batch, state, tokens, workspace)
+    write_logprobs(logits, batch.ids, batch.logprobs, workspace, supports_pdl(logits.device))
 
 
-def race(
+def launch_gumbel(
     logits: Tensor,
     first_id: int,
-    draws: Draws,
-    state: DrawRows,
+    batch: SamplingBatch,
+    state: TritonSamplingRows,
     workspace: SamplingWorkspace,
     who: tl.constexpr,
 ) -> None:
-    """Over logits [S, n] of the tokens from `first_id` on."""
+    """Find the Gumbel-max winner of every chunk of logits [S, n], whose tokens start at `first_id`."""
     pdl = supports_pdl(logits.device)
-    race_kernel[(workspace.chunks_of(logits.shape[1]), len(logits))](
+    gumbel_kernel[(workspace.chunks_of(logits.shape[1]), len(logits))](
         logits,
-        draws.rows,
-        draws.lengths,
+        batch.rows,
+        batch.lengths,
         state.table,
         *workspace.between(),
         logits.shape[1],
@@ -102,25 +110,25 @@ def race(
         GROUP=workspace.group,
         WHO=who.value,
         PDL=pdl,
-        num_warps=RACE_WARPS,
+        num_warps=GUMBEL_WARPS,
         **launch_options(pdl),
     )
 
 
-def special_race(
+def launch_special_gumbel(
     logits: Tensor,
     first_id: int,
-    draws: Draws,
-    state: DrawRows,
+    batch: SamplingBatch,
+    state: TritonSamplingRows,
     workspace: SamplingWorkspace,
     who: tl.constexpr,
 ) -> None:
-    """The same for rows that change their logits or want log-probabilities."""
+    """Do the same for rows that modify their logits or want log-probabilities."""
     pdl = supports_pdl(logits.device)
-    special_race_kernel[(min(SPECIAL_PROGRAMS, workspace.chunks_of(logits.shape[1])), len(logits))](
+    special_gumbel_kernel[(min(SPECIAL_PROGRAMS, workspace.chunks_of(logits.shape[1])), len(logits))](
         logits,
-        draws.rows,
-        draws.lengths,
+        batch.rows,
+        batch.lengths,
         state.table,
         state.mask,
         state.forbidden,
@@ -139,25 +147,28 @@ def special_race(
         GROUP=workspace.group,
         WHO=who.value,
         PDL=pdl,
-        num_warps=RACE_WARPS,
+        num_warps=GUMBEL_WARPS,
         **launch_options(pdl),
     )
 
 
 def choose(
     logits: Tensor,
-    draws: Draws,
-    state: DrawRows,
+    batch: SamplingBatch,
+    state: TritonSamplingRows,
     tokens: Tensor,
     workspace: SamplingWorkspace,
-    offers: Tensor | None = None,
+    rank_candidates: Tensor | None = None,
 ) -> None:
-    """Logits [S, V]; of several ranks, of the rows that their offers [S, ranks * OFFER] do not settle."""
+    """Choose a token for each row of logits [S, V].
+
+    With several ranks, rows that `rank_candidates` [S, ranks * CANDIDATE_COLUMNS] settle have no logits of their own.
+    """
     pdl, vocab_size = supports_pdl(logits.device), logits.shape[1]
     choose_kernel[(len(logits),)](
         logits,
-        draws.rows,
-        draws.lengths,
+        batch.rows,
+        batch.lengths,
         state.table,
         state.forbidden,
         state.seen,
@@ -165,17 +176,17 @@ def choose(
         *workspace.between(),
         workspace.group_list,
         workspace.candidates,
-        offers,
+        rank_candidates,
         tokens,
-        draws.ids,
-        draws.bad,
+        batch.ids,
+        batch.bad,
         vocab_size,
         workspace.num_chunks,
         workspace.num_groups,
         logits.stride(0),
         tokens.stride(0),
         CHUNK=GROUPS_OF_CHUNK,
-        RANKS=0 if offers is None else offers.shape[1] // OFFER,
+        RANKS=0 if rank_candidates is None else rank_candidates.shape[1] // CANDIDATE_COLUMNS,
         PDL=pdl,
         **workspace.searches(vocab_size),
         **launch_options(pdl),
@@ -183,14 +194,13 @@ def choose(
 
 
 def score_all(logits: Tensor, targets: Tensor, count: int, workspace: SamplingWorkspace) -> Tensor:
-    """The log-probabilities of targets [P] int32 and of the `count` most likely tokens under logits [P, V]: results as
-    `read_logprobs` reads them."""
+    """Score targets [P] int32 and the `count` most likely tokens under logits [P, V], packed for `read_logprobs`."""
     workspace.check(logits)
     num_positions, vocab_size = logits.shape
     width = 1 + min(count, vocab_size)
     places = torch.arange(num_positions, dtype=torch.int32, device=logits.device)
     results = torch.empty(num_positions * 3 * width, dtype=torch.int32, device=logits.device)
-    wanted = WantedLogprobs(
+    buffers = LogprobBuffers(
         torch.full_like(places, width - 1), places, torch.full_like(places[:1], width), results
     )
     measure_kernel[(workspace.num_chunks, num_positions)](
@@ -202,40 +212,44 @@ def score_all(logits: Tensor, targets: Tensor, count: int, workspace: SamplingWo
         logits.stride(0),
         GROUPS=GROUPS_OF_CHUNK,
         GROUP=workspace.group,
-        num_warps=RACE_WARPS,
+        num_warps=GUMBEL_WARPS,
     )
-    tell(logits, targets, wanted, workspace, pdl=False)
+    write_logprobs(logits, targets, buffers, workspace, pdl=False)
     return results
 
 
-def tell(
+def write_logprobs(
     logits: Tensor,
     targets: Tensor,
-    wanted: WantedLogprobs,
+    buffers: LogprobBuffers,
     workspace: SamplingWorkspace,
     pdl: bool,
-    offered: Offered | None = None,
+    rank_candidates: RankCandidates | None = None,
 ) -> None:
-    """The log-probabilities of targets [S] and of the most likely tokens."""
-    ranks = (None, None, None) if offered is None else (offered.offers, offered.counted, offered.is_counted)
+    """Write the log-probabilities of targets [S] and of the most likely tokens."""
+    ranks: tuple[Tensor | None, Tensor | None, Tensor | None] = None, None, None
+    num_ranks = 0
+    if rank_candidates is not None:
+        ranks = rank_candidates.candidates, rank_candidates.counted, rank_candidates.is_counted
+        num_ranks = rank_candidates.candidates.shape[1] // CANDIDATE_COLUMNS
     logprobs_kernel[(len(logits),)](
         logits,
         targets,
-        wanted.counts,
-        wanted.places,
-        wanted.width,
+        buffers.counts,
+        buffers.places,
+        buffers.width,
         workspace.raw_tops,
         workspace.raw_masses,
         workspace.raw_group_tops,
         workspace.group_list,
         workspace.candidates,
         *ranks,
-        wanted.results,
+        buffers.results,
         logits.shape[1],
         workspace.num_chunks,
         workspace.num_groups,
         logits.stride(0),
-        RANKS=0 if offered is None else offered.offers.shape[1] // OFFER,
+        RANKS=num_ranks,
         PDL=pdl,
         **workspace.searches(logits.shape[1]),
         **launch_options(pdl),

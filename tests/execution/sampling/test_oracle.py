@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
 from inflight.sampling_params import SEED_RANGE, SamplingParams
-from tests.execution.sampler_oracle import Bench, Job, acceptable, adjusted
+from tests.execution.sampling.sampler_oracle import Bench, Job, acceptable, adjusted
 
 pytestmark = pytest.mark.usefixtures("each_sampler")
 
