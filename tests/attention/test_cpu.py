@@ -126,8 +126,10 @@ def test_wrong_shapes_are_refused() -> None:
         native().attend(query, torch.zeros(4, 1, 16), key, cache, inputs, 1.0, None)
     with pytest.raises(ConfigError, match="int32"):
         native().attend(query, key, key, cache, replace(inputs, rows=inputs.rows.long()), 1.0, None)
-    with pytest.raises(ConfigError, match="kv_places"):
-        native().attend(query, key, key, cache, replace(inputs, kv_places=inputs.kv_places[:2]), 1.0, None)
+    with pytest.raises(ConfigError, match="slot_mapping"):
+        native().attend(
+            query, key, key, cache, replace(inputs, slot_mapping=inputs.slot_mapping[:2]), 1.0, None
+        )
 
 
 def test_the_cache_is_float32() -> None:

@@ -52,7 +52,7 @@ def logprobs(
             context_lens=torch.tensor([start + count], dtype=torch.int32),
             rows=torch.zeros(1, dtype=torch.int32),
             block_tables=table.to(torch.int32)[None],
-            kv_places=table[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE,
+            slot_mapping=table[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE,
         )
         indices = None if wanted is None else torch.tensor(wanted[number], dtype=torch.int64)
         hidden = decoder.forward(ids[start : start + count], caches, inputs, indices)

@@ -26,9 +26,9 @@ class ReferenceAttention:
         window: int | None,
     ) -> Tensor:
         block_size = cache.shape[2]
-        for token, kv_place in enumerate(inputs.kv_places.tolist()):
-            cache[0, kv_place // block_size, kv_place % block_size] = key[token]
-            cache[1, kv_place // block_size, kv_place % block_size] = value[token]
+        for token, slot in enumerate(inputs.slot_mapping.tolist()):
+            cache[0, slot // block_size, slot % block_size] = key[token]
+            cache[1, slot // block_size, slot % block_size] = value[token]
         out = torch.empty_like(query)
         starts = inputs.query_starts.tolist()
         entries = zip(starts, starts[1:], inputs.context_lens.tolist(), inputs.rows.tolist(), strict=False)
