@@ -122,7 +122,7 @@ def test_wrong_shapes_are_refused() -> None:
     (cache,) = native().allocate(KVShape(1, 2, 16, 16, torch.float32), 4, torch.device("cpu"))
     query, key = torch.zeros(4, 4, 16), torch.zeros(4, 2, 16)
     inputs = scene.inputs(scene.whole()[0])
-    with pytest.raises(ConfigError, match="do not belong together"):
+    with pytest.raises(ConfigError, match="do not match"):
         native().attend(query, torch.zeros(4, 1, 16), key, cache, inputs, 1.0, None)
     with pytest.raises(ConfigError, match="int32"):
         native().attend(query, key, key, cache, replace(inputs, rows=inputs.rows.long()), 1.0, None)
