@@ -121,7 +121,7 @@ def measure_attention(name: str, backend: HeadAttention, context: int, repeats: 
         context_lens=torch.full((batch,), context, dtype=torch.int32),
         rows=torch.arange(batch, dtype=torch.int32),
         block_tables=tables,
-        kv_places=tables[:, last // block_size].long() * block_size + last % block_size,
+        slot_mapping=tables[:, last // block_size].long() * block_size + last % block_size,
     )
     query = torch.randn(batch, num_heads, head_dim)
     key, value = torch.randn(2, batch, num_kv_heads, head_dim)

@@ -175,7 +175,7 @@ def rope_cases(bench: Bench) -> Iterator[Case]:
     for num_tokens in bench.tokens:
         num_blocks = -(-num_tokens // BLOCK_SIZE)
         positions = torch.arange(num_tokens, dtype=torch.int32, device=bench.device)
-        kv_places = torch.randperm(num_blocks * BLOCK_SIZE, device=bench.device)[:num_tokens].int()
+        slot_mapping = torch.randperm(num_blocks * BLOCK_SIZE, device=bench.device)[:num_tokens].int()
         qkvs = [
             bench.randn(num_tokens, bench.qkv_size)
             for _ in range(num_copies(2 * num_tokens * bench.qkv_size))
@@ -184,7 +184,7 @@ def rope_cases(bench: Bench) -> Iterator[Case]:
         heads = (bench.num_heads, bench.num_kv_heads, bench.head_dim)
         norms, pdl = (layer.q_norm, layer.k_norm, EPS), supports_pdl(bench.device)
         calls: list[Call] = [
-            _bind(rope_write, qkv, positions, kv_places, layer.cos_sin, *norms, cache, *heads, pdl)
+            _bind(rope_write, qkv, positions, slot_mapping, layer.cos_sin, *norms, cache, *heads, pdl)
             for qkv in qkvs
         ]
         # All is read; queries and keys are written back, keys and values to the cache.

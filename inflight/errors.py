@@ -57,7 +57,7 @@ class ModelError(ConfigError):
 
 
 class UnknownArchitectureError(ModelError):
-    """No family in `models/families.py` has this architecture."""
+    """No family in `models/decoders/families.py` has this architecture."""
 
 
 class WeightsError(ModelError):

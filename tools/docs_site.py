@@ -28,7 +28,7 @@ NAV: dict[str, tuple[str, ...]] = {
     ),
     "Operate": ("deploy.md", "security.md", "performance.md", "performance-notes.md"),
     "Reference": ("options.md", "reference/cli.md", "reference/api.md"),
-    "Inside": ("architecture.md", "request-walk.md"),
+    "Inside": ("architecture.md", "request-walk.md", "models.md", "gpu.md", "cpu.md"),
     "Project": ("contributing.md", "changelog.md"),
 }
 MORE = "Inside"

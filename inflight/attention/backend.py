@@ -1,4 +1,4 @@
-"""The seam between a decoder layer and the paged KV cache."""
+"""The interface between a decoder layer and the paged KV cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """The KV cache of one model: the same for every layer."""
+    """The shape of one model's KV cache, equal for all layers."""
 
     num_layers: int
     num_kv_heads: int
@@ -21,14 +21,14 @@ class KVShape:
 
     @property
     def bytes_per_block(self) -> int:
-        """Keys and values of one block in all layers."""
+        """Bytes of the keys and values of one block in all layers."""
         values = self.num_layers * 2 * self.num_kv_heads * self.head_dim * self.block_size
         return values * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    """What attention needs to know of one layer, besides its KV cache."""
+    """The parameters of attention in one layer."""
 
     num_heads: int
     num_kv_heads: int
@@ -43,10 +43,10 @@ class AttentionLayer:
 
 @dataclass(slots=True)
 class AttentionInputs:
-    """Where the tokens of one step sit. B entries, T tokens, entry i owning the next counts[i] tokens.
+    """Where the T tokens of one step's B entries are. An entry is a request's share of the step.
 
-    Entry i's queries are the last `query_starts[i+1] - query_starts[i]` of its `context_lens[i]` tokens:
-    its KV is complete once this step's keys and values are written.
+    Entry i's queries are the last `query_starts[i+1] - query_starts[i]` of its `context_lens[i]` tokens: its KV is
+    complete once this step's keys and values are written.
     """
 
     positions: Tensor  # [T] int64
@@ -54,17 +54,17 @@ class AttentionInputs:
     context_lens: Tensor  # [B] int32, tokens with KV after this step
     rows: Tensor  # [B] int32, index into block_tables
     block_tables: Tensor  # [max_rows, max_blocks] int32, permanent
-    kv_places: Tensor  # [T] int64, where the KV of each token goes: block_id * block_size + offset
+    slot_mapping: Tensor  # [T] int64, where the KV of each token goes: block_id * block_size + offset
 
 
 InputsT = TypeVar("InputsT", contravariant=True)
 
 
 class AttentionBackend(Protocol[InputsT]):
-    """Owns the layout of the cache, and says which inputs it reads a step from."""
+    """Attention that owns the layout of the cache and defines the inputs that it reads a step from."""
 
     def allocate(self, shape: KVShape, num_blocks: int, device: torch.device) -> list[Tensor]:
-        """One cache tensor per layer."""
+        """Return one cache tensor per layer."""
 
     def attend(
         self,
@@ -73,5 +73,5 @@ class AttentionBackend(Protocol[InputsT]):
         cache: Tensor,
         inputs: InputsT,
     ) -> Tensor:  # [T, num_heads * head_dim]
-        """Normalise and rotate queries and keys, write this step's keys and values, for all entries, then attend:
-        so an entry may read blocks that another entry of the same step fills."""
+        """Normalise and rotate queries and keys, write this step's keys and values for all entries, then attend. So an
+        entry may read blocks that another entry of the same step fills."""

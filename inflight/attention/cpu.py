@@ -1,4 +1,4 @@
-"""Attention on the CPU: compiled, or plain torch where nothing can be compiled."""
+"""Attention over the KV cache on the CPU: compiled, or plain torch without a compiler."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from inflight.native.library import Library, native_library
 
 
 class HeadAttention(Protocol):
-    """Cache write and attention of heads that are ready: what `ComposedAttention` makes a backend of."""
+    """Cache write and attention, without norms and rotation: `ComposedAttention` turns it into a backend."""
 
     def allocate(self, shape: KVShape, num_blocks: int, device: torch.device) -> list[Tensor]:
-        """One cache tensor per layer."""
+        """Return one cache tensor per layer."""
 
     def attend(
         self,
@@ -34,10 +34,10 @@ class HeadAttention(Protocol):
 
 class HeadKernels(Protocol):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Normalise the last dimension, whatever the leading ones."""
+        """Normalise the last dimension of a tensor of any rank."""
 
     def rotate(self, x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
-        """Rotary embedding of x [T, heads, head_dim]: the first rotary_dim features of each head, in halves
+        """Apply the rotary embedding to x [T, heads, head_dim]: the first rotary_dim features of each head, in halves
         (feature i rotates with feature i + rotary_dim / 2). May work in place."""
 
 
@@ -69,7 +69,7 @@ class ComposedAttention:
 
 
 def cpu_attention() -> HeadAttention:
-    """The compiled backend, or plain torch where it cannot be had."""
+    """Return the compiled attention, or plain torch if it is not available."""
     library = native_library()
     return TorchCpuAttention() if library is None else CpuAttention(library)
 
@@ -77,9 +77,8 @@ def cpu_attention() -> HeadAttention:
 class CpuAttention:
     """Implements `HeadAttention` on the compiled library, in float32.
 
-    A layer's cache is [num_blocks, num_kv_heads, 2, head_dim, block_size]: keys as drawn, and the values in
-    their half as [block_size, head_dim]. A query's result is the same bits whatever else is in the batch and
-    however its prompt was cut into chunks.
+    A layer's cache is [num_blocks, num_kv_heads, 2, head_dim, block_size]: keys in this layout, and values in their
+    half as [block_size, head_dim]. A query's result is bit-identical in any batch, however its prompt was chunked.
     """
 
     def __init__(self, library: Library) -> None:
@@ -87,9 +86,9 @@ class CpuAttention:
 
     def allocate(self, shape: KVShape, num_blocks: int, device: torch.device) -> list[Tensor]:
         if shape.dtype != torch.float32 or device.type != "cpu":
-            raise ConfigError(f"the KV cache is {shape.dtype} on {device}: allowed is torch.float32 on cpu")
+            raise ConfigError(f"the KV cache is {shape.dtype} on {device}: it must be torch.float32 on cpu")
         size = (num_blocks, shape.num_kv_heads, 2, shape.head_dim, shape.block_size)
-        # Never touched as a whole: a large cache takes memory as its blocks are written.
+        # Not initialised, so a large cache takes memory only as its blocks are written.
         return [torch.empty(size) for _ in range(shape.num_layers)]
 
     def attend(
@@ -122,7 +121,7 @@ class CpuAttention:
             inputs.context_lens.data_ptr(),
             inputs.rows.data_ptr(),
             inputs.block_tables.data_ptr(),
-            inputs.kv_places.data_ptr(),
+            inputs.slot_mapping.data_ptr(),
             len(inputs.rows),
             num_tokens,
             num_heads,
@@ -138,7 +137,7 @@ class CpuAttention:
 
 
 class TorchCpuAttention:
-    """Implements `HeadAttention` with torch alone, within rounding of the compiled one.
+    """Implements `HeadAttention` in torch, equal to the compiled one up to rounding.
 
     A layer's cache is [2, num_blocks, block_size, num_kv_heads, head_dim].
     """
@@ -158,9 +157,9 @@ class TorchCpuAttention:
         window: int | None,
     ) -> Tensor:
         block_size = cache.shape[2]
-        places = cache.view(2, -1, *cache.shape[3:])  # a place for each token of each block
-        places[0].index_copy_(0, inputs.kv_places, key.to(cache.dtype))
-        places[1].index_copy_(0, inputs.kv_places, value.to(cache.dtype))
+        slots = cache.view(2, -1, *cache.shape[3:])  # one per token of each block
+        slots[0].index_copy_(0, inputs.slot_mapping, key.to(cache.dtype))
+        slots[1].index_copy_(0, inputs.slot_mapping, value.to(cache.dtype))
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         starts = inputs.query_starts.tolist()
         for entry, (context_len, row) in enumerate(
@@ -168,15 +167,15 @@ class TorchCpuAttention:
         ):
             first, end = starts[entry], starts[entry + 1]
             position = context_len - (end - first)
-            # Only places that some query of the entry sees: others may hold anything.
+            # Only slots that some query of the entry sees: others may hold anything.
             lowest = 0 if window is None else max(0, position - window + 1)
             seen = torch.arange(lowest, context_len, device=query.device)
-            seen_places = inputs.block_tables[row, seen // block_size].long() * block_size + seen % block_size
-            keys, values = places[:, seen_places].transpose(1, 2)  # [num_kv_heads, n, head_dim]
-            asked = torch.arange(position, context_len, device=query.device).unsqueeze(1)
-            mask = seen <= asked
+            seen_slots = inputs.block_tables[row, seen // block_size].long() * block_size + seen % block_size
+            keys, values = slots[:, seen_slots].transpose(1, 2)  # [num_kv_heads, n, head_dim]
+            positions = torch.arange(position, context_len, device=query.device).unsqueeze(1)
+            mask = seen <= positions
             if window is not None:
-                mask &= seen > asked - window
+                mask &= seen > positions - window
             attended = F.scaled_dot_product_attention(
                 query[first:end].transpose(0, 1).unsqueeze(0),
                 keys.to(query.dtype).unsqueeze(0),
@@ -190,13 +189,13 @@ class TorchCpuAttention:
 
 
 def _heads(x: Tensor) -> Tensor:
-    """The library reads float32 [T, heads, head_dim] of any strides but a unit one inside."""
+    """Return x as float32 [T, heads, head_dim] with unit inner stride, which the library reads."""
     x = x.to(torch.float32)
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, cache: Tensor, inputs: AttentionInputs) -> None:
-    """The library trusts its pointers, so what they point to is checked here."""
+    """Check the layout of the tensors: the library trusts its pointers."""
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = cache.shape[1]
     expected = (num_tokens, num_kv_heads, head_dim)
@@ -208,7 +207,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, cache: Tensor, inputs: Att
     ):
         raise ConfigError(
             f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)} and cache "
-            f"{list(cache.shape)} do not belong together"
+            f"{list(cache.shape)} do not match"
         )
     num_entries = len(inputs.rows)
     sizes = (
@@ -217,8 +216,12 @@ def _check(query: Tensor, key: Tensor, value: Tensor, cache: Tensor, inputs: Att
         (inputs.rows, num_entries),
     )
     narrow = all(len(x) == size and x.dtype == torch.int32 and x.is_contiguous() for x, size in sizes)
-    tables, kv_places = inputs.block_tables, inputs.kv_places
+    tables, slot_mapping = inputs.block_tables, inputs.slot_mapping
     if not narrow or tables.dtype != torch.int32 or tables.stride(1) != 1:
         raise ConfigError("query_starts, context_lens, rows and block_tables must be contiguous int32")
-    if kv_places.dtype != torch.int64 or len(kv_places) != num_tokens or not kv_places.is_contiguous():
-        raise ConfigError("kv_places must be contiguous int64, one per token")
+    if (
+        slot_mapping.dtype != torch.int64
+        or len(slot_mapping) != num_tokens
+        or not slot_mapping.is_contiguous()
+    ):
+        raise ConfigError("slot_mapping must be contiguous int64, one per token")

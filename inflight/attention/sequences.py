@@ -1,4 +1,8 @@
-"""Attention of encoders: every token of a sequence sees every other, and nothing is kept for later steps."""
+"""Attention of encoders: every token of a sequence sees every other, and nothing is kept for later steps.
+
+The interface, the reference in torch, and the implementation on the compiled CPU library. `triton/sequences.py` is for
+GPUs.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from inflight.errors import ConfigError
+from inflight.native.library import Library, native_library
+
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """The sequences of one step, side by side: B of them, T tokens, none between them."""
+    """The B sequences of one step, T tokens side by side without padding."""
 
     starts: Tensor  # [B + 1] int32, from 0 to T, on the device
     lengths: list[int] | None  # [B]; None: only the device knows, and B and T are capacities
@@ -30,17 +37,17 @@ class SequenceAttention(Protocol):
         # (cos_sin [max_position, rotary_dim] float32, cos in the first half and sin in the second; positions [T] int64)
         rotary: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:  # [T, num_heads * head_dim]
-        """Rotate queries and keys, where asked to, and attend within each sequence."""
+        """Rotate queries and keys, if `rotary` is set, and attend within each sequence."""
 
 
 class Rotation(Protocol):
     def rotate(self, x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
-        """Rotary embedding of x [T, heads, head_dim]: the first rotary_dim features of each head, in halves
+        """Apply the rotary embedding to x [T, heads, head_dim]: the first rotary_dim features of each head, in halves
         (feature i rotates with feature i + rotary_dim / 2). May work in place."""
 
 
 class TorchSequenceAttention:
-    """Implements `SequenceAttention` with torch alone, one sequence at a time: any device, and the reference."""
+    """Implements `SequenceAttention` in torch, one sequence at a time: the reference, for any device."""
 
     def __init__(self, kernels: Rotation) -> None:
         self._kernels = kernels
@@ -83,8 +90,82 @@ def _batched(heads: Tensor) -> Tensor:
 
 
 def _near(length: int, window: int | None, device: torch.device) -> Tensor | None:
-    """[length, length]: which tokens see which; None: all see all."""
+    """Return the mask [length, length] of which tokens see which, or None if all see all."""
     if window is None or window >= length - 1:
         return None
-    places = torch.arange(length, device=device)
-    return (places.unsqueeze(1) - places).abs() <= window
+    positions = torch.arange(length, device=device)
+    return (positions.unsqueeze(1) - positions).abs() <= window
+
+
+def cpu_sequence_attention(kernels: Rotation) -> SequenceAttention:
+    """Return the compiled attention, or plain torch if it is not available."""
+    library = native_library()
+    return TorchSequenceAttention(kernels) if library is None else NativeSequenceAttention(library)
+
+
+class NativeSequenceAttention:
+    """Implements `SequenceAttention` in float32. A sequence's result is bit-identical in any batch."""
+
+    def __init__(self, library: Library) -> None:
+        self._library = library
+
+    def attend(
+        self,
+        qkv: Tensor,
+        num_heads: int,
+        head_dim: int,
+        scale: float,
+        window: int | None,
+        sequences: Sequences,
+        rotary: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        qkv = qkv.to(torch.float32).contiguous()
+        _check(qkv, num_heads, head_dim, sequences)
+        if rotary is not None:
+            self._rotate(qkv, num_heads, head_dim, *rotary)
+        out = torch.empty(len(qkv), num_heads * head_dim)
+        self._library.attend_sequences(
+            qkv.data_ptr(),
+            out.data_ptr(),
+            sequences.starts.data_ptr(),
+            len(sequences.starts) - 1,
+            num_heads,
+            head_dim,
+            -1 if window is None else window,
+            scale,
+            self._library.threads,
+        )
+        return out
+
+    def _rotate(self, qkv: Tensor, num_heads: int, head_dim: int, cos_sin: Tensor, positions: Tensor) -> None:
+        """Rotate queries and keys, the first 2 * num_heads heads, in place."""
+        rotary_dim = cos_sin.shape[-1]
+        if rotary_dim > head_dim or rotary_dim % 2 or len(positions) != len(qkv):
+            raise ConfigError(
+                f"cannot rotate heads of {head_dim} features of {len(qkv)} tokens at {len(positions)} positions "
+                f"with {rotary_dim} rotary features"
+            )
+        positions = positions.to(torch.int64).contiguous()
+        cos_sin = cos_sin.to(torch.float32).contiguous()
+        self._library.rotate(
+            qkv.data_ptr(),
+            len(qkv),
+            2 * num_heads,
+            qkv.stride(0),
+            head_dim,
+            positions.data_ptr(),
+            cos_sin.data_ptr(),
+            rotary_dim,
+            self._library.threads,
+        )
+
+
+def _check(qkv: Tensor, num_heads: int, head_dim: int, sequences: Sequences) -> None:
+    """Check the layout of the tensors: the library trusts its pointers."""
+    starts, lengths = sequences.starts, sequences.lengths
+    if qkv.dim() != 2 or qkv.shape[1] != 3 * num_heads * head_dim:
+        raise ConfigError(f"qkv is {list(qkv.shape)}: it must be [tokens, 3 * {num_heads} * {head_dim}]")
+    if starts.dtype != torch.int32 or lengths is None or starts.shape != (len(lengths) + 1,):
+        raise ConfigError("starts must be int32, with one more entry than there are sequences")
+    if not starts.is_contiguous() or starts[0] != 0 or starts[-1] != len(qkv) or (starts.diff() < 0).any():
+        raise ConfigError(f"starts must be contiguous and rise from 0 to {len(qkv)} tokens")

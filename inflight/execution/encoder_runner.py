@@ -16,7 +16,7 @@ from inflight.engine.runner import Runner
 from inflight.execution.forward import torch_threads
 from inflight.execution.results import StepVectors
 from inflight.layers.native_kernels import NativeKernels
-from inflight.models.encoder import PoolingEncoder, TextBatch
+from inflight.models.encoders.encoder import PoolingEncoder, TextBatch
 from inflight.scheduling import Batch, Sampled
 
 Longs = NDArray[np.int64]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from inflight.attention.backend import AttentionInputs
 from inflight.execution.results import PooledRows, PromptPiece, ScoredRows
-from inflight.models.decoder import Decoder
+from inflight.models.decoders.decoder import Decoder
 from inflight.scheduling import Batch
 
 
@@ -98,7 +98,7 @@ def build_inputs(batch: Batch, rows: Rows, block_size: int) -> StepInputs:
         context_lens=lengths.int(),
         rows=row_ids.int(),
         block_tables=rows.block_tables,
-        kv_places=blocks * block_size + positions % block_size,
+        slot_mapping=blocks * block_size + positions % block_size,
     )
     sampling = [index for index, samples in enumerate(batch.samples) if samples]
     chosen = slice(None) if len(sampling) == len(batch) else sampling

@@ -11,8 +11,8 @@ from inflight.execution.forward import ForwardPass, StageLinks, StepInputs, torc
 from inflight.execution.parallel.collective import SharedCollective
 from inflight.execution.results import StepHandle, StepVectors
 from inflight.execution.sampling import SampledTensors, Sampler, VocabularyPart, cpu_sampler
-from inflight.models.decoder import Decoder
-from inflight.models.shard import Shard
+from inflight.models.decoders.decoder import Decoder
+from inflight.models.decoders.shard import Shard
 from inflight.scheduling import Batch, Sampled
 
 # Elements from which torch's threads pay off on a CPU.

@@ -1,10 +1,9 @@
-"""The seam between models and the arithmetic of one device.
+"""The interface between models and the arithmetic of one device.
 
-Decoder and encoder are written once, in terms of these operations, each as large as some device can do in one go. What
-reads a weight matrix belongs to a `Linear`, which owns how the matrix is stored, which kernels multiply it and how it
-is loaded: another storage format is another `Linear`. `Kernels` makes them, and does what needs no matrix.
-`TorchKernels` runs anywhere and is the reference, `NativeKernels` is the compiled CPU path (the Linears of both are
-put together from smaller operations: `composed.py`), `TritonKernels` the GPU path.
+Decoders and encoders are written once, in terms of these operations; each is as large as some device can do in one
+kernel. Everything that reads a weight matrix is a method of a `Linear`, which owns how the matrix is stored, multiplied
+and loaded: another storage format is another `Linear`. `Kernels` creates them and does what needs no matrix.
+`TorchKernels` runs anywhere and is the reference, `NativeKernels` is for CPUs, `TritonKernels` for GPUs.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ ACTIVATIONS = ("gelu", "gelu_tanh", "relu", "silu", "tanh")
 
 
 class Reduce(Protocol):
-    """Adds up the partial products of layers that hold some columns each of one matrix."""
+    """Adds the partial products of layers that each hold some columns of one matrix."""
 
     def sum(self, x: Tensor) -> Tensor:
-        """[M, out_features]. May overwrite x."""
+        """Return the sum [M, out_features]. May overwrite x."""
 
 
 @dataclass(frozen=True, slots=True)
 class Residual:
-    """The residual: hidden states between two layers, and the norm through which the next layer reads them.
+    """Hidden states between two layers, and the norm through which the next layer reads them.
 
-    Whoever writes the hidden states may leave part of that norm beside them; who reads them may do without.
+    The layer that writes the hidden states may precompute part of that norm; the reader may ignore it.
     """
 
     x: Tensor  # [T, hidden]
@@ -54,16 +53,16 @@ class Linear(Protocol):
         """Copy `bias` [n] into outputs [first_row, first_row + n)."""
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Weight rows [len(ids), in_features] in the compute dtype: the lookup of a tied embedding."""
+        """Return weight rows [len(ids), in_features] in the compute dtype: the lookup of a tied embedding."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """[M, in_features] -> [M, out_features]."""
 
     def activated(self, x: Tensor, activation: str) -> Tensor:
-        """activation(the product of x): one of ACTIVATIONS."""
+        """Return activation(product of x). The activation is one of ACTIVATIONS."""
 
     def normed(self, residual: Residual, eps: float) -> Tensor:
-        """The product of rms_norm(x), or of x without a norm."""
+        """Return the product of rms_norm(x), or of x without a norm."""
 
     def gated(self, residual: Residual, eps: float, activation: str) -> Tensor:
         """[T, hidden] -> [T, inner]: activation(first half) * second half of `normed`. One of GATES."""
@@ -71,16 +70,16 @@ class Linear(Protocol):
     def add_to(
         self, residual: Residual, x: Tensor, norm: Tensor | None, eps: float, next_norm: Tensor | None
     ) -> Residual:
-        """The residual plus rms_norm(y), or plus y without a norm, to be read through `next_norm`. Here y is the
-        product of x, reduced first where the layer has a `Reduce`. May overwrite the residual."""
+        """Return the residual plus rms_norm(y), or plus y without a norm, to be read through `next_norm`. y is the
+        product of x, reduced first if the layer has a `Reduce`. May overwrite the residual."""
 
     def logits(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
-        """The product of rms_norm(x), in float32."""
+        """Return the product of rms_norm(x) in float32."""
 
 
 class Kernels(Protocol):
-    """Activations are 2-D, [tokens, features], contiguous, in `compute_dtype`. Norm weights and
-    biases are float32."""
+    """The operations of one device. Activations are 2-D, [tokens, features], contiguous, in `compute_dtype`. Norm
+    weights and biases are float32."""
 
     compute_dtype: torch.dtype
 
@@ -92,17 +91,17 @@ class Kernels(Protocol):
         bias: bool,
         reduce: Reduce | None = None,
     ) -> Linear:
-        """An empty linear layer whose weights are stored as `dtype`, or as something no less exact.
+        """Return an empty linear layer whose weights are stored as `dtype`, or in a type that is no less precise.
 
-        `reduce` is for a layer that holds only some columns of its matrix (a sharded output or down projection), and
-        comes between the product and the residual. Of such layers one has the bias.
+        `reduce` is for a layer that holds only some columns of its matrix (a sharded output or down projection); it is
+        applied between the product and the residual. Only one of these layers has the bias.
         """
 
     def embed(self, table: Tensor, ids: Tensor) -> Tensor:
-        """Rows [len(ids), n] of an embedding table [N, n], in the compute dtype."""
+        """Return rows [len(ids), n] of an embedding table [N, n] in the compute dtype."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Normalise the last dimension, whatever the leading ones; statistics in float32."""
+        """Normalise the last dimension of a tensor of any rank; statistics in float32."""
 
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
         """[T, 2n] -> [T, n]: activation(first half) * second half. One of GATES."""
@@ -113,14 +112,14 @@ class Kernels(Protocol):
     def add_layer_norm(
         self, residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float
     ) -> Tensor:
-        """layer_norm(residual + x). May overwrite the residual."""
+        """Return layer_norm(residual + x). May overwrite the residual."""
 
     def add(self, residual: Tensor, x: Tensor) -> Tensor:
-        """residual + x. May overwrite the residual."""
+        """Return residual + x. May overwrite the residual."""
 
 
 def check_weight(linear: Linear, weight: Tensor, first_row: int, first_column: int) -> None:
-    """Refuse a weight that does not fit `linear` there."""
+    """Raise unless the weight fits into `linear` at this row and column."""
     fits = weight.dim() == 2 and first_row >= 0 and first_column >= 0
     if fits:
         num_rows, num_columns = weight.shape
@@ -135,9 +134,9 @@ def check_weight(linear: Linear, weight: Tensor, first_row: int, first_column: i
 
 
 def check_bias(linear: Linear, has_bias: bool, bias: Tensor, first_row: int) -> None:
-    """Refuse a bias that does not fit `linear` at output `first_row`."""
+    """Raise unless the bias fits into `linear` at output `first_row`."""
     if not has_bias:
-        raise ConfigError("a bias was given to a linear layer that was made without one")
+        raise ConfigError("cannot load a bias into a linear layer that was created without one")
     if bias.dim() != 1 or not 0 <= first_row <= first_row + len(bias) <= linear.out_features:
         raise ConfigError(
             f"a bias of shape {list(bias.shape)} does not fit at row {first_row}: "
@@ -147,9 +146,9 @@ def check_bias(linear: Linear, has_bias: bool, bias: Tensor, first_row: int) -> 
 
 def check_gate(activation: str) -> None:
     if activation not in GATES:
-        raise ConfigError(f"a gate's activation is {activation!r}: allowed is {', '.join(GATES)}")
+        raise ConfigError(f"a gate's activation is {activation!r}: it must be one of {', '.join(GATES)}")
 
 
 def check_activation(activation: str) -> None:
     if activation not in ACTIVATIONS:
-        raise ConfigError(f"activation is {activation!r}: allowed is {', '.join(ACTIVATIONS)}")
+        raise ConfigError(f"activation is {activation!r}: it must be one of {', '.join(ACTIVATIONS)}")

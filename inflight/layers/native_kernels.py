@@ -1,6 +1,6 @@
-"""The arithmetic of models on the compiled CPU library.
+"""Layers on the compiled CPU library.
 
-Activations are float32. A token's result is the same bits whatever else is in the batch.
+Activations are float32. A token's result is bit-identical whatever else is in the batch.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from inflight.errors import ConfigError
-from inflight.layers.composed import ComposedLinear
 from inflight.layers.kernels import (
     Kernels,
     Linear,
@@ -19,7 +18,7 @@ from inflight.layers.kernels import (
     check_gate,
     check_weight,
 )
-from inflight.layers.torch_kernels import TorchKernels
+from inflight.layers.torch_kernels import ComposedLinear, TorchKernels
 from inflight.native.library import ACTIVATION_NUMBERS, Library, native_library
 
 LOAD_ROWS = 4096  # rows converted at a time, so that a large weight is never held twice
@@ -40,7 +39,7 @@ class NativeLinear(ComposedLinear):
     ) -> None:
         super().__init__(kernels, in_features, out_features, reduce)
         self._library = library
-        # bfloat16 is widened in registers; float16 would lose that speed, and float32 holds it exactly.
+        # bfloat16 is widened in registers. float16 would be slower to widen, and float32 holds it exactly.
         self._stored = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
         narrow = self._stored == torch.bfloat16
         self._multiply = library.multiply_bf16 if narrow else library.multiply_f32
@@ -50,7 +49,7 @@ class NativeLinear(ComposedLinear):
         self._panels = torch.empty(panels, in_features, library.panel, dtype=self._stored)
         library.advise(self._panels.data_ptr(), self._panels.nbytes)
         if out_features % library.panel:
-            self._panels[-1].zero_()  # lanes past the last output are multiplied too
+            self._panels[-1].zero_()  # lanes past the last output take part in products
         self._bias = torch.zeros(out_features) if bias else None
         self._weight_pointer = self._panels.data_ptr()
         self._bias_pointer = None if self._bias is None else self._bias.data_ptr()
@@ -77,7 +76,7 @@ class NativeLinear(ComposedLinear):
     def embed(self, ids: Tensor) -> Tensor:
         ids = ids.to(torch.int64).contiguous()
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.out_features:
-            raise IndexError(f"row ids must lie in [0, {self.out_features}), given {ids.tolist()}")
+            raise IndexError(f"row ids are {ids.tolist()}: they must be in [0, {self.out_features})")
         out = torch.empty(len(ids), self.in_features)
         self._gather(
             self._weight_pointer,
@@ -176,7 +175,7 @@ class NativeKernels:
         if rotary_dim > head_dim or rotary_dim % 2 or len(positions) != num_tokens:
             raise ConfigError(
                 f"cannot rotate x {list(x.shape)} at {len(positions)} positions with {rotary_dim} rotary "
-                "features: allowed is one position per token, and an even number of at most head_dim features"
+                "features: there must be one position per token, and an even number of at most head_dim features"
             )
         positions = positions.to(torch.int64).contiguous()
         cos_sin = _dense(cos_sin)
@@ -241,13 +240,13 @@ class NativeKernels:
 
 
 def cpu_kernels() -> NativeKernels | TorchKernels:
-    """The compiled kernels, or plain torch where they cannot be had."""
+    """Return the compiled kernels, or plain torch if they are not available."""
     library = native_library()
     return TorchKernels() if library is None else NativeKernels(library)
 
 
 def _dense(x: Tensor) -> Tensor:
-    """The library reads contiguous float32; both conversions cost nothing where x is so already."""
+    """Return x as contiguous float32, which the library reads; x itself if it already is."""
     return x.to(torch.float32).contiguous()
 
 
@@ -264,14 +263,14 @@ def _bias(bias: Tensor | None, num_features: int) -> Tensor | None:
 
 
 def _alike(residual: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Both as the library reads them."""
+    """Return both as the library reads them."""
     if x.shape != residual.shape:
-        raise ConfigError(f"x is {list(x.shape)} and residual {list(residual.shape)}: they must be alike")
+        raise ConfigError(f"x is {list(x.shape)} and residual {list(residual.shape)}: they must be equal")
     return _dense(residual), _dense(x)
 
 
 def _rows(x: Tensor) -> Tensor:
-    """x as [outer, inner, features] with unit stride inside: a view where the strides allow it."""
+    """Return x as [outer, inner, features] with unit inner stride: a view if the strides allow it."""
     if x.dtype != torch.float32 or x.stride(-1) != 1 or x.dim() not in (2, 3):
         x = _dense(x).view(-1, x.shape[-1])
     return x if x.dim() == 3 else x.unsqueeze(1)

@@ -1,7 +1,6 @@
-"""Rotary position tables: which angle each position rotates each pair of features by.
+"""Rotary position tables: the angle by which each position rotates each pair of features.
 
-The arithmetic is in float32, as models were trained with it: a more exact angle at a far position
-would be a different one.
+The arithmetic is in float32, as in training: at a distant position, a more precise angle would be a different one.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from torch import Tensor
 
 
 class Scaling(Protocol):
-    """A way to reach further than the model was trained for."""
+    """A way to extend the context beyond the trained length."""
 
     @property
     def magnitude(self) -> float:
-        """What cos and sin are multiplied with."""
+        """The factor of cos and sin."""
 
     def stretch(self, inv_freq: Tensor, rope: Rope, max_position: int) -> Tensor:
         """[rotary_dim / 2] plain inverse frequencies -> scaled ones."""
@@ -48,7 +47,7 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class LinearScaling:
-    """All positions pressed together by one factor."""
+    """All positions compressed by one factor."""
 
     factor: float
     magnitude: float = 1.0
@@ -59,7 +58,7 @@ class LinearScaling:
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Slow features pressed by `factor`, fast ones untouched, a smooth passage in between."""
+    """Low frequencies compressed by `factor`, high ones unchanged, with a smooth transition in between."""
 
     factor: float
     low_freq_factor: float
@@ -68,7 +67,7 @@ class Llama3Scaling:
     magnitude: float = 1.0
 
     def stretch(self, inv_freq: Tensor, rope: Rope, max_position: int) -> Tensor:  # noqa: ARG002
-        # How many full rotations a feature makes within the trained context.
+        # The number of full rotations of a feature within the trained context.
         rotations = self.original_max_position * inv_freq / (2 * math.pi)
         share = (rotations - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         return torch.lerp(inv_freq / self.factor, inv_freq, share.clamp_(0, 1))
@@ -76,7 +75,7 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True)
 class YarnScaling:
-    """As Llama 3, with a passage linear in the feature index, and attention sharpened by `magnitude`."""
+    """Like Llama 3, with a transition that is linear in the feature index, and attention sharpened by `magnitude`."""
 
     factor: float
     original_max_position: int
@@ -93,11 +92,11 @@ class YarnScaling:
         if low == high:
             high += 0.001  # a step instead of a ramp, without dividing by zero
         index = torch.arange(rope.rotary_dim // 2, dtype=torch.float32, device=inv_freq.device)
-        pressed = ((index - low) / (high - low)).clamp_(0, 1)
-        return torch.lerp(inv_freq, inv_freq / self.factor, pressed)
+        share = ((index - low) / (high - low)).clamp_(0, 1)
+        return torch.lerp(inv_freq, inv_freq / self.factor, share)
 
     def _bound(self, rotations: float, rope: Rope) -> float:
-        """The (fractional) feature index that makes `rotations` full rotations within the trained context."""
+        """Return the (fractional) feature index with `rotations` full rotations within the trained context."""
         span = math.log(self.original_max_position / (rotations * 2 * math.pi))
         return rope.rotary_dim * span / (2 * math.log(rope.theta))
 
@@ -106,8 +105,8 @@ class YarnScaling:
 class LongScaling:
     """A factor for each feature: one list for contexts as trained, another for longer ones.
 
-    The list is chosen once, by the longest context served, and not by the length of each request: cached
-    keys must stay valid while a request grows, and its result must not depend on its neighbours.
+    The list is chosen once, by the longest context served, not by the length of each request: cached keys must stay
+    valid while a request grows, and its output must not depend on the rest of the batch.
     """
 
     short_factors: tuple[float, ...]

@@ -1,4 +1,4 @@
-"""The decoder's arithmetic on a GPU: Triton around cuBLAS, and Triton alone where a step does not have many tokens."""
+"""Layers on a GPU: Triton kernels around cuBLAS, and Triton alone for steps with few tokens."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from inflight.triton_utils.pdl import supports_pdl
 
 @runtime_checkable
 class AddingReduce(Reduce, Protocol):
-    """Does what comes behind a sum in the same pass, where it can."""
+    """A reduction that can add to the residual, and do half of the next norm, in the same pass."""
 
     def add_sum(
         self, hidden: Tensor, x: Tensor, norm: Tensor | None, eps: float, next_norm: NextNorm | None
     ) -> bool:
-        """hidden += the sum of all x, or rms_norm of it; leaves `next_norm` its half. False: it cannot, and nothing was
-        done."""
+        """Add the sum of all x, or its rms_norm, to `hidden`, and fill in `next_norm`. Returns False, having done
+        nothing, if it cannot."""
 
 
 class TritonKernels:
@@ -47,12 +47,12 @@ class TritonKernels:
         device: torch.device | str,
         few_tokens: int = MAX_TOKENS,
     ) -> None:
-        """`few_tokens`: up to here fused kernels are used where they pay; 0: never."""
+        """Fused kernels are used for up to `few_tokens` tokens where they pay; 0: never."""
         self.compute_dtype = compute_dtype
         self.device = torch.device(device)
         self.few_tokens = few_tokens
         self.pdl = supports_pdl(self.device)
-        # Measured with a Hopper's copy engine only: older chips keep the vendor's product.
+        # Only measured with Hopper's copy engine: older chips use cuBLAS.
         self.medium = self.pdl or self.device.type != "cuda"
         self.workspace = SplitKWorkspace(self.device)
 
@@ -92,8 +92,8 @@ class TritonKernels:
 class TritonLinear:
     """A linear layer over a row-major weight [out_features, in_features] in the compute dtype.
 
-    Three kernels multiply it: `small_linear` where a step has so few tokens that its time is that of reading the
-    weights, `medium_linear` for some more, and the vendor's product, with kernels of their own around it.
+    Three kernels multiply it: `small_linear` for so few tokens that the time is that of reading the weights,
+    `medium_linear` for some more, and cuBLAS with separate kernels around it.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class TritonLinear:
 
     def activated(self, x: Tensor, activation: str) -> Tensor:
         check_activation(activation)
-        # One kernel for both, with its own product, takes as long as the vendor's and a pass over its result.
+        # A fused kernel with its own product takes as long as cuBLAS and a pass over its result.
         return activate_in_place(self(x), activation, self._kernels.pdl)
 
     def normed(self, residual: Residual, eps: float) -> Tensor:
@@ -179,7 +179,7 @@ class TritonLinear:
             return torch.mm(x, self.weight.T, out_dtype=torch.float32)
         return F.linear(x, self.weight, self.bias).float()
 
-    # ---- which kernel ----
+    # ---- choosing the kernel ----
 
     def _is_fused(self, x: Tensor, gated: bool = False) -> bool:
         if len(x) > self._kernels.few_tokens:
@@ -197,7 +197,7 @@ class TritonLinear:
         return residual.x if residual.norm is None else self._kernels.rms_norm(residual.x, residual.norm, eps)
 
     def _add_product(self, hidden: Tensor, x: Tensor, eps: float, next_norm: Tensor | None) -> Residual:
-        """Product and sum in one kernel, and half of the next norm with them where that is safe."""
+        """Do product and sum in one kernel, and half of the next norm with them where that is safe."""
         if not self._is_fused(x):
             if self.bias is not None:
                 hidden.add_(F.linear(x, self.weight, self.bias))
@@ -209,14 +209,14 @@ class TritonLinear:
         return _read_through(hidden, next_norm, left)
 
     def _left_for(self, next_norm: Tensor | None, x: Tensor, hidden: Tensor) -> NextNorm | None:
-        """Whether half of the next norm is done here: in small steps, unless hidden states are float16. That half
-        scales them before the other half makes them small, and they may become too large."""
+        """Return what to fill in for the next norm, if half of it is done here: in small steps, unless hidden states
+        are float16. This half scales them up before the other half scales them down, which could overflow."""
         if next_norm is None or hidden.dtype == torch.float16 or not self._is_fused(x):
             return None
         return NextNorm(next_norm)
 
     def _fused(self, read: Residual, eps: float, **after: Any) -> Tensor:
-        """`after`: what the kernels do besides."""
+        """Run the small or the medium kernel. `after` is passed on to it."""
         small, kernels = self._is_small(read.x), self._kernels
         if read.scaled is not None:
             x, norm = read.scaled, None

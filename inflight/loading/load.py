@@ -1,39 +1,264 @@
-"""From a configuration to an engine that is ready to step."""
+"""Load the configured model and build an engine over it.
+
+`load_engine` opens the checkpoint and calls `load_decoder_engine` or `load_encoder_engine`. `load_rank` is its
+counterpart in the process of another rank.
+"""
 
 from __future__ import annotations
 
+import logging
+import weakref
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
 from inflight.config import EngineConfig
+from inflight.constraints import GrammarCompiler
 from inflight.engine import EngineCore, ModelFacts
-from inflight.execution.platforms import platform
+from inflight.engine.runner import Runner
+from inflight.errors import ConfigError
+from inflight.execution import platforms
+from inflight.execution.parallel.starting import rank_shard, stage_links, start_ranks
+from inflight.execution.platforms import Platform
+from inflight.frontend import InputProcessor
 from inflight.frontend.chat import check_parsers
-from inflight.loading.cores import policy_of
-from inflight.loading.decoders import load_decoder_engine
-from inflight.loading.encoders import load_encoder_engine
-from inflight.loading.loaded_engine import LoadedEngine, LoadProgress
-from inflight.loading.opened import load_tokenizer, open_configured
-from inflight.models.checkpoint import fingerprint
-from inflight.models.encoder_families import encoder_architecture
+from inflight.frontend.input_processor import vocabulary_of
+from inflight.kv.budget import fit_context
+from inflight.loading.checkpoint import eos_ids, load_tokenizer, model_name, open_configured, plain_ids
+from inflight.loading.engine import LoadedEngine, LoadProgress, decoder_core, encoder_core, policy_of
+from inflight.models.checkpoint import Checkpoint, fingerprint
+from inflight.models.decoders.decoder import Decoder
+from inflight.models.decoders.pooling import DecoderPlan, plan_decoder
+from inflight.models.decoders.shard import whole_shard
+from inflight.models.decoders.weights import load_decoder
+from inflight.models.defaults import default_sampling, resolve_context, resolve_dtype, resolve_text_length
+from inflight.models.encoders.families import encoder_architecture, encoder_head, encoder_spec
+from inflight.models.encoders.weights import load_encoder
+from inflight.models.pooling_config import declared_length, read_sentence_files
+from inflight.scheduling import Policy
+from inflight.text import Tokenizer
+
+if TYPE_CHECKING:
+    from inflight.execution.parallel.follower import LoadedRank
+    from inflight.execution.parallel.layout import RankMemory
+    from inflight.execution.parallel.messages import Begin
+    from inflight.execution.parallel.rank_processes import RankProcesses
+
+logger = logging.getLogger(__name__)
+
+
+def load_decoder_engine(
+    config: EngineConfig,
+    policy: Policy,
+    platform: Platform,
+    checkpoint: Checkpoint,
+    tokenizer: Tokenizer | None,
+    progress: LoadProgress | None,
+) -> LoadedEngine:
+    model = config.model
+    plan = plan_decoder(model_name(config), checkpoint, plain_ids(tokenizer))
+    spec = plan.spec
+    recommended = default_sampling(checkpoint.generation_config)
+    eos = eos_ids(checkpoint, tokenizer)
+    context = resolve_context(spec, model.max_model_len)
+    with ExitStack() as undo:
+        dtype = resolve_dtype(model.dtype, checkpoint.config)
+        shared = _SharedProgress(progress)
+        ranks = shared.ranks = start_ranks(config, platform, spec, context, dtype, shared.repeat)
+        if ranks is not None:
+            undo.callback(ranks.close)
+        memory = None if ranks is None else ranks.memory
+        decoder = _fill_decoder(config, platform, checkpoint, plan, context, memory, shared)
+        if ranks is not None and platform.device.type == "cpu":
+            ranks.wait_until_loaded()  # the remaining memory is for KV; on GPUs, all ranks profile their largest step
+        num_blocks = platform.num_blocks(config, decoder, context)
+        if ranks is not None:
+            least = ranks.wait_until_loaded()
+            num_blocks = num_blocks if least is None else min(num_blocks, least)
+        limits = config.scheduler
+        max_model_len = fit_context(
+            num_blocks, config.cache.block_size, limits.max_kv_tokens, context, model.max_model_len
+        )
+        if max_model_len < context:
+            logger.warning(
+                "the KV cache holds %d tokens: max_model_len is reduced from %d", max_model_len, context
+            )
+        logger.info("%s; %d KV blocks of %d tokens", platform.describe(), num_blocks, config.cache.block_size)
+        grammars = GrammarCompiler(partial(vocabulary_of, tokenizer, spec.vocab_size, eos))
+        input_processor = InputProcessor.create(
+            tokenizer, spec.vocab_size, max_model_len, eos, model.seed, grammars
+        )
+        build = partial(decoder_core, platform, decoder, ranks, num_blocks, max_model_len, grammars)
+        core = build(config, policy)
+        loaded = LoadedEngine(
+            config,
+            tokenizer,
+            input_processor,
+            recommended,
+            platform,
+            core,
+            decoder,
+            build,
+            generates=decoder.generates,
+            pooling=plan.pooling,
+        )
+        if ranks is not None:  # they end with the model, even if the engine is never closed
+            loaded.end_ranks = weakref.finalize(decoder, ranks.close)
+        undo.pop_all()
+    return loaded
+
+
+class _SharedProgress:
+    """The first rank's progress, reported again whenever another rank makes progress. An engine must not be given up
+    while its first rank waits for one that is still loading, nor a rank while it waits for the first."""
+
+    def __init__(self, progress: LoadProgress | None) -> None:
+        self.ranks: RankProcesses | None = None
+        self._progress = progress
+        self._last = 0, 0
+
+    def __call__(self, num_done: int, num_total: int) -> None:
+        self._last = num_done, num_total
+        if self.ranks is not None:
+            self.ranks.note_progress()
+        self.repeat()
+
+    def repeat(self) -> None:
+        if self._progress is not None:
+            self._progress(*self._last)
+
+
+def _fill_decoder(
+    config: EngineConfig,
+    platform: Platform,
+    checkpoint: Checkpoint,
+    plan: DecoderPlan,
+    context: int,
+    memory: RankMemory | None,
+    progress: LoadProgress | None,
+) -> Decoder:
+    """Return the decoder with its weights; with `memory`, the shard of the calling rank."""
+    model = config.model
+    shard = whole_shard(plan.spec) if memory is None else rank_shard(plan.spec, memory, platform)
+    dtype = resolve_dtype(model.dtype, checkpoint.config)
+    decoder = load_decoder(
+        checkpoint,
+        *platform.kernels_and_attention(shard.spec, dtype),
+        dtype,
+        platform.device,
+        progress=progress,
+        load_format=model.load_format,
+        seed=model.seed,
+        max_position=context,
+        spec=plan.spec,
+        shard=shard,
+    )
+    if shard.is_last:
+        plan.complete(decoder)
+    return decoder
+
+
+def load_rank(config: EngineConfig, memory: RankMemory, progress: LoadProgress | None = None) -> LoadedRank:
+    """Load the part of a model that belongs to a rank in its own process: see `execution/parallel/worker.py`."""
+    from inflight.execution.parallel.follower import LoadedRank
+
+    model = config.model
+    checkpoint = open_configured(config, model.load_format)
+    tokenizer = load_tokenizer(config, checkpoint)
+    plan = plan_decoder(model_name(config), checkpoint, plain_ids(tokenizer))
+    context = resolve_context(plan.spec, model.max_model_len)
+    eos = eos_ids(checkpoint, tokenizer)
+    grammars = GrammarCompiler(partial(vocabulary_of, tokenizer, plan.spec.vocab_size, eos))
+    platform = platforms.platform(model.device)
+    decoder = _fill_decoder(config, platform, checkpoint, plan, context, memory, progress)
+    if decoder.generates and decoder.shard.is_last:
+        grammars.warm_up()  # otherwise all ranks would wait for this one at the first constraint
+    if platform.device.type == "cpu":
+        return LoadedRank(decoder, grammars)
+
+    def make_runner(begin: Begin) -> Runner[Any]:
+        # Ranks must pad steps alike, even if the first rank's limits changed after loading.
+        limits = replace(
+            config.scheduler, max_num_seqs=begin.max_rows, max_num_batched_tokens=begin.max_tokens
+        )
+        limited = replace(config, scheduler=limits)
+        links = stage_links(memory, decoder)
+        return platform.runner(limited, decoder, begin.num_blocks, begin.max_len, grammars, links)
+
+    num_blocks = platform.num_blocks(config, decoder, context)
+    return LoadedRank(decoder, grammars, num_blocks, make_runner)
+
+
+def load_encoder_engine(
+    config: EngineConfig,
+    policy: Policy,
+    platform: Platform,
+    checkpoint: Checkpoint,
+    tokenizer: Tokenizer | None,
+    progress: LoadProgress | None,
+) -> LoadedEngine:
+    model, folder = config.model, checkpoint.folder
+    if config.parallel.num_ranks > 1:
+        raise ConfigError(f"{config.parallel}: an encoder runs on one rank")
+    spec = encoder_spec(checkpoint.config)
+    files = None if folder is None else read_sentence_files(folder)
+    head = encoder_head(checkpoint.config, files, spec.hidden_size)
+    declared = (None if files is None else files.max_length, declared_length(folder))
+    max_model_len = resolve_text_length(spec.max_position, declared, model.max_model_len)
+    dtype = resolve_dtype(model.dtype, checkpoint.config)
+    kernels = platform.encoder_kernels(spec, dtype)
+    encoder = load_encoder(
+        checkpoint,
+        spec,
+        head,
+        kernels.layers,
+        kernels.attention,
+        kernels.head,
+        dtype,
+        platform.device,
+        max_position=max_model_len,
+        load_format=model.load_format,
+        seed=model.seed,
+        progress=progress,
+    )
+    logger.info("%s; texts of up to %d tokens", platform.describe(), max_model_len)
+    build = partial(encoder_core, platform, encoder, max_model_len)
+    input_processor = InputProcessor.create(tokenizer, spec.vocab_size, max_model_len, (), model.seed)
+    core = build(config, policy)
+    return LoadedEngine(
+        config,
+        tokenizer,
+        input_processor,
+        {},
+        platform,
+        core,
+        encoder,
+        build,
+        generates=False,
+        pooling=head.facts,
+    )
 
 
 def load_engine(config: EngineConfig, progress: LoadProgress | None = None) -> LoadedEngine:
-    """Open the checkpoint, load the weights, size the KV memory and put the engine together."""
+    """Open the checkpoint, load the weights, size the KV cache and build the engine."""
     model = config.model
-    policy = policy_of(config.scheduler)  # first of all: a wrong name should not take minutes to show
+    policy = policy_of(config.scheduler)  # first: a wrong name should not take minutes to be reported
     check_parsers(model)
-    place = platform(model.device)
+    platform = platforms.platform(model.device)
     checkpoint = open_configured(config, model.load_format)
     tokenizer = load_tokenizer(config, checkpoint)
     load = load_decoder_engine if encoder_architecture(checkpoint.config) is None else load_encoder_engine
-    known_as = fingerprint(
+    model_fingerprint = fingerprint(
         checkpoint, tokenizer.folder if tokenizer is not None and model.tokenizer else None
     )
-    loaded = load(config, policy, place, checkpoint, tokenizer, progress)
-    loaded.fingerprint = known_as
+    loaded = load(config, policy, platform, checkpoint, tokenizer, progress)
+    loaded.fingerprint = model_fingerprint
     return loaded
 
 
 def load_core(config: EngineConfig, progress: LoadProgress) -> tuple[EngineCore, ModelFacts]:
-    """The half of an engine that runs in a process of its own: see `engine/remote/worker.py`."""
+    """Load the half of an engine that runs in its own process: see `engine/remote/worker.py`."""
     loaded = load_engine(config, progress)
     compiler = loaded.input_processor.grammars.compiler
     if compiler is not None:

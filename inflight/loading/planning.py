@@ -1,4 +1,4 @@
-"""Whether a model fits on some devices, with which tensor and pipeline parallel sizes, before anything is loaded."""
+"""Plan whether, and with which tensor and pipeline parallel sizes, a model fits on given devices before loading it."""
 
 from __future__ import annotations
 
@@ -12,22 +12,21 @@ from inflight.errors import ConfigError
 from inflight.execution.platforms.cpu import MEMORY_SHARE
 from inflight.kv.budget import CONTEXT_MEMORY
 from inflight.loading import open_model
-from inflight.models.decoder_heads import plan_decoder
+from inflight.models.decoders.pooling import plan_decoder
+from inflight.models.decoders.shard import RankShare, Storage, cpu_storage, gpu_storage, rank_shares, shard_of
+from inflight.models.decoders.spec import DecoderSpec
 from inflight.models.defaults import resolve_context, resolve_dtype
-from inflight.models.encoder_families import encoder_architecture
-from inflight.models.footprint import RankShare, Storage, cpu_storage, gpu_storage, rank_shares
-from inflight.models.shard import shard_of
-from inflight.models.spec import DecoderSpec
+from inflight.models.encoders.families import encoder_architecture
 from inflight.native.library import native_library
 
-# As the platforms have them, which need a device to ask.
+# The platforms' defaults, which cannot be queried without a device.
 GPU_ROWS, GPU_TOKENS, CPU_ROWS = 1024, 8192, 256
 GPU_GRAPHS = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """`count` GPUs of `memory` bytes each, or one machine's memory that any number of CPU ranks share."""
+    """`count` GPUs with `memory` bytes each, or the memory of one machine shared by any number of CPU ranks."""
 
     kind: str  # "cuda" or "cpu"
     count: int
@@ -36,23 +35,23 @@ class Devices:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A model on so many ranks."""
+    """A model on `tensor` * `pipeline` ranks."""
 
     tensor: int
     pipeline: int
     shares: list[RankShare]
-    num_tokens: int  # of KV; 0: it does not fit
+    num_tokens: int  # KV cache capacity; 0: the model does not fit
     context: int
 
     @property
     def num_requests(self) -> int:
-        """Of full length, at a time."""
+        """The number of concurrent requests of full length."""
         return self.num_tokens // self.context
 
 
 @dataclass(frozen=True, slots=True)
 class ModelPlan:
-    """All sizes that use all devices, or fewer."""
+    """The fits for every combination of sizes that the devices allow."""
 
     dtype: torch.dtype
     context: int
@@ -61,11 +60,11 @@ class ModelPlan:
 
 
 def plan_model(config: EngineConfig, devices: Devices) -> ModelPlan:
-    """What each way to share out the model to the devices would hold."""
+    """Return how the model fits for each way to split it across the devices."""
     checkpoint, name = open_model(config)
     if encoder_architecture(checkpoint.config) is not None:
         raise ConfigError(
-            f"{name} is an encoder: it has one rank and no KV memory, so there is nothing to plan"
+            f"{name} is an encoder: it runs on one rank without a KV cache, so there is nothing to plan"
         )
     spec = plan_decoder(name, checkpoint, lambda _: [0]).spec
     dtype = resolve_dtype(config.model.dtype, checkpoint.config)
@@ -79,7 +78,7 @@ def plan_model(config: EngineConfig, devices: Devices) -> ModelPlan:
 
 
 def _sizes(spec: DecoderSpec, count: int) -> Iterator[tuple[int, int]]:
-    """Tensor and pipeline sizes that the model can be shared out to."""
+    """Yield the tensor and pipeline parallel sizes that the model supports."""
     for tensor in range(1, min(count, MAX_RANKS) + 1):
         try:
             shard_of(spec, 0, tensor)
@@ -101,17 +100,19 @@ def _fit(
     shares = rank_shares(spec, tensor, pipeline, context, storage)
     if devices.kind == "cuda":
         utilization = config.cache.gpu_memory_utilization
-        beside = CONTEXT_MEMORY + _gpu_step(config, spec, context, storage, tensor)
-        room = [int(devices.memory * utilization) - beside - share.weights for share in shares]
+        overhead = CONTEXT_MEMORY + _gpu_step(config, spec, context, storage, tensor)
+        available = [int(devices.memory * utilization) - overhead - share.weights for share in shares]
     else:
         left = devices.memory - sum(share.weights for share in shares)
         total = sum(share.kv_per_token for share in shares)
-        room = [int(left * MEMORY_SHARE) * share.kv_per_token // total for share in shares]
-    given = config.cache.kv_cache_memory
-    if given is not None:
-        room = [given if given <= bytes_left else -1 for bytes_left in room]
+        available = [int(left * MEMORY_SHARE) * share.kv_per_token // total for share in shares]
+    kv_memory = config.cache.kv_cache_memory
+    if kv_memory is not None:
+        available = [kv_memory if kv_memory <= bytes_left else -1 for bytes_left in available]
     block = config.cache.block_size
-    num_blocks = min(bytes_left // (share.kv(block)) for bytes_left, share in zip(room, shares, strict=True))
+    num_blocks = min(
+        bytes_left // (share.kv(block)) for bytes_left, share in zip(available, shares, strict=True)
+    )
     if devices.kind == "cpu":
         rows = config.scheduler.max_num_seqs or CPU_ROWS
         num_blocks = min(num_blocks, rows * -(-context // block))
@@ -119,10 +120,10 @@ def _fit(
 
 
 def _gpu_step(config: EngineConfig, spec: DecoderSpec, context: int, storage: Storage, tensor: int) -> int:
-    """About what rows, sampling and the largest step take."""
+    """Estimate the bytes of request rows, sampling buffers and the largest step."""
     rows = config.scheduler.max_num_seqs or GPU_ROWS
     tokens = config.scheduler.max_num_batched_tokens or GPU_TOKENS
-    # Logits and changed ones in float32, counts of what was seen in 16 bits, and two masks.
+    # Raw and adjusted logits in float32, token counts in 16 bits, and two bit masks.
     sampling = rows * spec.vocab_size * (4 + 4 + 2) + rows * spec.vocab_size // 4
     wide = 2 * spec.intermediate_size + spec.query_size + 2 * spec.kv_size
     activations = tokens * (4 * spec.hidden_size + wide // tensor) * storage.matrix

@@ -1,4 +1,4 @@
-"""A checkpoint on disk: its configs and its weight files, found and vetted before anything is read."""
+"""A checkpoint on disk: locate or download it, read its configs, list its weight files, fingerprint it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Files in sub-folders and consolidated ones repeat the weights in other formats. Folders that begin with a number are
 # modules of sentence-transformers.
 REPEATED_FILES = ("[!0-9]*/*", "consolidated*")
-# What a fingerprint covers beside the weights: every file that is read of a checkpoint, and no other. Training leaves
-# more in a folder, which changes no answer.
+# The files, besides the weights, that a fingerprint covers: every file that is read from a checkpoint. Other files that
+# training leaves in the folder do not affect the output.
 FINGERPRINT_FILES = (
     CONFIG,
     GENERATION_CONFIG,
@@ -45,7 +45,7 @@ TEXT_FILES = ("*.json", "*.jinja", "*.model", "tokenizer*", "*.txt")
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """`folder` is None for a model made from a config alone."""
+    """An opened checkpoint. `folder` is None for a model made from a config alone."""
 
     folder: Path | None
     config: dict[str, Any]
@@ -60,9 +60,11 @@ def open_checkpoint(
     hf_config: Mapping[str, Any] | None = None,
     download_dir: str | None = None,
 ) -> Checkpoint:
-    """Find `model`, a folder or a hub id. With load_format="dummy" no weights are looked for, and with
-    `hf_config`, which stands in for config.json, there need not even be a folder. What comes from the hub is kept in
-    `download_dir`, or where the hub's client keeps it."""
+    """Open `model`, a folder or a hub id.
+
+    With load_format="dummy" no weights are needed; with `hf_config`, which replaces config.json, not even a folder is.
+    Downloads go to `download_dir`, by default to the hub client's own cache.
+    """
     dummy = load_format == "dummy"
     if dummy and hf_config is not None and not Path(model).is_dir():
         return Checkpoint(None, dict(hf_config))
@@ -75,11 +77,12 @@ def open_checkpoint(
 
 
 def fingerprint(checkpoint: Checkpoint, tokenizer_folder: Path | None = None) -> str:
-    """Return a digest that is the same for the same files on any machine, and differs for other weights, another
-    tokenizer or another chat template. `tokenizer_folder` is given where the tokenizer is not the checkpoint's own.
+    """Return a digest that is equal for equal files on any machine, and differs for other weights, another tokenizer
+    or another chat template. Pass `tokenizer_folder` if the tokenizer is not the checkpoint's own.
 
-    Of the weights it covers the headers and some bytes of every tensor, since training changes a tensor all over: that
-    is read in milliseconds, where all of them take as long as loading does."""
+    Weights are sampled: the digest covers the headers and some bytes of every tensor, since training changes a tensor
+    everywhere. This takes milliseconds; reading all bytes would take as long as loading.
+    """
     digest = sha256(json.dumps([checkpoint.config, checkpoint.generation_config], sort_keys=True).encode())
     folders = [folder for folder in (checkpoint.folder, tokenizer_folder) if folder is not None]
     for folder in folders:
@@ -94,7 +97,7 @@ def fingerprint(checkpoint: Checkpoint, tokenizer_folder: Path | None = None) ->
 
 
 def fingerprint_now(config: ModelConfig) -> str | None:
-    """Return the fingerprint of what an engine would load now, or None where that is not in a local folder."""
+    """Return the fingerprint of the files an engine would load now, or None if they are not in a local folder."""
     tokenizer = None if config.skip_tokenizer_init else config.tokenizer
     folders = [Path(name).expanduser() for name in (config.model or checkpoint_folder(), tokenizer) if name]
     if not all(folder.is_dir() for folder in folders):
@@ -121,30 +124,28 @@ def _add_weights(digest: _Digest, path: Path) -> None:
 
 
 def _sampled_offsets(header: bytes) -> Iterator[int]:
-    """Yield where the middle of each tensor is. A header that cannot be read yields nothing: loading reports it."""
+    """Yield the offset of each tensor's middle. An unreadable header yields nothing: loading will report it."""
     try:
         entries = [entry for name, entry in json.loads(header).items() if name != "__metadata__"]
-        places = sorted((int(entry["data_offsets"][0]), int(entry["data_offsets"][1])) for entry in entries)
+        spans = sorted((int(entry["data_offsets"][0]), int(entry["data_offsets"][1])) for entry in entries)
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
         return
-    for start, end in places[:: 1 + len(places) // MAX_SAMPLES]:
+    for start, end in spans[:: 1 + len(spans) // MAX_SAMPLES]:
         if 0 <= start <= end < 1 << 62:
             yield start + max(0, end - start - SAMPLE) // 2
 
 
 def locate_checkpoint(model: str, revision: str | None, download_dir: str | None, weights: bool) -> Path:
-    """Return the folder of `model`, a folder or a hub id, on this machine. What is missing is downloaded."""
+    """Return the local folder of `model`, a folder or a hub id, downloading missing files."""
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder
     if folder.exists():
         raise ModelError(
-            f"{model!r} is a file: give the folder that holds {CONFIG} and the safetensors files"
+            f"{model!r} is a file: pass the folder that contains {CONFIG} and the safetensors files"
         )
     if folder.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
-        raise ModelError(
-            f"{model!r} does not exist: give a folder with a checkpoint, or a hub id (owner/name)"
-        )
+        raise ModelError(f"{model!r} does not exist: pass a checkpoint folder or a hub id (owner/name)")
     return _download(model, revision, download_dir, weights)
 
 
@@ -153,8 +154,8 @@ def _download(model: str, revision: str | None, download_dir: str | None, weight
         from huggingface_hub import snapshot_download
     except ImportError:
         raise ModelError(
-            f"{model!r} is not a folder here, and huggingface_hub, which could find it on the hub, is "
-            "not installed: install inflight-llm[hub], or give a folder"
+            f"{model!r} is not a local folder, and huggingface_hub, which could download it, is "
+            "not installed: install inflight-llm[hub], or pass a folder"
         ) from None
     patterns = [*TEXT_FILES, "*.safetensors"] if weights else list(TEXT_FILES)
     try:
@@ -169,7 +170,7 @@ def _download(model: str, revision: str | None, download_dir: str | None, weight
         at = f" at revision {revision!r}" if revision else ""
         reason = str(error).strip().splitlines()
         raise ModelError(
-            f"{model!r}{at} is neither a folder here nor could it be had from the hub: "
+            f"{model!r}{at} is not a local folder and could not be downloaded from the hub: "
             f"{type(error).__name__}: {reason[0] if reason else 'no reason given'}"
         ) from error
     return Path(path)
@@ -184,25 +185,25 @@ def _weight_files(folder: Path) -> tuple[Path, ...]:
         if not isinstance(weight_map, dict) or not weight_map:
             raise WeightsError(f"{folder / INDEX} has no weight_map: it must map tensor names to files")
         return tuple(_vetted(folder, name) for name in sorted({str(file) for file in weight_map.values()}))
-    raise WeightsError(f"{folder} has neither {SINGLE} nor {INDEX}{_found_instead(folder)}")
+    raise WeightsError(f"{folder} has neither {SINGLE} nor {INDEX}{_other_weight_files(folder)}")
 
 
-def _found_instead(folder: Path) -> str:
+def _other_weight_files(folder: Path) -> str:
     names = sorted(path.name for path in folder.iterdir())
     unsafe = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt", ".pkl"))]
     if unsafe:
         return (
-            f", only {', '.join(unsafe[:3])}: such files can run code when they are read, so they never are; "
+            f", only {', '.join(unsafe[:3])}: such files can run code when they are loaded, so they are never read; "
             "convert the checkpoint to safetensors"
         )
     shards = [name for name in names if name.endswith(".safetensors")]
-    return f"; it has {', '.join(shards[:3])}, which an index must list" if shards else ""
+    return f"; it has {', '.join(shards[:3])}, which must be listed in an index" if shards else ""
 
 
 def _vetted(folder: Path, name: str) -> Path:
-    """The file of that name, if it is one, and is in the folder for real."""
+    """Return the path of a weight file after checking that it is a regular file inside the folder."""
     if Path(name).name != name or "\\" in name or name in (".", "..") or not name.endswith(".safetensors"):
         raise WeightsError(f"{folder / INDEX} names the file {name!r}: it must be a plain name.safetensors")
     if not inside(folder, name, WeightsError).is_file():
-        raise WeightsError(f"{folder / name} is missing or not a file, though the checkpoint needs it")
+        raise WeightsError(f"{folder / name} is needed by the checkpoint but is missing or not a file")
     return folder / name

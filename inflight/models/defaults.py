@@ -1,4 +1,4 @@
-"""What a checkpoint says beside its weights: number format, end tokens, sampling defaults, context length."""
+"""Defaults that come from a checkpoint: dtype, EOS tokens, sampling parameters, context length."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from inflight.errors import ConfigError, ModelError, ParameterError, shown
-from inflight.models.fields import Fields
-from inflight.models.spec import DecoderSpec
+from inflight.models.decoders.spec import DecoderSpec
+from inflight.models.hf_config import Fields
 from inflight.sampling_params import SamplingParams
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# Tokens of a text, unless asked for more: rotary tables and steps are sized by it, and a config may claim anything.
+# The default limit for the tokens of a text: rotary tables and steps are sized by it, and a config may claim anything.
 MAX_DEFAULT_TEXT = 1 << 16
 
 # generation_config.json -> SamplingParams
@@ -23,23 +23,23 @@ _ALWAYS = {"repetition_penalty": "repetition_penalty", "max_new_tokens": "max_to
 
 
 def resolve_dtype(name: str, config: Mapping[str, Any]) -> torch.dtype:
-    """The format that weights are held in: the one asked for, or with "auto" the checkpoint's own."""
+    """Return the dtype of the weights in memory: `name`, or the checkpoint's own for "auto"."""
     if name == "auto":
         inner = config.get("text_config")
-        places = (config, inner) if isinstance(inner, Mapping) else (config,)
-        found = [str(place[key]) for place in places for key in ("dtype", "torch_dtype") if place.get(key)]
-        name = found[0].removeprefix("torch.") if found else "float32"
+        parts = (config, inner) if isinstance(inner, Mapping) else (config,)
+        names = [str(part[key]) for part in parts for key in ("dtype", "torch_dtype") if part.get(key)]
+        name = names[0].removeprefix("torch.") if names else "float32"
     if name not in DTYPES:
-        raise ModelError(f"dtype is {name!r}: weights can be held as {', '.join(DTYPES)}")
+        raise ModelError(f"dtype is {name!r}: it must be one of {', '.join(DTYPES)}")
     return DTYPES[name]
 
 
 def eos_token_ids(config: Mapping[str, Any], generation_config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Every token that ends a generation, the generation config's first."""
+    """Return all tokens that end a generation, those of the generation config first."""
     inner = config.get("text_config")
     ids: dict[int, None] = {}
-    for where in (generation_config, config, inner if isinstance(inner, Mapping) else {}):
-        value = where.get("eos_token_id")
+    for part in (generation_config, config, inner if isinstance(inner, Mapping) else {}):
+        value = part.get("eos_token_id")
         for token in value if isinstance(value, list) else [value]:
             if token is None:
                 continue
@@ -50,36 +50,36 @@ def eos_token_ids(config: Mapping[str, Any], generation_config: Mapping[str, Any
 
 
 def default_sampling(generation_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of `SamplingParams` that the checkpoint's makers recommend.
+    """Return the `SamplingParams` fields that generation_config.json recommends.
 
-    What shapes the distribution counts only where they recommend sampling at all.
+    Fields that shape the distribution are used only if it recommends sampling at all.
     """
     names = _ALWAYS if generation_config.get("do_sample") is False else _SAMPLING | _ALWAYS
     fields = Fields(generation_config, "generation_config.json")
-    found = {ours: fields.values[theirs] for theirs, ours in names.items() if theirs in fields}
+    params = {ours: fields.values[theirs] for theirs, ours in names.items() if theirs in fields}
     try:
-        SamplingParams(**found)
-    except ParameterError as error:  # now, and not at every request
-        raise ModelError(f"generation_config.json recommends what cannot be: {error}") from error
-    return found
+        SamplingParams(**params)
+    except ParameterError as error:  # fail at load time rather than on every request
+        raise ModelError(f"generation_config.json has an invalid sampling parameter: {error}") from error
+    return params
 
 
-def resolve_text_length(longest: int, declared: Iterable[int | None], asked: int | None) -> int:
-    """The longest text to serve: what is asked, up to the positions that an encoder has, or the least of what its
-    files declare."""
-    if asked is None:
+def resolve_text_length(longest: int, declared: Iterable[int | None], max_model_len: int | None) -> int:
+    """Return the longest text that an encoder with `longest` positions serves: `max_model_len`, or by default the
+    smallest limit that the checkpoint's files declare."""
+    if max_model_len is None:
         return min([longest, MAX_DEFAULT_TEXT, *(length for length in declared if length is not None)])
-    if asked > longest:
-        raise ConfigError(f"max_model_len is {asked}: the checkpoint has {longest} positions")
-    return asked
+    if max_model_len > longest:
+        raise ConfigError(f"max_model_len is {max_model_len}: the checkpoint has {longest} positions")
+    return max_model_len
 
 
-def resolve_context(spec: DecoderSpec, asked: int | None) -> int:
-    """The longest context to serve: what is asked, up to what the checkpoint is meant for."""
-    if asked is None:
+def resolve_context(spec: DecoderSpec, max_model_len: int | None) -> int:
+    """Return the longest context to serve: `max_model_len`, or by default the checkpoint's own."""
+    if max_model_len is None:
         return spec.default_context
-    if asked > spec.max_position:
+    if max_model_len > spec.max_position:
         raise ConfigError(
-            f"max_model_len is {asked}: the checkpoint is meant for at most {spec.max_position} positions"
+            f"max_model_len is {max_model_len}: the checkpoint supports at most {spec.max_position} positions"
         )
-    return asked
+    return max_model_len

@@ -1,7 +1,7 @@
-"""Tensors in safetensors files and where they go: what the loading of every model is made of.
+"""Copy tensors from safetensors files into a model; shared by the loaders of all models.
 
-Headers are compared with what a model needs before any memory is taken for it: a config may claim anything, and the
-headers show what is there. Files are mapped, not read: weights are never held twice.
+Headers are compared with what the model needs before any memory is allocated: a config may claim anything, but the
+headers show what is there. Files are memory-mapped, so weights are never held twice.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torch import Tensor
 
 from inflight.errors import WeightsError
 
-Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
+Progress = Callable[[int, int], None]  # (bytes done, total bytes)
 
-# (a tensor, or a run of its rows; the first of these rows)
+# (a tensor or a run of its rows, the index of the first of these rows)
 Store = Callable[[Tensor, int], None]
 
 _ITEM_SIZES = {"F32": 4, "BF16": 2, "F16": 2}
@@ -38,7 +38,7 @@ class Placement:
     name: str
     shape: tuple[int, ...]
     store: Store
-    dummy: float | None = None  # what a made-up one is filled with; None: random numbers
+    dummy: float | None = None  # fill value of dummy weights; None: random numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class StoredTensor:
 
 
 def read_headers(files: Iterable[Path], known_as: Callable[[str], str] = str) -> dict[str, StoredTensor]:
-    """What is in the files, by name. `known_as`: how a name that older files use is written now."""
+    """Return the tensors in the files by name. `known_as` translates names that older files use."""
     stored: dict[str, StoredTensor] = {}
     for file in files:
         with open_tensors(file) as tensors:
@@ -75,59 +75,59 @@ def open_tensors(file: Path) -> Iterator[Any]:
         with safe_open(file, framework="pt") as tensors:
             yield tensors
     except (SafetensorError, OSError) as error:
-        raise WeightsError(f"{file} cannot be read, it may be truncated or damaged: {error}") from error
+        raise WeightsError(f"{file} cannot be read; it may be truncated or damaged: {error}") from error
 
 
 def check_shapes(
-    wanted: Mapping[str, tuple[int, ...]], stored: Mapping[str, StoredTensor], hint: str = ""
+    shapes: Mapping[str, tuple[int, ...]], stored: Mapping[str, StoredTensor], hint: str = ""
 ) -> None:
-    """Every wanted tensor is there in its shape. `hint`: what may be the cause if one is not."""
-    missing = [name for name in wanted if name not in stored]
+    """Raise unless every tensor is stored in its shape. `hint` names a likely cause."""
+    missing = [name for name in shapes if name not in stored]
     if missing:
-        raise WeightsError(f"the weights lack {_some(missing)} that config.json calls for{hint}")
-    for name, shape in wanted.items():
-        found = stored[name]
-        if found.shape != shape:
+        raise WeightsError(f"the weights lack {_some(missing)}, required by config.json{hint}")
+    for name, shape in shapes.items():
+        tensor = stored[name]
+        if tensor.shape != shape:
             raise WeightsError(
-                f"{name} in {found.file.name} has shape {list(found.shape)}: config.json calls for {list(shape)}"
+                f"{name} in {tensor.file.name} has shape {list(tensor.shape)}: config.json requires {list(shape)}"
             )
 
 
-def check_dtypes(wanted: Iterable[str], stored: Mapping[str, StoredTensor]) -> None:
-    for name in wanted:
-        found = stored[name]
-        if found.dtype not in _ITEM_SIZES:
+def check_dtypes(names: Iterable[str], stored: Mapping[str, StoredTensor]) -> None:
+    for name in names:
+        tensor = stored[name]
+        if tensor.dtype not in _ITEM_SIZES:
             raise WeightsError(
-                f"{name} in {found.file.name} is stored as {found.dtype}: known are {', '.join(_ITEM_SIZES)}"
+                f"{name} in {tensor.file.name} is stored as {tensor.dtype}: it must be one of {', '.join(_ITEM_SIZES)}"
             )
 
 
 def check_surplus(surplus: list[str], hint: str = "") -> None:
     if surplus:
-        raise WeightsError(f"the weights have {_some(surplus)} unknown to config.json{hint}")
+        raise WeightsError(f"the weights have {_some(surplus)}, which config.json does not account for{hint}")
 
 
-def layers_hint(said: int, stored: Iterable[str]) -> str:
-    """The most common cause of tensors that are missing or too many."""
-    found = {match[1] for name in stored if (match := re.search(r"\blayers?\.(\d+)\.", name))}
-    if len(found) == said:
+def layers_hint(num_layers: int, stored: Iterable[str]) -> str:
+    """Return the most common cause of missing or surplus tensors: another number of layers."""
+    layers = {match[1] for name in stored if (match := re.search(r"\blayers?\.(\d+)\.", name))}
+    if len(layers) == num_layers:
         return ""
-    return f" (num_hidden_layers is {said}, the weights have {len(found)} layers)"
+    return f" (num_hidden_layers is {num_layers}, the weights have {len(layers)} layers)"
 
 
 def fill(
-    wanted: Mapping[str, Placement], stored: Mapping[str, StoredTensor], progress: Progress | None = None
+    placements: Mapping[str, Placement], stored: Mapping[str, StoredTensor], progress: Progress | None = None
 ) -> None:
-    """Copy every wanted tensor to its place, file by file."""
-    total = sum(stored[name].num_bytes for name in wanted)
+    """Copy every tensor to its place, file by file."""
+    total = sum(stored[name].num_bytes for name in placements)
     done = 0
-    for file in dict.fromkeys(found.file for found in stored.values()):
+    for file in dict.fromkeys(tensor.file for tensor in stored.values()):
         with open_tensors(file) as tensors:
-            for name, found in stored.items():
-                if found.file != file or name not in wanted:
+            for name, tensor in stored.items():
+                if tensor.file != file or name not in placements:
                     continue
-                wanted[name].store(tensors.get_tensor(found.name), 0)
-                done += found.num_bytes
+                placements[name].store(tensors.get_tensor(tensor.name), 0)
+                done += tensor.num_bytes
                 if progress is not None:
                     progress(done, total)
 
@@ -135,9 +135,9 @@ def fill(
 def fill_random(
     placements: Iterable[Placement], dtype: torch.dtype, device: torch.device, seed: int = 0
 ) -> None:
-    """Made-up weights: normal with a small deviation, but for what says otherwise. The same seed, the same model.
+    """Fill in dummy weights: normally distributed unless a placement says otherwise, reproducible by `seed`.
 
-    One block of random numbers is cut at ever other places, so that filling runs at the speed of copying.
+    Slices of one block of random numbers are copied, so that filling runs at the speed of copying.
     """
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(_DUMMY_VALUES, generator=generator) * _DUMMY_STD
@@ -150,19 +150,19 @@ def fill_random(
         step = max(1, len(values) // (2 * width))
         for first in range(0, num_rows, step):
             count = min(step, num_rows - first)
-            # By the name, so that a rank that has some of the tensors gets the same as one that has all.
+            # Derived from the name, so that a rank with some of the tensors gets the same as one with all.
             start = crc32(f"{placement.name} {first}".encode()) % (len(values) - count * width + 1)
             rows = values[start : start + count * width]
             placement.store(rows.view(count, *placement.shape[1:]), first)
 
 
 def into_rows(load: Callable[[Tensor, int], None], base: int) -> Store:
-    """Into rows of a linear layer, or of its bias, from `base` on."""
+    """Return a store into the rows of a linear layer, or of its bias, from `base` on."""
     return lambda tensor, first: load(tensor, base + first)
 
 
 def into_tensor(target: Tensor, offset: float = 0.0, first: int = 0) -> Store:
-    """Into a tensor as it is, `offset` added. It has the rows from `first` on, and others are passed over."""
+    """Return a store into a plain tensor, adding `offset`. It holds the rows from `first` on; others are skipped."""
 
     def store(tensor: Tensor, at: int) -> None:
         start, end = max(at, first), min(at + len(tensor), first + len(target))

@@ -1,1 +1,1 @@
-"""The compiled CPU arithmetic: C++ over raw pointers, built at first use by the system's compiler."""
+"""The compiled CPU kernels: C++ over raw pointers, built at first use by the system's compiler."""

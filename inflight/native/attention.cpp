@@ -47,7 +47,7 @@ struct Job {
     const int32_t* context_lens;  // [entries]
     const int32_t* rows;          // [entries]
     const int32_t* tables;        // [rows][table_stride]
-    const int64_t* kv_places;     // [tokens]
+    const int64_t* slot_mapping;     // [tokens]
     int64_t entries, tokens, heads, kv_heads, dim, block_size, table_stride, window;
     float scale;
 
@@ -82,7 +82,8 @@ struct KeyTile {
 
 void write_tokens(const Job& job, int64_t kv_head, int64_t begin, int64_t end) {
     for (int64_t token = begin; token < end; ++token) {
-        const int64_t block = job.kv_places[token] / job.block_size, offset = job.kv_places[token] % job.block_size;
+        const int64_t slot = job.slot_mapping[token];
+        const int64_t block = slot / job.block_size, offset = slot % job.block_size;
         const float* key = job.key(token, kv_head);
         float* keys = job.keys(block, kv_head) + offset;
         for (int64_t d = 0; d < job.dim; ++d) keys[d * job.block_size] = key[d];
@@ -319,14 +320,14 @@ extern "C" void inflight_attend(const float* query, int64_t query_token_stride, 
                                 const float* value, int64_t value_token_stride, int64_t value_head_stride,
                                 float* cache, float* out, const int32_t* query_starts,
                                 const int32_t* context_lens, const int32_t* rows, const int32_t* tables,
-                                const int64_t* kv_places, int64_t entries, int64_t tokens, int64_t heads,
+                                const int64_t* slot_mapping, int64_t entries, int64_t tokens, int64_t heads,
                                 int64_t kv_heads, int64_t dim, int64_t block_size, int64_t table_stride,
                                 int64_t window, float scale, int threads) {
     using namespace inflight;
     attend({{query, query_token_stride, query_head_stride},
             {key, key_token_stride, key_head_stride},
             {value, value_token_stride, value_head_stride},
-            cache, out, query_starts, context_lens, rows, tables, kv_places, entries, tokens, heads, kv_heads, dim,
+            cache, out, query_starts, context_lens, rows, tables, slot_mapping, entries, tokens, heads, kv_heads, dim,
             block_size, table_stride, window, scale},
            threads);
 }

@@ -1,4 +1,4 @@
-"""Compile the C++ of this folder into a shared library, once for each source, compiler and processor."""
+"""Compile the C++ of this folder into a shared library, once per combination of source, compiler and processor."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ logger = logging.getLogger(__name__)
 
 SOURCE_FOLDER = Path(__file__).parent
 COMPILERS = ("c++", "g++", "gcc", "clang++")
-# Multiply-adds are fused wherever they are written as such, and nothing is reordered: the same source
-# gives the same rounding in every template instance.
+# Multiply-adds are fused wherever they are written as such, and nothing is reordered: the same source rounds equally in
+# every template instance.
 COMPILE_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-ffp-contract=fast", "-pthread")
-# Of each group, the first that the compiler accepts.
+# The first of each group that the compiler accepts is used.
 OPTIONAL_FLAGS = (("-march=native", "-mcpu=native"), ("-mprefer-vector-width=512",))
 TIMEOUT = 120.0  # seconds for one run of the compiler
-SCRATCH = "building-"  # how folders begin in which a library is made
-MAX_SCRATCH_AGE = 3600.0  # seconds after which no one works there any more
+SCRATCH = "building-"  # prefix of the folders in which libraries are built
+MAX_SCRATCH_AGE = 3600.0  # seconds after which such a folder is a leftover
 
 
 class NativeBuildError(InflightError):
@@ -36,13 +36,13 @@ class NativeBuildError(InflightError):
 
 
 def find_compiler() -> str | None:
-    """The compiler to use: CXX where it is set, else the first known one on the path."""
+    """Return the compiler to use: CXX if it is set, otherwise the first known one on the path."""
     chosen = os.environ.get("CXX")
     return shutil.which(chosen) if chosen else next(filter(None, map(shutil.which, COMPILERS)), None)
 
 
 def cache_folder() -> Path:
-    """Where built libraries are kept."""
+    """Return the folder in which built libraries are cached."""
     own = os.environ.get("INFLIGHT_CACHE")
     if own:
         return Path(own) / "native"
@@ -51,32 +51,32 @@ def cache_folder() -> Path:
 
 
 def build(compiler: str, folder: Path) -> Path:
-    """The library for this machine in `folder`, compiled unless it is there undamaged."""
+    """Return the library for this machine in `folder`, compiling it unless an undamaged one exists."""
     prepare_folder(folder)
     _remove_leftovers(folder)
     key = build_key(compiler)
-    for found in sorted(folder.glob(f"inflight-{key}-*.so")):
-        if found.name == _name(key, found):
-            return found
-        logger.warning("the compiled CPU kernels in %s are damaged: they are compiled again", found)
-        found.unlink()
+    for library in sorted(folder.glob(f"inflight-{key}-*.so")):
+        if library.name == _name(key, library):
+            return library
+        logger.warning("the compiled CPU kernels in %s are damaged and will be compiled again", library)
+        library.unlink()
     with tempfile.TemporaryDirectory(dir=folder, prefix=SCRATCH) as scratch:
-        made = _compile(compiler, Path(scratch))
-        target = folder / _name(key, made)
-        _sync(made)
-        os.replace(made, target)  # atomic: other processes see all of it or nothing
+        library = _compile(compiler, Path(scratch))
+        target = folder / _name(key, library)
+        _sync(library)
+        os.replace(library, target)  # atomic: other processes see all of it or nothing
     _sync(folder)
     return target
 
 
 def _name(key: str, library: Path) -> str:
-    """A library is named by its content: cut off or changed, it has the wrong name. To map a file that is too short
-    is to die of SIGBUS, so nothing else must find out."""
+    """Return the file name, which contains a hash of the content. A truncated or changed file has the wrong name and is
+    never loaded: mapping a file that is too short would crash the process with SIGBUS."""
     return f"inflight-{key}-{hashlib.sha256(library.read_bytes()).hexdigest()[:32]}.so"
 
 
 def _sync(path: Path) -> None:
-    """Have it on the disk, so that no loss of power leaves a name without its content."""
+    """Flush to disk, so that a power loss cannot leave a name without its content."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -85,26 +85,26 @@ def _sync(path: Path) -> None:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Of compilations that were killed."""
+    """Remove the leftovers of killed compilations."""
     for scratch in folder.glob(f"{SCRATCH}*"):
-        with contextlib.suppress(OSError):  # someone else removes it too
+        with contextlib.suppress(OSError):  # another process may be removing it, too
             if time.time() - scratch.stat().st_mtime > MAX_SCRATCH_AGE:
                 shutil.rmtree(scratch, ignore_errors=True)
 
 
 def prepare_folder(folder: Path) -> None:
-    """Make `folder`, and refuse one that somebody else could have put a library in."""
+    """Create `folder`. Raises if another user could have put a library there."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.stat()
     if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise NativeBuildError(
             f"cache folder {folder} has owner {status.st_uid} and mode {stat.S_IMODE(status.st_mode):o}: "
-            f"it must belong to user {os.getuid()} and be writable by no one else"
+            f"it must belong to user {os.getuid()} and must not be writable by others"
         )
 
 
 def build_key(compiler: str) -> str:
-    """Changes with anything that could change the library."""
+    """Return a key that changes with everything that could change the library."""
     digest = hashlib.sha256()
     for source in [*_sources(), *sorted(SOURCE_FOLDER.glob("*.h"))]:
         digest.update(source.read_bytes())
@@ -118,13 +118,13 @@ def _sources() -> list[Path]:
 
 
 def _processor() -> str:
-    """What `-march=native` depends on."""
-    wanted = ("model name", "flags", "Features", "CPU implementer", "CPU part")
+    """Return a description of the processor, on which `-march=native` depends."""
+    fields = ("model name", "flags", "Features", "CPU implementer", "CPU part")
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return f"{platform.machine()} {platform.processor()}"
-    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
+    return "\n".join(sorted({line for line in lines if line.startswith(fields)}))
 
 
 def _compile(compiler: str, scratch: Path) -> Path:
@@ -139,7 +139,7 @@ def _compile(compiler: str, scratch: Path) -> Path:
     with ThreadPoolExecutor() as pool:
         list(pool.map(_run, commands))
     library = scratch / "library.so"
-    # A C driver that compiles C++ too must be told to link its library.
+    # gcc compiles C++, too, but does not link its standard library by default.
     standard = ["-lstdc++"] if Path(compiler).name.startswith("gcc") else []
     _run([compiler, "-shared", "-pthread", *objects, "-o", str(library), *standard])
     return library

@@ -1,7 +1,7 @@
-// How the ranks of one stage meet in memory that they share.
+// How the ranks of one pipeline stage synchronize in shared memory.
 //
-// Whoever waits looks for a moment, then sleeps until it is woken. A wait ends early when the group is lost (a rank
-// died, and someone said so), or when a rank does not come within the time that it was given.
+// A waiter spins for a moment, then sleeps until it is woken. A wait ends early when the group is marked as lost (a rank
+// died), or when a rank does not arrive within the time limit.
 #pragma once
 
 #include <atomic>
@@ -23,7 +23,7 @@ using Clock = std::chrono::steady_clock;
 
 constexpr int kMaxRanks = 64;
 constexpr int kLost = -1;
-constexpr int64_t kNap = 50;  // milliseconds after which a sleeper looks whether the group is lost
+constexpr int64_t kNap = 50;  // milliseconds after which a sleeper checks whether the group is lost
 
 inline void relax() {
 #if defined(__x86_64__) || defined(__i386__)
@@ -33,7 +33,7 @@ inline void relax() {
 #endif
 }
 
-// A number that only grows (and wraps around), and who sleeps until it has.
+// A number that only grows (and wraps around), with the number of threads that sleep until it does.
 struct alignas(64) Counter {
     std::atomic<uint32_t> value;
     std::atomic<uint32_t> sleepers;
@@ -58,41 +58,41 @@ struct alignas(64) Counter {
         wake();
     }
 
-    // Until `reached(value)`: 0, kLost if the group is lost first, 1 if it takes longer than `limit` microseconds. A limit
-    // of 0: for as long as it takes.
+    // Wait until `reached(value)`. Returns 0, kLost if the group is lost first, or 1 after `limit` microseconds (0: no
+    // limit).
     template <class Reached>
     int wait(const std::atomic<uint32_t>& lost, int spins, int64_t limit, const Reached& reached) {
         for (int spin = 0; spin < spins; ++spin, relax()) {
             if (reached(value.load(std::memory_order_acquire))) return 0;
         }
         const auto until = Clock::now() + std::chrono::microseconds(limit);
-        int found = 0;
+        int status = 0;
         sleepers.fetch_add(1);
         for (;;) {
             const uint32_t seen = value.load();
             if (reached(seen)) break;
             if (lost.load()) {
-                found = kLost;
+                status = kLost;
                 break;
             }
             if (limit > 0 && Clock::now() > until) {
-                found = 1;
+                status = 1;
                 break;
             }
             sleep(seen);
         }
         sleepers.fetch_sub(1);
-        return found;
+        return status;
     }
 };
 
-// The beginning of a group's memory; the slots of its ranks follow, two for each.
+// The start of a group's memory; two slots per rank follow.
 struct Group {
     std::atomic<uint32_t> lost;
-    Counter rounds[kMaxRanks];  // the exchanges that each rank has its part in
+    Counter rounds[kMaxRanks];  // exchanges that each rank has contributed to
 };
 
-struct Seat {
+struct Member {
     Group* group;
     int rank, size, spins;
     int64_t slot, limit;
@@ -103,15 +103,15 @@ struct Seat {
 
     uint32_t next() const { return group->rounds[rank].value.load(std::memory_order_relaxed) + 1; }
 
-    // My part of `round` is there. Waits for the others'. Nobody can be a whole round ahead of one who still reads, so
-    // two slots for each are enough.
+    // Publish this rank's part of `round` and wait for the others'. No rank can be a whole round ahead of one that still
+    // reads, so two slots per rank are enough.
     int meet(uint32_t round) const {
         group->rounds[rank].set(round);
         for (int other = 0; other < size; ++other) {
             if (other == rank) continue;
             const auto reached = [round](uint32_t at) { return static_cast<int32_t>(at - round) >= 0; };
-            const int found = group->rounds[other].wait(group->lost, spins, limit, reached);
-            if (found) return found == kLost ? kLost : 1 + other;
+            const int status = group->rounds[other].wait(group->lost, spins, limit, reached);
+            if (status) return status == kLost ? kLost : 1 + other;
         }
         return 0;
     }

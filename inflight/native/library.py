@@ -1,4 +1,4 @@
-"""The compiled library as Python sees it: found, built, loaded and typed once a process."""
+"""The compiled library for Python: built if necessary, loaded and typed once per process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Library:
 
     def __init__(self, path: Path) -> None:
         self._dll = ctypes.CDLL(str(path))
-        self.threads = num_threads()  # that work is shared between; may be changed at any time
+        self.threads = num_threads()  # may be changed at any time
         self.panel = int(self._bind("panel", result=_L)())  # output features of one weight panel
         self.advise = self._bind("advise", _P, _L)
         multiply = (_P, _P, _P, _P, _L, _L, _L, _I, _I)
@@ -51,21 +51,23 @@ class Library:
         self.attend_sequences = self._bind("attend_sequences", _P, _P, _P, *(_L,) * 4, _F, _I)
         strided = (_P, _L, _L)
         self.attend = self._bind("attend", *strided * 3, *(_P,) * 7, *(_L,) * 8, _F, _I)
-        scores = (_P, _P, _P, _L, _I)
-        self.sample = self._bind("sample", _P, _L, _L, *(_P,) * 4, _L, _P, _P, *scores)
-        self.score = self._bind("score", _P, _L, _L, _P, *scores)
-        # What ranks do together; these return 0, -1 or 1 + a rank: see ranks.cpp and offers.cpp.
-        seat = (_P, _I, _I, _L, _I, _L)
+        logprobs = (_P, _P, _P, _L, _I)
+        self.sample = self._bind("sample", _P, _L, _L, *(_P,) * 4, _L, _P, _P, *logprobs)
+        self.token_logprobs = self._bind("token_logprobs", _P, _L, _L, _P, *logprobs)
+        # Operations of a group of ranks; these return 0, -1 or 1 + a rank: see group.cpp and rank_sampling.cpp.
+        member = (_P, _I, _I, _L, _I, _L)
         self.group_bytes = int(self._bind("group_bytes", result=_L)())
         self.stream_bytes = int(self._bind("stream_bytes", result=_L)())
         self.group_lose = self._bind("group_lose", _P)
-        self.group_sum = self._bind("group_sum", *seat, _P, _L, result=_I)
-        self.offer_bytes = self._bind("offer_bytes", _L, result=_L)
-        part = (*seat, _L, _L, _L)
+        self.group_sum = self._bind("group_sum", *member, _P, _L, result=_I)
+        self.candidates_bytes = self._bind("candidates_bytes", _L, result=_L)
+        part = (*member, _L, _L, _L)
         self.group_sample = self._bind(
-            "group_sample", *part, _P, _L, *(_P,) * 4, _L, _P, _P, *scores, result=_I
+            "group_sample", *part, _P, _L, *(_P,) * 4, _L, _P, _P, *logprobs, result=_I
         )
-        self.group_score = self._bind("group_score", *part, _P, _L, _P, *scores, result=_I)
+        self.group_token_logprobs = self._bind(
+            "group_token_logprobs", *part, _P, _L, _P, *logprobs, result=_I
+        )
         self.stream_write = self._bind("stream_write", _P, _P, _I, _L, _I, _P, _L, result=_I)
         self.stream_read = self._bind("stream_read", _P, _P, _I, _L, _I, _P, _L, result=_I)
         self.beat = self._bind("beat", _P, _L)
@@ -80,14 +82,14 @@ class Library:
 
 
 def num_threads() -> int:
-    """As many as the user allows in the usual way, or as there are cores to run on."""
-    asked = os.environ.get("OMP_NUM_THREADS", "")
-    if asked.isdecimal() and int(asked) > 0:
-        return int(asked)
+    """Return OMP_NUM_THREADS, or by default the number of cores available to this process."""
+    number = os.environ.get("OMP_NUM_THREADS", "")
+    if number.isdecimal() and int(number) > 0:
+        return int(number)
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1
     processors = os.sched_getaffinity(0)
-    try:  # two processors of one core share its arithmetic units: one thread keeps them busy
+    try:  # hyperthreads of one core share its arithmetic units: one thread keeps them busy
         files = [Path(f"/sys/devices/system/cpu/cpu{n}/topology/thread_siblings_list") for n in processors]
         return len({file.read_text() for file in files})
     except OSError:
@@ -96,22 +98,24 @@ def num_threads() -> int:
 
 @cache
 def native_library() -> Library | None:
-    """The library, or None where it cannot be had or INFLIGHT_NATIVE=0 forbids it."""
+    """Return the library, or None if it is not available or disabled by INFLIGHT_NATIVE=0."""
     if os.environ.get("INFLIGHT_NATIVE") == "0":
         return None
     return open_library(find_compiler(), cache_folder())
 
 
 def open_library(compiler: str | None, folder: Path) -> Library | None:
-    """Build with `compiler` into `folder` and load. Without one, or if it fails: a warning, and None."""
+    """Build the library with `compiler` in `folder` and load it. Returns None, with a warning, if that fails."""
     try:
         if os.name != "posix":
-            raise NativeBuildError(f"they are compiled on POSIX systems only, and this one is {os.name!r}")
+            raise NativeBuildError(f"this is {os.name!r}, and they are compiled on POSIX systems only")
         if compiler is None:
             raise NativeBuildError("no C++ compiler was found (set CXX to name one)")
         return _open(compiler, folder)
     except (NativeBuildError, OSError) as error:
-        logger.warning("The CPU kernels cannot be compiled; plain torch does the work, slower. %s", error)
+        logger.warning(
+            "The CPU kernels cannot be compiled; falling back to plain torch, which is slower. %s", error
+        )
         return None
 
 
@@ -119,6 +123,6 @@ def _open(compiler: str, folder: Path) -> Library:
     try:
         return Library(build(compiler, folder))
     except PermissionError:
-        # A home that cannot be written. A loaded library outlives its file.
+        # The home folder is not writable. A loaded library outlives its file.
         with tempfile.TemporaryDirectory() as scratch:
             return Library(build(compiler, Path(scratch)))

@@ -1,4 +1,4 @@
-"""Memory of this machine: how much there is to have, and how much processes have."""
+"""Memory of this machine: how much is available, and how much processes use."""
 
 from __future__ import annotations
 
@@ -11,26 +11,25 @@ PROCESSES = Path("/proc")
 
 
 def available_memory() -> int:
-    """Bytes of RAM that can be had without swapping, in this container where it is one."""
+    """Return the bytes of RAM available without swapping, within the limits of a container."""
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     with contextlib.suppress(OSError, IndexError, ValueError):
-        found = Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]
-        available = int(found) * 1024
+        kilobytes = Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]
+        available = int(kilobytes) * 1024
     with contextlib.suppress(OSError, ValueError):  # "max": the container has no limit of its own
         limit = int((CONTAINER / "memory.max").read_text())
-        available = min(available, limit - int((CONTAINER / "memory.current").read_text()) + _kept_files())
+        available = min(available, limit - int((CONTAINER / "memory.current").read_text()) + _page_cache())
     return available
 
 
-def _kept_files() -> int:
-    """Bytes of files that the system keeps for as long as there is room. They count as used by the container, which has
-    just read all its weights."""
+def _page_cache() -> int:
+    """Return the bytes of the page cache. They count as used by the container, which has just read all its weights."""
     lines = map(str.split, (CONTAINER / "memory.stat").read_text().splitlines())
     return sum(int(size) for name, size in lines if name in ("active_file", "inactive_file"))
 
 
 def used_memory(process_id: int) -> int:
-    """Bytes of RAM that a process and its descendants hold, without the files that they have mapped."""
+    """Return the bytes of RAM that a process and its descendants use, without mapped files."""
     parents: dict[int, int] = {}
     sizes: dict[int, int] = {}
     for folder in PROCESSES.glob("[0-9]*"):

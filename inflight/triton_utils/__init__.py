@@ -1,1 +1,1 @@
-"""What Triton kernels of several rooms share: programmatic dependent launch, and padding of small tensors."""
+"""Helpers shared by the Triton kernels of several packages: programmatic dependent launch and padded tensors."""

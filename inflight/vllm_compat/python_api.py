@@ -95,14 +95,14 @@ MISSING_NAMES = {
     "LLMEngine": "use LLM for offline inference, or AsyncEngine to add requests while others run",
     "PoolingParams": "pass dimensions and normalize to embed, or scale to classify and score",
     "PoolingOutput": "use embed, classify or score, which have their own outputs",
-    "ModelRegistry": "model families are defined in inflight/models/families.py",
+    "ModelRegistry": "model families are defined in inflight/models/decoders/families.py",
     "initialize_ray_cluster": "pass ray_address together with replicas",
 }
 
 # Methods and attributes that LLM does not have, and what to use instead.
 LLM_METHODS = {
     "collective_rpc": "callers cannot run code in workers; use observe or stats",
-    "apply_model": "the model is not a torch module; see models/decoder.py",
+    "apply_model": "the model is not a torch module; see models/decoders/decoder.py",
     "tokenizer": "use get_tokenizer",
     "preprocess_chat": "use get_tokenizer().apply_chat_template",
     "shutdown": "use close, or `with LLM(...) as llm`",

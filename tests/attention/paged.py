@@ -78,12 +78,12 @@ class Scene:
 
     def inputs(self, step: Step) -> AttentionInputs:
         counts = torch.tensor([0] + [n for _, _, n in step])
-        kv_places, places = [], []
+        slot_mapping, places = [], []
         for r, first, n in step:
             positions = torch.arange(first, first + n)
             blocks = self.tables[self.rows[r]][positions // self.block_size].long()
             places.append(positions)
-            kv_places.append(blocks * self.block_size + positions % self.block_size)
+            slot_mapping.append(blocks * self.block_size + positions % self.block_size)
         ends = [first + n for _, first, n in step]
         return AttentionInputs(
             positions=torch.cat(places),
@@ -91,5 +91,5 @@ class Scene:
             context_lens=torch.tensor(ends, dtype=torch.int32),
             rows=torch.tensor([self.rows[r] for r, _, _ in step], dtype=torch.int32),
             block_tables=self.tables,
-            kv_places=torch.cat(kv_places),
+            slot_mapping=torch.cat(slot_mapping),
         )

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from inflight.attention.backend import KVShape
 from inflight.attention.cpu import CpuAttention, HeadAttention, TorchCpuAttention, cpu_attention
-from inflight.attention.reference import ReferenceAttention
 from inflight.errors import ConfigError
 from inflight.native.library import native_library
 from tests.attention.paged import Heads, Scene, Step
+from tests.support.reference_attention import ReferenceAttention
 
 
 def native() -> CpuAttention:
@@ -122,12 +122,14 @@ def test_wrong_shapes_are_refused() -> None:
     (cache,) = native().allocate(KVShape(1, 2, 16, 16, torch.float32), 4, torch.device("cpu"))
     query, key = torch.zeros(4, 4, 16), torch.zeros(4, 2, 16)
     inputs = scene.inputs(scene.whole()[0])
-    with pytest.raises(ConfigError, match="do not belong together"):
+    with pytest.raises(ConfigError, match="do not match"):
         native().attend(query, torch.zeros(4, 1, 16), key, cache, inputs, 1.0, None)
     with pytest.raises(ConfigError, match="int32"):
         native().attend(query, key, key, cache, replace(inputs, rows=inputs.rows.long()), 1.0, None)
-    with pytest.raises(ConfigError, match="kv_places"):
-        native().attend(query, key, key, cache, replace(inputs, kv_places=inputs.kv_places[:2]), 1.0, None)
+    with pytest.raises(ConfigError, match="slot_mapping"):
+        native().attend(
+            query, key, key, cache, replace(inputs, slot_mapping=inputs.slot_mapping[:2]), 1.0, None
+        )
 
 
 def test_the_cache_is_float32() -> None:

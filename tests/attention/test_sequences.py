@@ -6,8 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from inflight.attention.native_sequences import NativeSequenceAttention
-from inflight.attention.sequences import SequenceAttention, Sequences, TorchSequenceAttention
+from inflight.attention.sequences import (
+    NativeSequenceAttention,
+    SequenceAttention,
+    Sequences,
+    TorchSequenceAttention,
+)
 from inflight.errors import ConfigError
 from inflight.layers.rotary import Rope
 from inflight.layers.torch_kernels import TorchKernels

@@ -15,18 +15,20 @@ TILE = AttentionTile(rows=32, keys=16, num_warps=4, num_stages=2)
 DEVICES = torch.device(DEVICE)
 
 
-def kv_places_of(scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions and kv_places of the scene's tokens, padding last."""
-    positions, kv_places = [], []
+def slot_mapping_of(scene: Scene) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions and slot_mapping of the scene's tokens, padding last."""
+    positions, slot_mapping = [], []
     for context_len, count, row in zip(scene.context_lens, scene.counts, scene.rows, strict=True):
         at = np.arange(context_len - count, context_len)
         positions.append(at)
         size = scene.shape.block_size
-        kv_places.append(scene.tables.numpy()[row, at // size] * size + at % size)
+        slot_mapping.append(scene.tables.numpy()[row, at // size] * size + at % size)
     padding = len(scene.qkv) - int(scene.query_starts[-1])
     positions.append(np.zeros(padding))
-    kv_places.append(np.full(padding, -1))
-    made = [torch.from_numpy(np.concatenate(x).astype(np.int32)).to(DEVICE) for x in (positions, kv_places)]
+    slot_mapping.append(np.full(padding, -1))
+    made = [
+        torch.from_numpy(np.concatenate(x).astype(np.int32)).to(DEVICE) for x in (positions, slot_mapping)
+    ]
     return made[0], made[1]
 
 
@@ -56,15 +58,15 @@ def test_decodes_and_chunks_in_one_step(shares: bool, window: int | None) -> Non
     )
     qkv, cache, tables = scene.on_device
     # This step's keys and values are not in the cache yet.
-    positions, kv_places = kv_places_of(scene)
-    real = kv_places[kv_places >= 0].long().cpu()
+    positions, slot_mapping = slot_mapping_of(scene)
+    real = slot_mapping[slot_mapping >= 0].long().cpu()
     content = cache.cpu()
     content[real // 8, :, :, real % 8] = float("nan")
     cache = content.to(DEVICE)
     workspace = scene.workspace()
     step = TritonStep(
         positions=positions,
-        kv_places=kv_places,
+        slot_mapping=slot_mapping,
         block_tables=tables,
         decodes=items(decodes.items, 12),
         short_context=False,

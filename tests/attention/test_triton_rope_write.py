@@ -46,7 +46,7 @@ def test_heads_are_normalised_turned_and_cached(
     q_norm = torch.rand(head_dim, generator=generator) + 0.5 if normed == "both" else None
     k_norm = torch.rand(head_dim, generator=generator) + 0.5 if normed != "none" else None
     positions = torch.tensor([3, 0, 11, 29, 7, 1, 2], dtype=torch.int32)
-    kv_places = torch.tensor([5, 0, 4 * block_size + 3, -1, 17, 9, -1], dtype=torch.int32)
+    slot_mapping = torch.tensor([5, 0, 4 * block_size + 3, -1, 17, 9, -1], dtype=torch.int32)
     cos_sin = torch.randn(30, rotary_dim, generator=generator)
     cache = torch.full((num_blocks, 2, num_kv_heads, block_size, head_dim), NAN, dtype=dtype)
 
@@ -54,7 +54,7 @@ def test_heads_are_normalised_turned_and_cached(
     rope_write(
         rotated,
         positions.to(DEVICE),
-        kv_places.to(DEVICE),
+        slot_mapping.to(DEVICE),
         cos_sin.to(DEVICE),
         None if q_norm is None else q_norm.to(DEVICE),
         None if k_norm is None else k_norm.to(DEVICE),
@@ -71,7 +71,7 @@ def test_heads_are_normalised_turned_and_cached(
         return each[:, :num_heads], each[:, num_heads:first_value], each[:, first_value:]
 
     query, key, value = heads(qkv)
-    real = kv_places >= 0
+    real = slot_mapping >= 0
     expected = torch.cat(
         (reference(query, q_norm, positions, cos_sin), reference(key, k_norm, positions, cos_sin)), 1
     )
@@ -84,7 +84,7 @@ def test_heads_are_normalised_turned_and_cached(
     assert torch.equal(new_value, value)
     assert torch.equal(rotated[~real], qkv[~real])
 
-    blocks, offsets = kv_places[real].long() // block_size, kv_places[real].long() % block_size
+    blocks, offsets = slot_mapping[real].long() // block_size, slot_mapping[real].long() % block_size
     assert torch.equal(written[blocks, 0, :, offsets], new_key[real])
     assert torch.equal(written[blocks, 1, :, offsets], value[real])
     written[blocks, :, :, offsets] = NAN

@@ -16,7 +16,7 @@ from inflight.errors import ConfigError, RequestError, WeightsError
 from inflight.execution.encoder_runner import EncoderRunner
 from inflight.layers.native_kernels import NativeKernels
 from inflight.loading import LoadedEngine
-from inflight.models.encoder import PoolingEncoder
+from inflight.models.encoders.encoder import PoolingEncoder
 from tests.support.encoder_checkpoints import (
     FAMILIES,
     HIDDEN,
@@ -134,7 +134,7 @@ def test_layers_after_pooling_are_read_from_their_own_folders(tmp_path: Path) ->
         np.testing.assert_allclose(found, expected, atol=TOLERANCE, rtol=TOLERANCE)
     engine.close()
     (tmp_path / "2_Dense" / "model.safetensors").unlink()
-    with pytest.raises(WeightsError, match="is missing or not a file, though"):
+    with pytest.raises(WeightsError, match=r"is named in modules\.json but is missing"):
         load(tmp_path)
 
 
@@ -255,10 +255,13 @@ def test_weights_that_do_not_fit_are_named_before_memory_is_taken(tmp_path: Path
     other = tensors | {"classifier.weight": torch.ones(3, HIDDEN)}
     narrow = tensors | {"classifier.weight": torch.ones(2, HIDDEN, dtype=torch.int8)}
     for odd, message in (
-        (more, "the weights have bert.encoder.layer.0.adapter.weight unknown to config.json"),
-        (less, "the weights lack classifier.bias that config.json calls for"),
+        (
+            more,
+            "the weights have bert.encoder.layer.0.adapter.weight, which config.json does not account for",
+        ),
+        (less, "the weights lack classifier.bias, required by config.json"),
         (other, r"classifier.weight in model.safetensors has shape \[3, 64\]"),
-        (narrow, "is stored as I8: known are F32, BF16, F16"),
+        (narrow, "is stored as I8: it must be one of F32, BF16, F16"),
     ):
         save_file(odd, file)
         with pytest.raises(WeightsError, match=message):

@@ -11,7 +11,7 @@ import torch
 
 from inflight import LLM, RequestOutput, SamplingParams
 from inflight.errors import EngineError
-from inflight.models.decoder import Decoder
+from inflight.models.decoders.decoder import Decoder
 from tests.e2e.breaking import BreakingRunner, PoisonedRunner, begins_with
 from tests.e2e.conftest import Folder
 from tests.e2e.policies import GREEDY_CONTINUOUS

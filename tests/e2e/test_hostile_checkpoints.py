@@ -132,9 +132,9 @@ TABLE: list[tuple[str, Harm, str]] = [
         for value in (10**9, 10**30)
     ),
     ("more layers than there are", edit("config.json", num_hidden_layers=4000), "the weights lack"),
-    ("more features than there are", edit("config.json", intermediate_size=1 << 24), "config.json calls for"),
-    ("larger heads than there are", edit("config.json", head_dim=1 << 22), "config.json calls for"),
-    ("a larger vocabulary", edit("config.json", vocab_size=1 << 24), "config.json calls for"),
+    ("more features than there are", edit("config.json", intermediate_size=1 << 24), "config.json requires"),
+    ("larger heads than there are", edit("config.json", head_dim=1 << 22), "config.json requires"),
+    ("a larger vocabulary", edit("config.json", vocab_size=1 << 24), "config.json requires"),
     ("a number that no float holds", edit("config.json", rms_norm_eps=10**400), "rms_norm_eps"),
     ("an end token that is none", edit("generation_config.json", eos_token_id=10**12), "eos_token_id"),
     ("hot", edit("generation_config.json", do_sample=True, temperature="hot"), "temperature is 'hot'"),

@@ -11,7 +11,7 @@ import pytest
 from inflight import LLM, SamplingParams
 from inflight.frontend.input_processor import InputProcessor
 from inflight.layers.native_kernels import NativeKernels
-from inflight.models.decoder import Decoder
+from inflight.models.decoders.decoder import Decoder
 from inflight.outputs import RequestOutput
 from tests.e2e.conftest import Folder
 from tests.e2e.policies import GREEDY_CONTINUOUS

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from inflight.execution.encoder_runner import EncoderRunner
-from inflight.models.encoder import TextBatch
+from inflight.models.encoders.encoder import TextBatch
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
 from inflight.scheduling import Admission, Batch

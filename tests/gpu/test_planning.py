@@ -12,7 +12,7 @@ from benchmarks.shapes import SHAPES
 from inflight import LLM, AsyncEngine
 from inflight.config import EngineConfig
 from inflight.loading.planning import Devices, Fit, plan_model
-from inflight.models.decoder import Decoder
+from inflight.models.decoders.decoder import Decoder
 from tests.support.held_bytes import held
 
 OPTIONS: dict[str, Any] = {

@@ -50,7 +50,7 @@ def test_a_product_with_an_activation(kernels: CpuKernels, activation: str) -> N
     linear.load_bias(bias)
     expected = EXACT[activation](F.linear(x.double(), weight.double(), bias.double()))
     torch.testing.assert_close(linear.activated(x, activation).double(), expected, rtol=5e-6, atol=5e-6)
-    with pytest.raises(ConfigError, match="activation is 'mish': allowed is gelu, gelu_tanh"):
+    with pytest.raises(ConfigError, match="activation is 'mish': it must be one of gelu, gelu_tanh"):
         linear.activated(x, "mish")
 
 

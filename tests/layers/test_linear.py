@@ -167,7 +167,7 @@ def test_what_does_not_fit_is_refused(kernels: Kernels) -> None:
             linear.load(weight, first)
     with pytest.raises(ConfigError, match="does not fit"):
         linear.load_bias(torch.ones(3), 4)
-    with pytest.raises(ConfigError, match="made without one"):
+    with pytest.raises(ConfigError, match="created without one"):
         kernels.linear(4, 6, torch.float32, bias=False).load_bias(torch.ones(6))
 
 

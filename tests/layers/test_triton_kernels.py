@@ -211,7 +211,7 @@ def test_what_does_not_fit_is_refused() -> None:
     linear = kernels.linear(4, 6, torch.float32, bias=False)
     with pytest.raises(ConfigError, match="does not fit"):
         linear.load(torch.ones(6, 5))
-    with pytest.raises(ConfigError, match="made without one"):
+    with pytest.raises(ConfigError, match="created without one"):
         linear.load_bias(torch.ones(6))
-    with pytest.raises(ConfigError, match="allowed is silu, gelu_tanh"):
+    with pytest.raises(ConfigError, match="must be one of silu, gelu_tanh"):
         linear.gated(Residual(draw(1, 4), None), 1e-6, "relu")

@@ -19,10 +19,15 @@ from inflight.config import EngineConfig
 from inflight.errors import ConfigError
 from inflight.execution.platforms import cpu
 from inflight.loading.planning import Devices, plan_model
-from inflight.models.decoder import Decoder
-from inflight.models.families import decoder_spec
-from inflight.models.footprint import cpu_storage, gpu_storage, kv_bytes_per_token, weight_bytes
-from inflight.models.shard import shard_of
+from inflight.models.decoders.decoder import Decoder
+from inflight.models.decoders.families import decoder_spec
+from inflight.models.decoders.shard import (
+    cpu_storage,
+    gpu_storage,
+    kv_bytes_per_token,
+    shard_of,
+    weight_bytes,
+)
 from inflight.native.library import native_library
 from tests.support.checkpoints import FAMILIES
 from tests.support.held_bytes import held

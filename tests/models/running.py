@@ -13,8 +13,8 @@ from inflight.attention.cpu import ComposedAttention, TorchCpuAttention, cpu_att
 from inflight.layers.native_kernels import cpu_kernels
 from inflight.layers.torch_kernels import TorchKernels
 from inflight.models.checkpoint import open_checkpoint
-from inflight.models.decoder import Decoder
-from inflight.models.weights import load_decoder
+from inflight.models.decoders.decoder import Decoder
+from inflight.models.decoders.weights import load_decoder
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 4
@@ -52,7 +52,7 @@ def logprobs(
             context_lens=torch.tensor([start + count], dtype=torch.int32),
             rows=torch.zeros(1, dtype=torch.int32),
             block_tables=table.to(torch.int32)[None],
-            kv_places=table[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE,
+            slot_mapping=table[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE,
         )
         indices = None if wanted is None else torch.tensor(wanted[number], dtype=torch.int64)
         hidden = decoder.forward(ids[start : start + count], caches, inputs, indices)

@@ -96,7 +96,7 @@ def test_links_into_the_hub_cache_are_fine(tmp_path: Path) -> None:
 
 def test_missing_shard(folder: Path) -> None:
     write_index(folder, "gone.safetensors")
-    with pytest.raises(WeightsError, match=r"gone\.safetensors is missing"):
+    with pytest.raises(WeightsError, match=r"gone\.safetensors is .* missing"):
         open_checkpoint(str(folder))
 
 
@@ -118,7 +118,7 @@ def test_no_weights(folder: Path) -> None:
     with pytest.raises(WeightsError, match=r"neither model\.safetensors nor"):
         open_checkpoint(str(folder))
     (folder / "model-00001-of-00002.safetensors").touch()
-    with pytest.raises(WeightsError, match="which an index must list"):
+    with pytest.raises(WeightsError, match="which must be listed in an index"):
         open_checkpoint(str(folder))
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from inflight.errors import ConfigError, ModelError
+from inflight.models.decoders.families import decoder_spec
 from inflight.models.defaults import (
     default_sampling,
     eos_token_ids,
@@ -15,9 +16,8 @@ from inflight.models.defaults import (
     resolve_dtype,
     resolve_text_length,
 )
-from inflight.models.families import decoder_spec
 from inflight.sampling_params import SamplingParams
-from tests.models.test_families import PHI3
+from tests.models.decoders.test_families import PHI3
 
 
 def test_eos_ids_of_both_files_count_once_each() -> None:
@@ -54,7 +54,7 @@ def test_dtype() -> None:
     assert resolve_dtype("auto", {"text_config": {"torch_dtype": "torch.bfloat16"}}) is torch.bfloat16
     assert resolve_dtype("auto", {}) is torch.float32
     assert resolve_dtype("float32", {"dtype": "bfloat16"}) is torch.float32
-    with pytest.raises(ModelError, match="'int8': weights can be held as float32"):
+    with pytest.raises(ModelError, match="'int8': it must be one of float32"):
         resolve_dtype("auto", {"dtype": "int8"})
 
 

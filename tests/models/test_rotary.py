@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from inflight.models.families import decoder_spec
+from inflight.models.decoders.families import decoder_spec
 from tests.support.checkpoints import FAMILIES
 
 ROPES: dict[str, dict[str, Any]] = {

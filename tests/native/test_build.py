@@ -157,7 +157,7 @@ def test_a_compiler_that_makes_rubbish_is_a_warning(tmp_path: Path, caplog: pyte
 
 def test_a_folder_that_others_may_write_is_refused(compiler: str, tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
-    with pytest.raises(NativeBuildError, match="writable by no one else"):
+    with pytest.raises(NativeBuildError, match="must not be writable by others"):
         build(compiler, tmp_path)
 
 

@@ -85,7 +85,7 @@ def test_a_stream_outlives_a_signal_and_the_exit_is_clean(llm: LLM, monkeypatch:
         assert warnings[0].startswith("--trust-remote-code: ")
         assert warnings[1:] == ["VLLM_QWERTY is set, but has no effect"]
         assert lines[-1]["message"].startswith(f"inflight {__version__}")
-        (line,) = [line for line in lines if line["logger"] == "inflight.loading.decoders"]
+        (line,) = [line for line in lines if line["logger"] == "inflight.loading.load"]
         assert (line["process"], line["level"]) == ("engine", "info")
         assert "1024 KV blocks" in line["message"]
         texts = [""] * 4

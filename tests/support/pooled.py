@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from inflight.config import EngineConfig
 from inflight.events import Delta, StepRecord
 from inflight.loading import LoadedEngine, load_engine
-from inflight.models.decoder import Decoder
+from inflight.models.decoders.decoder import Decoder
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
 from tests.support.checkpoints import FAMILIES, make_model, randomise, write_tokenizer

@@ -1,4 +1,4 @@
-"""The attention backend for GPUs: a few launches per layer, all of which a CUDA graph can hold."""
+"""The attention backend for GPUs: a few launches per layer, all of which a CUDA graph can capture."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class TritonAttention:
     def allocate(self, shape: KVShape, num_blocks: int, device: torch.device) -> list[Tensor]:
         size = (num_blocks, 2, shape.num_kv_heads, shape.block_size, shape.head_dim)
         num_elements, width = math.prod(size), shape.dtype.itemsize
-        # Torch takes memory from the device in such pieces, and puts other tensors into what one leaves free: KV memory
-        # could then not be given back for as long as they live.
+        # Torch allocates device memory in such pieces and puts other tensors into the rest of a piece: the KV cache
+        # could then not be released for as long as they live.
         rounded = -(-num_elements * width // PIECE) * PIECE // width
         return [
             torch.empty(rounded, dtype=shape.dtype, device=device)[:num_elements].view(size)
@@ -40,12 +40,12 @@ class TritonAttention:
         ]
 
     def attend(self, qkv: Tensor, layer: AttentionLayer, cache: Tensor, inputs: TritonStep) -> Tensor:
-        """Rows of the result that belong to no item hold whatever was in memory."""
+        """Attend. Rows of the result that belong to no item are undefined."""
         step, tuning = inputs, self.tuning
         rope_write(
             qkv,
             step.positions,
-            step.kv_places,
+            step.slot_mapping,
             layer.cos_sin,
             layer.q_norm,
             layer.k_norm,

@@ -1,4 +1,4 @@
-"""Attention of chunks of a prompt: cached keys through the block table, the chunk's own keys from where they are."""
+"""Attention of prompt chunks: cached keys through the block table, the chunk's own keys from the projection."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def _take_own(
     DESCRIPTORS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The chunk's own keys at positions [begin, end): those below the diagonal without a mask, then the others."""
+    """Add the chunk's own keys at positions [begin, end): those below the diagonal without a mask, then the others."""
     n = tl.arange(0, BLOCK_N)
     masked_from = begin
     if not WINDOW:

@@ -39,7 +39,7 @@ def decode_attention(
     """Attend for every entry that has items; rows of `out` without items are left as they are."""
     group = layer.num_heads // layer.num_kv_heads
     dim, padded_group = triton.next_power_of_2(layer.head_dim), triton.next_power_of_2(group)
-    # Heads vary fastest: programs that run together then read neighbouring memory, and share block ids.
+    # Heads vary fastest, so that programs that run together read neighbouring memory and share block ids.
     grid = (layer.num_kv_heads, work.programs)
     _decode[grid](
         qkv,
@@ -108,7 +108,7 @@ def _decode(
     PDL: tl.constexpr,
 ):
     head = tl.program_id(0)
-    # All of the item at once, before it is known to be real: nothing waits twice for memory.
+    # Load the whole item before it is known to exist, so that nothing waits twice for memory.
     item = items + tl.program_id(1) * FIELDS
     entry = tl.load(item)
     table_row = tl.load(item + 1)

@@ -1,6 +1,6 @@
-"""The host's share of attention: which program attends to which keys. Numpy alone; runs before every step.
+"""Plan, on the host, which program attends to which keys. Numpy only; runs before every step.
 
-A plan is a table of int32 items, one for each program (and KV head), most work first. Columns, in order:
+A plan is a table of int32 items, one per program (and KV head), most work first. Columns, in order:
 
     decode   entry (= token), table row, begin, end, context_len, first partial, split, splits, own splits
     prefix   first member, number of members, table row, begin, end, split
@@ -8,9 +8,9 @@ A plan is a table of int32 items, one for each program (and KV head), most work 
     chunk    first token, positions, first position, cached, row, begin, end, first partial, split, splits, counter
     sequence first token of the sequence, its length, first position of the tile
 
-[begin, end) are key positions. A query whose keys are split leaves a partial result in the workspace for each split,
-from its first partial on; the program that finishes last merges them. A decode entry's splits are those of its shared
-prefix, then its own. In a chunk, a tile of positions is split as one: a partial for each position of each split.
+[begin, end) are key positions. A query whose keys are split has one partial result per split in the workspace, from its
+first partial on; the program that finishes last merges them. A decode entry's splits are those of its shared prefix,
+then its own. In a chunk, a tile of positions is split as a whole: one partial per position and split.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ MEMBER_FIELDS = 3
 CHUNK_FIELDS = 11
 SEQUENCE_FIELDS = 3
 
-LAST_MIN_SPLIT = 256  # keys below which a split of a decode that comes last costs more than it saves
+LAST_MIN_SPLIT = 256  # keys below which splitting one of the last decodes costs more than it saves
 
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
     items: Ints  # [num_items, DECODE_FIELDS]
-    first_partials: Ints  # [E] where the entry's partials begin, if it has several
+    first_partials: Ints  # [E] index of the entry's first partial, if it has several
     num_partials: int
 
 
@@ -44,10 +44,10 @@ class PrefixPlan:
     items: Ints  # [num_items, PREFIX_FIELDS]
     entries: Ints  # [num_members], group by group
     lens: Ints  # [E] keys of each entry that the prefix kernel reads
-    num_splits: Ints  # [E] partial results that it leaves for each entry
+    num_splits: Ints  # [E] partial results that it writes for each entry
 
     def members(self, context_lens: Ints, decode: DecodePlan) -> Ints:
-        """[num_members, MEMBER_FIELDS]: known once the entries' own splits are planned."""
+        """Return [num_members, MEMBER_FIELDS], known once the entries' own splits are planned."""
         return np.stack(
             (self.entries, context_lens[self.entries], decode.first_partials[self.entries]), axis=1
         )
@@ -82,13 +82,13 @@ def plan_decode(
     tile: int,  # keys that a program takes at a time
     min_split: int,
 ) -> DecodePlan:
-    """At most E + extra_items items, those of an entry of even size. Every entry has one at least, and a key of its
-    own."""
+    """Plan at most E + extra_items items; those of one entry have equal size. Every entry has at least one item, and at
+    least one key outside its prefix."""
     num_entries = len(context_lens)
     first_keys, prefix_splits = (0, 0) if prefix is None else (prefix.lens, prefix.num_splits)
     own_lens = context_lens - first_keys
     own_splits = -(-own_lens // split_size(int(own_lens.sum()), extra_items, tile, min_split))
-    # The shortest come last. If those would be few, and the memory not busy with them, they are split too.
+    # The shortest come last. If they are too few to keep the memory busy, they are split, too.
     num_last, spare_items = num_entries % at_once, extra_items - int(own_splits.sum()) + num_entries
     if num_entries > at_once and 0 < num_last <= spare_items:
         last = own_lens.argsort(kind="stable")[:num_last]
@@ -131,7 +131,7 @@ def plan_prefix(
     max_items: int,
     max_partials: int,
 ) -> PrefixPlan | None:
-    """None if nothing is shared. Groups that do not fit are left out, those that save least first."""
+    """Plan the shared prefixes, or return None if there are none. Groups that save least are dropped if not all fit."""
     groups = _fitting(groups, tile_members, max_items - extra_items, max_partials)
     if not groups:
         return None
@@ -151,7 +151,7 @@ def plan_prefix(
         lens[group.entries] = keys
         num_splits[group.entries] = -(-keys // split_keys)
         row, members = int(rows[group.entries[0]]), len(group.entries)
-        # Tiles that read the same keys stand side by side, so that one finds what the other has fetched.
+        # Tiles that read the same keys are neighbours, so that one finds in the cache what the other fetched.
         for number, begin in enumerate(range(0, keys, split_keys)):
             for first in range(0, members, tile_members):
                 count, end = min(tile_members, members - first), min(begin + split_keys, keys)
@@ -162,28 +162,28 @@ def plan_prefix(
 
 
 def _fitting(groups: list[Group], tile_members: int, max_tiles: int, max_partials: int) -> list[Group]:
-    kept = []
+    fitting = []
     for group in sorted(groups, key=lambda group: -group.saved):
         tiles, partials = -(-len(group.entries) // tile_members), 2 * len(group.entries)
         if tiles <= max_tiles and partials <= max_partials:
-            kept.append(group)
+            fitting.append(group)
             max_tiles, max_partials = max_tiles - tiles, max_partials - partials
-    return kept
+    return fitting
 
 
 def find_groups(
     tables: Ints,  # [max_rows, max_blocks]
     rows: Ints,  # [E]
-    num_blocks: Ints,  # [E] blocks of each entry that may be shared: full ones, and not the one written now
+    num_blocks: Ints,  # [E] blocks of each entry that may be shared: full ones, except the one written now
     min_members: int,
     min_blocks: int,
     min_saved: int,
 ) -> list[Group]:
-    """Groups that share at least `min_blocks` blocks each and save at least `min_saved` blocks of reading.
+    """Return the groups that share at least `min_blocks` blocks and save reading at least `min_saved` blocks.
 
-    Tables that agree in one block nearly always agree in all before it, since shared blocks are found by the whole
-    prefix that they end. So entries are sorted by block number `min_blocks`, and what they share is checked within the
-    few groups that this leaves. If some share less than others, the choice is what saves most reading.
+    Tables that agree in one block nearly always agree in all blocks before it, since shared blocks are found by the
+    whole prefix that they end. So entries are sorted by block number `min_blocks`, and the resulting few groups are
+    compared in full. If some members share less than others, the group that saves most reading is chosen.
     """
     column = min_blocks - 1
     candidates = np.flatnonzero(num_blocks >= min_blocks)
@@ -203,7 +203,7 @@ def find_groups(
 
 
 def _best_group(tables: Ints, rows: Ints, num_blocks: Ints, entries: NDArray[np.intp]) -> Group:
-    """The members and length that save most, among those who share with the first entry."""
+    """Return the members and length that save most, among the entries that share blocks with the first."""
     limits = num_blocks[entries]
     width = int(limits[0])
     same = tables[rows[entries], :width] == tables[rows[entries[0]], :width]
@@ -225,7 +225,7 @@ def plan_chunks(
     tile: int,  # keys that a program takes at a time
     min_split: int,
 ) -> ChunkPlan:
-    """At most `extra_items` more items than tiles; splits use at most 2 * extra_items * tile_positions partials."""
+    """Plan at most `extra_items` more items than tiles, with at most 2 * extra_items * tile_positions partials."""
     counts = np.diff(query_starts)
     tiles = -(-counts // tile_positions)
     entry = np.repeat(np.arange(len(counts)), tiles)
@@ -268,9 +268,9 @@ def plan_chunks(
 
 
 def plan_sequences(lengths: Ints, tile_positions: int) -> Ints:
-    """[num_items, SEQUENCE_FIELDS]: at most `max_sequence_items`."""
+    """Return [num_items, SEQUENCE_FIELDS], at most `max_sequence_items` of them."""
     tiles = -(-lengths // tile_positions)
-    # Tiles of one sequence stand side by side, so that one finds the keys that another has fetched.
+    # Tiles of one sequence are neighbours, so that one finds in the cache the keys that another fetched.
     longest_first = (-lengths).argsort(kind="stable")
     of = longest_first.repeat(tiles[longest_first])  # the sequence that an item belongs to
     items = np.empty((len(of), SEQUENCE_FIELDS), dtype=np.int32)
@@ -281,19 +281,19 @@ def plan_sequences(lengths: Ints, tile_positions: int) -> Ints:
 
 
 def max_sequence_items(num_tokens: int, num_sequences: int, tile_positions: int) -> int:
-    """Of at most so many tokens, in at most so many sequences: not more than there are tokens."""
+    """Return the most items for this many tokens in at most this many sequences."""
     return (num_tokens - num_sequences) // tile_positions + num_sequences
 
 
 def split_size(total: int, extra_items: int, tile: int, min_split: int) -> int:
-    """The smallest multiple of `tile`, from `min_split` on, that cuts `total` keys at most `extra_items` times."""
+    """Return the smallest multiple of `tile` from `min_split` on that cuts `total` keys at most `extra_items` times."""
     if extra_items <= 0:
         return max(-(-total // tile) * tile, tile)
     return max(-(-max(-(-total // extra_items), min_split) // tile) * tile, tile)
 
 
 def counting(counts: NDArray[Any]) -> NDArray[np.intp]:
-    """0 .. counts[0]-1, 0 .. counts[1]-1, and so on."""
+    """Return 0 .. counts[0]-1, 0 .. counts[1]-1, and so on."""
     ends = counts.cumsum()
     numbers: NDArray[np.intp] = np.arange(ends[-1] if len(ends) else 0) - (ends - counts).repeat(counts)
     return numbers

@@ -1,4 +1,4 @@
-"""How far to split, and what to read together: from the entries of a step to the plans (`plan.py`) of its kernels."""
+"""From the entries of a step to the plans (`plan.py`) of its attention kernels: how to split, what to read together."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ from inflight.attention.triton.plan import (
 from inflight.attention.triton.step import AttentionWorkspace
 from inflight.attention.triton.tuning import Tuning
 
-# Programs per multiprocessor, over all KV heads, that splitting may add. As measured on an H200: more of them read no
-# faster, and every split has to be written, read again and merged. Decodes may be split further up to the programs that
-# run at once: fewer do not keep the memory busy.
+# Programs per multiprocessor, over all KV heads, that splitting may add. Measured on an H200: more programs read no
+# faster, and every split has to be written, read again and merged. Decodes may be split further, up to the number of
+# programs that run at once: fewer do not keep the memory busy.
 DECODE_EXTRA_PROGRAMS = 1.6
 PREFIX_EXTRA_PROGRAMS = 1.0
 CHUNK_EXTRA_PROGRAMS = 1.0
-# Keys below which a split costs more than it saves. Decodes: so much for each entry, up to so much in all, and no entry
-# in more splits than that, since one program merges them.
+# Keys below which a split costs more than it saves. For decodes: MIN_SPLIT per entry up to MAX_MIN_SPLIT, and at most
+# MAX_SPLITS splits of an entry, since one program merges them.
 DECODE_MIN_SPLIT = 64
 DECODE_MAX_MIN_SPLIT = 512
 DECODE_MAX_SPLITS = 32
-# Decodes of a step, and the longest context among them, for which `Tuning.short_context` pays.
+# The number of decodes, and the longest context among them, for which `Tuning.short_context` pays.
 SHORT_CONTEXT_DECODES = (2, 8)
 SHORT_CONTEXT = 1024
 PREFIX_MIN_SPLIT = 256
 CHUNK_MIN_SPLIT = 768
-# A prefix is read together if each member, and all of them together, need not read that many blocks again.
+# A prefix is shared if it has at least this many blocks, and sharing saves reading at least this many in total.
 PREFIX_MIN_BLOCKS = 8
 PREFIX_MIN_SAVED = 64
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeWork:
-    """Decode entries, planned; with a prefix where some share one."""
+    """The plan of a step's decode entries, with their shared prefixes."""
 
     decode: DecodePlan
     prefix: PrefixPlan | None
     context_lens: Ints  # [E]
-    short_context: bool  # whether they go by `Tuning.short_context`
+    short_context: bool  # whether they use `Tuning.short_context`
 
     def members(self) -> Ints:
         assert self.prefix is not None
@@ -55,7 +55,7 @@ class DecodeWork:
 
 
 class AttentionPlanner:
-    """Plans for one model and at most `max_entries` entries. Remembers which decodes share what."""
+    """Plans the steps of one model with at most `max_entries` entries. Remembers which decodes share a prefix."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class AttentionPlanner:
         self._decode_extra_items = self._items(DECODE_EXTRA_PROGRAMS)
         self.chunk_extra_items = self._items(CHUNK_EXTRA_PROGRAMS)
         self.prefix_extra_items = self._items(PREFIX_EXTRA_PROGRAMS)
-        # All at once, one round of programs: they have a multiprocessor each.
+        # One round of programs, each with its own multiprocessor.
         fewest, most = SHORT_CONTEXT_DECODES
         most = 0 if tuning.short_context is None else min(most, self._items(tuning.short_context.programs))
         self.short_context_sizes = range(fewest, most + 1)
@@ -83,7 +83,7 @@ class AttentionPlanner:
         self._prefix: PrefixPlan | None = None
 
     def _items(self, programs: float) -> int:
-        """That make so many programs per multiprocessor."""
+        """Return how many items make this many programs per multiprocessor."""
         return max(1, int(programs * self._processors_per_head))
 
     # ---- capacities ----
@@ -100,7 +100,7 @@ class AttentionPlanner:
 
     @property
     def prefix_programs(self) -> int:
-        """That run at once, and some more: few prefixes are read by them, many by each in turn."""
+        """The programs of the prefix kernel: a few more than run at once; each may take several items."""
         return min(self.max_prefix_items, 2 * self.prefix_extra_items)
 
     @property
@@ -122,7 +122,7 @@ class AttentionPlanner:
     def decodes(
         self, context_lens: Ints, rows: Ints, tables: Ints, version: int, alone: bool = True
     ) -> DecodeWork:
-        """[E] each; `version` changes whenever a row gets another request. `alone`: the step has no chunks."""
+        """Plan the decodes, arrays [E]. `version` changes whenever a row gets another request. `alone`: no chunks."""
         prefix = self._find_prefix(context_lens, rows, tables, version) if self.share_prefixes else None
         num_entries = len(rows)
         min_split = min(DECODE_MIN_SPLIT * num_entries, DECODE_MAX_MIN_SPLIT)
@@ -131,7 +131,7 @@ class AttentionPlanner:
         short_context = alone and num_entries in self.short_context_sizes and longest <= SHORT_CONTEXT
         tile = self.tuning.decode_for(num_entries, short_context)
         at_once = self._items(tile.programs)
-        # A second round of short ones would take as long as the first.
+        # A second round of short programs would take as long as the first.
         extra_items = max(1 if short_context else self._decode_extra_items, at_once - num_entries)
         plan = plan_decode(context_lens, rows, prefix, extra_items, at_once, tile.keys, min_split)
         return DecodeWork(plan, prefix, context_lens, short_context)

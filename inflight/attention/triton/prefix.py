@@ -27,7 +27,7 @@ def prefix_attention(
     tile: AttentionTile,
     pdl: bool,
 ) -> None:
-    """Leave each member's partials in the workspace, where the decode kernel merges them with the entry's own."""
+    """Write each member's partials to the workspace, where the decode kernel merges them with the entry's own."""
     _prefix[(layer.num_kv_heads, work.programs)](
         qkv,
         cache,

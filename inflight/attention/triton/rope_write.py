@@ -1,4 +1,4 @@
-"""Queries and keys made ready, keys and values put into the cache: one pass over the projected heads."""
+"""Normalise and rotate queries and keys, and write keys and values to the cache: one pass over the projected heads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from inflight.triton_utils.pdl import launch_dependents_then_wait, launch_option
 
 @dataclass(frozen=True, slots=True)
 class HeadTile:
-    """What one program rotates: some heads of some tokens. Both counts are powers of two."""
+    """The heads and tokens that one program rotates. Both counts are powers of two."""
 
     tokens: int
     heads: int
@@ -28,7 +28,7 @@ MANY = 256  # tokens, from here on
 def rope_write(
     qkv: Tensor,  # [T, (num_heads + 2 * num_kv_heads) * head_dim]
     positions: Tensor,  # [T] int32
-    kv_places: Tensor,  # [T] int32; below 0: padding, nothing is written for this token
+    slot_mapping: Tensor,  # [T] int32; below 0: padding, nothing is written for this token
     cos_sin: Tensor,  # [max_position, rotary_dim] float32
     q_norm: Tensor | None,  # [head_dim] float32
     k_norm: Tensor | None,  # [head_dim] float32
@@ -49,7 +49,7 @@ def rope_write(
     _rope_write[grid](
         qkv,
         positions,
-        kv_places,
+        slot_mapping,
         cos_sin,
         qkv if q_norm is None else q_norm,
         qkv if k_norm is None else k_norm,
@@ -77,12 +77,12 @@ def rope_write(
 
 @triton.jit(
     do_not_specialize=["num_tokens"],
-    do_not_specialize_on_alignment=["positions", "kv_places", "q_norm", "k_norm"],
+    do_not_specialize_on_alignment=["positions", "slot_mapping", "q_norm", "k_norm"],
 )
 def _rope_write(
     qkv,
     positions,
-    kv_places,
+    slot_mapping,
     cos_sin,
     q_norm,
     k_norm,
@@ -112,13 +112,13 @@ def _rope_write(
     # Rows are (token, head) pairs, heads innermost.
     row = tl.arange(0, TOKENS * HEADS)
     token = token_tile * TOKENS + row // HEADS
-    kv_place = tl.load(kv_places + token, mask=token < num_tokens, other=-1)
-    real = kv_place >= 0
+    slot = tl.load(slot_mapping + token, mask=token < num_tokens, other=-1)
+    real = slot >= 0
     position = tl.load(positions + token, mask=real, other=0)
     token_heads = qkv + token.to(tl.int64) * qkv_stride
     # Where the token's features for KV head 0 lie: keys here, values `value_offset` further.
-    place = (kv_place // BLOCK_SIZE).to(tl.int64) * (2 * NUM_KV_HEADS * BLOCK_SIZE) + kv_place % BLOCK_SIZE
-    cached = cache + place * HEAD_DIM
+    offset = (slot // BLOCK_SIZE).to(tl.int64) * (2 * NUM_KV_HEADS * BLOCK_SIZE) + slot % BLOCK_SIZE
+    cached = cache + offset * HEAD_DIM
     value_offset: tl.constexpr = NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
 
     if head_tile < q_tiles:
@@ -181,7 +181,7 @@ def rotate_heads(
     REST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A head is low | high | rest: low rotates with high, rest is only normalised."""
+    """Rotate heads in place. A head is low | high | rest: low rotates with high, rest is only normalised."""
     half: tl.constexpr = ROTARY_DIM // 2
     i = tl.arange(0, HALF)
     rotated = kept[:, None] & (i < half)[None, :]

@@ -24,7 +24,7 @@ from inflight.triton_utils.pdl import launch_dependents_then_wait, launch_option
 
 @dataclass(frozen=True, slots=True)
 class PlannedSequences(Sequences):
-    """Those of a captured step, whose work was planned before it (`plan_sequences`)."""
+    """The sequences of a captured step, whose work was planned in advance (`plan_sequences`)."""
 
     items: Items
 
@@ -46,7 +46,7 @@ class TritonSequenceAttention:
         sequences: Sequences,
         rotary: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """Rotates in place. Rows of the result that belong to no sequence hold whatever was in memory."""
+        """Rotate in place and attend. Rows of the result that belong to no sequence are undefined."""
         tuning, items = self.tuning, self._items(sequences, qkv.device)
         if rotary is not None:
             cos_sin, positions = rotary
@@ -57,7 +57,7 @@ class TritonSequenceAttention:
         return out
 
     def _items(self, sequences: Sequences, device: torch.device) -> Items:
-        """Planned once for all layers of a step."""
+        """Return the work items, planned once for all layers of a step."""
         if isinstance(sequences, PlannedSequences):
             return sequences.items
         if self._known is None or self._known[0] is not sequences:
@@ -71,7 +71,7 @@ class TritonSequenceAttention:
 
 
 def _upload(values: Tensor, device: torch.device) -> Tensor:
-    """Without waiting for what the device does."""
+    """Copy to the device without waiting for it."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
@@ -174,7 +174,7 @@ def _sequences(
                 k = load_rows(k_at, HEAD_DIM, DIM)
                 v = load_rows(k_at + width, HEAD_DIM, DIM)
             acc, row_max, row_sum = take_tile(q, k, v, None, acc, row_max, row_sum, scale, False, PRECISION)
-    # Places past the end are clamped: nothing of a neighbour, and nothing that no one wrote, can reach a result.
+    # Positions past the end are clamped, so neither a neighbour nor uninitialised memory can reach a result.
     for start in tl.range(masked_from, end, BLOCK_N, num_stages=None if MASK_ALL else 1):
         key = start + n
         k_at = qkv + (first + tl.minimum(key, end - 1)).to(tl.int64) * qkv_stride + key_column

@@ -1,7 +1,7 @@
-"""What the attention kernels share: online softmax over tiles of keys, pages, partial results and their merge.
+"""Shared parts of the attention kernels: online softmax over tiles of keys, paged keys, partial results, merging.
 
-Scores are kept in units of log2 (`scale` includes log2(e)), so that every exponential is one exp2. `row_max` is the
-highest score that a query row has met, `row_sum` the sum of its weights relative to that, `acc` the weighed values.
+Scores are in units of log2 (`scale` includes log2(e)), so that every exponential is one exp2. `row_max` is the highest
+score that a query row has met, `row_sum` the sum of its weights relative to that, `acc` the weighted values.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def take_tile(
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One tile of keys into the running softmax."""
+    """Add one tile of keys to the running softmax."""
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [M, N]
     if MASKED:
         scores = tl.where(seen, scores, float("-inf"))
     new_row_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
-    # A row that has seen nothing yet has no maximum: any finite one keeps infinities from meeting.
+    # A row that has seen nothing yet has no maximum: any finite value avoids inf - inf.
     shift = tl.where(new_row_max == float("-inf"), 0.0, new_row_max) if MASKED else new_row_max
     weights = tl.exp2(scores * scale - shift[:, None])
     rescale = tl.exp2(row_max - shift)
@@ -57,13 +57,13 @@ def take_tile(
 
 @triton.jit
 def page_pointers(base, blocks, positions, block_stride, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Pointers to one head's features of `positions` [N], which lie in `blocks` [N]."""
+    """Return pointers to one head's features of `positions` [N], which are in `blocks` [N]."""
     return base + blocks.to(tl.int64) * block_stride + (positions % BLOCK_SIZE) * HEAD_DIM
 
 
 @triton.jit
 def first_blocks(table, begin, end, is_item, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Blocks [BLOCK_N] of the first tile of positions [begin, end), for `take_pages`; what is no item reads nothing."""
+    """Load the blocks [BLOCK_N] of the first tile of positions [begin, end), for `take_pages`, if it is an item."""
     position = tl.minimum(begin + tl.arange(0, BLOCK_N), tl.maximum(end - 1, 0))
     readable = (position >= 0) & (position < tl.where(is_item, end, 0))
     return tl.load(table + position // BLOCK_SIZE, mask=readable, other=0)
@@ -92,11 +92,11 @@ def take_pages(
     MASK_ALL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Cached keys at positions [begin, end), all of which precede the queries, into the running softmax.
+    """Add cached keys at positions [begin, end), all of which precede the queries, to the running softmax.
 
-    Positions past the end are clamped, not masked: what is loaded is always a written place, so nothing left in
-    an unused one can reach a result. Block ids are loaded one tile ahead: no tile waits for them. With MASK_ALL
-    one loop masks every tile; otherwise only a last, partly filled one is masked, after the loop.
+    Positions past the end are clamped, not masked: only written slots are loaded, so nothing left over in an unused
+    slot can reach a result. Block ids are loaded one tile ahead, so that no tile waits for them. With MASK_ALL one loop
+    masks every tile; otherwise only a last, partly filled one is masked, after the loop.
     """
     n = tl.arange(0, BLOCK_N)
     last = tl.maximum(end - 1, 0)
@@ -123,7 +123,7 @@ def take_pages(
 
 @triton.jit
 def finish(acc, row_max, row_sum):
-    """Output rows and their log-sum-exp (base 2); a row that saw nothing is zeros and -inf."""
+    """Return output rows and their log-sum-exp (base 2); a row that saw nothing is zeros and -inf."""
     empty = row_sum == 0.0
     out = acc / tl.where(empty, 1.0, row_sum)[:, None]
     lse = tl.where(empty, float("-inf"), row_max + tl.log2(tl.where(empty, 1.0, row_sum)))
@@ -132,17 +132,17 @@ def finish(acc, row_max, row_sum):
 
 @triton.jit
 def store_partial(outs, lses, index, out, lse, kept, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
-    """Rows of a partial result to places `index` [M] of the workspace: outs [., HEAD_DIM] and lses [.]."""
+    """Store the rows of a partial result at `index` [M] of the workspace: outs [., HEAD_DIM] and lses [.]."""
     store_rows(outs + index.to(tl.int64) * HEAD_DIM, out, kept, HEAD_DIM, DIM)
     tl.store(lses + index, lse, mask=kept)
 
 
 @triton.jit
 def arrive(counter, expected):
-    """Tell that this program's partials are stored; true for the last of `expected` programs to say so.
+    """Announce that this program's partials are stored; return whether it is the last of `expected` programs.
 
-    The barrier puts the stores of all threads before the one that counts; releasing there and acquiring in the
-    last program makes them visible to all of its threads. The counter is left at 0, as the next launch needs it.
+    The barrier orders the stores of all threads before the atomic; its release, and the acquire in the last program,
+    make them visible to all of that program's threads. The counter is reset to 0 for the next launch.
     """
     tl.debug_barrier()
     is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == expected - 1
@@ -165,7 +165,7 @@ def merge(
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
 ):
-    """All partials of each row, always in the same order -> [M, DIM]."""
+    """Merge all partials of each row, always in the same order -> [M, DIM]."""
     p = tl.arange(0, SPLITS_AT_ONCE)
     d = tl.arange(0, DIM)
     row_max = tl.full([M], float("-inf"), tl.float32)

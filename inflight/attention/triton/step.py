@@ -1,4 +1,4 @@
-"""One step as the attention kernels read it: what there is to do, and the memory to do it in, all on the device."""
+"""One step as the attention kernels read it: work items and workspace, all on the device."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Items:
-    """What a plan (`plan.py`) becomes, as a captured graph needs it: room for many items, and how many there are.
+    """A plan (`plan.py`) on the device, as a captured graph needs it: capacity for many items, and their number.
 
-    A program without an item costs about a microsecond, and where one fills a multiprocessor they come one after the
-    other there: room should not be much more than needed.
+    A program without an item costs about a microsecond, and if one fills a multiprocessor they run one after another:
+    the capacity should not be much larger than needed.
     """
 
     table: Tensor  # int32, rows of the kernel's fields, flat or not
-    count: Tensor  # [1] int32: rows from here on are not read
-    # For each KV head. Of prefixes each program takes items in turn; all others have one program for every row.
+    count: Tensor  # [1] int32: the number of rows in use
+    # Per KV head. Programs of the prefix kernel take items in turn; other kernels have one program per row.
     programs: int
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionWorkspace:
-    """Partial results of queries whose keys are split. One for all layers and kernels of a step: each launch is done
-    with it before the next begins."""
+    """Partial results of queries whose keys are split. One serves all layers and kernels of a step: each launch is
+    done with it before the next begins."""
 
     outs: Tensor  # [max_partials, num_heads, head_dim] float32
     lses: Tensor  # [max_partials, num_heads] float32, base 2
-    counters: Tensor  # [max_counters, num_kv_heads] int32: splits that are stored; 0 between launches
+    counters: Tensor  # [max_counters, num_kv_heads] int32: splits stored so far; 0 between launches
 
     @staticmethod
     def allocate(
@@ -49,12 +49,12 @@ class AttentionWorkspace:
 
 @dataclass(frozen=True, slots=True)
 class TritonStep:
-    """One step in device memory. What is None is not launched; the rest may change between replays of a graph."""
+    """One step in device memory. Kernels whose items are None are not launched; all contents may change between replays
+    of a graph."""
 
     positions: Tensor  # [T] int32; any valid position for padding
-    kv_places: (
-        Tensor  # [T] int32, where each token's KV goes: block_id * block_size + offset; below 0: padding
-    )
+    # [T] int32, where each token's KV goes: block_id * block_size + offset; below 0: padding
+    slot_mapping: Tensor
     block_tables: Tensor  # [max_rows, max_blocks] int32
     decodes: Items  # DecodePlan.items
     short_context: bool  # DecodeWork.short_context

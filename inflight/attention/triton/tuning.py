@@ -1,4 +1,4 @@
-"""Tile sizes of the attention kernels, by device, number type and head size: all that was measured, in one place."""
+"""The measured tile sizes of the attention kernels by device, dtype and head size, in one place."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ ANY = 1 << 30  # tokens
 
 @dataclass(frozen=True, slots=True)
 class AttentionTile:
-    """How one program works: `rows` queries meet `keys` keys at a time."""
+    """The tile of one program: `rows` queries and `keys` keys at a time."""
 
     rows: int
     keys: int
     num_warps: int
-    num_stages: int  # tiles of keys and values on their way at once, the one in use included
-    # Values that a program holds at once where it merges splits: more take the registers of another program.
+    num_stages: int  # tiles of keys and values in flight, including the one in use
+    # Values that a program holds at once while it merges splits: more would take registers from other programs.
     merged: int = 4096
-    programs: float = 5.0  # of a split decode, that run at once on a multiprocessor
-    registers: int | None = None  # the most for a thread, where the compiler would take more
+    programs: float = 5.0  # programs of a split decode that run at once on a multiprocessor
+    registers: int | None = None  # limit per thread, if the compiler would use more
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,24 +29,24 @@ class Tuning:
     """Tiles of each kernel for one model on one device."""
 
     group: int  # query heads per KV head
-    # Ascending: up to how many tokens of a step, and the tile. The fewer programs, the more each must keep on its way.
+    # (most tokens of a step, tile), ascending. The fewer programs, the more data each must have in flight.
     decodes: tuple[tuple[int, AttentionTile], ...]
     prefix: AttentionTile
     chunk: AttentionTile
-    descriptors: bool  # whether the device copies whole tiles by itself (TMA), and tiles are such that it can
-    pdl: bool = False  # whether kernels start before those they wait for are done
-    # For a few decodes of short contexts: what a program has on its way is much of what it reads.
+    descriptors: bool  # whether the copy engine (TMA) can fetch these tiles
+    pdl: bool = False  # whether kernels are launched with programmatic dependent launch
+    # For a few decodes of short contexts, where the data in flight is much of what a program reads.
     short_context: AttentionTile | None = None
 
     def decode_for(self, num_tokens: int, short_context: bool) -> AttentionTile:
-        """For a step of so many tokens."""
+        """Return the tile for a step of `num_tokens` tokens."""
         if short_context and self.short_context is not None:
             return self.short_context
         return next(tile for most, tile in self.decodes if num_tokens <= most)
 
     @property
     def most_programs(self) -> float:
-        """Of a decode, whatever the step."""
+        """The largest number of programs of any decode tile."""
         return max(tile.programs for _, tile in self.decodes)  # `short_context` has no more
 
     @property
@@ -62,10 +62,10 @@ class Tuning:
 
 @dataclass(frozen=True, slots=True)
 class SequenceTuning:
-    """How an encoder's attention works on one device."""
+    """The tile of an encoder's attention on one device."""
 
     tile: AttentionTile
-    # Whether every tile of keys is masked: one loop, nothing apart from it, for some work more in each tile.
+    # Whether every tile of keys is masked: a single loop, at the cost of some work in each tile.
     mask_all: bool = False
     descriptors: bool = False  # as in `Tuning`
     pdl: bool = False
@@ -90,7 +90,7 @@ def choose(dtype: torch.dtype, head_dim: int, group: int, device: torch.device) 
     dim = next_power_of_2(head_dim)
     decode_rows = max(16, next_power_of_2(group))
     if dtype == torch.float32:
-        # Products in full precision run on the plain units: small tiles, for parity and not for speed.
+        # Full-precision products do not use tensor cores: small tiles, for parity rather than speed.
         keys = 32 if dim <= 128 else 16
         return Tuning(
             group=group,
@@ -111,7 +111,7 @@ def choose(dtype: torch.dtype, head_dim: int, group: int, device: torch.device) 
             chunk=AttentionTile(rows=rows, keys=keys, num_warps=8 if rows == 128 else 4, num_stages=2),
             descriptors=False,
         )
-    # As measured on an H200.
+    # Measured on an H200.
     stages, keys = (3, 64) if dim <= 128 else (2, 32)
     few = AttentionTile(rows=decode_rows, keys=keys, num_warps=2, num_stages=3, merged=8192, programs=3.0)
     some = AttentionTile(rows=decode_rows, keys=keys, num_warps=4, num_stages=4, merged=8192, programs=2.0)

@@ -61,7 +61,7 @@ class DeviceStep:
         planner, num_tokens, num_samples = self.planner, shape.num_tokens, shape.num_samples
         num_updates = max(min(self.buckets.max_entries, num_tokens), MIN_UPDATES)
         sizes = dict.fromkeys(("num_decode_items", "num_prefix_items", "num_chunk_items"), 1)
-        sizes |= dict.fromkeys(("token_rows", "positions", "kv_places"), num_tokens)
+        sizes |= dict.fromkeys(("token_rows", "positions", "slot_mapping"), num_tokens)
         sizes |= dict.fromkeys(("sample_tokens", "sample_rows", "sample_lengths"), num_samples)
         sizes |= {"logprob_counts": num_samples, "logprob_places": num_samples, "logprob_width": 1}
         sizes |= dict.fromkeys(("update_rows", "update_columns", "update_blocks"), num_updates)
@@ -97,7 +97,7 @@ class DeviceStep:
         pinned, part = self._stage(shape)
         put(part["token_rows"], host.token_rows, -1)
         put(part["positions"], host.positions, 0)
-        put(part["kv_places"], host.kv_places, -1)
+        put(part["slot_mapping"], host.slot_mapping, -1)
         put(part["sample_tokens"], host.sample_tokens, 0)
         put(part["sample_rows"], host.sample_rows, -1)
         put(part["sample_lengths"], host.sample_lengths, 0)
@@ -137,7 +137,7 @@ class DeviceStep:
         """Upload a step of this shape that is all padding."""
         pinned, part = self._stage(shape)
         for name, values in part.items():
-            values[:] = -1 if name.endswith(("rows", "kv_places", "logprob_counts")) else 0
+            values[:] = -1 if name.endswith(("rows", "slot_mapping", "logprob_counts")) else 0
         self._send(pinned)
 
     def _stage(self, shape: StepShape) -> tuple[Tensor, dict[str, Ints]]:
@@ -160,7 +160,7 @@ class DeviceStep:
         open_step(rows.tokens, rows.block_tables, updates, tokens)
         step = TritonStep(
             positions=part["positions"],
-            kv_places=part["kv_places"],
+            slot_mapping=part["slot_mapping"],
             block_tables=rows.block_tables,
             decodes=_items(part, "decode", planner.max_decode_items(shape.num_decodes)),
             short_context=shape.short_context,

@@ -20,7 +20,7 @@ from inflight.execution.gpu.graphs import EagerSteps, StepGraphs
 from inflight.execution.gpu.host_step import Layout, put, put_items, staging
 from inflight.execution.gpu.shapes import TextBuckets, TextShape
 from inflight.execution.results import StepVectors
-from inflight.models.encoder import PoolingEncoder, TextBatch
+from inflight.models.encoders.encoder import PoolingEncoder, TextBatch
 from inflight.scheduling import Batch, Sampled
 
 

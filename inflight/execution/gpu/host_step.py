@@ -32,7 +32,7 @@ class HostStep:
     query_starts: Ints  # [B + 1]
     token_rows: Ints  # [T]
     positions: Ints  # [T]
-    kv_places: Ints  # [T]
+    slot_mapping: Ints  # [T]
     sampling_entries: list[int]
     sample_tokens: Ints  # [S] the last token of each entry
     sample_rows: Ints  # [S], -1 where no token is sampled
@@ -70,7 +70,7 @@ def host_step(batch: Batch, tables: Ints, block_size: int, pooled: Sequence[int]
         token_rows = np.repeat(rows, counts)
         offsets = np.arange(batch.num_tokens, dtype=np.int32) - np.repeat(ends - counts, counts)
         positions = np.repeat(starts, counts) + offsets
-    kv_places = tables[token_rows, positions // block_size] * block_size + positions % block_size
+    slot_mapping = tables[token_rows, positions // block_size] * block_size + positions % block_size
     sample_tokens, sample_rows, sample_lengths = ends - 1, rows, lengths
     if not all_sample:
         chosen = [*sampling, *pooled]
@@ -87,7 +87,7 @@ def host_step(batch: Batch, tables: Ints, block_size: int, pooled: Sequence[int]
         query_starts=query_starts,
         token_rows=token_rows,
         positions=positions,
-        kv_places=kv_places,
+        slot_mapping=slot_mapping,
         sampling_entries=sampling,
         sample_tokens=sample_tokens,
         sample_rows=sample_rows,

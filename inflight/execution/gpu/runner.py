@@ -32,8 +32,8 @@ from inflight.execution.sampling.triton import (
     sample_tokens,
     score_all,
 )
-from inflight.models.decoder import Decoder
-from inflight.models.shard import GatheringCollective
+from inflight.models.decoders.decoder import Decoder
+from inflight.models.decoders.shard import GatheringCollective
 from inflight.scheduling import Batch, Sampled
 
 

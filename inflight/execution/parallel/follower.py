@@ -26,7 +26,7 @@ from inflight.execution.parallel.messages import (
 )
 from inflight.execution.parallel.shared_memory import SharedStream
 from inflight.execution.runner import ModelRunner
-from inflight.models.decoder import Decoder
+from inflight.models.decoders.decoder import Decoder
 from inflight.scheduling import Batch
 
 

@@ -12,7 +12,7 @@ from inflight.execution.forward import StageLinks
 from inflight.execution.parallel.layout import RankMemory
 from inflight.execution.parallel.peer_memory import HANDLE_BYTES, PeerMemory, copy_on_device
 from inflight.execution.parallel.shared_memory import SharedStream
-from inflight.models.decoder import Decoder
+from inflight.models.decoders.decoder import Decoder
 
 
 class SharedLinks:

@@ -14,7 +14,7 @@ from inflight.execution.parallel.follower import RankRunner
 from inflight.execution.parallel.messages import End, RankStep, SampledIds, decode_results, encode
 from inflight.execution.parallel.rank_processes import RankProcesses
 from inflight.execution.parallel.shared_memory import SharedStream
-from inflight.models.shard import Collective
+from inflight.models.decoders.shard import Collective
 from inflight.native.library import Library
 from inflight.scheduling import Batch, Sampled
 

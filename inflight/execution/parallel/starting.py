@@ -16,10 +16,18 @@ from inflight.errors import ConfigError
 from inflight.execution.forward import StageLinks
 from inflight.execution.platforms import Platform
 from inflight.execution.sleep import ModelSleepSupport
-from inflight.models.decoder import Decoder
-from inflight.models.footprint import RankShare, cpu_storage, gpu_storage, rank_shares
-from inflight.models.shard import Collective, Shard, check_tensor_parallel, shard_of
-from inflight.models.spec import DecoderSpec
+from inflight.models.decoders.decoder import Decoder
+from inflight.models.decoders.shard import (
+    Collective,
+    RankShare,
+    Shard,
+    check_tensor_parallel,
+    cpu_storage,
+    gpu_storage,
+    rank_shares,
+    shard_of,
+)
+from inflight.models.decoders.spec import DecoderSpec
 from inflight.native.library import Library, native_library
 from inflight.scheduling import Scheduler
 
@@ -173,7 +181,7 @@ def parallel_core(
 
 def slot_bytes(library: Library, vocab_size: int, size: int) -> int:
     """Return the bytes of a slot that holds the candidates of one of `size` ranks for one row."""
-    needed: int = library.offer_bytes(-(-vocab_size // size))
+    needed: int = library.candidates_bytes(-(-vocab_size // size))
     return max(SLOT, -(-needed // LINE) * LINE)
 
 

@@ -16,10 +16,10 @@ from inflight.errors import ConfigError
 from inflight.execution.encoder_runner import TextRunner
 from inflight.execution.forward import StageLinks
 from inflight.layers.kernels import Kernels
-from inflight.models.decoder import Decoder
-from inflight.models.encoder import PoolingEncoder
-from inflight.models.encoder_spec import EncoderSpec
-from inflight.models.spec import DecoderSpec
+from inflight.models.decoders.decoder import Decoder
+from inflight.models.decoders.spec import DecoderSpec
+from inflight.models.encoders.encoder import PoolingEncoder
+from inflight.models.encoders.spec import EncoderSpec
 from inflight.scheduling import Limits
 
 

@@ -9,7 +9,7 @@ import torch
 
 from inflight.attention.backend import AttentionBackend
 from inflight.attention.cpu import ComposedAttention, cpu_attention
-from inflight.attention.native_sequences import cpu_sequence_attention
+from inflight.attention.sequences import cpu_sequence_attention
 from inflight.config import EngineConfig
 from inflight.constraints import GrammarCompiler
 from inflight.errors import KVBudgetError
@@ -20,10 +20,10 @@ from inflight.execution.runner import ModelRunner
 from inflight.kv.budget import blocks_for_memory
 from inflight.layers.kernels import Kernels
 from inflight.layers.native_kernels import cpu_kernels
-from inflight.models.decoder import Decoder
-from inflight.models.encoder import PoolingEncoder
-from inflight.models.encoder_spec import EncoderSpec
-from inflight.models.spec import DecoderSpec
+from inflight.models.decoders.decoder import Decoder
+from inflight.models.decoders.spec import DecoderSpec
+from inflight.models.encoders.encoder import PoolingEncoder
+from inflight.models.encoders.spec import EncoderSpec
 from inflight.native.library import native_library
 from inflight.native.memory import available_memory
 from inflight.scheduling import Limits

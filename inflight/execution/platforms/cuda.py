@@ -28,10 +28,10 @@ from inflight.kv.budget import CONTEXT_MEMORY, PEER_MEMORY, GpuMemory, blocks_fo
 from inflight.layers.kernels import Kernels
 from inflight.layers.torch_kernels import TorchKernels
 from inflight.layers.triton_kernels import TritonKernels
-from inflight.models.decoder import Decoder
-from inflight.models.encoder import PoolingEncoder
-from inflight.models.encoder_spec import EncoderSpec
-from inflight.models.spec import DecoderSpec
+from inflight.models.decoders.decoder import Decoder
+from inflight.models.decoders.spec import DecoderSpec
+from inflight.models.encoders.encoder import PoolingEncoder
+from inflight.models.encoders.spec import EncoderSpec
 from inflight.scheduling import Limits
 
 logger = logging.getLogger(__name__)

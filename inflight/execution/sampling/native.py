@@ -156,7 +156,7 @@ class NativeSampler:
         target_ids = target_ids.contiguous()
         logprobs = _empty_logprobs((min(num, self.state.vocab_size),) * len(logits))
         arguments = target_ids.data_ptr(), *_pointers(logprobs), self._library.threads
-        self._call(self._library.score, self._library.group_score, logits, arguments)
+        self._call(self._library.token_logprobs, self._library.group_token_logprobs, logits, arguments)
         return logprobs
 
     def _call(

@@ -1,4 +1,4 @@
-"""Norms, activations and lookups in one pass over memory, and with as many threads as 16-byte loads keep busy."""
+"""Norms, activations and embedding lookup: one pass over memory each, with as many threads as 16-byte loads need."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _gelu(x):
-    """GELU with erf: x times the normal distribution's share below x, as the logistic function of a polynomial.
+    """Exact GELU: x times the normal CDF of x, computed as the logistic function of a polynomial.
 
-    Half the instructions of a library's erf, which take longer than the memory does. Within 1e-6 of the exact value
-    everywhere, and within 1e-5 of its size where that is above 1e-3. Powers of 2: `exp2` is one instruction.
+    This takes half the instructions of a library's erf, which would take longer than the memory accesses. The absolute
+    error is below 1e-6, the relative error below 1e-5 where the value is above 1e-3. `exp2` is one instruction.
     """
-    square = tl.minimum(x * x, 64.0)  # from 8 on it is x or nothing
+    square = tl.minimum(x * x, 64.0)  # from |x| = 8 on, the result is x or 0
     odds = 5.362254557050861e-09
     odds = odds * square - 3.8389777318962454e-07
     odds = odds * square + 1.1291007365323274e-05
@@ -59,7 +59,7 @@ def _gelu(x):
 
 @triton.jit
 def _reciprocal(x):
-    """Of numbers from 1 to 2^126. One instruction; a division also looks for numbers that it would not do for."""
+    """Return 1 / x for x from 1 to 2^126, in one instruction: a division would also handle other ranges."""
     if _INTERPRETED:
         return 1.0 / x
     return tl.inline_asm_elementwise(
@@ -192,7 +192,7 @@ def gate(gate_up: Tensor, activation: str, pdl: bool = False) -> Tensor:
 def activate_in_place(
     x: Tensor, activation: str, pdl: bool = False, tile: ElementTile = ACTIVATE_TILE
 ) -> Tensor:
-    """x, contiguous, overwritten with activation(x)."""
+    """Overwrite x, which is contiguous, with activation(x)."""
     size = x.numel()
     if size > 0:
         _activate_kernel[(triton.cdiv(size, tile.block),)](
@@ -228,12 +228,12 @@ def embed(table: Tensor, ids: Tensor, pdl: bool = False) -> Tensor:
 
 
 def _warps(block: int) -> int:
-    """One load of 16 bytes (8 elements of 2) for each thread; a chip's limit is 32 warps, and half of it is enough."""
+    """Return a number of warps with one 16-byte load (8 elements of 2 bytes) per thread, at most 16."""
     return max(1, min(16, block // 256))
 
 
 def _three_dims(x: Tensor) -> Tensor:
-    """[..., n] as [outer, inner, n], a view where the strides allow it, features adjacent. Of [T, n], inner is 1."""
+    """Return [..., n] as [outer, inner, n] with contiguous features, a view if possible. For [T, n], inner is 1."""
     if x.stride(-1) != 1:
         x = x.contiguous()
     if x.dim() > 3:

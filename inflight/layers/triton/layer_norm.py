@@ -1,4 +1,4 @@
-"""Layer norms of encoders: mean and variance of each token's features, taken while these are in registers."""
+"""Layer norms of encoders: mean and variance of each token's features, computed while they are in registers."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def add_layer_norm(
     pdl: bool = False,
     tile: NormTile | None = None,
 ) -> Tensor:
-    """layer_norm(residual + x); the sum is not rounded in between."""
+    """Return layer_norm(residual + x); the sum is not rounded in between."""
     return _normalise(residual.contiguous(), x, weight, bias, eps, pdl, tile)
 
 

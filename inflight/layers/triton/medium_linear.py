@@ -1,15 +1,15 @@
-"""Linear layers for some dozens to hundreds of tokens: the tensor cores have work, and latency still costs most.
+"""Linear layers for dozens to hundreds of tokens: the tensor cores are busy, but latency still dominates.
 
-One kernel computes a tile of tokens by output features, and what stands after the product:
+One kernel computes a tile of tokens by output features, and what comes after the product:
 
     out = residual + activate(gate) * up,   gate, up = the halves of x @ W.T + bias
 
-Tokens stand first in the product, so both operands go from memory to the tensor cores without passing through
-registers (where the chip can, whole tiles are copied by its own engine: descriptors). A norm is half done already
-(`next_norm.py`) or left to a kernel of its own, for it would need registers on the way.
+Tokens are the left operand, so both operands go from memory to the tensor cores without passing through registers (if
+the chip supports it, its copy engine fetches whole tiles by descriptors). A norm is already half done (`next_norm.py`)
+or left to a separate kernel, since it would need the registers.
 
-A gate's tile holds its rows in pairs, gate and up of the same output, so one product serves both and each pair
-ends up with one thread. Tiles are split, and their sums added up, as in `small_linear`.
+A gate's tile holds rows in pairs, gate and up of the same output, so one product serves both and each pair ends up in
+one thread. Tiles are split, and their sums added, as in `small_linear`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from inflight.triton_utils.pdl import launch_dependents_then_wait, launch_option
 
 @triton.jit
 def _paired_rows(n, num_out, GATE: tl.constexpr):
-    """The weight row behind each column of all tiles; past the last one, the last one again."""
+    """Return the weight row of each column, clamped to the last row."""
     if GATE == 0:
         return tl.minimum(n, num_out - 1)
     return tl.minimum(n // 2, num_out - 1) + (n % 2) * num_out
@@ -57,7 +57,7 @@ def _multiply(
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Products [BLOCK_M, BLOCK_N] over features [first, last)."""
+    """Return the products [BLOCK_M, BLOCK_N] over features [first, last)."""
     k = tl.arange(0, BLOCK_K)
     m = tl.minimum(token + tl.arange(0, BLOCK_M), num_tokens - 1)
     x_rows = x + m.to(tl.int64) * K
@@ -81,7 +81,7 @@ def _multiply(
 
 @triton.jit
 def _places(token, tile, num_tokens, num_out, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr):
-    """Where a tile's results [BLOCK_M, WIDTH] stand, and which of them there are."""
+    """Return the offsets of a tile's results [BLOCK_M, WIDTH], and which of them exist."""
     m = token + tl.arange(0, BLOCK_M)
     n = tile * WIDTH + tl.arange(0, WIDTH)
     place = m[:, None].to(tl.int64) * num_out + n[None, :]
@@ -108,7 +108,7 @@ def _finish(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """What stands after the product acc [BLOCK_M, BLOCK_N], and the store."""
+    """Apply everything after the product acc [BLOCK_M, BLOCK_N], and store."""
     if loaded_squares is not None:
         acc *= tl.rsqrt(tl.sum(loaded_squares, 0) / K + eps)[:, None]
     if bias is not None:
@@ -161,7 +161,7 @@ def _medium_linear_kernel(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # Programs that read the same weights stand side by side: they run at the same time.
+    # Programs that read the same weights are neighbours, so they run at the same time.
     token_tiles = tl.cdiv(num_tokens, BLOCK_M)
     token_tile, share_of_tile = tl.program_id(0) % token_tiles, tl.program_id(0) // token_tiles
     split, tile = share_of_tile % SPLIT_K, share_of_tile // SPLIT_K
@@ -170,7 +170,7 @@ def _medium_linear_kernel(
     first = split * share
     last = tl.minimum(first + share, K)
     WIDTH: tl.constexpr = BLOCK_N if GATE == 0 else BLOCK_N // 2
-    # What the end of the program needs is asked for at its beginning.
+    # Prefetch what the end of the program needs.
     next_weights = next_weight
     if next_weight is not None:
         n = tile * WIDTH + tl.arange(0, WIDTH)
@@ -200,7 +200,7 @@ def _medium_linear_kernel(
         meeting = tile * token_tiles + token_tile
         tile_partials = partials + meeting.to(tl.int64) * (SPLIT_K * PARTIAL_SIZE)
         tl.store(tile_partials + split * PARTIAL_SIZE + inner, acc)
-        tl.debug_barrier()  # every thread's stores come before the one atomic that tells of them
+        tl.debug_barrier()  # every thread's stores come before the atomic that announces them
         arrived = tl.atomic_add(counters + meeting, 1, sem="acq_rel", scope="gpu")
         if arrived == SPLIT_K - 1:
             total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -229,7 +229,7 @@ def medium_linear(
     pdl: bool = False,
     tile: LinearTile | None = None,
 ) -> Tensor:
-    """[T, N], or [T, N // 2] with an activation. `out` may be the residual."""
+    """Return [T, N], or [T, N // 2] with an activation. `out` may be the residual."""
     num_tokens, num_features = x.shape
     num_rows = weight.shape[0]
     num_out = num_rows if activation is None else num_rows // 2

@@ -1,12 +1,12 @@
-"""What `small_linear` and `medium_linear` share: tiles of weights, fetched ahead and multiplied, and a place to add up.
+"""Shared parts of `small_linear` and `medium_linear`: prefetching and multiplying tiles of weights, and a workspace.
 
 `multiply_plain` and `multiply_tensor_cores` multiply a tile of weights with all tokens of a step. Both return (products
-[BLOCK_N, BLOCK_M], sums of squares of the tokens [BLOCK_M]) over features [first, last); the squares mean something
-only where there is a norm. `rows` are pointers to the tile's `weight_rows` [BLOCK_N], `x` is [num_tokens, K], `norm`
-[K] float32 or None: the norm's weight, by which features are multiplied first. Weights stand first in a product, so
-that the long side of a tensor core's tile is filled by them and not by tokens that are not there.
+[BLOCK_N, BLOCK_M], sums of squares of the tokens [BLOCK_M]) over features [first, last); squares are only meaningful
+with a norm. `rows` are pointers to the tile's `weight_rows` [BLOCK_N], `x` is [num_tokens, K], `norm` [K] float32 or
+None is the norm's weight, which is applied first. Weights are the left operand, so that they, and not padding tokens,
+fill the long side of a tensor core's tile.
 
-`fetch_tile` asks for weights while the kernel before is still busy, so that they lie in the L2 cache when needed.
+`fetch_tile` prefetches weights into the L2 cache while the previous kernel is still running.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch import Tensor
 from inflight.layers.triton.tuning import LinearTile, num_multiprocessors
 
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-_FETCH_AHEAD = 4 << 20  # bytes in the L2 cache, of all programs together: about 1 us of memory bandwidth
-# Lanes of one warp that ask for the same run of bytes ask once.
+_FETCH_AHEAD = 4 << 20  # bytes in the L2 cache for all programs together: about 1 us of memory bandwidth
+# Lanes of one warp that request the same bytes issue one request.
 _FETCH = tl.constexpr("cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;")
 
 
 class SplitKWorkspace:
-    """Where programs that share a tile meet. One for all layers of a CUDA stream: kernels there run one by one."""
+    """Partial sums of programs that share a tile. One serves all layers of a CUDA stream: kernels run one by one."""
 
     def __init__(self, device: torch.device, num_floats: int = 1 << 23, num_tiles: int = 1 << 12) -> None:
         self.partials = torch.empty(num_floats, dtype=torch.float32, device=device)
@@ -39,14 +39,14 @@ class SplitKWorkspace:
 
 @triton.jit
 def dot(a, b, acc, PRECISION: tl.constexpr):
-    if _INTERPRETED:  # its product of two bfloat16 tensors is that of their bits
+    if _INTERPRETED:  # the interpreter multiplies bfloat16 tensors as raw bits
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     return tl.dot(a, b, acc, input_precision=PRECISION)
 
 
 @triton.jit
 def weight_rows(index, tile, num_out, GATE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The weight row at each index [0, BLOCK_N) of a tile; past the last one, the last one again.
+    """Return the weight row at each index [0, BLOCK_N) of a tile, clamped to the last row.
 
     With a gate, the first half of a tile are gate rows and the second half the up rows of the same outputs.
     """
@@ -71,7 +71,7 @@ def multiply_plain(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """A token at a time."""
+    """Multiply one token at a time."""
     m = tl.arange(0, BLOCK_M)
     k = tl.arange(0, BLOCK_K)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -108,7 +108,7 @@ def multiply_tensor_cores(
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """All tokens at once, BLOCK_K features at a time."""
+    """Multiply all tokens at once, BLOCK_K features at a time."""
     m = tl.arange(0, BLOCK_M)
     k = tl.arange(0, BLOCK_K)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -129,7 +129,7 @@ def multiply_tensor_cores(
 
 
 def bytes_ahead(weight: Tensor, tile: LinearTile, num_tiles: int) -> int:
-    """How much of each weight row to ask for ahead: a multiple of 16, none where rows are not aligned to that."""
+    """Return how many bytes of each weight row to prefetch: a multiple of 16, 0 if rows are not aligned to that."""
     row_bytes = weight.shape[1] * weight.itemsize
     if row_bytes % 16 or weight.data_ptr() % 16:
         return 0
@@ -150,7 +150,7 @@ def fetch_tile(
     BLOCK_N: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Ask for the first `ahead` bytes of the tile's part of each weight row, rows shared out between the warps."""
+    """Prefetch the first `ahead` bytes of the tile's part of each weight row, rows distributed over the warps."""
     num_bytes = tl.minimum(ahead, (last - first) * (weight.dtype.element_ty.primitive_bitwidth // 8))
     if num_bytes > 0:
         row = weight_rows(tl.arange(0, LANES) // (LANES // BLOCK_N), tile, num_out, GATE, BLOCK_N)
@@ -159,7 +159,7 @@ def fetch_tile(
 
 @triton.jit
 def _fetch_into_l2(pointers, num_bytes):
-    """Ask for `num_bytes` (a multiple of 16) from each of `pointers` (aligned to 16), without waiting."""
+    """Prefetch `num_bytes` (a multiple of 16) from each of `pointers` (aligned to 16) without waiting."""
     tl.inline_asm_elementwise(
         _FETCH, "=r,l,r", [pointers.to(tl.int64), num_bytes], dtype=tl.int32, is_pure=False, pack=1
     )

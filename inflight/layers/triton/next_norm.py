@@ -1,9 +1,9 @@
-"""A norm in two halves, neither of which is a kernel of its own.
+"""A norm in two halves, neither of which needs its own kernel.
 
     rms_norm(x) @ W.T = ((x * weight) @ W.T) / rms(x)
 
-The layer that writes x, the hidden states, leaves x * weight beside it, and of each of its tiles the tokens' sums of
-squares. The layer that reads it multiplies what is ready, adds the sums up, always in the same order, and divides.
+The layer that writes x, the hidden states, also writes x * weight and, for each of its tiles, the tokens' sums of
+squares. The layer that reads x multiplies the former, adds the sums, always in the same order, and divides.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from inflight.triton_utils.padding import padded_empty
 
 
 class NextNorm:
-    """The norm that will read a layer's result, and what the layer leaves for it."""
+    """The norm that will read a layer's result, and the half of it that the layer precomputes."""
 
     __slots__ = ("scaled", "squares", "weight")
 
@@ -30,7 +30,7 @@ class NextNorm:
 def allocate_next_norm(
     next_norm: NextNorm | None, out: Tensor, num_tiles: int
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(weight, scaled, squares) for a result like `out`, of whose tokens `num_tiles` tiles write a part each."""
+    """Return (weight, scaled, squares) for a result like `out` that is written by `num_tiles` tiles per token."""
     if next_norm is None:
         return None, None, None
     num_tokens, num_features = out.shape
@@ -41,7 +41,7 @@ def allocate_next_norm(
 
 @triton.jit
 def load_squares(squares, num_squares, num_tokens, token, SQUARES: tl.constexpr, BLOCK_M: tl.constexpr):
-    """[SQUARES, BLOCK_M], zeros past the last sum and token. Not added up yet: whoever asks ahead need not wait."""
+    """Load [SQUARES, BLOCK_M], zeros past the last sum and token. They are added later, so a prefetch need not wait."""
     i = tl.arange(0, SQUARES)
     m = token + tl.arange(0, BLOCK_M)
     there = (i < num_squares)[:, None] & (m < num_tokens)[None, :]

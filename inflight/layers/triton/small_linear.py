@@ -1,15 +1,15 @@
-"""Linear layers for few tokens, where reading the weights once is all the time there is.
+"""Linear layers for few tokens, whose time is that of reading the weights once.
 
-One kernel computes a tile of output features for all tokens of the step, and on the way does what stands before
-and after the product, each part of it optional:
+One kernel computes a tile of output features for all tokens of the step, together with what comes before and after the
+product; each part is optional:
 
     out = residual + activate(gate) * up,   gate, up = the halves of rms_norm(x) @ W.T + bias
 
-The norm's statistics are summed beside the product and applied to its result:
-sum_k (x_k g_k / rms) w_k = (sum_k x_k g_k w_k) / rms. Or half of the norm is done already (`next_norm.py`).
+The norm's statistics are summed along with the product and applied to its result:
+sum_k (x_k g_k / rms) w_k = (sum_k x_k g_k w_k) / rms. Or half of the norm is already done (`next_norm.py`).
 
-Where there are too few tiles for the chip, `split` programs share the features of one tile. Each leaves its sums
-in the workspace; the last to arrive adds them up in a fixed order and sets the tile's counter back to zero.
+If there are too few tiles for the chip, SPLIT_K programs share the features of one tile. Each writes its sums to the
+workspace; the last to arrive adds them in a fixed order and resets the tile's counter.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from inflight.triton_utils.pdl import launch_dependents_then_wait, launch_option
 
 @triton.jit
 def _places(tile, num_tokens, num_out, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr):
-    """Where a tile's results [WIDTH, BLOCK_M] stand, and which of them there are."""
+    """Return the offsets of a tile's results [WIDTH, BLOCK_M], and which of them exist."""
     m = tl.arange(0, BLOCK_M)
     n = tile * WIDTH + tl.arange(0, WIDTH)
     place = m[None, :].to(tl.int64) * num_out + n[:, None]
@@ -69,7 +69,7 @@ def _finish(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """What stands after the product acc [BLOCK_N, BLOCK_M], and the store."""
+    """Apply everything after the product acc [BLOCK_N, BLOCK_M], and store."""
     if NORMED:
         acc *= tl.rsqrt(sums / K + eps)[None, :]
     if bias is not None:
@@ -127,7 +127,7 @@ def _small_linear_kernel(
     last = tl.minimum(first + share, K)
     WIDTH: tl.constexpr = BLOCK_N if GATE == 0 else BLOCK_N // 2
     NORMED: tl.constexpr = norm is not None or squares is not None
-    # What the end of the program needs is asked for at its beginning.
+    # Prefetch what the end of the program needs.
     next_weights = next_weight
     if next_weight is not None:
         n = tile * WIDTH + tl.arange(0, WIDTH)
@@ -166,7 +166,7 @@ def _small_linear_kernel(
         tl.store(tile_partials + split * PARTIAL_SIZE + inner, acc)
         if norm is not None:
             tl.store(tile_partials + split * PARTIAL_SIZE + BLOCK_M * BLOCK_N + m, sums)
-        tl.debug_barrier()  # every thread's stores come before the one atomic that tells of them
+        tl.debug_barrier()  # every thread's stores come before the atomic that announces them
         arrived = tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu")
         if arrived == SPLIT_K - 1:
             total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -201,7 +201,7 @@ def small_linear(
     pdl: bool = False,
     tile: LinearTile | None = None,
 ) -> Tensor:
-    """[T, N], or [T, N // 2] with an activation. `out` may be the residual."""
+    """Return [T, N], or [T, N // 2] with an activation. `out` may be the residual."""
     num_tokens, num_features = x.shape
     num_rows = weight.shape[0]
     num_out = num_rows if activation is None else num_rows // 2

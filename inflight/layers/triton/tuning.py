@@ -1,4 +1,4 @@
-"""Which kernel a linear layer gets and how it is cut into programs: all that was measured, in one place."""
+"""The measured choice of kernels and tiles for linear layers and norms, in one place."""
 
 from __future__ import annotations
 
@@ -41,35 +41,34 @@ ACTIVATE_TILE = ElementTile(block=2048, num_warps=4)
 
 @dataclass(frozen=True, slots=True)
 class NormTile:
-    """One program of a layer norm takes so many tokens."""
+    """One program of a layer norm: `rows` tokens."""
 
     rows: int
     num_warps: int
 
 
 def choose_norm(num_features: int) -> NormTile:
-    """Two loads of 16 bytes (8 elements of 2) for each thread."""
+    """Return a tile with two 16-byte loads (8 elements of 2 bytes) per thread."""
     return NormTile(rows=2, num_warps=max(1, min(16, _padded(num_features) // 256)))
 
 
 def token_bucket(num_tokens: int) -> int:
-    """Tokens are padded, so that few kernels are compiled: 16 cost a tensor core what 3 do."""
+    """Pad the number of tokens, so that few kernels are compiled: tensor cores take as long for 16 as for 3."""
     return num_tokens if num_tokens <= 2 else max(16, 1 << (num_tokens - 1).bit_length())
 
 
 def pays_small(num_tokens: int, num_rows: int, num_features: int, itemsize: int, medium: bool) -> bool:
-    """Whether `small_linear` beats a norm, the vendor's product and a gate in a row, and `medium_linear` where there is
-    that."""
+    """Return whether `small_linear` beats a norm, cuBLAS and a gate in a row, and `medium_linear` if available."""
     size = num_rows * num_features * itemsize
-    # With more tokens only long rows are worth it: there are too few programs for anything else.
+    # With more tokens only long rows pay: there are too few programs for anything else.
     if size >= _LARGE and num_features > num_rows:
         return num_tokens <= MAX_SMALL
     return num_tokens <= (MAX_SMALL // 4 if medium and itemsize == 2 and size <= _SMALL else MAX_SMALL // 2)
 
 
 def pays_medium(num_tokens: int, num_rows: int, num_features: int, itemsize: int, gated: bool) -> bool:
-    """The same for `medium_linear`. The more the tensor cores are the limit, the better is the vendor's product, but up
-    to a tile's tokens a gate that needs no kernel of its own makes up for it."""
+    """Return the same for `medium_linear`. The more the tensor cores are the limit, the better is cuBLAS; but up to one
+    tile of tokens, a fused gate makes up for it."""
     small = num_rows * num_features * itemsize <= _SMALL
     return itemsize == 2 and num_tokens <= (MAX_TOKENS if small else MAX_GATED if gated else MAX_SMALL)
 
@@ -86,7 +85,7 @@ def num_multiprocessors(device: torch.device) -> int:
 
 @functools.cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes that one program may have."""
+    """Return the bytes of shared memory available to one program."""
     if device.type != "cuda":
         return 227 << 10
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -94,7 +93,7 @@ def shared_memory(device: torch.device) -> int:
 
 
 def can_describe(x: Tensor, weight: Tensor) -> bool:
-    """Whether the chip's copy engine (TMA) can fetch tiles of these by itself."""
+    """Return whether the chip's copy engine (TMA) can fetch tiles of these tensors."""
     if x.device.type != "cuda" or torch.cuda.get_device_capability(x.device) < (9, 0):
         return False
     aligned = x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
@@ -105,7 +104,7 @@ def can_describe(x: Tensor, weight: Tensor) -> bool:
 def choose_small(
     num_tokens: int, num_rows: int, num_features: int, itemsize: int, num_sms: int, shared_bytes: int
 ) -> LinearTile:
-    """The tile of `small_linear` for weights [num_rows, num_features] and a bucket of tokens. Measured on an H200.
+    """Return the tile of `small_linear` for weights [num_rows, num_features] and a bucket of tokens (measured on H200).
 
     `shared_bytes` is the chip's `shared_memory`.
     """
@@ -116,7 +115,7 @@ def choose_small(
             )
         return LinearTile(block_m=max(num_tokens, 16), block_n=32, block_k=32, num_warps=4, stages=2)
     if num_tokens <= 2 and num_rows * num_features * itemsize <= _SMALL:
-        # All of a row at once where it fits: 4096 weights, 64 registers of each thread, for a warp.
+        # A whole row at once if it fits: 4096 weights, 64 registers per thread, for one warp.
         block_k = 1024 if num_tokens == 1 else 4096
         block_k = min(block_k, _padded(num_features))
         return LinearTile(
@@ -131,7 +130,7 @@ def choose_small(
         if num_tiles > num_sms:
             return LinearTile(block_m=16, block_n=64, block_k=128, num_warps=4, stages=5)
         split_k = _split_k(num_sms, num_tiles, num_features // 256)
-        # One stage more is faster, but for products split in two: those took longer with it.
+        # One more stage is faster, except for products split in two.
         deeper = split_k != 2 and shared_bytes >= 4 * 256 * (16 + 64) * itemsize
         return LinearTile(
             block_m=16, block_n=64, block_k=256, split_k=split_k, num_warps=4, stages=4 if deeper else 3
@@ -149,22 +148,22 @@ def choose_small(
 def choose_medium(
     num_tokens: int, num_rows: int, num_features: int, itemsize: int, num_sms: int
 ) -> LinearTile:
-    """The same for `medium_linear`, whose tiles of tokens may be several: one program per multiprocessor, or nearly."""
+    """Return the tile of `medium_linear`, with about one program per multiprocessor over all tiles of tokens."""
     if itemsize == 4:
         return LinearTile(block_m=64, block_n=32, block_k=32, num_warps=4, stages=2)
     if num_rows >= 128 * num_sms:
         if num_tokens <= 64:
             return LinearTile(block_m=64, block_n=128, block_k=64, num_warps=4, stages=7)
         return LinearTile(block_m=128, block_n=256, block_k=64, num_warps=8, stages=4)
-    # The smallest tiles that are one for each multiprocessor at most.
+    # The smallest tiles of which there is at most one per multiprocessor.
     for block_m, block_n, stages in ((64, 32, 5), (64, 64, 6), (128, 64, 4)):
         num_tiles = -(-num_tokens // block_m) * -(-num_rows // block_n)
         if num_tiles <= num_sms:
-            # With more tiles, splitting in two gained with rows of 3072 features, and lost with 2048.
+            # With more tiles, splitting in two was faster for rows of 3072 features and slower for 2048.
             shortest = 256 if 4 * num_tiles <= num_sms else 1536
             split_k = _split_k(num_sms, num_tiles, num_features // shortest)
             if block_n == 32 and split_k <= 2:
-                stages = 8  # a row's 1024 features are all on their way at once
+                stages = 8  # all 1024 features of a row are in flight at once
             return LinearTile(
                 block_m=block_m, block_n=block_n, block_k=128, split_k=split_k, num_warps=4, stages=stages
             )
@@ -176,5 +175,5 @@ def _padded(size: int) -> int:
 
 
 def _split_k(num_programs: int, num_tiles: int, num_steps: int) -> int:
-    """Programs to share a tile of `num_steps` steps, so that there are about `num_programs`."""
+    """Return how many programs share a tile of `num_steps` steps, for about `num_programs` in total."""
     return max(1, min(8, num_programs // num_tiles, num_steps))

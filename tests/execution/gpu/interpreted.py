@@ -18,8 +18,8 @@ from inflight.execution.gpu.shapes import token_sizes
 from inflight.layers.kernels import Kernels
 from inflight.layers.triton.tuning import MAX_TOKENS
 from inflight.layers.triton_kernels import TritonKernels
-from inflight.models.decoder import Decoder
-from inflight.models.spec import DecoderSpec
+from inflight.models.decoders.decoder import Decoder
+from inflight.models.decoders.spec import DecoderSpec
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -24,9 +24,9 @@ from inflight.execution.platforms import EncoderKernels
 from inflight.execution.platforms.cpu import CpuPlatform
 from inflight.layers.torch_kernels import TorchKernels
 from inflight.layers.triton_kernels import TritonKernels
-from inflight.models.encoder import PoolingEncoder
-from inflight.models.encoder_spec import EncoderSpec
-from inflight.models.heads import POOLINGS, Pooler
+from inflight.models.encoders.encoder import PoolingEncoder
+from inflight.models.encoders.spec import EncoderSpec
+from inflight.models.pooling_head import POOLINGS, Pooler
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
 from inflight.scheduling import Admission, Batch, Limits

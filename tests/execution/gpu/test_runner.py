@@ -20,7 +20,7 @@ from inflight.execution import device
 from inflight.execution.gpu.runner import GpuRunner
 from inflight.execution.platforms import platform
 from inflight.loading import load
-from inflight.models.decoder import Decoder
+from inflight.models.decoders.decoder import Decoder
 from inflight.scheduling import Batch
 from tests.execution.gpu.interpreted import InterpretedPlatform
 from tests.support.checkpoints import write_checkpoint

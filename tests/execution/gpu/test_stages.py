@@ -21,9 +21,9 @@ from inflight.execution.parallel.messages import SampledIds
 from inflight.execution.platforms.cpu import CpuPlatform
 from inflight.loading import load
 from inflight.models.checkpoint import open_checkpoint
-from inflight.models.decoder import Decoder
-from inflight.models.shard import shard_of
-from inflight.models.weights import load_decoder
+from inflight.models.decoders.decoder import Decoder
+from inflight.models.decoders.shard import shard_of
+from inflight.models.decoders.weights import load_decoder
 from inflight.scheduling import Batch, Sampled
 from tests.execution.gpu.interpreted import DEVICE, InterpretedPlatform
 from tests.execution.gpu.test_runner import deep as deep

@@ -20,9 +20,10 @@ from inflight.execution.parallel.messages import Begin
 from inflight.execution.parallel.starting import rank_shard
 from inflight.execution.platforms import Platform
 from inflight.execution.runner import GRAMMAR_PATIENCE, ModelRunner
-from inflight.loading import decoders, load_rank
-from inflight.models.shard import Shard
-from inflight.models.spec import DecoderSpec
+from inflight.loading import load as decoders
+from inflight.loading import load_rank
+from inflight.models.decoders.shard import Shard
+from inflight.models.decoders.spec import DecoderSpec
 from inflight.native.library import native_library
 from inflight.outputs import RequestOutput
 from tests.e2e.conftest import Folder

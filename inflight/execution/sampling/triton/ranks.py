@@ -25,7 +25,7 @@ from inflight.execution.sampling.triton.sample import (
     write_logprobs,
 )
 from inflight.execution.sampling.triton.workspace import GROUPS_OF_CHUNK, SamplingWorkspace
-from inflight.models.shard import GatheringCollective
+from inflight.models.decoders.shard import GatheringCollective
 from inflight.triton_utils.pdl import launch_options, supports_pdl
 
 

@@ -1,0 +1,181 @@
+"""Build the engine core, a scheduler and a runner, over a loaded model; `LoadedEngine` can rebuild it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from inflight.config import EngineConfig, SchedulerConfig
+from inflight.constraints import Grammar, GrammarCompiler
+from inflight.engine import EngineCore, ModelFacts
+from inflight.engine.sleep import asleep
+from inflight.errors import ConfigError, EngineError
+from inflight.execution.parallel.starting import parallel_core, stage_links
+from inflight.execution.platforms import Platform
+from inflight.execution.sleep import ModelSleepSupport
+from inflight.frontend import Frontend
+from inflight.kv import BlockManager, ChainHashCache, NoPrefixCache
+from inflight.loading.checkpoint import model_name
+from inflight.models.decoders.decoder import Decoder
+from inflight.models.encoders.encoder import PoolingEncoder
+from inflight.request import Request
+from inflight.scheduling import HEADROOM, Limits, Policy, Scheduler, TimedTokenBudget, make_policy
+
+if TYPE_CHECKING:
+    from inflight.execution.parallel.rank_processes import RankProcesses
+
+
+def decoder_core(
+    platform: Platform,
+    decoder: Decoder,
+    ranks: RankProcesses | None,
+    num_blocks: int,
+    max_model_len: int,
+    grammars: GrammarCompiler,
+    config: EngineConfig,
+    policy: Policy,
+) -> EngineCore:
+    options, block_size = config.scheduler, config.cache.block_size
+    limits = _limits(options, platform, options.max_num_batched_tokens or platform.max_num_batched_tokens)
+    limits = replace(limits, num_stages=config.parallel.pipeline_parallel_size)
+    cache = ChainHashCache(block_size) if config.cache.enable_prefix_caching else NoPrefixCache()
+    target = platform.target_step_ms if options.target_step_ms is None else options.target_step_ms
+    max_tokens = limits.max_num_batched_tokens
+    token_budget = (
+        TimedTokenBudget(max_tokens, target / 1000, platform.step_sizes(max_tokens)) if target else None
+    )
+    scheduler = Scheduler(limits, policy, BlockManager(num_blocks, block_size, cache), token_budget)
+    depth = options.pipeline_depth or platform.pipeline_depth
+    links = None if ranks is None else stage_links(ranks.memory, decoder)
+    make_runner = partial(platform.runner, config, decoder, num_blocks, max_model_len, grammars, links)
+    if ranks is None:
+        prepare = partial(_compiled_grammar, grammars)
+        sleep_support = ModelSleepSupport(decoder, platform.device, make_runner)
+        return EngineCore(
+            scheduler, make_runner(), depth, options.max_queue, prepare=prepare, sleep_support=sleep_support
+        )
+    sizes = num_blocks, max_model_len
+    return parallel_core(ranks, scheduler, decoder, make_runner, *sizes, depth, options.max_queue)
+
+
+def _compiled_grammar(grammars: GrammarCompiler, request: Request) -> Future[Grammar] | None:
+    """Start to compile the request's grammar, if it needs one that is not compiled yet."""
+    constraint = request.params.structured_outputs
+    if constraint is None or grammars.is_compiled(constraint):
+        return None
+    return grammars.begin(constraint, request.tenant)
+
+
+def encoder_core(
+    platform: Platform, encoder: PoolingEncoder, max_model_len: int, config: EngineConfig, policy: Policy
+) -> EngineCore:
+    """Build the core of an encoder. It keeps nothing between steps, so each text gets one block without memory behind
+    it, and there are spare blocks for the headroom that policies keep free."""
+    options = config.scheduler
+    max_tokens = options.max_num_batched_tokens or max(platform.max_text_tokens, max_model_len)
+    if max_tokens < max_model_len:
+        raise ConfigError(
+            f"max_num_batched_tokens is {max_tokens}: an encoder computes a text in one step, so it must be at least "
+            f"max_model_len, {max_model_len}"
+        )
+    limits = _limits(options, platform, max_tokens)
+    num_spare = -(-HEADROOM * limits.max_num_seqs // max_model_len) + 1
+    blocks = BlockManager(limits.max_num_seqs + num_spare, max_model_len, NoPrefixCache())
+    scheduler = Scheduler(limits, policy, blocks)
+    make_runner = partial(platform.encoder_runner, config, encoder, limits)
+    depth = options.pipeline_depth or platform.pipeline_depth
+    sleep_support = ModelSleepSupport(encoder, platform.device, make_runner)
+    return EngineCore(scheduler, make_runner(), depth, options.max_queue, sleep_support=sleep_support)
+
+
+def _limits(options: SchedulerConfig, platform: Platform, max_num_batched_tokens: int) -> Limits:
+    return Limits(
+        max_num_seqs=options.max_num_seqs or platform.max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        # By default the blocks are the only limit: tokens of a shared prefix count once per request that has it, so
+        # there may be many more of them than slots.
+        max_kv_tokens=options.max_kv_tokens or sys.maxsize,
+    )
+
+
+def policy_of(options: SchedulerConfig) -> Policy:
+    choice = options.policy
+    try:
+        policy = make_policy(choice)
+    except ConfigError:
+        raise
+    except Exception as error:  # a user's class can raise anything
+        raise ConfigError(
+            f"policy {choice!r} could not be created without arguments: {type(error).__name__}: {error}"
+        ) from error
+    if options.tenant_weights:
+        policy.set_weights(options.tenant_weights)
+    return policy
+
+
+BuildCore = Callable[[EngineConfig, Policy], EngineCore]
+LoadProgress = Callable[[int, int], None]  # (bytes done, total bytes)
+
+
+@dataclass
+class LoadedEngine(Frontend):
+    """An engine in this process, with its model and everything to rebuild it."""
+
+    platform: Platform
+    core: EngineCore
+    model: Decoder | PoolingEncoder
+    build_core: BuildCore
+    end_ranks: Callable[[], object] | None = None  # of a model on several ranks
+    fingerprint: str = ""  # of the checkpoint (`models/checkpoint.py`)
+
+    @property
+    def facts(self) -> ModelFacts:
+        """The facts about the model that clients need without holding the weights."""
+        folder = None if self.tokenizer is None else self.tokenizer.folder
+        limits, blocks = self.core.scheduler.limits, self.core.scheduler.blocks
+        return ModelFacts(
+            model=model_name(self.config),
+            vocab_size=self.input_processor.vocab_size,
+            max_model_len=self.max_model_len,
+            eos_token_ids=self.input_processor.eos_token_ids,
+            default_params=self.default_params,
+            tokenizer_folder=None if folder is None else str(folder.absolute()),
+            device=self.platform.describe(),
+            dtype=str(self.model.dtype).removeprefix("torch."),
+            num_blocks=blocks.pool.num_blocks,
+            block_size=blocks.block_size,
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            generates=self.generates,
+            pooling=self.pooling,
+            fingerprint=self.fingerprint,
+        )
+
+    def use(self, **scheduler_options: Any) -> EngineCore:
+        """Rebuild the engine core over the same weights with another policy or other limits. The engine must be idle;
+        the old core's memory is released first."""
+        if self.core.is_sleeping:
+            raise asleep()
+        if self.core.has_work:
+            raise EngineError(
+                "the engine has requests: its scheduler options can only be changed while it is idle"
+            )
+        config = replace(self.config, scheduler=replace(self.config.scheduler, **scheduler_options))
+        policy = policy_of(config.scheduler)
+        self.core.close()
+        self.config = config
+        self.core = self.build_core(config, policy)
+        return self.core
+
+    def close(self) -> None:
+        """Release memory and the processes that render templates and validate grammars."""
+        try:
+            self.core.close()
+        finally:
+            if self.end_ranks is not None:
+                self.end_ranks()
+            super().close()

@@ -1,0 +1,324 @@
+"""The model families: how a Hugging Face `config.json` becomes a `DecoderSpec`.
+
+A family is an entry of `FAMILIES`; this file is the only one that knows them by name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from inflight.errors import ModelError, UnknownArchitectureError
+from inflight.models.decoders.spec import DecoderSpec, NormPlacement, QKNorm, WeightNames
+from inflight.models.encoders.families import ENCODER_ARCHITECTURES
+from inflight.models.hf_config import Fields, default_context, read_rope
+from inflight.models.pooling_config import read_labels
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+_ATTENTION = {
+    "self_attn.q_proj": "attention.qkv.q",
+    "self_attn.k_proj": "attention.qkv.k",
+    "self_attn.v_proj": "attention.qkv.v",
+    "self_attn.o_proj": "attention.output",
+}
+_QK_NORM = {"self_attn.q_norm": "attention.q_norm", "self_attn.k_norm": "attention.k_norm"}
+_MLP = {
+    "mlp.gate_proj": "mlp.gate_up.gate",
+    "mlp.up_proj": "mlp.gate_up.up",
+    "mlp.down_proj": "mlp.down",
+}
+_PRE_NORMS = {"input_layernorm": "attention.in_norm", "post_attention_layernorm": "mlp.in_norm"}
+_POST_NORMS = {"post_attention_layernorm": "attention.out_norm", "post_feedforward_layernorm": "mlp.out_norm"}
+_BOTH_NORMS = {
+    "input_layernorm": "attention.in_norm",
+    "pre_feedforward_layernorm": "mlp.in_norm",
+    **_POST_NORMS,
+}
+
+_LLAMA_NAMES = WeightNames(_ATTENTION | _MLP | _PRE_NORMS)
+_QWEN3_NAMES = WeightNames(_ATTENTION | _QK_NORM | _MLP | _PRE_NORMS)
+_OLMO2_NAMES = WeightNames(_ATTENTION | _QK_NORM | _MLP | _POST_NORMS)
+_PHI3_NAMES = WeightNames(
+    {
+        "self_attn.qkv_proj": "attention.qkv",
+        "self_attn.o_proj": "attention.output",
+        "mlp.gate_up_proj": "mlp.gate_up",
+        "mlp.down_proj": "mlp.down",
+    }
+    | _PRE_NORMS
+)
+_GEMMA3_LAYER = _ATTENTION | _QK_NORM | _MLP | _BOTH_NORMS
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """The properties of a family. A bias is fixed, or the name of the config field that decides."""
+
+    names: WeightNames
+    head: Literal["language", "classifier", "none"] = "language"
+    windows: Literal["none", "all", "late", "pattern"] = "none"
+    norm_placement: NormPlacement = NormPlacement.PRE
+    norm_offset: float = 0.0
+    qk_norm: QKNorm = QKNorm.NONE
+    qkv_bias: bool | str = False
+    output_bias: bool | str = False
+    mlp_bias: bool | str = False
+    activation_field: str = "hidden_act"
+    attention_scale_field: str | None = None  # the square of the divisor of attention scores; None: head_dim
+    scaled_embedding: bool = False
+    partial_rotary: bool = False
+    section: str | None = None  # the text model's part of a multimodal config
+    # Fields that configs may omit because transformers has a default.
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    # Fields that would change the computation, with the values that are supported.
+    fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+
+
+_DEFAULTS = {"hidden_act": "silu", "rope_theta": 10_000.0, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
+_QWEN_DEFAULTS = _DEFAULTS | {"sliding_window": 4096, "max_window_layers": 28, "use_sliding_window": False}
+_GEMMA3: dict[str, Any] = {
+    "windows": "pattern",
+    "norm_placement": NormPlacement.BOTH,
+    "norm_offset": 1.0,
+    "qk_norm": QKNorm.HEAD,
+    "qkv_bias": "attention_bias",
+    "output_bias": "attention_bias",
+    "activation_field": "hidden_activation",
+    "attention_scale_field": "query_pre_attn_scalar",
+    "scaled_embedding": True,
+    "defaults": {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "rope_theta": 1_000_000.0,
+        "rope_local_base_freq": 10_000.0,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+        "vocab_size": 262_208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "max_position_embeddings": 131_072,
+    },
+    "fixed": {"attn_logit_softcapping": (None,), "use_bidirectional_attention": (None, False)},
+}
+
+_CAUSAL: Mapping[str, Family] = {
+    "LlamaForCausalLM": Family(
+        _LLAMA_NAMES,
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        mlp_bias="mlp_bias",
+        defaults=_DEFAULTS,
+    ),
+    "MistralForCausalLM": Family(_LLAMA_NAMES, windows="all", defaults=_DEFAULTS | {"sliding_window": 4096}),
+    "Qwen2ForCausalLM": Family(_LLAMA_NAMES, windows="late", qkv_bias=True, defaults=_QWEN_DEFAULTS),
+    "Qwen3ForCausalLM": Family(
+        _QWEN3_NAMES,
+        windows="late",
+        qk_norm=QKNorm.HEAD,
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        defaults=_QWEN_DEFAULTS | {"head_dim": 128},
+    ),
+    "Phi3ForCausalLM": Family(
+        _PHI3_NAMES,
+        windows="all",
+        partial_rotary=True,
+        defaults=_DEFAULTS | {"rms_norm_eps": 1e-5, "sliding_window": None},
+    ),
+    "Gemma3ForCausalLM": Family(WeightNames(_GEMMA3_LAYER), **_GEMMA3),
+    "Gemma3ForConditionalGeneration": Family(
+        WeightNames(
+            _GEMMA3_LAYER,
+            prefixes=("language_model.model.", "model.language_model."),
+            heads=("language_model.lm_head.weight", "lm_head.weight"),
+            ignored=(r"rotary_emb\.inv_freq$", r"^(model\.)?(vision_tower|multi_modal_projector)\."),
+        ),
+        section="text_config",
+        **_GEMMA3,
+    ),
+    "Olmo2ForCausalLM": Family(
+        _OLMO2_NAMES,
+        norm_placement=NormPlacement.POST,
+        qk_norm=QKNorm.WHOLE,
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        defaults=_DEFAULTS | {"rms_norm_eps": 1e-5},
+    ),
+}
+
+# How transformers names the same decoders with a classification head, and without any head.
+_FAMILY_NAMES = {name.removesuffix("ForCausalLM"): name for name in _CAUSAL if name.endswith("ForCausalLM")}
+_FAMILY_NAMES["Gemma3Text"] = _FAMILY_NAMES.pop("Gemma3")
+
+FAMILIES: Mapping[str, Family] = {
+    **_CAUSAL,
+    **{
+        f"{name}ForSequenceClassification": replace(_CAUSAL[causal], head="classifier")
+        for name, causal in _FAMILY_NAMES.items()
+    },
+    **{f"{name}Model": replace(_CAUSAL[causal], head="none") for name, causal in _FAMILY_NAMES.items()},
+}
+
+# For configs that name no architecture.
+_MODEL_TYPES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "gemma3": "Gemma3ForConditionalGeneration",
+    "olmo2": "Olmo2ForCausalLM",
+}
+
+
+def architecture_of(config: Mapping[str, Any]) -> str:
+    """Return the first architecture in the config that is known; it selects the family."""
+    named = config.get("architectures") or []
+    names = [str(name) for name in named] if isinstance(named, list) else [str(named)]
+    if not names:
+        model_type = str(config.get("model_type"))
+        names = [_MODEL_TYPES.get(model_type, f"model_type {model_type}")]
+    for name in names:
+        if name in FAMILIES:
+            return name
+    known = (*FAMILIES, *ENCODER_ARCHITECTURES)
+    raise UnknownArchitectureError(
+        f"cannot serve {', '.join(names)}: supported architectures are {', '.join(known)}"
+    )
+
+
+def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of a config that describes the text model, with the family's defaults filled in."""
+    family = FAMILIES[architecture_of(config)]
+    part = dict(config)
+    if family.section is not None:
+        part |= Fields(config).part(family.section).values
+    return {**family.defaults, **part}
+
+
+def decoder_spec(config: Mapping[str, Any]) -> DecoderSpec:
+    """Return the decoder that a `config.json` describes."""
+    architecture = architecture_of(config)
+    family = FAMILIES[architecture]
+    fields = Fields(text_config(config))
+    fields.check_supported({"is_causal": (None, True), **family.fixed})
+    num_layers = fields.integer("num_hidden_layers")
+    num_heads, num_kv_heads, head_dim = _heads(fields)
+    layer_types = _layer_types(fields, family, num_layers)
+    window = fields.integer("sliding_window") if SLIDING in layer_types else None
+    kinds = sorted(set(layer_types))
+    ropes = tuple(read_rope(fields, kind, head_dim, family.partial_rotary) for kind in kinds)
+    reach = ropes[kinds.index(FULL)] if FULL in kinds else ropes[0]
+    max_position, served = default_context(reach, fields.integer("max_position_embeddings"))
+    hidden_size = fields.integer("hidden_size")
+    scale_field = family.attention_scale_field
+    spec = DecoderSpec(
+        architecture=architecture,
+        vocab_size=fields.integer("vocab_size"),
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        intermediate_size=fields.integer("intermediate_size"),
+        windows=tuple(window if kind == SLIDING else None for kind in layer_types),
+        ropes=ropes,
+        layer_ropes=tuple(kinds.index(kind) for kind in layer_types),
+        max_position=max_position,
+        default_context=served,
+        norm_eps=fields.number("rms_norm_eps"),
+        norm_placement=family.norm_placement,
+        norm_offset=family.norm_offset,
+        qk_norm=family.qk_norm,
+        qkv_bias=_bias(fields, family.qkv_bias),
+        output_bias=_bias(fields, family.output_bias),
+        mlp_bias=_bias(fields, family.mlp_bias),
+        activation=_activation(fields, family.activation_field),
+        attention_scale=(fields.number(scale_field) if scale_field else head_dim) ** -0.5,
+        embedding_scale=hidden_size**0.5 if family.scaled_embedding else 1.0,
+        logit_softcap=_softcap(fields),
+        tied_embeddings=fields.boolean("tie_word_embeddings", False),
+        names=family.names,
+        num_labels=len(read_labels(config)) if family.head == "classifier" else 0,
+    )
+    return spec if family.head == "language" else without_lm_head(spec)
+
+
+def without_lm_head(spec: DecoderSpec) -> DecoderSpec:
+    """Return the same decoder without its language-model head. A base model's tensors have no prefix, and a causal
+    model's weights may still contain the head."""
+    names = spec.names
+    read = replace(
+        names,
+        prefixes=(*names.prefixes, ""),
+        heads=(*names.heads, names.heads[0]),
+        ignored=(*names.ignored, *(f"^{re.escape(head)}$" for head in names.heads)),
+    )
+    return replace(spec, has_lm_head=False, names=read)
+
+
+def _heads(fields: Fields) -> tuple[int, int, int]:
+    """(query heads, key/value heads, features of a head)"""
+    hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    num_kv_heads = fields.integer("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise fields.error("num_key_value_heads", f"a divisor of num_attention_heads, {num_heads}")
+    if "head_dim" not in fields and hidden_size % num_heads:
+        raise fields.error(
+            "num_attention_heads", f"a divisor of hidden_size, {hidden_size}, as head_dim is not given"
+        )
+    return num_heads, num_kv_heads, fields.integer("head_dim", hidden_size // num_heads)
+
+
+def _layer_types(fields: Fields, family: Family, num_layers: int) -> list[str]:
+    listed = family.windows in ("late", "pattern") and "layer_types" in fields
+    if listed:
+        kinds = fields.strings("layer_types")
+        if len(kinds) != num_layers:
+            raise ModelError(
+                f"layer_types in config.json lists {len(kinds)} layers, num_hidden_layers is {num_layers}"
+            )
+        if unknown := set(kinds) - {FULL, SLIDING}:
+            raise ModelError(
+                f"layer_types in config.json has {sorted(unknown)}: it may contain {FULL} and {SLIDING}"
+            )
+    elif family.windows == "pattern":
+        every = fields.integer("sliding_window_pattern")
+        kinds = [SLIDING if (index + 1) % every else FULL for index in range(num_layers)]
+    elif family.windows == "late":
+        first = fields.integer("max_window_layers", least=0)
+        kinds = [SLIDING if index >= first else FULL for index in range(num_layers)]
+    else:
+        kinds = [SLIDING if family.windows == "all" else FULL] * num_layers
+    in_use = family.windows != "late" or fields.boolean("use_sliding_window", False)
+    if in_use and "sliding_window" in fields:
+        return kinds
+    if listed and SLIDING in kinds:
+        raise ModelError(
+            f"layer_types in config.json has {SLIDING}, but sliding_window is missing or disabled"
+        )
+    return [FULL] * num_layers
+
+
+def _bias(fields: Fields, bias: bool | str) -> bool:
+    return fields.boolean(bias, False) if isinstance(bias, str) else bias
+
+
+def _activation(fields: Fields, name: str) -> str:
+    activation = fields.string(name)
+    if activation not in _ACTIVATIONS:
+        raise fields.error(name, f"one of {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[activation]
+
+
+def _softcap(fields: Fields) -> float | None:
+    return fields.number("final_logit_softcapping") if "final_logit_softcapping" in fields else None

@@ -1,0 +1,81 @@
+"""What of a model each rank has."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from inflight.errors import ConfigError
+from inflight.models.decoders.families import decoder_spec
+from inflight.models.decoders.shard import check_tensor_parallel, cut_layers, layer_weights, shard_of
+from inflight.models.decoders.spec import DecoderSpec
+from tests.support.checkpoints import FAMILIES
+
+
+def spec(**fields: Any) -> DecoderSpec:
+    return replace(decoder_spec(FAMILIES["qwen3"]().to_dict()), **fields)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_part_is_somewhere_once(size: int) -> None:
+    whole = spec(num_heads=8, num_kv_heads=4, vocab_size=321, intermediate_size=97)
+    shards = [shard_of(whole, rank, size) for rank in range(size)]
+    for name, count in (
+        ("query", whole.query_size),
+        ("kv", whole.kv_size),
+        ("inner", 97),
+        ("vocab", 321),
+    ):
+        parts = [getattr(shard, name) for shard in shards]
+        assert [i for part in parts for i in part] == list(range(count))
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    assert sum(shard.spec.num_heads for shard in shards) == 8
+    assert {shard.spec.num_kv_heads for shard in shards} == {4 // size}
+    assert shards[0].vocab_sizes == [len(shard.vocab) for shard in shards]
+
+
+def test_key_value_heads_are_copied_where_there_are_fewer_than_ranks() -> None:
+    whole = spec(num_heads=8, num_kv_heads=2, head_dim=4)
+    shards = [shard_of(whole, rank, 8) for rank in range(8)]
+    assert [shard.kv.start for shard in shards] == [0, 0, 0, 0, 4, 4, 4, 4]
+    assert all(shard.spec.num_kv_heads == 1 and shard.kv_copies == 4 for shard in shards)
+    for shard in shards:  # the queries that a rank has read the keys that it has
+        assert shard.query.start // 4 // (8 // 2) == shard.kv.start // 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "size", "message"),
+    [
+        (
+            {"num_heads": 14, "num_kv_heads": 2},
+            4,
+            "14 attention heads and 2 key/value heads.* across 1, 2, 14",
+        ),
+        (
+            {"num_heads": 12, "num_kv_heads": 4},
+            3,
+            "12 attention heads and 4 key/value heads.* across 1, 2, 4, 12",
+        ),
+        ({"num_heads": 8, "num_kv_heads": 8, "intermediate_size": 4}, 8, "4 inner features and 320 tokens"),
+    ],
+)
+def test_what_cannot_be_shared_out_is_refused(fields: dict[str, int], size: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"tensor_parallel_size is {size}: .*{message}"):
+        check_tensor_parallel(spec(**fields), size)
+
+
+def test_stages_are_cut_by_what_they_hold() -> None:
+    """The table at one end and the head at the other weigh as much as some layers."""
+    whole = spec(num_layers=12, windows=(None,) * 12, layer_ropes=(0,) * 12)
+    even = replace(whole, vocab_size=1)
+    assert [len(layers) for layers in cut_layers(even, 4, 1, 4, 4)] == [3, 3, 3, 3]
+    heavy = replace(whole, vocab_size=3 * layer_weights(whole) // whole.hidden_size)
+    assert [len(layers) for layers in cut_layers(heavy, 3, 1, 4, 4)] == [3, 6, 3]
+    found = cut_layers(heavy, 3, 1, 4, 4)
+    assert [i for layers in found for i in layers] == list(range(12))
+    # With much KV memory the layers are all that counts.
+    assert [len(layers) for layers in cut_layers(heavy, 3, 1 << 24, 4, 4)] == [4, 4, 4]
+    stage = shard_of(heavy, 0, 2, found[1])
+    assert (stage.is_first, stage.is_last, stage.spec.num_layers) == (False, False, 6)

@@ -1,0 +1,51 @@
+"""Attention written to be obviously right: one query at a time, in float64. For tests and small models."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from inflight.attention.backend import AttentionInputs, KVShape
+
+
+class ReferenceAttention:
+    """Implements `HeadAttention`. A cache is [2, num_blocks, block_size, num_kv_heads, head_dim]."""
+
+    def allocate(self, shape: KVShape, num_blocks: int, device: torch.device) -> list[Tensor]:
+        size = (2, num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim)
+        return [torch.zeros(size, dtype=shape.dtype, device=device) for _ in range(shape.num_layers)]
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cache: Tensor,
+        inputs: AttentionInputs,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        block_size = cache.shape[2]
+        for token, slot in enumerate(inputs.slot_mapping.tolist()):
+            cache[0, slot // block_size, slot % block_size] = key[token]
+            cache[1, slot // block_size, slot % block_size] = value[token]
+        out = torch.empty_like(query)
+        starts = inputs.query_starts.tolist()
+        entries = zip(starts, starts[1:], inputs.context_lens.tolist(), inputs.rows.tolist(), strict=False)
+        for first, end, context_len, row in entries:
+            for token in range(first, end):
+                position = context_len - (end - token)
+                lowest = 0 if window is None else max(0, position - window + 1)
+                seen = torch.arange(lowest, position + 1, device=cache.device)
+                blocks = inputs.block_tables[row, seen // block_size].long()
+                keys, values = cache[:, blocks, seen % block_size].double()  # [n, num_kv_heads, head_dim]
+                out[token] = _attend_one(query[token].double(), keys, values, scale)
+        return out
+
+
+def _attend_one(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """query [num_heads, head_dim], keys and values [n, num_kv_heads, head_dim] -> [num_heads, head_dim]."""
+    group = query.shape[0] // keys.shape[1]
+    keys, values = (x.repeat_interleave(group, dim=1) for x in (keys, values))  # [n, num_heads, head_dim]
+    weights = torch.softmax((query * keys).sum(-1) * scale, dim=0)  # [n, num_heads]
+    return (weights.unsqueeze(-1) * values).sum(0)
