@@ -117,7 +117,7 @@ def _signal(replica: Replica, number: int) -> None:
 def cut(replica: Replica) -> None:
     """End the connections to an engine that runs on: neither side hears of the other any more."""
     assert isinstance(replica.client, ProcessClient)
-    link = replica.client._link
+    link = replica.client._connection
     assert isinstance(link, Supervisor)
     sockets = (link.engine_process._up, link.engine_process._down)
     paths = {item.get_string(zmq.LAST_ENDPOINT).removeprefix("ipc://") for item in sockets}

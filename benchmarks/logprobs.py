@@ -21,7 +21,7 @@ from benchmarks.report import show
 from inflight import LLM, SamplingParams
 from inflight.engine.remote.wire import FromEngine, StepOutputs
 from inflight.events import Delta
-from inflight.execution.gpu.runner import GpuStepHandle, PackedLogprobs
+from inflight.execution.gpu.runner import GpuStepHandle, PendingLogprobs
 from inflight.frontend import OutputProcessor
 from inflight.processes.channel import SECRET_LENGTH, Codec
 from inflight.scheduling import Batch, Sampled
@@ -50,18 +50,18 @@ class CannedRunner:
             self._wanted[row] = -1 if request.params.logprobs is None else request.params.logprobs
         entries = [entry for entry, samples in enumerate(batch.samples) if samples]
         columns = self._columns[: len(entries)]
-        told = [entry for entry in entries if self._wanted[batch.rows[entry]] >= 0]
+        with_logprobs = [entry for entry in entries if self._wanted[batch.rows[entry]] >= 0]
         logprobs = None
-        if told:
+        if with_logprobs:
             width = columns.shape[2]
-            logprobs = PackedLogprobs(columns.flatten(), [width - 1] * len(told), width)
-        drawn = torch.stack((columns[:, 0, 0], torch.zeros(len(entries), dtype=torch.int32)))
+            logprobs = PendingLogprobs(columns.flatten(), [width - 1] * len(with_logprobs), width)
+        sampled = torch.stack((columns[:, 0, 0], torch.zeros(len(entries), dtype=torch.int32)))
         return GpuStepHandle(
             num_entries=len(batch.rows),
             sampling_entries=entries,
-            drawn=drawn,
+            sampled=sampled,
             logprobs=logprobs,
-            logprob_entries=told,
+            logprob_entries=with_logprobs,
             prompt_logprobs=[],
             pooled=None,
             done=None,
@@ -132,7 +132,9 @@ def prompts_with_answers(
 
 def as_json(llm: LLM, prompts: list[OutputProcessor], logprobs: int) -> int:
     tokenizer = llm._engine.tokenizer
-    formatter = ChatFormatter("id", 0, "model", tokenizer, fingerprint="fp", num_logprobs=logprobs)
+    formatter = ChatFormatter(
+        "id", "model", created=0, tokenizer=tokenizer, fingerprint="fp", num_logprobs=logprobs
+    )
     choices = [Choice(index, prompt, prompt.answers[0], False) for index, prompt in enumerate(prompts)]
     return len(b"".join(formatter.whole(choices)))
 

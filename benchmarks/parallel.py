@@ -37,18 +37,18 @@ def _lost(code: int) -> NoReturn:
 
 
 def decode_step(step: int, num_stages: int) -> RankStep:
-    """256 decodes, of which one in sixteen gets a new block. Stages must be told what an earlier step drew."""
+    """256 decodes, of which one in sixteen gets a new block. Stages also get the tokens of an earlier step."""
     rows = list(range(NUM_REQUESTS))
     batch = Batch(
         step, rows, [1000 + row for row in rows], [1] * NUM_REQUESTS, [True] * NUM_REQUESTS, NUM_REQUESTS
     )
     batch.tables = [TableUpdate(row, 63, [row * 7]) for row in rows[::16]]
-    drawn = [SampledIds(step - 1, [(row * 7919) % 150_000 for row in rows])]
-    return RankStep(batch, drawn if num_stages > 1 else [])
+    sampled = [SampledIds(step - 1, [(row * 7919) % 150_000 for row in rows])]
+    return RankStep(batch, sampled if num_stages > 1 else [])
 
 
 def message_cost(num_stages: int) -> dict[str, Any]:
-    """Microseconds that rank 0 takes to tell a step, and that a rank takes to read it."""
+    """Return the microseconds that rank 0 takes to send a step, and that a rank takes to read it."""
     library = native_library()
     assert library is not None
     layout = RankLayout(2, 1, 1, 4096, 0, ())

@@ -66,10 +66,10 @@ class DrawingRank:
         zeros, ones = torch.zeros_like(rows), torch.ones_like(rows)
         count = -1 if params.logprobs is None else params.logprobs
         results = torch.zeros(num_rows * 3 * (2 + count), dtype=torch.int32, device=DEVICE)
-        told = LogprobBuffers(ones * count, rows, ones[:1] * (1 + max(count, 0)), results)
-        self.batch = SamplingBatch(rows, ones, zeros.clone(), zeros.clone(), told)
+        logprobs = LogprobBuffers(ones * count, rows, ones[:1] * (1 + max(count, 0)), results)
+        self.batch = SamplingBatch(rows, ones, zeros.clone(), zeros.clone(), logprobs)
 
-    def draw(self, part: RankTokens | None) -> None:
+    def sample(self, part: RankTokens | None) -> None:
         for _ in range(NUM_DRAWS):
             if part is None:
                 sample_tokens(self.logits, self.batch, self.state, self.tokens, self.workspace)
@@ -104,16 +104,16 @@ def measure(kind: str, num_rows: int, vocab_size: int, repeat: int) -> DrawResul
 
 def _capture(stream: torch.cuda.Stream, rank: DrawingRank, part: RankTokens | None) -> torch.cuda.CUDAGraph:
     with torch.cuda.stream(stream):
-        rank.draw(part)
+        rank.sample(part)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="relaxed"):
-        rank.draw(part)
+        rank.sample(part)
     return graph
 
 
 def _replayed(graphs: list[torch.cuda.CUDAGraph], streams: list[torch.cuda.Stream]) -> float:
-    """Microseconds for each draw."""
+    """Return the microseconds of each sampling step."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     torch.cuda.synchronize()
     for rank, graph in enumerate(graphs):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Imported when first used: the command line starts without loading torch.
+# Imported on first use, so that the command line starts without torch.
 _EXPORTS = {
     "LLM": "inflight.entrypoints.llm",
     "AsyncEngine": "inflight.entrypoints.async_engine",
@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 
-# Names that vLLM has, and what they are here.
+# vLLM's names for our objects.
 _ALIASES = {
     "AsyncLLMEngine": "inflight.entrypoints.async_llm:AsyncLLM",
     "ClassificationOutput": "inflight.outputs:ClassificationOutput",
@@ -72,11 +72,11 @@ def __getattr__(name: str) -> Any:
     if name in _EXPORTS:
         return getattr(import_module(_EXPORTS[name]), name)
     if name in _ALIASES:
-        module, _, found = _ALIASES[name].partition(":")
-        return getattr(import_module(module), found)
+        module, _, attribute = _ALIASES[name].partition(":")
+        return getattr(import_module(module), attribute)
     from inflight.vllm_compat.python_api import MISSING_NAMES
 
-    if name in MISSING_NAMES:  # no AttributeError, whose words `from inflight import` would drop
+    if name in MISSING_NAMES:  # not AttributeError, whose message `from inflight import` would drop
         raise ImportError(f"inflight has no {name}: {MISSING_NAMES[name]}", name=__name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -1,4 +1,4 @@
-"""What `inflight` and `python -m inflight` start: nothing is imported before Ctrl-C has a quiet end."""
+"""The entry point of `inflight` and `python -m inflight`. Ctrl-C during the imports exits quietly."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""What the engine is told at start: frozen, composed, checked once.
+"""The configuration of engines, engine processes and the router: frozen dataclasses, checked when they are made.
 
-Here every option of an engine is declared (see `option.py`). How engines in processes of their own are watched and
-routed is in `process_config.py`, and what a server has beside them in `server/config.py`.
+Every option is declared here (see `option.py`), except those of the server (`server/config.py`).
 """
 
 from __future__ import annotations
@@ -19,23 +18,23 @@ from inflight.vllm_compat.python_api import LLM_RULES, translate_arguments
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Which checkpoint, and how it is held."""
+    """The checkpoint, and how it is loaded."""
 
     model: str | None = option(
         None, MODEL, "A folder with a checkpoint, or a hub id.", unset="the built-in model"
     )
-    tokenizer: str | None = option(None, MODEL, "A folder or hub id to take the tokenizer from.")
+    tokenizer: str | None = option(None, MODEL, "A folder or hub id with the tokenizer, if not the model's.")
     chat_template: str | None = option(
         None, MODEL, "A file with a chat template, or its text.", unset="the checkpoint's"
     )
-    revision: str | None = option(None, MODEL, "Branch, tag or commit of the hub's repository.")
+    revision: str | None = option(None, MODEL, "Branch, tag or commit of the model on the hub.")
     download_dir: str | None = option(
-        None, MODEL, "Folder for what comes from the hub.", unset="the cache of Hugging Face"
+        None, MODEL, "Folder for downloads from the hub.", unset="the Hugging Face cache"
     )
     dtype: str = option(
         "auto",
         MODEL,
-        "How weights are held: auto, float32, bfloat16 or float16.",
+        "Data type of the weights: auto, float32, bfloat16 or float16.",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     load_format: str = option(
@@ -44,44 +43,44 @@ class ModelConfig:
         "auto, safetensors, or dummy for random weights.",
         choices=("auto", "safetensors", "dummy"),
     )
-    device: str = option("auto", MODEL, "auto, cpu, cuda or cuda:<index>. auto: a GPU where there is one.")
-    enforce_eager: bool = option(False, MODEL, "On a GPU: run without captured CUDA graphs.")
+    device: str = option("auto", MODEL, "auto, cpu, cuda or cuda:<index>; auto uses a GPU if there is one.")
+    enforce_eager: bool = option(False, MODEL, "Do not use CUDA graphs.")
     max_model_len: int | None = option(
         None,
         MODEL,
-        "Longest context: prompt and answer together.",
+        "Maximum context length: prompt and answer together.",
         at_least=2,
-        unset="what the checkpoint and the memory allow",
+        unset="the most that checkpoint and memory allow",
     )
-    seed: int = option(0, MODEL, "Seed of requests that give none.", at_least=0)
+    seed: int = option(0, MODEL, "Seed for requests that do not set one.", at_least=0)
     tool_call_parser: str | None = option(
         None,
         MODEL,
-        "How the model writes tool calls: hermes, qwen3_coder, glm45, mistral, deepseek_v3, kimi_k2, harmony, "
+        "Format of the model's tool calls: hermes, qwen3_coder, glm45, mistral, deepseek_v3, kimi_k2, harmony, "
         "llama3_json, pythonic, or none.",
-        unset="what the chat template tells",
+        unset="detected from the chat template",
     )
     reasoning_parser: str | None = option(
         None,
         MODEL,
-        "How the model marks its reasoning: think, mistral, seed_oss, kimi_vl, harmony, or none.",
-        unset="what the chat template tells",
+        "Format of the model's reasoning: think, mistral, seed_oss, kimi_vl, harmony, or none.",
+        unset="detected from the chat template",
     )
     start_timeout: float = option(
-        # Longer than one tensor takes from a slow disk, or a compiler for all kernels.
+        # Longer than loading one tensor from a slow disk, or compiling all kernels.
         600.0,
         MODEL,
-        "Seconds without progress before an engine that starts, or one of its ranks, is given up: no weights loaded, "
-        "nothing read or written.",
+        "Seconds without progress (loading weights, reading or writing files) after which starting an engine or a rank "
+        "fails.",
         unit="seconds",
         above=0,
         at_most=604800,
     )
-    skip_tokenizer_init: bool = option(False, PYTHON, "Token ids in, token ids out: no text.")
+    skip_tokenizer_init: bool = option(False, PYTHON, "Run without a tokenizer: token ids in, token ids out.")
     hf_config: dict[str, Any] | None = option(
         None,
         PYTHON,
-        "Replaces the checkpoint's config.json: with load_format dummy, a model from a config alone.",
+        "Replaces the checkpoint's config.json; with load_format dummy, no checkpoint is needed.",
     )
 
     def __post_init__(self) -> None:
@@ -92,22 +91,24 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """KV memory."""
+    """The KV cache."""
 
-    block_size: int = option(16, MEMORY, "Tokens in a KV block.", at_least=1, at_most=1024)
-    enable_prefix_caching: bool = option(True, MEMORY, "Compute a beginning that prompts share only once.")
-    kv_cache_memory: int | None = option(None, MEMORY, "Memory for keys and values, in bytes.", at_least=1)
-    num_blocks: int | None = option(None, MEMORY, "KV blocks, in place of the memory figures.", at_least=1)
+    block_size: int = option(16, MEMORY, "Tokens per KV block.", at_least=1, at_most=1024)
+    enable_prefix_caching: bool = option(True, MEMORY, "Compute prefixes that prompts share only once.")
+    kv_cache_memory: int | None = option(None, MEMORY, "Size of the KV cache in bytes.", at_least=1)
+    num_blocks: int | None = option(
+        None, MEMORY, "Number of KV blocks, instead of a memory size.", at_least=1
+    )
     gpu_memory_utilization: float = option(
         0.9,
         MEMORY,
-        "Share of the GPU's memory that the engine may hold; replicas on one GPU divide it.",
+        "Share of the GPU's memory that the engine may use; replicas on one GPU divide it.",
         above=0,
         at_most=1,
     )
 
     num_neighbours: int = option(
-        0, PYTHON, "Other engines that share this machine's memory: each takes its part.", at_least=0
+        0, PYTHON, "Number of other engines that share this machine's memory equally.", at_least=0
     )
 
     def __post_init__(self) -> None:
@@ -116,7 +117,7 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """The limits of a step. A policy is a name, `module:Class`, or anything that makes a Policy when called."""
+    """Policy and limits of the scheduler. A policy is a name, `module:Class`, or a callable that returns a Policy."""
 
     policy: str | Callable[[], Any] = option(
         "continuous", SCHEDULING, "continuous, static, sequential, priority, fair, or module:Class."
@@ -124,33 +125,35 @@ class SchedulerConfig:
     max_num_seqs: int | None = option(
         None,
         SCHEDULING,
-        "Most requests in the running batch.",
+        "Maximum number of requests in the running batch.",
         at_least=1,
         unset="1,024 on a GPU, 256 on a CPU",
     )
     max_num_batched_tokens: int | None = option(
-        None, SCHEDULING, "Most tokens that one step computes.", at_least=1
+        None, SCHEDULING, "Maximum number of tokens per step.", at_least=1
     )
     max_kv_tokens: int | None = option(
-        None, SCHEDULING, "Most tokens in KV memory over all running requests.", at_least=1
+        None, SCHEDULING, "Maximum number of tokens in the KV cache, over all running requests.", at_least=1
     )
     max_queue: int | None = option(
         None,
         LIMITS,
-        "Waiting answers, beside those that can run at once; one more is refused with 429.",
+        "Maximum number of waiting answers, in addition to those that run; further requests get 429.",
         at_least=1,
     )
-    pipeline_depth: int | None = option(None, SCHEDULING, "Steps in flight, 1 or 2.", choices=(1, 2))
+    pipeline_depth: int | None = option(
+        None, SCHEDULING, "Number of steps in flight, 1 or 2.", choices=(1, 2)
+    )
     target_step_ms: float | None = option(
         0.0,
         SCHEDULING,
-        "Cut prompts so that a stream waits about so many milliseconds for its next token; 0: no such limit.",
+        "Split prompts so that streams wait about this long for their next token; 0 disables this.",
         at_least=0,
         unit="milliseconds",
         unset="14 on a GPU, 100 on a CPU",
     )
     tenant_weights: dict[str, float] | None = option(
-        None, PYTHON, "Shares, for policies that share by tenant; 1 unless named."
+        None, PYTHON, "Weight of each tenant for fair policies; 1 by default."
     )
 
     def __post_init__(self) -> None:
@@ -167,13 +170,18 @@ MAX_RANKS = 64
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """One model on several ranks, each a process."""
+    """One model on several ranks, each in its own process."""
 
     tensor_parallel_size: int = option(
-        1, MODEL, "Ranks that share every layer.", at_least=1, at_most=MAX_RANKS, short="-tp"
+        1, MODEL, "Number of ranks that share every layer.", at_least=1, at_most=MAX_RANKS, short="-tp"
     )
     pipeline_parallel_size: int = option(
-        1, MODEL, "Stages that the layers are cut into.", at_least=1, at_most=MAX_RANKS, short="-pp"
+        1,
+        MODEL,
+        "Number of stages that the layers are split into.",
+        at_least=1,
+        at_most=MAX_RANKS,
+        short="-pp",
     )
 
     def __post_init__(self) -> None:
@@ -181,7 +189,7 @@ class ParallelConfig:
         if self.num_ranks > MAX_RANKS:
             raise ConfigError(
                 f"tensor_parallel_size is {self.tensor_parallel_size} and pipeline_parallel_size "
-                f"{self.pipeline_parallel_size}: that makes {self.num_ranks} ranks, and {MAX_RANKS} is the limit"
+                f"{self.pipeline_parallel_size}: that makes {self.num_ranks} ranks, and at most {MAX_RANKS} are allowed"
             )
 
     @property
@@ -189,8 +197,7 @@ class ParallelConfig:
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     def __str__(self) -> str:
-        given = asdict(self)
-        return " and ".join(f"{name} is {value}" for name, value in given.items() if value > 1)
+        return " and ".join(f"{name} is {value}" for name, value in asdict(self).items() if value > 1)
 
 
 _PARTS = {
@@ -200,21 +207,21 @@ _PARTS = {
     "scheduler": SchedulerConfig,
 }
 # The engine's options by name; each belongs to exactly one part.
-ENGINE_OPTIONS = {name: found for part in _PARTS.values() for name, found in options_of(part).items()}
+ENGINE_OPTIONS = {name: item for part in _PARTS.values() for name, item in options_of(part).items()}
 
 
-def _translate_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Options by our names. Those of vLLM that change nothing are left out, and None is the default of what has one."""
-    dtype = given.get("dtype")
+def _translate_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options under our names. vLLM's options without effect are dropped; None stands for a default."""
+    dtype = options.get("dtype")
     if dtype is not None:
-        given = {**given, "dtype": str(dtype).removeprefix("torch.")}
-    ours = translate_arguments(given, LLM_RULES, ConfigError)
+        options = {**options, "dtype": str(dtype).removeprefix("torch.")}
+    ours = translate_arguments(options, LLM_RULES, ConfigError)
     unknown = ours.keys() - ENGINE_OPTIONS.keys()
     if unknown:
-        from difflib import get_close_matches  # which those who make no mistake need not wait for
+        from difflib import get_close_matches  # only imported when needed
 
         close = get_close_matches(min(unknown), ENGINE_OPTIONS, 1)
-        hint = f"is it {close[0]}? " if close else ""
+        hint = f"did you mean {close[0]}? " if close else ""
         raise ConfigError(
             f"unknown option {', '.join(sorted(unknown))}: {hint}allowed are {', '.join(ENGINE_OPTIONS)}"
         )
@@ -223,7 +230,7 @@ def _translate_options(given: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """All of it."""
+    """The whole configuration of an engine."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
@@ -232,7 +239,7 @@ class EngineConfig:
 
     @classmethod
     def create(cls, model: str | PathLike[str] | None = None, **options: Any) -> EngineConfig:
-        """From flat names, as users give them: ours, or vLLM's. Without a model, the built-in one."""
+        """Create a config from flat options under our names or vLLM's. Without a model, the built-in one is used."""
         options = _translate_options(options)
         options["model"] = None if model is None else fspath(model)
         parts: dict[str, Any] = {
@@ -242,27 +249,27 @@ class EngineConfig:
         return cls(**parts)
 
     def options(self) -> dict[str, Any]:
-        """What `create` makes it from."""
+        """Return the flat options, as `create` takes them."""
         return asdict(self.model) | asdict(self.parallel) | asdict(self.cache) | asdict(self.scheduler)
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessConfig:
-    """How an engine in a process of its own is watched."""
+    """Supervision of an engine in its own process."""
 
     max_restarts: int = option(
-        3, SCHEDULING, "Restarts of an engine that died, within ten minutes.", at_least=0
+        3, SCHEDULING, "Maximum number of restarts of a dead engine within ten minutes.", at_least=0
     )
     restart_window: float = option(
-        600.0, PYTHON, "Seconds in which max_restarts are allowed.", unit="seconds", above=0, at_most=math.inf
+        600.0, PYTHON, "Seconds over which max_restarts counts.", unit="seconds", above=0, at_most=math.inf
     )
     heartbeat: float = option(
-        1.0, PYTHON, "Seconds between two signs of life.", unit="seconds", above=0, at_most=math.inf
+        1.0, PYTHON, "Seconds between heartbeats.", unit="seconds", above=0, at_most=math.inf
     )
     silent_after: float = option(
         15.0,
         PYTHON,
-        "Seconds without a sign of life before it is unhealthy.",
+        "Seconds without a heartbeat after which the engine is unhealthy.",
         unit="seconds",
         above=0,
         at_most=math.inf,
@@ -270,7 +277,7 @@ class ProcessConfig:
     stalled_after: float = option(
         60.0,
         PYTHON,
-        "Seconds without a step, with work to do, before it is unhealthy.",
+        "Seconds without a step, despite pending work, after which the engine is unhealthy.",
         unit="seconds",
         above=0,
         at_most=math.inf,
@@ -278,7 +285,7 @@ class ProcessConfig:
     kill_silent_after: float | None = option(
         60.0,
         PYTHON,
-        "Seconds without a sign of life before it is killed and restarted; None: never.",
+        "Seconds without a heartbeat after which the engine is killed and restarted; None: never.",
         unit="seconds",
         above=0,
         at_most=math.inf,
@@ -287,17 +294,15 @@ class ProcessConfig:
         # Longer than the longest step: thousands of prompt tokens of a large model on a slow CPU take minutes.
         900.0,
         SCHEDULING,
-        "Seconds without a step, with work to do, before the engine is killed and restarted.",
+        "Seconds without a step, despite pending work, after which the engine is killed and restarted.",
         unit="seconds",
         above=0,
         at_most=math.inf,
     )
     log_format: str = option(
-        "text", WATCHING, "text, or json: one object per line.", choices=("text", "json")
+        "text", WATCHING, "text, or json with one object per line.", choices=("text", "json")
     )
-    environment: Mapping[str, str] = field(
-        default_factory=dict
-    )  # variables that it has beside those of this one
+    environment: Mapping[str, str] = field(default_factory=dict)  # added to this process's environment
 
     def __post_init__(self) -> None:
         check(self)
@@ -305,26 +310,26 @@ class ProcessConfig:
 
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
-    """Several engines with the same model, each in a process of its own, behind one router."""
+    """Several engines with the same model, each in its own process, behind one router."""
 
     replicas: int | None = option(
         None,
         SCHEDULING,
-        "Engines with the same model, between which requests are routed; answers outlive an engine that dies.",
+        "Number of engines with the same model, behind a router; requests survive the death of an engine.",
         at_least=1,
         at_most=256,
-        unset="one engine, and no router",
+        unset="one engine without a router",
     )
     routing: str = option(
         "prefix_aware",
         SCHEDULING,
-        "How a replica is chosen: by cached prefixes and load, by load, or in turn.",
+        "How a replica is chosen: by cached prefixes and load, by load only, or in turn.",
         choices=("prefix_aware", "least_loaded", "round_robin"),
     )
     failover_timeout: float = option(
         120.0,
         SCHEDULING,
-        "Seconds that answers which have begun wait for a replica when all are gone.",
+        "Seconds that running requests wait for a replica when none is left.",
         at_least=0,
         unit="seconds",
     )
@@ -332,24 +337,24 @@ class RouterConfig:
     ray_address: str | None = option(
         None,
         SCHEDULING,
-        "Replicas are actors on the machines of this Ray cluster: auto for the one that this machine is part of, or "
-        "the address of its head.",
-        unset="replicas are processes on this machine",
+        "Run replicas as actors of this Ray cluster: auto for the cluster of this machine, or the address of the "
+        "cluster's head node.",
+        unset="replicas run on this machine",
     )
     ray_num_cpus: float | None = option(
-        None, SCHEDULING, "CPUs that a replica asks Ray for.", above=0, unset="one for each rank"
+        None, SCHEDULING, "CPUs that each replica requests from Ray.", above=0, unset="one per rank"
     )
     ray_num_gpus: float | None = option(
         None,
         SCHEDULING,
-        "GPUs that a replica asks Ray for; several replicas may share one: 0.5, say.",
+        "GPUs that each replica requests from Ray; with 0.5, two replicas share a GPU.",
         at_least=0,
-        unset="one for each rank, where the cluster has GPUs",
+        unset="one per rank if the cluster has GPUs",
     )
     ray_timeout: float = option(
         600.0,
         SCHEDULING,
-        "Seconds that a new replica waits for Ray to find room, which may first have to start a machine.",
+        "Seconds that a new replica waits for Ray to find resources, which may have to start a machine first.",
         at_least=0,
         unit="seconds",
     )
@@ -361,16 +366,16 @@ class RouterConfig:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether there is a router at all."""
+        """Whether a router is needed."""
         return self.replicas is not None or self.ray_address is not None
 
     @property
     def on_this_machine(self) -> bool:
-        """Whether engines see the files that this process sees."""
+        """Whether engines see the same files as this process."""
         return self.ray_address is None
 
     @staticmethod
     def taken_from(options: dict[str, Any]) -> RouterConfig:
-        """What of these options, flat names, is the router's; it is not among them any more."""
+        """Remove the router's options from flat options and return them as a config."""
         names = options_of(RouterConfig)
         return RouterConfig(**{name: options.pop(name) for name in names if name in options})

@@ -1,7 +1,7 @@
-"""What happened, in the one schema that every reader shares.
+"""The schema of what happens in the engine, shared by all its readers.
 
-`Delta` is what one step tells the owner of a request. `StepRecord` and `RequestRecord` are what
-timelines, metrics, benchmarks and the simulator read. All times are seconds of one monotonic clock.
+A `Delta` reports the results of a step to the owner of a request. Timelines, metrics, benchmarks and the simulator read
+`StepRecord` and `RequestRecord`. All times are seconds of one monotonic clock.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import NamedTuple
 
 
 class TokenLogprob(NamedTuple):
-    """One candidate at one position. `rank` counts from 1, the most likely token."""
+    """One candidate token at one position. The most likely token has rank 1."""
 
     token_id: int
     logprob: float
     rank: int
 
 
-# The candidates at one position as 32-bit numbers, little-endian: all token ids, then all log-probabilities, then all
-# ranks. The token itself is the first; the most likely ones follow in order, and it may be among them once more. One
-# bytes object from the device to whoever reads them: a step has thousands of candidates, and most are never looked at.
+# The candidates at one position as little-endian 32-bit numbers: all token ids, then all log-probabilities, then all
+# ranks. The token itself comes first; the most likely ones follow in order and may include it again. They stay a bytes
+# object from the device to the reader, because a step has thousands of candidates and most are never looked at.
 PositionLogprobs = bytes
 
 
@@ -63,10 +63,10 @@ _OWN = Struct("<f")
 
 
 class RequestFailure(NamedTuple):
-    """Why a request ended with an error while others went on.
+    """Why a request ended with an error while others continued.
 
-    Codes: `step_failed` (a step raised, and the request was to blame), `logits_not_finite` (so was the model),
-    `no_token_allowed` (the request's own parameters leave none).
+    Codes: `step_failed` (the request made a step raise), `logits_not_finite` (the model returned NaN or infinity),
+    `no_token_allowed` (the request's own parameters exclude every token).
     """
 
     code: str
@@ -75,23 +75,25 @@ class RequestFailure(NamedTuple):
 
 @dataclass(slots=True)
 class Delta:
-    """News of one request: the tokens since the last delta and, at the end, why it ended."""
+    """An update of one request: the tokens since the last delta and, at the end, why it ended."""
 
     request_id: str
     token_ids: list[int]
     logprobs: list[PositionLogprobs] | None = None  # one per token in token_ids
     prompt_logprobs: list[PositionLogprobs | None] | None = None  # whole prompt, sent once
     finish_reason: str | None = None  # "stop", "length", "abort" or "error"
-    stop_token_id: int | None = None  # the token id that ended it, when one did
-    error: str | None = None  # the message, when finish_reason is "error"
-    error_code: str | None = None  # beside it, for programs: one of those of RequestFailure
+    stop_token_id: int | None = None  # the token id that ended it, if one did
+    error: str | None = None  # the message, if finish_reason is "error"
+    error_code: str | None = None  # a code of RequestFailure, for programs
     record: RequestRecord | None = None  # set on the last delta
-    vector: bytes | None = None  # what the model's head returns: float32 as they lie in memory
+    vector: bytes | None = None  # the output of the model's head: raw float32
 
 
 class Preemption(NamedTuple):
-    """A running request went back to the queue: for want of "memory", by the choice of the "policy", or for a
-    "failure" of a step."""
+    """A running request went back to the queue.
+
+    The reason is "memory" (there was too little), "policy" (its choice) or "failure" (a step failed).
+    """
 
     request_id: str
     reason: str
@@ -103,7 +105,7 @@ class ArrivalRecord(NamedTuple):
 
 
 class AbortRecord(NamedTuple):
-    """A request was ended from outside: by its owner, or for a stop string."""
+    """A request was ended from outside: by its owner or by a stop string."""
 
     request_id: str
     at: float
@@ -111,7 +113,7 @@ class AbortRecord(NamedTuple):
 
 
 class SlotRecord(NamedTuple):
-    """One slot's work in one step: tokens [start, start + num_tokens) of a request."""
+    """The work of one row in one step: tokens [start, start + num_tokens) of a request."""
 
     row: int
     request_id: str
@@ -123,25 +125,25 @@ class SlotRecord(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KVUsage:
-    """Blocks and token places at one moment: free + cached + in use == total."""
+    """The state of KV memory at one moment: free + cached + used == total blocks."""
 
     num_blocks: int
-    num_free: int  # hold nothing
-    num_cached: int  # unreferenced, but still found by a prefix hit
+    num_free: int  # empty
+    num_cached: int  # unreferenced, but available to prefix hits
     num_used: int  # referenced by a running request
     block_size: int
-    num_tokens: int  # token places filled in used blocks, shared blocks counted once
+    num_tokens: int  # tokens in used blocks, counting shared blocks once
 
     @property
     def waste(self) -> float:
-        """Share of the places in used blocks that hold no token."""
-        places = self.num_used * self.block_size
-        return 1 - self.num_tokens / places if places else 0.0
+        """The share of the capacity of used blocks that holds no token."""
+        capacity = self.num_used * self.block_size
+        return 1 - self.num_tokens / capacity if capacity else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One step of the engine, as anyone may watch it. Without slots: the last request was aborted between steps."""
+    """One step of the engine, for observers. It has no slots if the last request was aborted between steps."""
 
     step: int
     started_at: float
@@ -150,32 +152,32 @@ class StepRecord:
     admitted_ids: tuple[str, ...]
     preempted: tuple[Preemption, ...]  # since the step before
     finished_ids: tuple[str, ...]
-    idle_rows: tuple[int, ...]  # rows held by finished requests that the policy keeps
+    idle_rows: tuple[int, ...]  # rows of finished requests that the policy keeps
     num_running: int
     num_waiting: int
     kv: KVUsage
-    error: str | None = None  # the step failed, or was in flight beside one that did: nothing of it counts
-    scheduled_at: float = 0.0  # when the scheduler began to form it; launched at started_at
-    began_at: float = 0.0  # when the device did: it was launched, and the step before it was over
-    updated_at: float = 0.0  # when its results, there at finished_at, had been taken in
+    error: str | None = None  # the step failed or was in flight with one that did: it is void
+    scheduled_at: float = 0.0  # when scheduling began; it was launched at started_at
+    began_at: float = 0.0  # when the device began: after the launch and the end of the previous step
+    updated_at: float = 0.0  # when its results, available at finished_at, had been processed
     engine_id: str = ""
     arrived: tuple[ArrivalRecord, ...] = ()  # since the record before
     aborted: tuple[AbortRecord, ...] = ()  # since the record before
 
 
-CACHE_NAME_LENGTH = 8  # bytes of a block's name that travel: enough to choose an engine by
+CACHE_HASH_LENGTH = 8  # bytes of a block's hash that are sent: enough to choose an engine by
 
 
 class CacheUpdate(NamedTuple):
-    """How an engine's prefix cache has changed. Blocks are the beginnings of their names, one behind the other."""
+    """Changes of an engine's prefix cache. Blocks are given as truncated hashes, concatenated."""
 
-    cleared: bool  # before what follows, all was forgotten
+    cleared: bool  # everything was forgotten before the changes below
     stored: bytes
     evicted: bytes
 
 
-# Why nobody was admitted: the step that is computed was formed before ("step"); there was no room for more KV
-# ("memory"), no free row ("slots"), no token left of the step ("budget"), or the policy wanted nobody ("policy").
+# Why a request was not admitted: the current step had been formed before ("step"), or there was too little KV memory
+# ("memory"), no free row ("slots"), no token left in the step ("budget"), or the policy chose not to ("policy").
 QUEUE_CAUSES = ("step", "memory", "slots", "budget", "policy")
 
 
@@ -184,12 +186,12 @@ class TimeBreakdown:
     """Where a request's time went, in seconds. The parts add up to its latency in the engine."""
 
     queue: dict[str, float] = field(default_factory=lambda: dict.fromkeys(QUEUE_CAUSES, 0.0))  # by cause
-    prefill: float = 0.0  # its own tokens were computed, again after a preemption
-    prefill_of_others: float = 0.0  # that steps with its decodes took longer because of prompts in them
+    prefill: float = 0.0  # computing its own tokens, also again after a preemption
+    prefill_of_others: float = 0.0  # time that prompts of others added to the steps of its decodes
     decode: float = 0.0
-    preempted: float = 0.0  # back in the queue
-    held: float = 0.0  # it had all its tokens, and the policy kept it
-    lost: float = 0.0  # with engines that died, and until another one had it
+    preempted: float = 0.0  # waiting after a preemption
+    held: float = 0.0  # finished, but kept by the policy
+    lost: float = 0.0  # on engines that died, until another one took over
 
     @property
     def total(self) -> float:
@@ -199,7 +201,7 @@ class TimeBreakdown:
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request's life."""
+    """The history of one request."""
 
     request_id: str
     tenant: str
@@ -216,5 +218,5 @@ class RequestRecord:
     finish_reason: str | None = None
     stop_token_id: int | None = None
     breakdown: TimeBreakdown = field(default_factory=TimeBreakdown)
-    engine_id: str = ""  # the replica that it is or was on, the last one
-    num_failovers: int = 0  # replicas that it outlived
+    engine_id: str = ""  # the replica that it is on, or was on last
+    num_failovers: int = 0  # replicas that died while it ran

@@ -1,5 +1,4 @@
-"""Ctrl-C that waits for a good moment, since work cut short at any line would leave its books half written; or that
-ends everything at once, where there is nothing to lose."""
+"""Ctrl-C handling: deferred while the engine's state is inconsistent, or an immediate exit during imports."""
 
 from __future__ import annotations
 
@@ -13,10 +12,9 @@ from types import FrameType
 
 @contextmanager
 def held_interrupts() -> Iterator[Callable[[], None]]:
-    """Within this, Ctrl-C takes effect where what it yields is called, and at the end. A second one, before that,
-    takes effect at once: whoever presses it twice does not want to wait.
+    """Defer Ctrl-C until the yielded function is called, or to the end of the block. A second Ctrl-C acts at once.
 
-    Signals come to the main thread alone: in any other there is nothing to hold.
+    Only the main thread receives signals; in other threads this does nothing.
     """
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
@@ -31,22 +29,24 @@ def held_interrupts() -> Iterator[Callable[[], None]]:
         else:
             held.append(frame)
 
-    def let_go() -> None:
+    def release() -> None:
         if held:
             handler(signal.SIGINT, held.pop())
 
     signal.signal(signal.SIGINT, hold)
     try:
-        yield let_go
+        yield release
     finally:
         signal.signal(signal.SIGINT, handler)
-    let_go()
+    release()
 
 
 @contextmanager
 def interrupts_end_at_once() -> Iterator[None]:
-    """Within this, Ctrl-C ends the process with one line: for imports, which take seconds and leave nothing to clean
-    up, but would show where they were, in whatever state. One that is ignored stays so."""
+    """Let Ctrl-C exit the process with one line instead of a traceback.
+
+    For imports, which take seconds and leave nothing to clean up. If Ctrl-C is ignored, it stays ignored.
+    """
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield

@@ -1,4 +1,4 @@
-"""Log lines, as text or as JSON, each with the id of the request it is about. Never a prompt, never a key."""
+"""Log formatters for text and JSON, with the id of the request. Prompts and keys are never logged."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _FIELDS = ("method", "path", "status", "seconds", "key")
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line. `process` says which of several writes it."""
+    """Writes one JSON object per line. `process` names the process that writes it."""
 
     def __init__(self, process: str | None = None) -> None:
         super().__init__()
         self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
-        found: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "time": _time(record.created),
             "level": record.levelname.lower(),
             "process": self._process,
@@ -30,14 +30,14 @@ class JsonFormatter(logging.Formatter):
             "message": record.getMessage(),
             "request_id": _request_id(record),
         }
-        found |= {name: getattr(record, name) for name in _FIELDS if hasattr(record, name)}
+        fields |= {name: getattr(record, name) for name in _FIELDS if hasattr(record, name)}
         if record.exc_info:
-            found["exception"] = self.formatException(record.exc_info)
-        return json.dumps({name: value for name, value in found.items() if value is not None}, default=str)
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps({name: value for name, value in fields.items() if value is not None}, default=str)
 
 
 class TextFormatter(logging.Formatter):
-    """The same for people."""
+    """Writes the same as one line of text."""
 
     def __init__(self, process: str | None = None) -> None:
         super().__init__()
@@ -56,12 +56,12 @@ def _time(seconds: float) -> str:
 
 
 def _request_id(record: logging.LogRecord) -> str | None:
-    found: str | None = getattr(record, "request_id", None) or request_id.get()
-    return found
+    name: str | None = getattr(record, "request_id", None) or request_id.get()
+    return name
 
 
 def configure_logging(level: int | str, kind: str, process: str | None = None) -> None:
-    """All loggers of this process, and Python's warnings, to standard error."""
+    """Send all loggers of this process, and Python's warnings, to standard error."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(process) if kind == "json" else TextFormatter(process))
     logging.captureWarnings(True)

@@ -1,12 +1,11 @@
-"""Reading the files of a model folder, which may come from anyone.
+"""Reading the files of a model folder, which may be hostile.
 
-    read_file     the bytes of a file, or None where there is none
+    read_file     the bytes of a file, or None if it does not exist
     read_object   the JSON object in it
     read_list     the JSON list in it
 
-A file must be in the folder for real, regular and of bounded size; what is wrong with it is told in one line.
-A link that leads out of the folder would let a checkpoint show the server's own files to its clients; a device or a
-pipe never ends.
+A file must really be inside the folder, regular and of bounded size; errors are one line. A link out of the folder
+could expose the server's own files to clients, and reading a device or a pipe may never end.
 """
 
 from __future__ import annotations
@@ -19,23 +18,21 @@ from typing import Any
 
 from inflight.errors import ModelError
 
-MAX_CONFIG_BYTES = (
-    32 << 20
-)  # of a configuration, an index or a template: the largest known have a tenth of it
+MAX_CONFIG_BYTES = 32 << 20  # for configs, indexes and templates; the largest known have a tenth of this
 MAX_TOKENIZER_BYTES = 256 << 20
 MAX_DEPTH = 64  # of nested JSON
 
 
 def inside(folder: Path, name: str, error: type[ModelError] = ModelError) -> Path:
-    """The path of a file, which may or may not exist, if it is in the folder for real.
+    """Return the real path of a file, which need not exist, and check that it is inside the folder.
 
     The hub's cache keeps `snapshots/<revision>/<name>` as links into the `blobs` folder beside `snapshots`.
     """
     home = folder.resolve()
     try:
         real = (home / name).resolve()
-    except (OSError, RuntimeError) as problem:  # links in a circle
-        raise error(f"{folder / name} cannot be followed: {_line(problem)}") from problem
+    except (OSError, RuntimeError) as problem:  # a cycle of links
+        raise error(f"{folder / name} cannot be resolved: {_line(problem)}") from problem
     allowed = [home]
     if home.parent.name == "snapshots":
         allowed.append(home.parent.parent / "blobs")
@@ -49,10 +46,10 @@ def inside(folder: Path, name: str, error: type[ModelError] = ModelError) -> Pat
 def read_file(
     folder: Path, name: str, max_bytes: int = MAX_CONFIG_BYTES, error: type[ModelError] = ModelError
 ) -> bytes | None:
-    """What is in a file of a model folder."""
+    """Return the contents of a file, or None if it does not exist."""
     path = inside(folder, name, error)
     try:
-        # Without waiting: whoever opens a pipe waits for a writer.
+        # Opening a pipe would wait for a writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
@@ -63,7 +60,7 @@ def read_file(
         if not stat.S_ISREG(status.st_mode):
             raise error(f"{folder / name} is not a regular file")
         if status.st_size > max_bytes:
-            raise error(f"{folder / name} has {status.st_size} bytes: at most {max_bytes} are read")
+            raise error(f"{folder / name} has {status.st_size} bytes: at most {max_bytes} are allowed")
         with open(descriptor, "rb", closefd=False) as file:
             return file.read(max_bytes)
     except OSError as problem:
@@ -81,7 +78,7 @@ def read_text(folder: Path, name: str) -> str | None:
 
 
 def read_object(folder: Path, name: str, error: type[ModelError] = ModelError) -> dict[str, Any] | None:
-    """The JSON object in a file."""
+    """Return the JSON object in a file, or None if it does not exist."""
     value = _read_json(folder, name, error)
     if value is not None and not isinstance(value, dict):
         raise error(f"{folder / name} holds a {type(value).__name__}: it must be a JSON object")
@@ -89,7 +86,7 @@ def read_object(folder: Path, name: str, error: type[ModelError] = ModelError) -
 
 
 def read_list(folder: Path, name: str, error: type[ModelError] = ModelError) -> list[Any] | None:
-    """The JSON list in a file."""
+    """Return the JSON list in a file, or None if it does not exist."""
     value = _read_json(folder, name, error)
     if value is not None and not isinstance(value, list):
         raise error(f"{folder / name} holds a {type(value).__name__}: it must be a JSON list")
@@ -97,7 +94,7 @@ def read_list(folder: Path, name: str, error: type[ModelError] = ModelError) -> 
 
 
 def _read_json(folder: Path, name: str, error: type[ModelError]) -> Any:
-    """None where there is no such file, which no file can say otherwise: null is an error."""
+    """Return the JSON value in a file, or None if it does not exist. The value null is an error."""
     content = read_file(folder, name, error=error)
     if content is None:
         return None
@@ -119,14 +116,14 @@ def _is_deeper_than(value: Any, limit: int) -> bool:
     for _ in range(limit):
         level = [
             item
-            for found in level
-            if isinstance(found, dict | list)
-            for item in (found.values() if isinstance(found, dict) else found)
+            for node in level
+            if isinstance(node, dict | list)
+            for item in (node.values() if isinstance(node, dict) else node)
         ]
-    return any(isinstance(found, dict | list) for found in level)
+    return any(isinstance(node, dict | list) for node in level)
 
 
 def _line(problem: BaseException) -> str:
-    """The first line of a message, cut short."""
+    """Return the first line of a message, shortened."""
     lines = str(problem).strip().splitlines()
     return lines[0][:200] if lines else type(problem).__name__

@@ -1,9 +1,9 @@
-"""How an option is declared: once, as a field of a configuration.
+"""How an option is declared: once, as a field of a config dataclass.
 
     block_size: int = option(16, MEMORY, "Tokens in a KV block.", at_least=1, at_most=1024)
 
-Flags, variables, files, checks and documents are all made from that. Light on purpose: the command line reads it
-before anything heavy is loaded.
+Flags, environment variables, config files, checks and docs are all derived from that. This module stays cheap to
+import: the command line reads it before anything heavy is loaded.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import types
 from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from inflight.errors import ConfigError, shown
 
-# Groups of options, in the order in which they are shown.
+# Groups of options, in the order they are shown.
 MODEL, MEMORY, SCHEDULING, NETWORK = "Model", "Memory", "Scheduling", "Network"
 ACCESS, LIMITS, WATCHING, LIFE = "Access", "Limits", "Watching", "Life"
 PANELS = (MODEL, MEMORY, SCHEDULING, NETWORK, ACCESS, LIMITS, WATCHING, LIFE)
-PYTHON = "Python"  # no flag: only for those who write code
+PYTHON = "Python"  # no flag: only for the Python API
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option. Of the limits, which are for numbers, those that are None are none."""
+    """One option. Limits are for numbers; None means no limit."""
 
     name: str
     kind: type  # int, float, bool, str, tuple (of strings) or dict
@@ -39,11 +39,11 @@ class Option:
     at_most: float | None = None
     choices: tuple[Any, ...] = ()
     unit: str = ""
-    unset: str = ""  # what a default that is None or empty means
+    unset: str = ""  # what a default of None or () means
     short: str = ""  # a second, shorter flag
 
     def allows(self, value: Any) -> bool:
-        """Whether a value is in range. Only numbers and choices have a range."""
+        """Return whether a value is in range. Only numbers and choices have a range."""
         if value is None and self.optional:
             return True
         if self.choices:
@@ -60,12 +60,12 @@ class Option:
         )
 
     def chosen(self, value: Any) -> Any:
-        """A choice as it is spelt here, in whatever case it was typed."""
+        """Return the choice that equals a value up to case, or the value itself."""
         return next((item for item in self.choices if str(item).lower() == str(value).lower()), value)
 
     @property
     def allowed(self) -> str:
-        """The range, in words; empty where there is none."""
+        """The range in words; empty if there is none."""
         if self.choices:
             return ", ".join(map(str, (None, *self.choices) if self.optional else self.choices))
         if self.kind not in (int, float):
@@ -84,7 +84,7 @@ class Option:
 
     @property
     def default_text(self) -> str:
-        """The default as help and documents have it; empty where there is none."""
+        """The default as shown in help and docs; empty if there is none."""
         if self.default is None or self.default == ():
             return self.unset
         return " ".join(self.default) if self.kind is tuple else str(self.default).lower()
@@ -95,30 +95,31 @@ class Option:
 
 
 def option(default: Any, panel: str, help: str, **more: Any) -> Any:
-    """The field of a configuration that is an option; `more` is what `Option` takes beside these."""
+    """Declare an option as a dataclass field; `more` are further fields of `Option`."""
     return field(default=default, metadata={"panel": panel, "help": help, **more})
 
 
 @cache
 def options_of(config: Any) -> dict[str, Option]:
-    """The options among the fields of a configuration (its class), by name."""
+    """Return the options of a config class, by name."""
     hints = get_type_hints(config)
     return {
-        item.name: Option(item.name, *_kind(hints[item.name]), item.default, **item.metadata)
+        item.name: Option(item.name, *option_kind(hints[item.name]), item.default, **item.metadata)
         for item in fields(config)
         if item.metadata
     }
 
 
-def _kind(hint: Any) -> tuple[type, bool]:
-    """int of `int | None`, tuple of `tuple[str, ...]`; and whether None is among them."""
+def option_kind(hint: Any) -> tuple[type, bool]:
+    """Return the type of an option (int for `int | None`, str for a Literal) and whether it may be None."""
     members = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     first = next(member for member in members if member is not type(None))
-    return get_origin(first) or first, type(None) in members
+    kind = str if get_origin(first) is Literal else get_origin(first) or first
+    return kind, type(None) in members
 
 
 def check(config: Any) -> None:
-    """Raise ConfigError for the first field whose value is out of its option's range."""
+    """Raise ConfigError for the first field that is out of range."""
     kind: Any = type(config)
     for declared in options_of(kind).values():
         value = getattr(config, declared.name)
@@ -127,7 +128,7 @@ def check(config: Any) -> None:
 
 
 def read_yaml(path: Path, what: str) -> Any:
-    """Return what a YAML file holds; `what` names it in errors."""
+    """Return the contents of a YAML file; `what` names it in errors."""
     import yaml  # an optional dependency
 
     try:
@@ -135,6 +136,6 @@ def read_yaml(path: Path, what: str) -> Any:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{what} {str(path)!r} cannot be read: {error}") from error
     except yaml.YAMLError as error:
-        place = getattr(error, "problem_mark", None)
-        where = f" (line {place.line + 1})" if place is not None else ""
+        mark = getattr(error, "problem_mark", None)
+        where = f" (line {mark.line + 1})" if mark is not None else ""
         raise ConfigError(f"{what} {str(path)!r} is not YAML{where}") from None

@@ -1,4 +1,4 @@
-"""What users get back."""
+"""The objects that `LLM` and `AsyncEngine` return."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from itertools import repeat
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from inflight.events import PositionLogprobs, RequestRecord, logprob_columns
-from inflight.pooling import Scale
+from inflight.scoring import Scale
 
-if TYPE_CHECKING:  # the command line reads this file, and loads numpy later
+if TYPE_CHECKING:  # the command line imports this module without numpy
     import numpy as np
     from numpy.typing import NDArray
 
@@ -35,7 +35,7 @@ _SETTERS = [getattr(Logprob, name).__set__ for name in ("logprob", "rank", "deco
 
 
 class PackedLogprobs:
-    """The candidates at consecutive positions as the engine sends them. Objects are made of those that are read."""
+    """The candidates at consecutive positions as the engine sends them. They become objects when they are read."""
 
     __slots__ = ("_read", "_text_of", "positions")
 
@@ -45,7 +45,7 @@ class PackedLogprobs:
         self._read: list[Logprobs | None] = []
 
     def read(self) -> list[Logprobs | None]:
-        """Return the candidates by token id. It is the same list each time, brought up to date."""
+        """Return the candidates by token id: always the same list, brought up to date."""
         read = self._read
         for position in self.positions[len(read) :]:
             read.append(None if position is None else self._unpack(position))
@@ -54,16 +54,16 @@ class PackedLogprobs:
     def _unpack(self, position: PositionLogprobs) -> Logprobs:
         ids, logprobs, ranks = logprob_columns(position)
         # The constructor of a frozen dataclass takes several times as long.
-        found = [*map(object.__new__, repeat(Logprob, len(ids)))]
+        objects = [*map(object.__new__, repeat(Logprob, len(ids)))]
         for set_value, values in zip(_SETTERS, (logprobs, ranks, map(self._text_of, ids)), strict=True):
-            deque(map(set_value, found, values), 0)
-        by_id = dict(zip(ids, found, strict=True))
-        by_id[ids[0]] = found[0]  # the token itself, which may be among the most likely ones too
+            deque(map(set_value, objects, values), 0)
+        by_id = dict(zip(ids, objects, strict=True))
+        by_id[ids[0]] = objects[0]  # the token itself, which may also be among the most likely ones
         return by_id
 
 
-def _read_when_asked(name: str) -> Callable[[type[T]], type[T]]:
-    """Let a field of a dataclass with slots be `PackedLogprobs`: whoever reads it gets what they hold."""
+def _lazy_logprobs(name: str) -> Callable[[type[T]], type[T]]:
+    """Let a field of a dataclass hold `PackedLogprobs`, which are unpacked when the field is read."""
 
     def decorate(cls: type[T]) -> type[T]:
         slot: Any = getattr(cls, name)
@@ -80,28 +80,28 @@ def _read_when_asked(name: str) -> Callable[[type[T]], type[T]]:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A function that the model wants to be called."""
+    """A call of a function, requested by the model."""
 
     id: str
     name: str
-    arguments: str  # JSON text; broken off where the answer was
+    arguments: str  # JSON text; incomplete if the answer was cut off
 
 
 @dataclass(frozen=True, slots=True)
 class AssistantMessage:
-    """The answer to a conversation, taken apart."""
+    """The answer to a conversation: content, reasoning and tool calls."""
 
-    content: str | None  # None if there are only calls
+    content: str | None  # None if there are only tool calls
     reasoning: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """As a message of the conversation, to go on with."""
-        found: dict[str, Any] = {"role": "assistant", "content": self.content}
+        """Return the message as a dict, to append to the conversation."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content}
         if self.reasoning:
-            found["reasoning_content"] = self.reasoning
+            message["reasoning_content"] = self.reasoning
         if self.tool_calls:
-            found["tool_calls"] = [
+            message["tool_calls"] = [
                 {
                     "id": call.id,
                     "type": "function",
@@ -109,11 +109,11 @@ class AssistantMessage:
                 }
                 for call in self.tool_calls
             ]
-        return found
+        return message
 
 
-class Answered(int):
-    """True or False, and a function that returns it."""
+class CallableBool(int):
+    """A bool that can also be called, which returns it."""
 
     def __call__(self) -> bool:
         return bool(self)
@@ -122,7 +122,7 @@ class Answered(int):
         return repr(bool(self))
 
 
-@_read_when_asked("logprobs")
+@_lazy_logprobs("logprobs")
 @dataclass(slots=True)
 class CompletionOutput:
     """One of the `n` answers to a prompt."""
@@ -135,22 +135,22 @@ class CompletionOutput:
     finish_reason: str | None = None  # "stop", "length", "abort" or "error"
     stop_reason: int | str | None = None  # the stop string or stop token id that ended it; None for EOS
     error: str | None = None
-    message: AssistantMessage | None = None  # of chats
+    message: AssistantMessage | None = None  # chats only
 
-    # What vLLM's have and no answer here has.
+    # Fields of vLLM's class that are always None here.
     lora_request: ClassVar[None] = None
     kv_transfer_params: ClassVar[None] = None
     routed_experts: ClassVar[None] = None
 
     @property
-    def finished(self) -> Answered:
-        """Read or called, as vLLM's is: both say the same."""
-        return Answered(self.finish_reason is not None)
+    def finished(self) -> CallableBool:
+        """Whether the answer is complete. As in vLLM, it may be read or called."""
+        return CallableBool(self.finish_reason is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """When things happened to a request, in seconds of one monotonic clock; over all its answers."""
+    """The times of a request over all its answers, in seconds of one monotonic clock."""
 
     arrival_time: float
     first_scheduled_time: float | None
@@ -173,7 +173,7 @@ class RequestMetrics:
 
     @classmethod
     def of(cls, records: list[RequestRecord]) -> RequestMetrics:
-        """Of the records of all answers: the first start, the last end."""
+        """Combine the records of all answers: the earliest start and the latest end."""
 
         def known(name: str) -> list[float]:
             return [value for record in records if (value := getattr(record, name)) is not None]
@@ -188,10 +188,10 @@ class RequestMetrics:
         )
 
 
-@_read_when_asked("prompt_logprobs")
+@_lazy_logprobs("prompt_logprobs")
 @dataclass(slots=True)
 class RequestOutput:
-    """A prompt and its answers, complete or as far as they are."""
+    """A prompt and its answers so far."""
 
     request_id: str
     prompt: str | None
@@ -202,7 +202,7 @@ class RequestOutput:
     finished: bool = False
     num_cached_tokens: int = 0
 
-    # What vLLM's have and no request here has.
+    # Fields of vLLM's class that are always empty here.
     lora_request: ClassVar[None] = None
     encoder_prompt: ClassVar[None] = None
     encoder_prompt_token_ids: ClassVar[None] = None
@@ -210,20 +210,20 @@ class RequestOutput:
     kv_transfer_params: ClassVar[None] = None
 
 
-# ---- of models that embed, classify or score ----
+# ---- embedding, classification and scoring ----
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EmbeddingOutput:
-    """A text's embedding: `vector` as it lies in memory, `embedding` as a list."""
+    """A text's embedding: `vector` as an array, `embedding` as a list."""
 
     vector: NDArray[np.float32]
 
     @property
     def embedding(self) -> list[float]:
-        """Made anew each time it is asked for."""
-        found: list[float] = self.vector.tolist()
-        return found
+        """A new list on every access."""
+        values: list[float] = self.vector.tolist()
+        return values
 
     @property
     def hidden_size(self) -> int:
@@ -232,7 +232,7 @@ class EmbeddingOutput:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ClassificationOutput:
-    """One number for each label, on a scale: probabilities, or with "logit" what the head gave."""
+    """One number for each label: probabilities, or with scale "logit" the raw output of the head."""
 
     vector: NDArray[np.float32]
     labels: tuple[str, ...]
@@ -240,9 +240,9 @@ class ClassificationOutput:
 
     @property
     def probs(self) -> list[float]:
-        """Made anew each time it is asked for."""
-        found: list[float] = self.vector.tolist()
-        return found
+        """A new list on every access."""
+        values: list[float] = self.vector.tolist()
+        return values
 
     @property
     def num_classes(self) -> int:
@@ -250,7 +250,7 @@ class ClassificationOutput:
 
     @property
     def label(self) -> str:
-        """Of the highest number."""
+        """The label with the highest number."""
         return self.labels[int(self.vector.argmax())]
 
 
@@ -264,18 +264,18 @@ class ScoreOutput:
 
 @dataclass(frozen=True, slots=True)
 class PoolingRequestOutput(Generic[PooledT]):
-    """A text, or a pair of them, and what the model's head made of it."""
+    """The result for a text or a pair of texts."""
 
     request_id: str
     outputs: PooledT
-    prompt_token_ids: list[int]  # of a cosine: the query's, then the document's
+    prompt_token_ids: list[int]  # for a cosine: those of the query, then those of the document
     num_cached_tokens: int = 0
     finished: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class RerankResult:
-    """A document's place in a ranking is its place in the list; `index` is where it was given."""
+    """One document of a ranking; `index` is its position in the request."""
 
     index: int
     relevance_score: float
@@ -285,7 +285,7 @@ class RerankResult:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Embeddings:
-    """What `AsyncEngine.embed` returns, in the order of the texts."""
+    """The result of `AsyncEngine.embed`, in the order of the texts."""
 
     vectors: NDArray[np.float32]  # [texts, dimensions]
     num_prompt_tokens: int  # of all texts together
@@ -294,7 +294,7 @@ class Embeddings:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Classifications:
-    """What `AsyncEngine.classify` returns, in the order of the texts."""
+    """The result of `AsyncEngine.classify`, in the order of the texts."""
 
     vectors: NDArray[np.float32]  # [texts, labels], on the scale
     labels: tuple[str, ...]
@@ -305,7 +305,7 @@ class Classifications:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scores:
-    """What `AsyncEngine.score` returns, in the order of the documents."""
+    """The result of `AsyncEngine.score`, in the order of the documents."""
 
     values: NDArray[np.float32]  # [documents], on the scale
     scale: Scale
@@ -315,7 +315,7 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """What `AsyncEngine.rerank` returns: the best document first, of equal ones the one given first."""
+    """The result of `AsyncEngine.rerank`: the best document first; equal ones keep their order."""
 
     results: list[RerankResult]
     scale: Scale

@@ -1,4 +1,4 @@
-"""Plug-ins chosen by name, imported only when chosen."""
+"""Plug-ins chosen by name, imported when they are used."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Names to `module:attribute` targets. A name holding a colon is itself a target."""
+    """Maps names to `module:attribute` targets. A name with a colon is itself a target."""
 
     def __init__(self, kind: str, targets: Mapping[str, str]) -> None:
         self.kind = kind

@@ -1,4 +1,4 @@
-"""A request: what was asked for (`RequestSpec`), and its state inside the engine (`Request`)."""
+"""A request: its immutable specification (`RequestSpec`) and its state in the engine (`Request`)."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ else:
     TokenIds = array  # cannot be subscripted at run time, when msgspec reads the annotations
 
 MAX_SALT_LENGTH = 256
-# Prompt tokens that are scored in one step: each takes the logits of the whole vocabulary, and others wait for them.
+# Prompt tokens of one step with logprobs: each needs the logits of the whole vocabulary, and other requests wait.
 MAX_SCORED_CHUNK = 256
 
 
 class Status(enum.Enum):
-    """Where a request is. WAITING and RUNNING may alternate; LINGERING waits for its policy to let it go."""
+    """The state of a request. WAITING and RUNNING may alternate; LINGERING is finished, but kept by the policy."""
 
     WAITING = enum.auto()
     RUNNING = enum.auto()
@@ -33,42 +33,40 @@ class Status(enum.Enum):
 
 
 class Phase(enum.Enum):
-    """What a request's time goes into (`scheduling/attribution.py`)."""
+    """What a request spends its time on (`scheduling/attribution.py`)."""
 
     NEW = enum.auto()
     QUEUED = enum.auto()
     PREFILLING = enum.auto()
     DECODING = enum.auto()
     PREEMPTED = enum.auto()
-    HELD = enum.auto()  # finished, and kept by the policy
+    HELD = enum.auto()  # finished, but kept by the policy
     OVER = enum.auto()
 
 
 @dataclass(frozen=True, slots=True)
 class RequestSpec:
-    """What was asked for, from the moment a request is validated: it never changes.
+    """The immutable part of a request, from the moment that it is validated.
 
-    The same object is sent to an engine process, given to a runner when the request gets a row, and copied when the
-    request is resumed on another engine. A field that is added here therefore reaches all of them.
+    The same object is sent to an engine process, passed to a runner when the request gets a row, and copied when the
+    request is resumed on another engine. A field added here therefore reaches all of them.
     """
 
     request_id: str
-    token_ids: TokenIds  # the prompt, then the outputs that it already has
+    token_ids: TokenIds  # the prompt, then any outputs that it already has
     params: SamplingParams
-    max_tokens: int  # outputs, already cut to the context length
+    max_tokens: int  # outputs, already limited to the context length
     seed: int = 0
-    stop_ids: frozenset[int] = frozenset()  # ids that end it once there are min_tokens outputs
+    stop_ids: frozenset[int] = frozenset()  # tokens that end it after min_tokens outputs
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
-    priority: int = 0  # smaller goes first
+    priority: int = 0  # smaller values go first
     tenant: str = ""
     cache_salt: str = ""
     num_prompt_tokens: int = 0  # 0: all of token_ids; fewer if the request already has outputs
-    # Or, with max_tokens 0, "score": the logprobs of the prompt's tokens, or "pool": what the model's head returns.
+    # With max_tokens 0: "prompt_logprobs" returns the logprobs of the prompt, "pool" the vector of the model's head.
     kind: str = "generate"
     splittable: bool = True  # False: all tokens are computed in one step, as bidirectional attention needs
-    second_segment: int = (
-        0  # where the second text of a pair begins, for models with segment ids; 0: one text
-    )
+    second_segment: int = 0  # start of the second text of a pair, for models with segment ids; 0: one text
 
     def __post_init__(self) -> None:
         if not self.num_prompt_tokens:
@@ -84,7 +82,7 @@ class RequestSpec:
         is_stopped = num_outputs > self.params.min_tokens and output_ids[-1] in self.stop_ids
         if num_outputs >= self.max_tokens > 0 or is_stopped:
             raise RequestError(
-                f"request {self.request_id!r} has all its {num_outputs} tokens: nothing is left",
+                f"request {self.request_id!r} already has all its {num_outputs} output tokens",
                 param="output_ids",
             )
         params = self.params
@@ -96,7 +94,7 @@ class RequestSpec:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request inside the engine: what was asked for (`spec`), and the state of its computation.
+    """A request inside the engine: its `spec` and the state of its computation.
 
              num_cached    num_computed        len(token_ids)   num_tokens
     |-----------|---------------|--------------------|---------------|
@@ -116,9 +114,9 @@ class Request:
     stop_ids: frozenset[int] = field(init=False)
     kind: str = field(init=False)
 
-    # The scheduler's.
-    max_chunk: int = sys.maxsize  # tokens of it that one step may compute
-    arrival: int = -1  # order of arrival, never changed
+    # Scheduler state.
+    max_chunk: int = sys.maxsize  # the most tokens that one step may compute
+    arrival: int = -1  # order of arrival, fixed
     status: Status = Status.WAITING
     row: int = -1
     num_computed: int = 0
@@ -126,24 +124,24 @@ class Request:
     num_cached: int = 0
     num_tokens: int = 0
     max_total: int = 0  # num_tokens never exceeds it
-    num_to_compute: int = 0  # tokens that get KV at most: the last output needs none
+    num_to_compute: int = 0  # tokens that need KV: all but the last output
 
-    # The attribution's.
+    # Latency attribution.
     phase: Phase = Phase.NEW
     phase_at: float = 0.0  # when it began
-    phase_clocks: tuple[float, ...] = ()  # where the engine's clocks stood then
+    phase_clocks: tuple[float, ...] = ()  # readings of the engine-wide clocks at that time
 
-    # The policy's: its position in the queue, how often others passed it, and the prompt tokens charged to its tenant.
+    # Policy state: position in the queue, times it was passed, and prompt tokens charged to its tenant.
     order: float = 0.0
     num_passed: int = 0
     num_charged: int = 0
 
-    # The block manager's.
+    # Block manager state.
     block_ids: list[int] = field(default_factory=list)
-    num_places: int = 0  # token places in block_ids
+    kv_capacity: int = 0  # tokens that fit into block_ids
     block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks hashed so far
-    block_hasher: Any = field(default=None, repr=False)  # its state after all of these, or None
-    num_published: int = 0  # blocks the prefix cache knows
+    hash_state: Any = field(default=None, repr=False)  # SHA-256 state after all of block_hashes, or None
+    num_published: int = 0  # leading blocks that are in the prefix cache
 
     record: RequestRecord = field(init=False)
     prompt_logprobs: list[PositionLogprobs | None] = field(default_factory=list)  # as far as computed
@@ -165,7 +163,7 @@ class Request:
     def create(
         cls, request_id: str, token_ids: Sequence[int], params: SamplingParams, max_tokens: int, **fields: Any
     ) -> Request:
-        """Make a request and its spec in one go; `fields` are other fields of the spec."""
+        """Create a request together with its spec; `fields` are further fields of the spec."""
         return cls(RequestSpec(request_id, array("q", token_ids), params, max_tokens, **fields))
 
     @property
@@ -193,5 +191,5 @@ class Request:
 
     @property
     def num_output_tokens(self) -> int:
-        """Outputs known to the host."""
+        """The number of outputs known to the host."""
         return len(self.token_ids) - self.num_prompt_tokens

@@ -1,4 +1,4 @@
-"""What a user may ask of an answer (`SamplingParams`), checked as far as that needs no model."""
+"""`SamplingParams`: how the tokens of a request are sampled. All checks that need no model are done here."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ SEED_RANGE = (-(2**63), 2**64 - 1)
 _TOKEN_ID = re.compile("[0-9]{1,19}")
 
 
-# The checks below take the parameter's name, and `what` of it is wrong where that is not all of it.
+# The checks below take the parameter's name; `what` names the part of it that is wrong.
 
 
 def _number(name: str, value: object, what: str = "") -> float:
     if isinstance(value, int | float) and not isinstance(value, bool):
         try:
             number = float(value)
-        except OverflowError:  # an integer beyond all floats
+        except OverflowError:  # an integer too large for a float
             number = math.inf
         if math.isfinite(number):
             return number
@@ -40,7 +40,7 @@ def _number(name: str, value: object, what: str = "") -> float:
 
 
 def _items(name: str, value: Any, kind: str) -> tuple[Any, ...]:
-    """The items of a list; None is an empty one. Text is no list of its characters."""
+    """Return the items of a list; None counts as empty. Text is not accepted as a list of characters."""
     if value is None:
         return ()
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
@@ -68,14 +68,14 @@ def _within(
         raise ParameterError(f"{what or name} is {value!r}: it must be in {allowed}", param=name)
 
 
-def _structured(given: Mapping[str, Any]) -> StructuredOutputs:
-    unknown = sorted(set(map(str, given)) - set(KINDS))
+def _structured(fields: Mapping[str, Any]) -> StructuredOutputs:
+    unknown = sorted(set(map(str, fields)) - set(KINDS))
     if unknown:
         raise ParameterError(
             f"structured_outputs has {', '.join(unknown)}: allowed are {', '.join(KINDS)}",
             param=STRUCTURED_OUTPUTS,
         )
-    return StructuredOutputs(**given)
+    return StructuredOutputs(**fields)
 
 
 def _in_bias_range(token_id: int, value: float) -> bool:
@@ -83,21 +83,20 @@ def _in_bias_range(token_id: int, value: float) -> bool:
 
 
 def _takes_foreign_fields(cls: type[T]) -> type[T]:
-    """Of a dataclass with slots: the constructor takes fields of vLLM too, where they change nothing."""
+    """Let the constructor of a dataclass with slots also accept vLLM's fields that have no effect."""
     defaults = {item.name: item.default for item in fields(cls)}  # type: ignore[arg-type]
-    setters = [
-        getattr(cls, name).__set__ for name in defaults
-    ]  # past __setattr__, which is for later assignments
+    # These bypass __setattr__, which is for later assignments.
+    setters = [getattr(cls, name).__set__ for name in defaults]
     constructor: Any = cls.__init__
 
     @wraps(constructor)
-    def construct(self: Any, *args: Any, **given: Any) -> None:
-        if not given.keys() <= defaults.keys():
-            given = translate_arguments(given, SAMPLING_RULES, ParameterError)
-        if args or not given.keys() <= defaults.keys():  # which it knows to read, or to refuse
-            constructor(self, *args, **given)
+    def construct(self: Any, *args: Any, **values: Any) -> None:
+        if not values.keys() <= defaults.keys():
+            values = translate_arguments(values, SAMPLING_RULES, ParameterError)
+        if args or not values.keys() <= defaults.keys():  # the constructor reads or rejects these
+            constructor(self, *args, **values)
             return
-        for set_value, value in zip(setters, {**defaults, **given}.values(), strict=True):
+        for set_value, value in zip(setters, {**defaults, **values}.values(), strict=True):
             set_value(self, value)
         self.__post_init__()
 
@@ -108,11 +107,10 @@ def _takes_foreign_fields(cls: type[T]) -> type[T]:
 @_takes_foreign_fields
 @dataclass(slots=True)
 class SamplingParams:
-    """How the tokens of one request are chosen and when they end.
+    """How the tokens of one request are sampled, and when it ends.
 
-    Everything that can be checked without knowing the model is checked here, at every assignment too; what depends on
-    the vocabulary or the context length is checked when the request is added. A request keeps a clone of its own, so
-    later assignments are for later requests.
+    Values are checked here, also at every assignment; checks that need the vocabulary or the context length are made
+    when the request is added. A request keeps its own clone, so later assignments do not affect it.
     """
 
     n: int = 1
@@ -130,14 +128,14 @@ class SamplingParams:
     ignore_eos: bool = False
     max_tokens: int | None = 16  # None: up to the context length
     min_tokens: int = 0
-    logprobs: int | None = None  # how many of the most likely tokens to report beside the sampled one
+    logprobs: int | None = None  # number of most likely tokens to report in addition to the sampled one
     prompt_logprobs: int | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
-    structured_outputs: StructuredOutputs | None = None  # what the text must look like
+    structured_outputs: StructuredOutputs | None = None  # constrains the text
 
     def __post_init__(self) -> None:
         _integer("n", self.n, 1, MAX_N)
@@ -183,9 +181,9 @@ class SamplingParams:
             )
         for text in stop:
             if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_LENGTH:
-                given = f"of {len(text)} characters" if isinstance(text, str) else shown(text)
+                value = f"of {len(text)} characters" if isinstance(text, str) else shown(text)
                 raise ParameterError(
-                    f"a stop string is {given}: it must have 1 to {MAX_STOP_LENGTH} characters", param="stop"
+                    f"a stop string is {value}: it must have 1 to {MAX_STOP_LENGTH} characters", param="stop"
                 )
         if stop and not self.detokenize:
             raise ParameterError("stop strings need detokenize=True", param="stop")
@@ -229,8 +227,8 @@ class SamplingParams:
                     _integer(name, token_id, 0, what=f"an id in {name}")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Checked as the constructor does: what is not allowed changes nothing."""
-        if not hasattr(self, STRUCTURED_OUTPUTS):  # the last field: the constructor is still at work
+        """Assign with the checks of the constructor. A rejected value changes nothing."""
+        if not hasattr(self, STRUCTURED_OUTPUTS):  # the last field: the constructor is still running
             object.__setattr__(self, name, value)
             return
         changed = replace(self, **{name: value})
@@ -238,8 +236,8 @@ class SamplingParams:
             object.__setattr__(self, item.name, getattr(changed, item.name))
 
     def clone(self) -> SamplingParams:
-        """One that assignments to this one do not change."""
-        if self.logit_bias is not None:  # a dict, which anyone may have written into
+        """Return a copy that assignments to this object do not change."""
+        if self.logit_bias is not None:  # a dict, which may have been modified
             return replace(self)
         made = object.__new__(SamplingParams)
         for name in _FIELDS:

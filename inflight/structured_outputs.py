@@ -1,4 +1,4 @@
-"""What the text of an answer must look like: a user's wish, checked as far as that needs no model."""
+"""`StructuredOutputs`: constraints on the text of an answer. All checks that need no model are done here."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ from inflight.errors import ParameterError, shown
 MAX_CONSTRAINT_LENGTH = 1 << 17  # characters
 MAX_CHOICES = 4096
 PARAM = "structured_outputs"
-KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")  # that users may ask for
+KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")  # for users
 _ALL_KINDS = (*KINDS, "answer")
 
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutputs:
-    """Exactly one of these is given; the answer's text will match it from its first character to its last."""
+    """A constraint that the whole text of an answer matches. Exactly one field is set."""
 
     json: str | bool | Mapping[str, Any] | None = None  # a JSON schema
     regex: str | None = None
-    choice: Sequence[str] | None = None  # one of these texts
-    grammar: str | None = None  # in Lark's syntax or GBNF's
+    choice: Sequence[str] | None = None  # the answer is one of these texts
+    grammar: str | None = None  # in Lark or GBNF syntax
     json_object: bool | None = None  # any JSON object
     structural_tag: str | Mapping[str, Any] | None = None  # {"structures": [...], "triggers": [...]}
     # A whole answer with its thoughts and calls, as `constraints/answer_rules.py` has it. Not for users to write.
     answer: str | None = None
 
     def __post_init__(self) -> None:
-        if self.json_object is False:  # as if it were not there
+        if self.json_object is False:  # the same as None
             object.__setattr__(self, "json_object", None)
-        given = [name for name in _ALL_KINDS if getattr(self, name) is not None]
-        if len(given) != 1:
+        kinds = [name for name in _ALL_KINDS if getattr(self, name) is not None]
+        if len(kinds) != 1:
             raise _error(
-                f"{PARAM} has {', '.join(given) or 'nothing'}: give exactly one of {', '.join(KINDS)}"
+                f"{PARAM} has {', '.join(kinds) or 'nothing'}: give exactly one of {', '.join(KINDS)}"
             )
         if self.json_object not in (None, True):
             raise _error(f"{PARAM}.json_object is {shown(self.json_object)}: it must be true or false")
         for name in ("regex", "grammar"):
             text = getattr(self, name)
             if text is not None and (not isinstance(text, str) or not text):
-                raise _error(f"{PARAM}.{name} is {shown(text)}: it must be a text that is not empty")
+                raise _error(f"{PARAM}.{name} is {shown(text)}: it must be a non-empty string")
         self._normalise_choice()
         for name in ("json", "structural_tag"):
             self._normalise_json(name)
@@ -68,20 +68,18 @@ class StructuredOutputs:
             raise _error(f"{PARAM}.choice has {len(self.choice)} texts: it must have 1 to {MAX_CHOICES}")
         for text in self.choice:
             if not isinstance(text, str) or not text:
-                raise _error(
-                    f"{PARAM}.choice has {shown(text)}: it must be a list of texts, none of them empty"
-                )
+                raise _error(f"{PARAM}.choice has {shown(text)}: it must be a list of non-empty texts")
         object.__setattr__(self, "choice", tuple(self.choice))
 
     def _normalise_json(self, name: str) -> None:
-        """As text, which can travel and be compared."""
-        given = getattr(self, name)
-        if given is None or isinstance(given, str):
+        """Store JSON data as text, which can be sent and compared."""
+        value = getattr(self, name)
+        if value is None or isinstance(value, str):
             return
-        if not isinstance(given, bool | Mapping) or (name != "json" and isinstance(given, bool)):
-            raise _error(f"{PARAM}.{name} is {shown(given)}: it must be an object, or one as JSON text")
+        if not isinstance(value, bool | Mapping) or (name != "json" and isinstance(value, bool)):
+            raise _error(f"{PARAM}.{name} is {shown(value)}: it must be an object, or one as JSON text")
         try:
-            text = json.dumps(given if isinstance(given, bool) else dict(given), allow_nan=False)
+            text = json.dumps(value if isinstance(value, bool) else dict(value), allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise _error(f"{PARAM}.{name} is not JSON data: {error}") from None
         object.__setattr__(self, name, text)
@@ -92,11 +90,11 @@ class StructuredOutputs:
 
     @property
     def text(self) -> str:
-        """All that is asked for beside the kind: together they are the key under which what is compiled is kept."""
+        """The constraint as text. Kind and text together are the key of a compiled grammar."""
         if self.choice is not None:
             return json.dumps(self.choice, ensure_ascii=False)
-        given = getattr(self, self.kind)
-        return given if isinstance(given, str) else ""
+        value = getattr(self, self.kind)
+        return value if isinstance(value, str) else ""
 
 
 def _error(message: str) -> ParameterError:

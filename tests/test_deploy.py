@@ -240,7 +240,7 @@ def help_flags(
 def test_the_guide_names_flags_that_exist(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    serving, measuring = GUIDE.split("## Measuring")
+    serving, measuring = GUIDE.split("## Load testing")
     known = help_flags(capsys, monkeypatch, "serve")
     of_docker = {"--rm", "--stop-timeout", "--build-arg", "--gpus", "--now"}
     assert set(re.findall(r"--[a-z][a-z-]*", serving)) - of_docker <= known

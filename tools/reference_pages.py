@@ -13,6 +13,7 @@ import typer
 import inflight
 from inflight import errors
 from inflight.cli.main import app
+from inflight.scoring import ClassifyParams, EmbedParams, ScoreParams, parameter_help
 from tools.options_page import table_cell
 
 LINE = 100  # signatures that are longer get one line for each parameter
@@ -93,6 +94,10 @@ def api_page() -> str:
         found = getattr(inflight, name)
         if inspect.isclass(found):
             parts += _class(name, found)
+    parts.append("## Scoring parameters\n\nKeyword arguments of `embed`, `classify`, `score` and `rerank`.\n")
+    for params in (EmbedParams, ClassifyParams, ScoreParams):
+        parts += [f"### `{params.__name__}`\n", f"{inspect.cleandoc(params.__doc__ or '')}\n"]
+        parts += [f"- `{name}`: {_prose(text)}" for name, text in parameter_help(params).items()] + [""]
     tree = inspect.cleandoc(errors.__doc__ or "")
     parts.append(f"## Errors\n\n```text\n{tree}\n```\n")
     return "\n".join(parts)

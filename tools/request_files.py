@@ -1,9 +1,9 @@
-"""Which files of inflight one request passes through: those in which a function ran between its start and its end.
+"""List the files that one request runs through: those in which a function was called between its start and its end.
 
-    python -m tools.request_files              all three ways, as counts and lists
+    python -m tools.request_files              all three modes, as counts and lists
     python -m tools.request_files offline      `LLM.generate`
-    python -m tools.request_files in_process   a streaming chat over HTTP, the engine in a thread of the server
-    python -m tools.request_files process      the same with the engine in a process of its own
+    python -m tools.request_files in_process   a streaming chat with tools over HTTP, engine in a server thread
+    python -m tools.request_files process      the same with the engine in its own process
 
 Loading and importing do not count. Files are listed in the order in which the request first reaches them.
 """
@@ -31,12 +31,22 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 PACKAGE = f"{ROOT / 'inflight'}{os.sep}"
 TEMPLATE_WORKER = (
-    "inflight/text/render_worker.py"  # its process starts without site packages, and so untraced
+    "inflight/text/render_worker.py"  # its process starts without site packages, so it cannot be traced
 )
 WAIT = 30.0  # seconds for an engine process to answer a signal
 
 BODY = {
-    "messages": [{"role": "user", "content": "Who are you?"}],
+    "messages": [{"role": "user", "content": "What is the weather in Paris?"}],
+    "tools": [
+        {
+            "type": "function",
+            "function": {
+                "name": "get_weather",
+                "description": "The weather of a city.",
+                "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+            },
+        }
+    ],
     "stream": True,
     "stream_options": {"include_usage": True},
     "max_tokens": 12,
@@ -47,10 +57,10 @@ BODY = {
 
 
 class FileTrace:
-    """The files whose functions are called, in all threads that are started after it."""
+    """Records the files whose functions are called, in all threads that are started after it."""
 
     def __init__(self, has_engine: bool) -> None:
-        if has_engine:  # torch, before it is watched as it loads, which would take twice as long
+        if has_engine:  # importing torch takes twice as long when it is traced
             import_module("torch")
         self._files: dict[str, None] = {}
         threading.setprofile(self._on_event)
@@ -66,7 +76,7 @@ class FileTrace:
         self._files.clear()
 
     def stop(self) -> None:
-        """Before the interpreter ends, and with it what an event needs."""
+        """Stop recording, which must happen before the interpreter shuts down."""
         threading.setprofile(None)
         sys.setprofile(None)
 
@@ -154,7 +164,7 @@ async def _until(condition: Callable[[], bool]) -> None:
 
 
 def engine(trace: FileTrace, written: Path) -> None:
-    """The engine process, which writes down its files since the last time at every signal."""
+    """Run the engine process; at every signal it writes the files it ran since the last one."""
 
     def write(*_: Any) -> None:
         part = written.with_suffix(".part")
@@ -168,41 +178,41 @@ def engine(trace: FileTrace, written: Path) -> None:
 
 # ---- the command ----
 
-WAYS: dict[str, Callable[[FileTrace, str], list[str]]] = {
+MODES: dict[str, Callable[[FileTrace, str], list[str]]] = {
     "offline": offline,
     "in_process": lambda trace, device: over_http(trace, device, in_process=True),
     "process": lambda trace, device: over_http(trace, device, in_process=False),
 }
 
 
-def files_of(way: str, device: str = "auto") -> list[str]:
-    """The files of one way, found by a process of its own."""
-    command = [sys.executable, "-m", "tools.request_files", way, "--device", device, "--json"]
+def files_of(mode: str, device: str = "auto") -> list[str]:
+    """Return the files of one mode, traced in a new process."""
+    command = [sys.executable, "-m", "tools.request_files", mode, "--device", device, "--json"]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True)
-    found: list[str] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    files: list[str] = json.loads(done.stdout.splitlines()[-1])
+    return files
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("way", nargs="?", choices=[*WAYS, "engine"])
+    parser.add_argument("mode", nargs="?", choices=[*MODES, "engine"])
     parser.add_argument("--device", default="auto")
     parser.add_argument("--json", action="store_true", help="one list, for programs")
     parser.add_argument("--written", type=Path, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.way == "engine":
-        engine(FileTrace(has_engine=True), given.written)
-    elif given.json:
-        trace = FileTrace(has_engine=given.way != "process")
-        files = WAYS[given.way](trace, given.device)
+    arguments = parser.parse_args()
+    if arguments.mode == "engine":
+        engine(FileTrace(has_engine=True), arguments.written)
+    elif arguments.json:
+        trace = FileTrace(has_engine=arguments.mode != "process")
+        files = MODES[arguments.mode](trace, arguments.device)
         trace.stop()
         print(json.dumps(files))
     else:
-        for way in [given.way] if given.way else WAYS:
-            files = files_of(way, given.device)
-            print(f"{way}: {len(files)} files", *(f"  {name}" for name in files), "", sep="\n")
+        for mode in [arguments.mode] if arguments.mode else MODES:
+            files = files_of(mode, arguments.device)
+            print(f"{mode}: {len(files)} files", *(f"  {name}" for name in files), "", sep="\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What all commands have in common: people may type what they are used to, and the help fits into 80 columns."""
+"""What all commands share: flags of other engines are accepted, and the help fits into 80 columns."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from inflight.vllm_compat.rules import CompatRules
 
 logger = logging.getLogger(__name__)
 
-NOTES = "inflight.notes"  # among what a context knows: what to tell whoever typed this
+NOTES = "inflight.notes"  # key in a click context: notes for the user about the flags
 OPTIONS = "Options"
-NAME_WIDTH = 26  # of flags beside which their help begins; that of longer ones begins a line below
+NAME_WIDTH = 26  # the help of longer flags starts on the next line
 
 
 class InflightCommand(TyperCommand):
-    """A command that knows the flags of other engines as well as its own."""
+    """A command that accepts the flags of other engines as well as its own."""
 
     compat_rules = SERVE_RULES
-    tells_notes = True  # before it begins; else it does so itself
+    logs_notes = True  # False: the command logs them itself
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         reader = ArgumentReader(
@@ -40,22 +40,22 @@ class InflightCommand(TyperCommand):
         return rest
 
     def invoke(self, ctx: Any) -> Any:
-        for note in ctx.meta[NOTES] if self.tells_notes else ():
+        for note in ctx.meta[NOTES] if self.logs_notes else ():
             logger.warning("%s", note)
         return super().invoke(ctx)
 
     def _known_flags(self, ctx: Any) -> dict[str, KnownFlag]:
-        # Words behind a list could also be arguments of the command, unless the only one is the model.
+        # Words after a list option could also be arguments of the command, unless its only argument is the model.
         may_list = self._has_model() or not any(_is_argument(param) for param in self.params)
-        found = {}
+        flags = {}
         for param in self._parameters(ctx):
             if not _is_argument(param):
                 flag = KnownFlag(not param.is_flag, may_list and param.multiple)
-                found.update(dict.fromkeys([*param.opts, *param.secondary_opts], flag))
-        return found
+                flags.update(dict.fromkeys([*param.opts, *param.secondary_opts], flag))
+        return flags
 
     def _parameters(self, ctx: Any) -> list[Any]:
-        """Those of typer, whose types are not public."""
+        """Return typer's parameters, whose types are not public."""
         return list(self.get_params(ctx))
 
     def _has_model(self) -> bool:
@@ -64,13 +64,13 @@ class InflightCommand(TyperCommand):
     # ---- help ----
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """As text, in which no flag is cut and no bracket is markup."""
+        """Write plain text, in which no flag is cut and brackets are not markup."""
         self.format_usage(ctx, formatter)
         self.format_help_text(ctx, formatter)
         self.format_options(ctx, formatter)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """A section for each panel, those of arguments and of the command itself first."""
+        """Write a section for each panel, those of the arguments and of the command itself first."""
         panels: dict[str, list[tuple[str, str]]] = {"Arguments": [], OPTIONS: []}
         for param in self._parameters(ctx):
             name, text = param.get_help_record(ctx)
@@ -83,13 +83,13 @@ class InflightCommand(TyperCommand):
 
 
 class Command(InflightCommand):
-    """One that has nothing to do with engines."""
+    """A command without engine options."""
 
     compat_rules = CompatRules()
 
 
 class InflightGroup(TyperGroup):
-    """Commands, and words for those of other engines that are none here."""
+    """A group that explains commands which only other engines have."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name = args[0] if ctx.parent is None else f"{ctx.info_name} {args[0]}"
@@ -103,7 +103,7 @@ def _is_argument(param: Any) -> bool:
 
 
 def _names(param: Any, name: str) -> str:
-    """--[no-]quick, or --size <int>."""
+    """Return a flag's names as --[no-]quick or --size <int>."""
     if not _is_argument(param) and param.is_flag:
         long = [
             f"--[no-]{opt[2:]}" if param.secondary_opts else opt for opt in param.opts if opt.startswith("--")
@@ -113,13 +113,13 @@ def _names(param: Any, name: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Without the brackets around a default that is given in words."""
+    """Return help text without the parentheses around a default in words."""
     return re.sub(r"default: \((.*?)\)(?=[\];])", r"default: \1", text)
 
 
 @contextmanager
 def needs_extra(name: str) -> Iterator[None]:
-    """In it, a package that is not installed is told with what installs it."""
+    """Turn a missing package into a ConfigError that says how to install it."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -130,12 +130,12 @@ def needs_extra(name: str) -> Iterator[None]:
 
 
 def check_writable(path: Path) -> None:
-    """Before anything is measured, not after."""
+    """Raise ConfigError if a file cannot be written; called before anything is measured."""
     if path.is_dir() or not path.absolute().parent.is_dir():
-        raise ConfigError(f"{str(path)!r} cannot be written: it must be a file in a folder that exists")
+        raise ConfigError(f"{str(path)!r} cannot be written: it must be a file in an existing folder")
 
 
 def progress_bar() -> Progress:
-    """On standard error, and gone at the end. Drawn seldom: what draws takes time from what is measured."""
+    """Return a transient progress bar on standard error, redrawn rarely because drawing disturbs measurements."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, console=Console(stderr=True), transient=True, refresh_per_second=2)

@@ -1,4 +1,4 @@
-"""The command line."""
+"""The `inflight` command and its subcommands."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ app = typer.Typer(
 )
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(show: bool) -> None:
+    if show:
         print(f"inflight {__version__}")
         raise typer.Exit
 
@@ -71,13 +71,15 @@ GENERATE_OPTIONS = (
     *("max_kv_tokens", "kv_cache_memory", "gpu_memory_utilization", "enable_prefix_caching", "enforce_eager"),
 )
 _PROMPTS_FILE = typer.Option(help="A file with one prompt per line; - is standard input.")
-_MAX_TOKENS = _sampling("Longest answer. Without it: the checkpoint's own limit, or the end of the context.")
-_TEMPERATURE = _sampling("0 is greedy. Without it, as for those below: what the checkpoint recommends.")
-_TOP_P = _sampling("Keep the most likely tokens up to this share of probability.")
-_MIN_P = _sampling("Keep tokens at least this likely, relative to the most likely one.")
-_PENALTY = _sampling("Above 1: tokens seen before become less likely.")
-_STOP = _sampling("End the answer before this text; may be repeated.")
-_LOGPROBS = _sampling("Report this many of the most likely tokens at each place (with --json).")
+_MAX_TOKENS = _sampling(
+    "Maximum length of an answer; by default the checkpoint's limit, or the context length."
+)
+_TEMPERATURE = _sampling("Sampling temperature; 0 is greedy. Sampling defaults come from the checkpoint.")
+_TOP_P = _sampling("Sample from the most likely tokens with this total probability.")
+_MIN_P = _sampling("Sample from tokens at least this likely, relative to the most likely one.")
+_PENALTY = _sampling("Values above 1 make repeated tokens less likely.")
+_STOP = _sampling("Stop before this text; may be repeated.")
+_LOGPROBS = _sampling("Report this many of the most likely tokens at each position (with --json).")
 
 
 @app.command(cls=InflightCommand)
@@ -95,19 +97,19 @@ def generate(
     max_tokens: Annotated[int | None, _MAX_TOKENS] = None,
     temperature: Annotated[float | None, _TEMPERATURE] = None,
     top_p: Annotated[float | None, _TOP_P] = None,
-    top_k: Annotated[int | None, _sampling("Keep this many of the most likely tokens.")] = None,
+    top_k: Annotated[int | None, _sampling("Sample from this many of the most likely tokens.")] = None,
     min_p: Annotated[float | None, _MIN_P] = None,
     repetition_penalty: Annotated[float | None, _PENALTY] = None,
-    seed: Annotated[int | None, _sampling("Same seed, same answer, whatever else runs.")] = None,
-    n: Annotated[int | None, _sampling("Answers per prompt.", "-n")] = None,
+    seed: Annotated[int | None, _sampling("Seed; the same seed gives the same answer.")] = None,
+    n: Annotated[int | None, _sampling("Number of answers per prompt.", "-n")] = None,
     stop: Annotated[list[str] | None, _STOP] = None,
     logprobs: Annotated[int | None, _LOGPROBS] = None,
-    ignore_eos: Annotated[bool, _sampling("Go on after the end token.", "--ignore-eos")] = False,
+    ignore_eos: Annotated[bool, _sampling("Do not stop at the end-of-text token.", "--ignore-eos")] = False,
     **engine: Any,
 ) -> None:
     """Answer prompts with a model and print the answers."""
     prompts = _read_prompts(prompt, prompts_file)
-    asked = {
+    sampling = {
         "max_tokens": max_tokens,
         "temperature": temperature,
         "top_p": top_p,
@@ -120,7 +122,7 @@ def generate(
         "logprobs": logprobs,
         "ignore_eos": ignore_eos or None,
     }
-    outputs = _answer(model, engine, prompts, chat, {k: v for k, v in asked.items() if v is not None})
+    outputs = _answer(model, engine, prompts, chat, {k: v for k, v in sampling.items() if v is not None})
     for text, output in zip(prompts, outputs, strict=True):
         _print_json(text, output) if as_json else _print_text(text, output, several=len(prompts) > 1)
     failed = [answer.error for output in outputs for answer in output.outputs if answer.error]
@@ -129,14 +131,14 @@ def generate(
 
 
 def _answer(
-    model: str | None, engine: dict[str, Any], prompts: list[str], chat: bool, asked: dict[str, Any]
+    model: str | None, engine: dict[str, Any], prompts: list[str], chat: bool, sampling: dict[str, Any]
 ) -> list[RequestOutput]:
     with interrupts_end_at_once():
-        from inflight import LLM, SamplingParams  # torch is loaded only now
+        from inflight import LLM, SamplingParams  # imports torch
 
     llm = LLM(model, **engine)
-    # What is not asked for is the checkpoint's recommendation; answers end by themselves or at the context's end.
-    params = SamplingParams(**{"max_tokens": None, **llm.get_default_sampling_fields(), **asked})
+    # Defaults come from the checkpoint. Without a limit there, answers may be as long as the context.
+    params = SamplingParams(**{"max_tokens": None, **llm.get_default_sampling_fields(), **sampling})
     if chat:
         return llm.chat([[{"role": "user", "content": text}] for text in prompts], params)
     return llm.generate(prompts, params)
@@ -151,16 +153,16 @@ app.add_typer(replicas_app, name="replicas")
 
 
 def _read_prompts(prompts: list[str] | None, file: Path | None) -> list[str]:
-    found = list(prompts or ())
+    texts = list(prompts or ())
     if file is not None:
         try:
             text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise PromptError(f"the prompts file {str(file)!r} cannot be read: {error}") from error
-        found += [line for line in text.splitlines() if line.strip()]
-    if not found:
+        texts += [line for line in text.splitlines() if line.strip()]
+    if not texts:
         raise typer.BadParameter("no prompt: give -p TEXT, or --prompts-file FILE")
-    return found
+    return texts
 
 
 def _print_json(prompt: str, output: RequestOutput) -> None:
@@ -173,7 +175,9 @@ def _print_json(prompt: str, output: RequestOutput) -> None:
             "error": answer.error,
             "logprobs": None
             if answer.logprobs is None
-            else [{str(i): asdict(found) for i, found in position.items()} for position in answer.logprobs],
+            else [
+                {str(i): asdict(logprob) for i, logprob in position.items()} for position in answer.logprobs
+            ],
         }
         for answer in output.outputs
     ]
@@ -198,7 +202,7 @@ def _print_json(prompt: str, output: RequestOutput) -> None:
 
 
 def _print_text(prompt: str, output: RequestOutput, several: bool) -> None:
-    """Answers as they are: not through rich, which would read codes like :smile: into them."""
+    """Print answers unchanged: rich would replace codes like :smile:."""
     for answer in output.outputs:
         if several or len(output.outputs) > 1:
             typer.secho(f"── {prompt}", dim=True)
@@ -206,7 +210,7 @@ def _print_text(prompt: str, output: RequestOutput, several: bool) -> None:
 
 
 def main() -> None:
-    """Run the command line; errors meant for the user are one line, not a traceback."""
+    """Run the command line. Expected errors are printed as one line, without a traceback."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)
     try:
         app()

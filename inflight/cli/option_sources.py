@@ -1,4 +1,4 @@
-"""Options as users give them: flags before `INFLIGHT_*` variables before a file."""
+"""Options from flags, `INFLIGHT_*` environment variables and a config file, in this order of precedence."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from inflight.vllm_compat.environment import SERVICE_LINK, translate_environment
 from inflight.vllm_compat.rules import CompatRules, as_text
 
 PREFIX = "INFLIGHT_"
-OTHER_VARIABLES = ("CONFIG", "CACHE", "NATIVE", "BENCH_API_KEY")  # of ours that are no options
+OTHER_VARIABLES = ("CONFIG", "CACHE", "NATIVE", "BENCH_API_KEY")  # our variables that are not options
 
 _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off", ""}
 _NAMES = {int: "an integer", float: "a number", bool: "true or false", tuple: "a list of strings"}
@@ -31,8 +31,10 @@ def gather(
     file: str | None = None,
     compat_rules: CompatRules | None = None,
 ) -> dict[str, Any]:
-    """The values given for these options, by name. `flags` holds only what was given; the file may also be named by
-    a variable, and have lines of other engines."""
+    """Return the values of options from all sources, by name.
+
+    `flags` has only flags that were used. The file may be named by INFLIGHT_CONFIG, and may use vLLM's option names.
+    """
     file = file or environment.get(f"{PREFIX}CONFIG")
     from_vllm: dict[str, Any] = {}
     for arguments, _ in translate_environment(environment) if compat_rules is not None else ():
@@ -46,16 +48,16 @@ def gather(
 
 
 def argument(option: Option) -> Any:
-    """An option that is given by its place on the command line."""
+    """Return a positional argument for an option."""
     return typer.Argument(help=option.help, show_default=option.default_text)
 
 
 def with_flags(
     options: Iterable[Option], panel: str | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Gives a command a flag for each of these options; those that were used reach it as keyword arguments.
+    """Give a command a flag for each option; it gets those that were used as keyword arguments.
 
-    `panel` is where the help shows them, if not where each belongs.
+    `panel` overrides the help panel of the options.
     """
     known = {option.name: option for option in options}
     flags = {option.name: _flag(option, panel or option.panel) for option in known.values()}
@@ -67,10 +69,10 @@ def with_flags(
 
         @functools.wraps(command)
         def run(**values: Any) -> None:
-            given = {name: values.pop(name) for name in flags}
+            flag_values = {name: values.pop(name) for name in flags}
             used = {
                 name: known[name].chosen(value)
-                for name, value in given.items()
+                for name, value in flag_values.items()
                 if value is not None and value != []
             }
             command(**values, **{n: tuple(v) if isinstance(v, list) else v for n, v in used.items()})
@@ -83,7 +85,7 @@ def with_flags(
 
 
 def _flag(option: Option, panel: str) -> inspect.Parameter:
-    """It is None when not given, so that variables and the file can speak."""
+    """Return a flag's parameter. Its default is None, so that variables and the file can set the option."""
     names = f"{option.flag}/--no-{option.flag[2:]}" if option.kind is bool else option.flag
     flags = (names, option.short) if option.short else (names,)
     shown = typer.Option(
@@ -96,7 +98,7 @@ def _flag(option: Option, panel: str) -> inspect.Parameter:
 
 
 def from_arguments(options: Mapping[str, Option], arguments: list[str]) -> dict[str, Any]:
-    """The option that a flag and its value set."""
+    """Return the option that a flag and its value set."""
     if not arguments:
         return {}
     flag, *values = arguments
@@ -113,7 +115,7 @@ def from_arguments(options: Mapping[str, Option], arguments: list[str]) -> dict[
 def read_environment(
     options: Mapping[str, Option], environment: Mapping[str, str], compat_rules: CompatRules
 ) -> dict[str, Any]:
-    """Variables of these options. Others of our prefix may be meant for someone else."""
+    """Return the options set by environment variables. Unknown variables with our prefix are ignored."""
     values = {}
     for name, option in options.items():
         variable = f"{PREFIX}{name.upper()}"
@@ -126,23 +128,23 @@ def read_environment(
     return values
 
 
-def unread(options: Mapping[str, Option], environment: Mapping[str, str]) -> list[str]:
-    """What to tell about variables that look as if they were meant, and do nothing."""
+def unused_variables(options: Mapping[str, Option], environment: Mapping[str, str]) -> list[str]:
+    """Return warnings about variables that look like options but have no effect."""
     known = {f"{PREFIX}{name.upper()}": option for name, option in options.items()}
     names = [*known, *(f"{PREFIX}{name}" for name in OTHER_VARIABLES)]
-    found = [warning for _, warning in translate_environment(environment) if warning]
+    warnings = [warning for _, warning in translate_environment(environment) if warning]
     for name in sorted(name for name in environment if name.startswith(PREFIX)):
         if name not in names and not SERVICE_LINK.fullmatch(name):
             similar = get_close_matches(name, names, n=1, cutoff=SIMILAR)
             hint = f": did you mean {similar[0]}?" if similar else ""
-            found.append(f"{name} is set, but has no effect{hint}")
+            warnings.append(f"{name} is set, but has no effect{hint}")
         elif name in known and known[name].kind is tuple and not environment[name].strip(" ,"):
-            found.append(f"{name} is empty: that is as if it were not set")
-    return found
+            warnings.append(f"{name} is empty and has no effect")
+    return warnings
 
 
 def _parse(name: str, text: str, kind: type) -> Any:
-    """The value that a variable spells."""
+    """Parse the value of an environment variable."""
     if kind is bool:
         if text.lower() in _TRUE | _FALSE:
             return text.lower() in _TRUE
@@ -161,14 +163,14 @@ def _parse(name: str, text: str, kind: type) -> Any:
 
 
 def read_file(options: Mapping[str, Option], path: Path, compat_rules: CompatRules) -> dict[str, Any]:
-    """Options from a YAML file (JSON is YAML too), by the names of the flags."""
-    found = read_yaml(path, "the configuration file")
-    if found is None:
+    """Return the options in a YAML (or JSON) file, whose keys are named like the flags."""
+    content = read_yaml(path, "the configuration file")
+    if content is None:
         return {}
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path} holds a {type(found).__name__}: it must map options to values")
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} holds a {type(content).__name__}: it must map options to values")
     values: dict[str, Any] = {}
-    for key, value in found.items():
+    for key, value in content.items():
         name = str(key).replace("-", "_")
         rule = compat_rules.find(flag := f"--{name.replace('_', '-')}")
         if rule is not None and (name not in options or isinstance(value, str | int)):
@@ -181,7 +183,7 @@ def read_file(options: Mapping[str, Option], path: Path, compat_rules: CompatRul
 
 
 def _typed(name: str, value: Any, option: Option) -> Any:
-    """A value out of a file, if it is of the option's type."""
+    """Return a value from a file if it has the option's type, or raise ConfigError."""
     kind = option.kind
     value = option.chosen(value)
     if value is None and option.optional:

@@ -18,7 +18,7 @@ PLAN_OPTIONS = (
     *("revision", "dtype", "max_model_len", "block_size", "kv_cache_memory", "gpu_memory_utilization"),
     *("max_num_seqs", "max_num_batched_tokens"),
 )
-MAX_CPU_RANKS = 8  # that are shown
+MAX_CPU_RANKS = 8  # shown in the table
 GIB = 1 << 30
 _UNITS = {
     "": 1,
@@ -31,8 +31,8 @@ _UNITS = {
     "GI": GIB,
     "TI": 1 << 40,
 }
-_GPUS = typer.Option(metavar="NxSIZE", help="So many GPUs with so much memory each: 4x80GB.")
-_CPU = typer.Option(metavar="SIZE", help="Or the memory of one machine whose CPU computes: 64GB.")
+_GPUS = typer.Option(metavar="NxSIZE", help="Number of GPUs and memory of each, such as 4x80GB.")
+_CPU = typer.Option(metavar="SIZE", help="Memory of a machine without GPUs, such as 64GB.")
 
 
 @with_flags((ENGINE_OPTIONS[name] for name in PLAN_OPTIONS), panel="Engine")
@@ -42,26 +42,26 @@ def plan(
     cpu: Annotated[str | None, _CPU] = None,
     **engine: Any,
 ) -> None:
-    """Say whether a model fits, on how many ranks, and with how much KV memory. Nothing is loaded."""
+    """Show whether a model fits, on how many ranks, and with how much KV memory, without loading it."""
     if (gpus is None) == (cpu is None):
         raise typer.BadParameter("give --gpus NxSIZE (4x80GB), or --cpu SIZE")
     with interrupts_end_at_once():
-        from inflight.loading.planning import Devices, plan_model  # torch is loaded only now
+        from inflight.loading.planning import Devices, plan_model  # imports torch
 
     config = EngineConfig.create(model, **engine)
     if gpus is not None:
         devices = Devices("cuda", *parse_gpus(gpus))
     else:
         devices = Devices("cpu", MAX_CPU_RANKS, parse_size(str(cpu), "--cpu"))
-    found = plan_model(config, devices)
-    dtype = str(found.dtype).removeprefix("torch.")
+    layout = plan_model(config, devices)
+    dtype = str(layout.dtype).removeprefix("torch.")
     table = Table(
-        title=f"{found.parameters / 1e9:.2f} billion parameters in {dtype}, context {found.context:,}",
+        title=f"{layout.parameters / 1e9:.2f} billion parameters in {dtype}, context {layout.context:,}",
         title_justify="left",
     )
-    for column in ("tp x pp", "weights of a rank", "KV of a rank", "tokens of KV", "requests of full length"):
+    for column in ("tp x pp", "weights per rank", "KV per rank", "KV tokens", "full-length requests"):
         table.add_column(column, justify="right")
-    for fit in found.fits:
+    for fit in layout.fits:
         largest = max(fit.shares, key=lambda share: share.weights + share.kv(fit.num_tokens))
         weights, kv = (f"{size / GIB:,.2f} GiB" for size in (largest.weights, largest.kv(fit.num_tokens)))
         cells = (
@@ -71,27 +71,29 @@ def plan(
         )
         table.add_row(f"{fit.tensor} x {fit.pipeline}", weights, *cells)
     Console().print(table)
-    fitting = [fit for fit in found.fits if fit.num_requests]
+    fitting = [fit for fit in layout.fits if fit.num_requests]
     if not fitting:
-        raise ConfigError("no way to share out the model has room for one request of full length")
+        raise ConfigError("no number of ranks has room for one request of full length")
     best = min(fitting, key=lambda fit: (len(fit.shares), fit.pipeline))
     sizes = f"--tensor-parallel-size {best.tensor} --pipeline-parallel-size {best.pipeline}"
-    print(f"The fewest ranks that have room for a request of full length: {sizes}")
+    print(f"Fewest ranks with room for a request of full length: {sizes}")
 
 
 def parse_gpus(text: str) -> tuple[int, int]:
-    """(4, 80e9) of "4x80GB"."""
-    found = re.fullmatch(r"(\d+)\s*[xX]\s*(\S.*)", text.strip())
-    if found is None or not 0 < int(found[1]) <= 1024:
+    """Parse "4x80GB" as (4, 80e9)."""
+    match = re.fullmatch(r"(\d+)\s*[xX]\s*(\S.*)", text.strip())
+    if match is None or not 0 < int(match[1]) <= 1024:
         raise ConfigError(
-            f"--gpus is {text!r}: it must be a number of GPUs and the memory of each, as 4x80GB"
+            f"--gpus is {text!r}: it must be a number of GPUs and the memory of each, such as 4x80GB"
         )
-    return int(found[1]), parse_size(found[2], "--gpus")
+    return int(match[1]), parse_size(match[2], "--gpus")
 
 
 def parse_size(text: str, name: str) -> int:
-    """Bytes of "80GB", "79.6GiB" or "80G"."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", text.strip().upper())
-    if found is None or float(found[1]) <= 0:
-        raise ConfigError(f"{name} has the size {text!r}: it must be a number of bytes, as 80GB or 79.6GiB")
-    return int(float(found[1]) * _UNITS[found[2]])
+    """Parse "80GB", "79.6GiB" or "80G" as bytes."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", text.strip().upper())
+    if match is None or float(match[1]) <= 0:
+        raise ConfigError(
+            f"{name} has the size {text!r}: it must be a number of bytes, such as 80GB or 79.6GiB"
+        )
+    return int(float(match[1]) * _UNITS[match[2]])

@@ -1,4 +1,4 @@
-"""`inflight replicas`: the replicas of a server that runs, and with the admin key, which there are."""
+"""`inflight replicas`: list the replicas of a running server or, with the admin key, change them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from inflight.errors import ConfigError, EngineError
 if TYPE_CHECKING:
     from urllib.error import HTTPError
 
-app = typer.Typer(help="See and change the replicas of a running server.", no_args_is_help=True)
+app = typer.Typer(help="List and change the replicas of a running server.", no_args_is_help=True)
 
-_URL = Annotated[str, typer.Option(help="Address of the server.")]
+_URL = Annotated[str, typer.Option(help="Base URL of the server.")]
 _KEY = Annotated[
     str | None,
-    typer.Option(help="The server's admin key; to list, an API key will do. Better in INFLIGHT_ADMIN_KEY."),
+    typer.Option(
+        help="The server's admin key (an API key is enough for list); better set INFLIGHT_ADMIN_KEY."
+    ),
 ]
-_NAME = Annotated[str, typer.Argument(help="The replica's id, as `list` shows it.")]
+_NAME = Annotated[str, typer.Argument(help="The replica's id, as shown by `list`.")]
 _ADDRESS = "http://127.0.0.1:8000"
 _COLUMNS = (
     ("replica", "id", "{}"),
@@ -39,59 +41,59 @@ _COLUMNS = (
 
 @app.command("list", cls=Command)
 def list_replicas(url: _URL = _ADDRESS, key: _KEY = None) -> None:
-    """How each replica does."""
+    """Show the state of each replica."""
     _show(_call("GET", url, "", key))
 
 
 @app.command(cls=Command)
 def add(url: _URL = _ADDRESS, key: _KEY = None) -> None:
-    """Start one more, and wait until it is ready."""
+    """Start one more replica and wait until it is ready."""
     _show(_call("POST", url, "", key))
 
 
 @app.command(cls=Command)
 def drain(replica: _NAME, url: _URL = _ADDRESS, key: _KEY = None) -> None:
-    """Give it no new requests."""
+    """Send a replica no new requests."""
     _show(_call("POST", url, f"/{quote(replica, safe='')}/drain", key))
 
 
 @app.command(cls=Command)
 def remove(replica: _NAME, url: _URL = _ADDRESS, key: _KEY = None) -> None:
-    """Drain it and end it; what still runs on it after --shutdown-timeout goes on elsewhere."""
+    """Drain a replica and stop it. Requests still running after --shutdown-timeout continue on other replicas."""
     _show(_call("DELETE", url, f"/{quote(replica, safe='')}", key))
 
 
 @app.command(cls=Command)
 def restart(replica: _NAME, url: _URL = _ADDRESS, key: _KEY = None) -> None:
-    """Start another engine in its place; the old one goes on until that is ready, where there is room for both."""
+    """Replace the engine of a replica. The old one runs until the new one is ready, if there is room for both."""
     _show(_call("POST", url, f"/{quote(replica, safe='')}/restart", key))
 
 
 @app.command(cls=Command)
 def roll(url: _URL = _ADDRESS, key: _KEY = None) -> None:
-    """Restart all of them, one after the other; no request fails."""
+    """Restart all replicas one after the other, without failing requests."""
     _show(_call("POST", url, "/roll", key))
 
 
 def _call(method: str, url: str, path: str, key: str | None) -> dict[str, Any]:
-    """Waits as long as it takes: a replica may load for minutes."""
-    # Other commands should not wait for these to be imported.
+    """Call the server. There is no timeout: a replica may take minutes to load."""
+    # Imported here to keep other commands fast.
     from urllib.error import HTTPError
     from urllib.request import Request, urlopen
 
     if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"the url is {url!r}: it must begin with http:// or https://")
+        raise ConfigError(f"url is {url!r}: it must start with http:// or https://")
     key = key or os.environ.get("INFLIGHT_ADMIN_KEY")
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     request = Request(f"{url.rstrip('/')}/v1/replicas{path}", method=method, headers=headers)
     try:
         with urlopen(request) as response:
-            found: dict[str, Any] = json.load(response)
+            answer: dict[str, Any] = json.load(response)
     except HTTPError as error:
         raise EngineError(_message(error)) from None
     except (OSError, ValueError) as error:
         raise EngineError(f"the server at {url} does not answer: {error}") from None
-    return found
+    return answer
 
 
 def _message(error: HTTPError) -> str:
@@ -101,8 +103,8 @@ def _message(error: HTTPError) -> str:
         return f"the server answered with {error.code} {error.reason}"
 
 
-def _show(found: dict[str, Any]) -> None:
-    rows = [[shape.format(item[name]) for _, name, shape in _COLUMNS] for item in found["data"]]
+def _show(answer: dict[str, Any]) -> None:
+    rows = [[shape.format(item[name]) for _, name, shape in _COLUMNS] for item in answer["data"]]
     table = [[title for title, _, _ in _COLUMNS], *rows]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for row in table:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args
 
 import typer
 from rich.cells import cell_len, set_cell_size
@@ -16,79 +16,80 @@ from inflight.cli.option_sources import with_flags
 from inflight.config import ENGINE_OPTIONS
 from inflight.errors import PromptError
 from inflight.interrupts import interrupts_end_at_once
+from inflight.option import Option, option_kind
 from inflight.outputs import RerankResult
+from inflight.scoring import EmbedParams, Scale, ScoreParams, parameter_help, parameter_types
 
 if TYPE_CHECKING:
     from inflight.entrypoints.llm import LLM
 
 # The engine's options that these commands have flags for.
-POOLING_OPTIONS = (
-    "device",
-    "dtype",
-    "load_format",
-    "max_model_len",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-)
+ENGINE_FLAGS = ("device", "dtype", "load_format", "max_model_len", "max_num_seqs", "max_num_batched_tokens")
 STDIN = "-"
 FIRST_CHARACTERS = 400  # of a document, of which the table shows as many as fit
 
-_MODEL = typer.Option("--model", "-m", help="A folder or a hub id.", show_default="the built-in one")
-_TRUNCATE = typer.Option(help="Cut texts that are longer than the model reads, or refuse them.")
+_MODEL = typer.Option("--model", "-m", help="A folder or a hub id.", show_default="the built-in model")
 _FILES = typer.Argument(
-    help="Each file is a document; of one file, or of - (standard input), each line is one."
+    help="Documents, one per file; with a single file, or - (standard input), one per line."
 )
 _TEXTS = typer.Argument(help="Texts; - is standard input, one text per line.")
 
 
-@with_flags((ENGINE_OPTIONS[name] for name in POOLING_OPTIONS), panel="Engine")
+def _flags(params: type, truncate: bool) -> list[Option]:
+    """Return a flag for each parameter of a task, then flags for the engine's options."""
+    descriptions, types = parameter_help(params), parameter_types(params)
+    defaults, choices = {"truncate": truncate}, {"scale": get_args(Scale)}
+    own = [
+        Option(
+            name,
+            *option_kind(types[name]),
+            default=defaults.get(name),
+            panel="Task",
+            help=description,
+            choices=choices.get(name, ()),
+        )
+        for name, description in descriptions.items()
+    ]
+    return own + [replace(ENGINE_OPTIONS[name], panel="Engine") for name in ENGINE_FLAGS]
+
+
+def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Separate the parameters of a task from the engine's options."""
+    engine = {name: value for name, value in options.items() if name in ENGINE_FLAGS}
+    return {name: value for name, value in options.items() if name not in ENGINE_FLAGS}, engine
+
+
+@with_flags(_flags(ScoreParams, truncate=True))
 def rerank(
-    query: Annotated[str, typer.Argument(help="What is searched for.")],
+    query: Annotated[str, typer.Argument(help="The query.")],
     files: Annotated[list[str], _FILES],
     model: Annotated[str | None, _MODEL] = None,
     top_n: Annotated[int | None, typer.Option(min=1, help="Show only the best.", show_default="all")] = None,
-    truncate: Annotated[bool, _TRUNCATE] = True,
-    max_tokens_per_doc: Annotated[
-        int | None, typer.Option(min=1, help="Cut documents to this many tokens.")
-    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    **engine: Any,
+    **options: Any,
 ) -> None:
-    """Order documents by how well they answer a query, the best first."""
+    """Sort documents by how well they answer a query, the best first."""
     documents = _read_documents(files)
+    params, engine = _split({"truncate": True, **options})
     llm = _load(model, "reranker", engine, show=not as_json)
-    found = llm.rerank(
-        query,
-        [document.text for document in documents],
-        top_n,
-        use_tqdm=not as_json,
-        truncate=truncate,
-        max_tokens_per_doc=max_tokens_per_doc,
-    )
+    texts = [document.text for document in documents]
+    results = llm.rerank(query, texts, top_n, use_tqdm=not as_json, **cast(ScoreParams, params))
     if as_json:
-        _print_json(query, found, documents)
+        _print_json(query, results, documents)
     else:
-        _print_table(found, documents, llm.max_model_len if truncate else None)
+        _print_table(results, documents, llm.max_model_len if params["truncate"] else None)
 
 
-@with_flags((ENGINE_OPTIONS[name] for name in POOLING_OPTIONS), panel="Engine")
+@with_flags(_flags(EmbedParams, truncate=False))
 def embed(
-    texts: Annotated[list[str], _TEXTS],
-    model: Annotated[str | None, _MODEL] = None,
-    prompt_name: Annotated[
-        str | None, typer.Option(help="One of the model's own prompts, to put before each text.")
-    ] = None,
-    dimensions: Annotated[
-        int | None, typer.Option(help="Fewer dimensions, of models that were trained for it.")
-    ] = None,
-    truncate: Annotated[bool, _TRUNCATE] = False,
-    **engine: Any,
+    texts: Annotated[list[str], _TEXTS], model: Annotated[str | None, _MODEL] = None, **options: Any
 ) -> None:
     """Print the embeddings of texts, one JSON object per line."""
-    given = [line.text for line in _lines(STDIN)] if texts == [STDIN] else texts
+    texts = [line.text for line in _lines(STDIN)] if texts == [STDIN] else texts
+    params, engine = _split(options)
     llm = _load(model, "embedder", engine, show=True)
-    outputs = llm.embed(given, prompt_name=prompt_name, dimensions=dimensions, truncate=truncate)
-    for index, (text, output) in enumerate(zip(given, outputs, strict=True)):
+    outputs = llm.embed(texts, **cast(EmbedParams, params))
+    for index, (text, output) in enumerate(zip(texts, outputs, strict=True)):
         line = {
             "index": index,
             "text": text,
@@ -102,7 +103,7 @@ def _load(
     model: str | None, kind: Literal["reranker", "embedder"], engine: dict[str, Any], show: bool
 ) -> LLM:
     with interrupts_end_at_once():
-        from inflight.entrypoints.llm import LLM  # torch is loaded only now
+        from inflight.entrypoints.llm import LLM  # imports torch, which is slow
         from inflight.models.builtin import builtin_folder
 
     return LLM(builtin_folder(kind) if model is None else model, show_progress=show, **engine)
@@ -113,7 +114,7 @@ def _load(
 
 @dataclass(frozen=True, slots=True)
 class NamedDocument:
-    name: str  # where it was found
+    name: str  # file, or file and line
     text: str
 
 
@@ -124,12 +125,12 @@ def _read_documents(files: list[str]) -> list[NamedDocument]:
 
 
 def _lines(file: str) -> list[NamedDocument]:
-    """The lines of a file that are not empty, by their numbers."""
+    """Return the lines of a file that are not empty, named by their numbers."""
     lines = enumerate(_read(file).splitlines(), 1)
-    found = [NamedDocument(f"{file}:{number}", line) for number, line in lines if line.strip()]
-    if not found:
-        raise PromptError(f"{file!r} has no lines with text: nothing to do")
-    return found
+    documents = [NamedDocument(f"{file}:{number}", line) for number, line in lines if line.strip()]
+    if not documents:
+        raise PromptError(f"{file!r} has no lines with text")
+    return documents
 
 
 def _read(file: str) -> str:
@@ -142,7 +143,7 @@ def _read(file: str) -> str:
 # ---- output ----
 
 
-def _print_json(query: str, found: list[RerankResult], documents: list[NamedDocument]) -> None:
+def _print_json(query: str, ranking: list[RerankResult], documents: list[NamedDocument]) -> None:
     results = [
         {
             "index": item.index,
@@ -150,34 +151,34 @@ def _print_json(query: str, found: list[RerankResult], documents: list[NamedDocu
             "name": documents[item.index].name,
             "document": item.document,
         }
-        for item in found
+        for item in ranking
     ]
-    scale = found[0].scale
+    scale = ranking[0].scale
     print(json.dumps({"query": query, "scale": scale, "results": results}, ensure_ascii=False))
 
 
-def _print_table(found: list[RerankResult], documents: list[NamedDocument], cut_at: int | None) -> None:
-    """A line for each document, as wide as the terminal."""
+def _print_table(ranking: list[RerankResult], documents: list[NamedDocument], cut_at: int | None) -> None:
+    """Print a line for each document, as wide as the terminal."""
     console = Console()
-    names = [documents[item.index].name for item in found]
+    names = [documents[item.index].name for item in ranking]
     name_width = min(max(map(cell_len, ("document", *names))), console.width // 3)
-    heading = f"score ({found[0].scale})"
+    heading = f"score ({ranking[0].scale})"
 
     def line(rank: object, score: str, name: str, words: str) -> str:
         figures = f"{rank:>4}  {score:>{len(heading)}}  {_fit(name, name_width)}  "
         return figures + _fit(words, console.width - cell_len(figures)).rstrip()
 
     typer.secho(line("rank", heading, "document", "begins"), dim=True)
-    for rank, (item, name) in enumerate(zip(found, names, strict=True), 1):
+    for rank, (item, name) in enumerate(zip(ranking, names, strict=True), 1):
         beginning = item.document[:FIRST_CHARACTERS]
         words = " ".join("".join(c if c.isprintable() else " " for c in beginning).split())
         print(line(rank, f"{item.relevance_score:.4f}", name, words))
     if cut_at is not None:
-        note = f"of a query and a document, up to {cut_at} tokens were read"
+        note = f"up to {cut_at} tokens of a query and a document were read"
         Console(stderr=True).print(note, style="dim", highlight=False)
 
 
 def _fit(text: str, width: int) -> str:
-    """So many columns of the terminal, with blanks, or with an ellipsis in place of what is too much."""
+    """Return text of exactly `width` terminal columns: padded, or cut with an ellipsis."""
     fits = cell_len(text) <= width
     return set_cell_size(text, width) if fits else f"{set_cell_size(text, max(width - 1, 0))}…"

@@ -8,19 +8,19 @@ from typing import Annotated, Any
 import typer
 
 from inflight.cli.command import NOTES, InflightCommand, needs_extra
-from inflight.cli.option_sources import argument, gather, unread, with_flags
+from inflight.cli.option_sources import argument, gather, unused_variables, with_flags
 from inflight.interrupts import interrupts_end_at_once
 from inflight.server.config import SERVE_OPTIONS, ServerConfig
 from inflight.vllm_compat.cli_flags import SERVE_RULES
 
 
 class ServeCommand(InflightCommand):
-    """Tells its notes in its own logs."""
+    """Logs its notes once logging is configured."""
 
-    tells_notes = False
+    logs_notes = False
 
 
-_CONFIG = typer.Option(help="A YAML file with options, by the names of the flags.")
+_CONFIG = typer.Option(help="A YAML file with options, named like the flags.")
 
 
 @with_flags(option for name, option in SERVE_OPTIONS.items() if name != "model")
@@ -30,10 +30,10 @@ def serve(
     config: Annotated[str | None, _CONFIG] = None,
     **flags: Any,
 ) -> None:
-    """Serve a model over HTTP with OpenAI's API.
+    """Serve a model over HTTP with the APIs of OpenAI and Anthropic.
 
-    Every option can also be given as INFLIGHT_NAME in the environment or as a line of the --config file;
-    flags win over variables, variables over the file. Flags of `vllm serve` are known: docs/from-vllm.md.
+    Every option can also be set as INFLIGHT_NAME in the environment or in the --config file. Flags take
+    precedence over variables, and variables over the file. Flags of `vllm serve` are accepted: docs/from-vllm.md.
     """
     if model is not None:
         flags["model"] = model
@@ -45,6 +45,6 @@ def serve(
                 from inflight.engine.remote.supervisor import start_spare_engine
 
                 start_spare_engine(options.process.environment)
-            from inflight.server.run import run  # the server's packages are loaded only now
+            from inflight.server.run import run  # imports the server's packages
 
-    run(options, [*ctx.meta[NOTES], *unread(SERVE_OPTIONS, os.environ)])
+    run(options, [*ctx.meta[NOTES], *unused_variables(SERVE_OPTIONS, os.environ)])

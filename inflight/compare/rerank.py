@@ -184,7 +184,7 @@ def compare_reranking(
     progress: Progress | None = None,
 ) -> RerankComparison:
     """Score the same pairs under every strategy, one after the other."""
-    processor = engine.pooling_processor("rerank")
+    processor = engine.scoring_processor("rerank")
     if processor.facts.scores != "pair" or processor.facts.splittable:
         raise ParameterError(
             "the rerank workload needs a cross-encoder, which reads a question and a passage together in one step: "
@@ -192,7 +192,7 @@ def compare_reranking(
         )
     pairs = draw_pairs(workload.num_pairs, workload.seed)
     queries, passages = (list(texts) for texts in zip(*pairs, strict=True))
-    (group,) = processor.score(queries, passages, None, None, truncate=True, max_tokens_per_doc=None).groups
+    (group,) = processor.score(queries, passages, {"truncate": True}).groups
     texts = processor.inputs.encode(group, 0, len(pairs))
     times = workload.arrival.times(len(pairs), workload.seed)
     runs = []

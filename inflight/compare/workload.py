@@ -9,7 +9,7 @@ from typing import Any
 
 from inflight.compare.prompts import draw_prompts
 from inflight.errors import ConfigError, ParameterError
-from inflight.frontend.pooling import cannot
+from inflight.frontend.scoring import unsupported_task
 from inflight.loading import LoadedEngine
 from inflight.sampling_params import SamplingParams
 
@@ -98,7 +98,7 @@ def build_jobs(workload: Workload, engine: LoadedEngine) -> list[Job]:
     Every job has its own seed, so its tokens do not depend on the strategy.
     """
     if not engine.generates:
-        raise cannot("generate", engine.pooling, generates=False)
+        raise unsupported_task("generate", engine.pooling, generates=False)
     rng = Random(workload.seed)
     prompts = (
         _real_prompts(workload, engine) if workload.lengths == "real" else _ragged_prompts(workload, engine)

@@ -59,6 +59,15 @@ class FairThreads:
         job.future.add_done_callback(lambda future: self._withdraw(job) if future.cancelled() else None)
         return job.future
 
+    def close(self) -> None:
+        """Cancel the jobs that wait, and let those that run end. Returns at once."""
+        with self._lock:
+            waiting = [job for jobs in self._waiting.values() for job in jobs]
+            self._waiting.clear()
+        for job in waiting:
+            job.future.cancel()
+        self._threads.shutdown(wait=False)
+
     def _start_jobs(self) -> None:
         """Start as many jobs as there are threads for. The lock is held."""
         while self._running.total() < self._num_threads:

@@ -11,19 +11,15 @@ which their owners share fairly: whoever sends grammars that take long waits for
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import signal
-import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import cache
 from typing import Any, Generic, TypeVar
 
 from inflight.constraints import trial_worker
@@ -32,6 +28,8 @@ from inflight.constraints.compiler import LIMITS
 from inflight.constraints.fair_threads import FairThreads
 from inflight.constraints.vocabulary import Vocabulary
 from inflight.errors import GrammarWorkerError
+from inflight.processes.sandbox import SandboxPool, SandboxWorker
+from inflight.processes.sandbox_worker import pack
 
 logger = logging.getLogger(__name__)
 
@@ -40,13 +38,11 @@ T = TypeVar("T")
 ATTEMPT_SECONDS = 1.0  # of the processor, for one grammar
 TRIAL_SECONDS = 2.0  # of the processor, for all grammars of one request
 WALL_SECONDS = 10.0  # for all of them, on a very busy machine
-START_SECONDS = 60
 MEMORY = 512 << 20  # bytes of address space
 STACK = 1 << 20  # bytes: threads that compile and fill masks have twice as many at least
 NUM_WORKERS = 2  # at once
 MAX_PER_OWNER = 1  # of these
 MAX_WAITING = 256  # trials of one owner
-_INHERITED = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONHOME", "LANG", "LC_ALL")
 
 
 class TrialBudget:
@@ -79,66 +75,47 @@ def _too_busy() -> GrammarWorkerError:
     return GrammarWorkerError(f"a grammar could not be tried within {WALL_SECONDS:g} s on this busy machine")
 
 
-class _TrialProcess:
-    """One child process, which starts on its own. It has no use after an error: then it must be killed."""
-
+class _TrialProcess(SandboxWorker):
     def __init__(self, vocabulary: bytes) -> None:
-        # The whole path is passed on, so neither site packages nor the script's own folder are looked at.
-        environment = {name: os.environ[name] for name in _INHERITED if name in os.environ}
-        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-        self._is_ready = False
-        self._socket, theirs = socket.socketpair()
-        with theirs, tempfile.TemporaryFile() as file:
+        with tempfile.TemporaryFile() as file:
             file.write(vocabulary)
             file.seek(0)
-            limits = map(str, (MEMORY, STACK, file.fileno()))
+            descriptor = file.fileno()
             try:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-S", "-P", trial_worker.__file__, *limits],
-                    stdin=theirs.fileno(),
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,  # last words of a library that a user has brought down
-                    pass_fds=(file.fileno(),),
-                    env=environment,
+                super().__init__(
+                    trial_worker.__file__,
+                    *(MEMORY, STACK, descriptor),
+                    descriptors=(descriptor,),
+                    stderr=subprocess.DEVNULL,  # a user can make the library print its last words
                 )
             except OSError as error:
-                self._socket.close()
                 raise GrammarWorkerError(
                     f"the process that tries grammars cannot be started: {error}"
                 ) from error
 
     def wait_until_ready(self) -> None:
         """Raises GrammarWorkerError."""
-        if self._is_ready:
-            return
         try:
-            self._receive(START_SECONDS)
+            super().wait_until_ready()
         except TimeoutError:
-            self.kill()
             raise GrammarWorkerError("the process that tries grammars does not start") from None
         except (OSError, EOFError):
             self.kill()
-            raise GrammarWorkerError(
-                f"the process that tries grammars ended with {self._process.returncode}"
-            ) from None
-        self._is_ready = True
+            raise GrammarWorkerError(f"the process that tries grammars ended with {self.wait()}") from None
 
     def attempt(self, grammar: str, cpu_seconds: float, wall_seconds: float) -> tuple[str, float]:
         """Return why a grammar cannot be used, empty if it can, and the CPU time that it took to find out. Raises
         AttemptDiedError, or GrammarWorkerError where the grammar is not to blame."""
-        job = json.dumps({"grammar": grammar, "limits": LIMITS, "seconds": cpu_seconds}).encode()
+        request = pack({"grammar": grammar, "limits": LIMITS, "seconds": cpu_seconds})
         try:
-            self._socket.settimeout(wall_seconds)
-            self._socket.sendall(trial_worker.HEADER.pack(len(job)) + job)
-            error, seconds_used = json.loads(self._receive(wall_seconds))
+            return self.call(request, wall_seconds)
         except TimeoutError:
             raise _too_busy() from None
         except (OSError, EOFError):
             raise self._death(cpu_seconds) from None
-        return error, seconds_used
 
     def _death(self, cpu_seconds: float) -> Exception:
-        code = self._process.wait()
+        code = self.wait()
         if code >= 0 or code == -signal.SIGKILL:
             return GrammarWorkerError(f"the process that tries grammars ended with {code}")
         if code == -signal.SIGPROF:
@@ -148,35 +125,6 @@ class _TrialProcess:
         if code == -signal.SIGSEGV:
             return AttemptDiedError("it is nested too deeply, or too long a sequence")
         return AttemptDiedError("compiling it takes too much memory")
-
-    def _receive(self, seconds: float) -> bytes:
-        deadline = time.monotonic() + seconds
-        header = self._receive_exactly(trial_worker.HEADER.size, deadline)
-        return self._receive_exactly(trial_worker.HEADER.unpack(header)[0], deadline)
-
-    def _receive_exactly(self, size: int, deadline: float) -> bytes:
-        data = b""
-        while len(data) < size:
-            self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
-            part = self._socket.recv(size - len(data))
-            if not part:
-                raise EOFError
-            data += part
-        return data
-
-    def interrupt(self) -> None:
-        """End the process, whatever it does; whoever waits for it gets GrammarWorkerError. For any thread."""
-        self._process.kill()
-
-    def kill(self) -> None:
-        self._socket.close()
-        self._process.kill()
-        self._process.wait()
-
-
-def _kill_all(workers: list[_TrialProcess]) -> None:
-    while workers:
-        workers.pop().kill()
 
 
 class Trial(Generic[T]):
@@ -188,7 +136,7 @@ class Trial(Generic[T]):
         self._lock = threading.Lock()
         self._process: _TrialProcess | None = None  # while it works for this trial
         self.is_cancelled = False
-        self.has_lost_worker = False  # its process cannot be used again
+        self.needs_replacement = False  # its process was lost
 
     def attempt(self, process: _TrialProcess, grammar: str, budget: TrialBudget) -> str:
         """Return why a grammar cannot be used, empty if it can."""
@@ -197,11 +145,9 @@ class Trial(Generic[T]):
             if self.is_cancelled:
                 raise GrammarWorkerError("the trial was cancelled")
             self._process = process
-            self.has_lost_worker = True  # unless it answers
         error, seconds_used = process.attempt(grammar, cpu_seconds, wall_seconds)
         with self._lock:
             self._process = None
-            self.has_lost_worker = self.is_cancelled  # which may have interrupted it just now
         budget.spend(seconds_used)
         return error
 
@@ -219,22 +165,20 @@ class GrammarTrials:
     """Try grammars, a few at a time, and no more than `MAX_PER_OWNER` of one owner. For any thread."""
 
     def __init__(self, make_vocabulary: Callable[[], Vocabulary]) -> None:
-        self._make_vocabulary = make_vocabulary
-        self._packed: bytes | None = None
-        self._idle: list[_TrialProcess] = []
+        packed_vocabulary = cache(lambda: make_vocabulary().packed())
+        self._pool: SandboxPool[_TrialProcess] = SandboxPool(lambda: _TrialProcess(packed_vocabulary()))
         self._is_closed = False
         self._threads = FairThreads("inflight-trials", NUM_WORKERS, MAX_PER_OWNER, MAX_WAITING)
-        weakref.finalize(self, _kill_all, self._idle)  # also at the end of the program
 
     def start(self) -> None:
         """A worker for the first grammar, which need not wait for it then. Returns at once."""
-        if not self._idle:
-            self._idle.append(self._new_worker())
+        if not self._pool.idle:
+            self._pool.idle.append(self._pool.start())
 
     def close(self) -> None:
         """End the workers, those that are busy when their trial is over; a later grammar starts a new one."""
         self._is_closed = True
-        _kill_all(self._idle)
+        self._pool.close()
 
     def begin(self, owner: str, work: Callable[[Attempt[bool]], T]) -> Trial[T]:
         """Call `work` with an attempt that raises AttemptDiedError for a grammar that cannot even be tried, as soon as
@@ -247,41 +191,29 @@ class GrammarTrials:
         return trial
 
     def _run(self, trial: Trial[T], work: Callable[[Attempt[bool]], T]) -> T:
-        try:
-            worker = self._idle.pop()
-        except IndexError:
-            worker = self._new_worker()
-        trial.has_lost_worker = True
-
+        worker = self._pool.take()
         try:
             worker.wait_until_ready()
-            trial.has_lost_worker = False
             budget = TrialBudget()
             return work(lambda grammar: trial.attempt(worker, grammar, budget) or True)
         finally:
-            if trial.has_lost_worker:
-                worker.kill()
-            else:
-                self._idle.append(worker)
+            trial.needs_replacement = not worker.is_usable
+            self._pool.put_back(worker)
             if self._is_closed:
-                _kill_all(self._idle)
+                self._pool.close()
 
     def _replace_worker(self, trial: Trial[Any]) -> None:
         """Have a new worker ready before the owner's next trial may begin: whoever has workers killed waits for others,
         and nobody else does."""
-        if not trial.has_lost_worker or self._is_closed:
+        if not trial.needs_replacement or self._is_closed:
             return
         try:
-            worker = self._new_worker()
-            worker.wait_until_ready()
+            worker = self._pool.start()
+            try:
+                worker.wait_until_ready()
+            finally:
+                self._pool.put_back(worker)
         except GrammarWorkerError:
             logger.exception("a process that tries grammars could not be replaced")
-            return
-        self._idle.append(worker)
         if self._is_closed:
-            _kill_all(self._idle)
-
-    def _new_worker(self) -> _TrialProcess:
-        if self._packed is None:
-            self._packed = self._make_vocabulary().packed()
-        return _TrialProcess(self._packed)
+            self._pool.close()

@@ -1,49 +1,43 @@
-"""The process that tries grammars, run as a script by `trial.py`: compile one, and take its first steps.
+"""The process that tries grammars, run as a script by `trial.py`: it compiles a grammar and takes its first steps.
 
-It has the model's own vocabulary, and less memory, time and stack than whoever compiles the grammar afterwards. It is
-ended by the system where it wants more, which is all that happens to anyone. Nothing of inflight is imported but the
-vocabulary, by its path, so that it starts soon.
+It has the model's own vocabulary, and less memory, time and stack than the engine that compiles the grammar afterwards.
+A grammar that needs more ends this process and nothing else. The vocabulary's module is loaded by its path, since the
+package would import much more.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import resource
 import signal
-import struct
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from inflight.processes.sandbox_worker import isolate, serve
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 STEPS = 8
-NICENESS = 5  # on a busy machine it gets about a third of the time that the server and a CPU engine get
-HEADER = struct.Struct("!I")
+NICENESS = 5  # a busy machine gives it about a third of the time that the server and a CPU engine get
 _PAGE = resource.getpagesize()
 
 
 def main() -> None:
     memory, stack, vocabulary = map(int, sys.argv[1:])
     os.nice(NICENESS)
-    for number in (signal.SIGINT, signal.SIGHUP):  # a terminal's are for the parent
-        signal.signal(number, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    isolate()
     with open(vocabulary, "rb") as file:
         tokenizer = read_tokenizer(file.read())
     resource.setrlimit(resource.RLIMIT_STACK, (stack, resource.getrlimit(resource.RLIMIT_STACK)[1]))
-    send(b"ready")
-    while (job := receive()) is not None:
+
+    def answer(request: dict[str, Any]) -> str:
         limit_memory(memory)
-        message = json.loads(job)
-        seconds = message.pop("seconds")
-        signal.setitimer(signal.ITIMER_PROF, seconds)  # of the processor; the signal ends the process
-        error = attempt(tokenizer, **message)
-        seconds_left, _ = signal.setitimer(signal.ITIMER_PROF, 0)
-        send(json.dumps([error, seconds - seconds_left]).encode())
+        return attempt(tokenizer, **request)
+
+    serve(answer, signal.ITIMER_PROF)  # limits the time on a processor
 
 
 def read_tokenizer(data: bytes) -> LLTokenizer:
@@ -57,16 +51,16 @@ def read_tokenizer(data: bytes) -> LLTokenizer:
 
 
 def limit_memory(memory: int) -> None:
-    """So much more than there is now."""
+    """Allow the process this many bytes more than it has now."""
     try:
         size = int(Path("/proc/self/statm").read_text().split()[0]) * _PAGE
         resource.setrlimit(resource.RLIMIT_AS, (size + memory, resource.getrlimit(resource.RLIMIT_AS)[1]))
-    except (OSError, ValueError):  # some systems have no such limit
+    except (OSError, ValueError):  # some systems lack this limit
         return
 
 
 def attempt(tokenizer: LLTokenizer, grammar: str, limits: dict[str, Any]) -> str:
-    """Why it cannot be used; nothing if it can."""
+    """Return why a grammar cannot be used, or nothing if it can."""
     from llguidance import LLMatcher, LLParserLimits
 
     state = LLMatcher(tokenizer, grammar, log_level=0, limits=LLParserLimits(**limits, verbose_errors=False))
@@ -74,7 +68,7 @@ def attempt(tokenizer: LLTokenizer, grammar: str, limits: dict[str, Any]) -> str
 
 
 def first_error(state: LLMatcher, end: int) -> str:
-    """Of what is compiled, or of the first steps along some text that does not end where it might."""
+    """Return the error of a compiled grammar or of the first steps along a text that does not end early, if any."""
     for step in range(STEPS):
         if state.is_error():
             return state.get_error()
@@ -85,31 +79,8 @@ def first_error(state: LLMatcher, end: int) -> str:
         allowed = mask.rstrip(b"\0")
         if not allowed or state.is_stopped():
             break
-        state.consume_token(8 * len(allowed) + allowed[-1].bit_length() - 9)  # the last one
+        state.consume_token(8 * len(allowed) + allowed[-1].bit_length() - 9)  # the last allowed token
     return state.get_error()
-
-
-def receive() -> bytes | None:
-    """One message from the parent; None once it is gone."""
-    header = read_exactly(HEADER.size)
-    return None if header is None else read_exactly(HEADER.unpack(header)[0])
-
-
-def read_exactly(size: int) -> bytes | None:
-    parts = []
-    while size:
-        part = os.read(0, min(size, 1 << 20))
-        if not part:
-            return None
-        parts.append(part)
-        size -= len(part)
-    return b"".join(parts)
-
-
-def send(body: bytes) -> None:
-    data = memoryview(HEADER.pack(len(body)) + body)
-    while data:
-        data = data[os.write(0, data) :]
 
 
 if __name__ == "__main__":

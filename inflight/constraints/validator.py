@@ -12,8 +12,7 @@ from functools import cache, cached_property, partial
 from importlib.util import find_spec
 
 from inflight.constraints.attempts import Attempt, first_success
-from inflight.constraints.compiler import GrammarCompiler
-from inflight.constraints.kept import KeptOutcomes, result_of
+from inflight.constraints.compiler import GrammarCompiler, KeptOutcomes, result_of
 from inflight.constraints.trial import GrammarTrials, Trial
 from inflight.constraints.vocabulary import Vocabulary
 from inflight.errors import ParameterError

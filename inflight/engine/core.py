@@ -1,50 +1,30 @@
-"""The loop: schedule, launch, collect, update."""
+"""The engine loop: schedule, launch, collect, update."""
 
 from __future__ import annotations
 
 import logging
 import math
+import sys
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 from inflight.engine.runner import Runner
 from inflight.engine.sleep import Command, NoSleepSupport, SleepingRunner, SleepSupport, asleep
+from inflight.engine.stats import STEP_SIZES, EngineStats
 from inflight.engine.step_records import LaunchedStep, StepRecords
 from inflight.errors import DeviceLostError, EngineError, QueueFullError
-from inflight.events import Delta, KVUsage
+from inflight.events import Delta
 from inflight.request import Request
 from inflight.scheduling import Batch, Sampled, ScheduledStep, Scheduler
 
 logger = logging.getLogger(__name__)
 
-STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-MARGIN = 0.001  # seconds by which a step is launched before the device needs it
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """The engine at one moment, and its totals so far."""
-
-    num_running: int
-    num_waiting: int
-    num_steps: int
-    num_prompt_tokens: int
-    num_output_tokens: int
-    num_preemptions: int
-    num_failed_steps: int  # not among num_steps
-    num_prefix_queries: int  # tokens
-    num_prefix_hits: int  # tokens
-    kv: KVUsage
-    is_sleeping: bool = False
-    # Steps by the tokens that they computed: how many were no larger than each of STEP_SIZES, then those beyond.
-    step_sizes: tuple[int, ...] = (0,) * (len(STEP_SIZES) + 1)
-    num_step_tokens: int = 0  # of these steps together
+MARGIN = 0.001  # seconds that a step is launched before the device needs it
 
 
 class EngineCore:
@@ -68,18 +48,18 @@ class EngineCore:
         self.pipeline_depth = pipeline_depth
         self.max_queue = max_queue
         self.clock = clock
-        # Raises DeviceLostError if no step could be run any more. For loops to ask while there is nothing to do.
+        # Raises DeviceLostError if the device is lost. Loops call it while the engine is idle.
         self.check = check
-        # What a request should wait for before it is added, since steps would: others are in them.
+        # Returns a future that a request should wait for before it is added, so that no step of others has to wait.
         self.prepare = prepare
         self._records = StepRecords(engine_id)
         self.observers = self._records.observers
         self._in_flight: deque[LaunchedStep] = deque()
         self._collected_at = -math.inf
         self._step_times = StepTimes()
-        # Seconds that the last steps took from being scheduled to being launched.
+        # Seconds from scheduling to launch, for the last steps.
         self._leads = deque((0.0,), maxlen=4)
-        self._num_left_waiting = 0  # by the last step that was scheduled
+        self._num_left_waiting = 0  # requests that the last scheduled step did not admit
         self._num_prompt_tokens = self._num_output_tokens = self._num_steps = self._num_failed_steps = 0
         self._step_sizes = [0] * (len(STEP_SIZES) + 1)
         self._num_step_tokens = 0
@@ -89,40 +69,42 @@ class EngineCore:
     def add(self, request: Request) -> None:
         if self.is_sleeping:
             raise asleep()
-        self.check_place()
+        self.check_queue_limit()
         request.record.arrived_at = now = self.clock()
         self.scheduler.add(request)
         self._records.arrival(request.request_id, now)
         self._num_prompt_tokens += request.num_prompt_tokens
 
-    def check_place(self, num_coming: int = 0) -> None:
-        """Raise QueueFullError if the queue is full, or will be once `num_coming` requests are added. Whoever the next
-        step can take in needs no place in it."""
+    def check_queue_limit(self, num_pending: int = 0) -> None:
+        """Raise QueueFullError if the queue is full, or will be once `num_pending` requests are added.
+
+        Requests that the next step can admit do not count.
+        """
         if self.max_queue is None:
             return
         max_queue, pool = self.max_queue, self.scheduler.pool
         num_waiting = pool.num_waiting
         if not num_waiting:
             self._num_left_waiting = 0
-        num_waiting += num_coming
-        # If a step left anyone waiting, it is not rows that are wanting.
+        num_waiting += num_pending
+        # If the last step left requests waiting, rows are not the bottleneck.
         num_free_rows = 0 if self._num_left_waiting else pool.num_free_rows
         if num_waiting >= max_queue + num_free_rows:
-            rows = f", beside {num_free_rows} that can run at once (max_num_seqs)" if num_free_rows else ""
+            rows = f", plus {num_free_rows} that can run at once (max_num_seqs)" if num_free_rows else ""
             raise QueueFullError(
-                f"{num_waiting} requests are waiting: the queue has {max_queue} places (max_queue){rows}, and "
-                "every answer takes one"
+                f"the queue is full: {num_waiting} requests are waiting, and max_queue is {max_queue}{rows}; each "
+                "completion counts as one"
             )
 
     def abort(self, request_id: str, reason: str = "abort") -> tuple[int, list[Delta]]:
-        """End a request. The number of blocks freed, and its last delta; (0, []) if there is no such request."""
+        """End a request. Return the number of blocks freed and the deltas; (0, []) if there is no such request."""
         pool, now = self.scheduler.pool, self.clock()
         request = pool.requests.get(request_id)
         if request is None:
             return 0, []
-        found = pool.abort(request, now, reason)
+        num_freed, deltas = pool.abort(request, now, reason)
         self._records.abort(request_id, reason, pool, now)
-        return found
+        return num_freed, deltas
 
     @property
     def has_work(self) -> bool:
@@ -131,8 +113,10 @@ class EngineCore:
     # ---- the loop ----
 
     def schedule_delay(self) -> float:
-        """Seconds that the next step may be put off, for requests that come meanwhile to be part of it: the one on
-        the device will not be over before."""
+        """Return the seconds by which the next step can be delayed, so that more requests can join it.
+
+        The step on the device is expected to take longer than that.
+        """
         if self.pipeline_depth == 1 or len(self._in_flight) != 1 or self.scheduler.limits.num_stages > 1:
             return 0.0
         launched = self._in_flight[0]
@@ -140,12 +124,14 @@ class EngineCore:
         return max(0.0, over_at - max(self._leads) - MARGIN - self.clock())
 
     def _began_at(self, launched: LaunchedStep) -> float:
-        """A step begins when it is launched or, if that is later, when the step before it is done."""
+        """Return when the step began: when it was launched or, if later, when the previous step was done."""
         return max(launched.started_at, self._collected_at)
 
     def step(self) -> list[Delta]:
-        """Launch the next batch, then collect the one that is due. An error of a step ends the request that caused
-        it, not the loop, unless there is nothing left to run it on."""
+        """Launch the next batch, then collect the one that is due.
+
+        An error in a step ends the request that caused it, not the loop, unless the device is lost.
+        """
         scheduled_at = self.clock()
         step = self._schedule()
         if step is not None:
@@ -165,11 +151,11 @@ class EngineCore:
     def _schedule(self) -> ScheduledStep | None:
         step = self.scheduler.schedule(self.clock())
         if step is None and not self._in_flight and self.scheduler.pool.has_work:
-            # A step that only preempts computes nothing: the next one must.
+            # The schedule may only have preempted requests: the next one must compute something.
             step = self.scheduler.schedule(self.clock())
             if step is None:
                 raise EngineError(
-                    f"{self.scheduler.pool.num_waiting} requests wait in an empty engine, but none of them fits"
+                    f"{self.scheduler.pool.num_waiting} requests are waiting on an idle engine, but none of them fits"
                 )
         self._num_left_waiting = self.scheduler.pool.num_waiting
         return step
@@ -199,35 +185,37 @@ class EngineCore:
         return deltas
 
     def _fail(self, launched: LaunchedStep, error: Exception) -> list[Delta]:
-        beside = list(self._in_flight)  # what was launched around the failed step is void
+        others_in_flight = list(self._in_flight)  # steps in flight with the failed one are void
         self._in_flight.clear()
         step = launched.step
-        for other in beside:
+        for other in others_in_flight:
             try:
                 self.runner.collect(other.handle)
             except DeviceLostError:
                 raise
             except Exception:
-                logger.warning("a step in flight beside step %d failed too", step.step)
+                logger.warning("a step in flight with step %d failed, too", step.step)
         message = f"{type(error).__name__} in step {step.step}"
         now = self.clock()
         deltas = self.scheduler.fail(step, message, now)
         logger.error(
-            "step %d failed: %d of its %d requests end with the error, any others are tried alone",
+            "step %d failed: %d of its %d requests end with an error; any others are retried one at a time",
             step.step,
             sum(delta.error is not None for delta in deltas),
             len(step),
             exc_info=error,
         )
-        self._num_failed_steps += 1 + len(beside)
+        self._num_failed_steps += 1 + len(others_in_flight)
         if self.observers:
-            for other in sorted((launched, *beside), key=lambda other: other.step.step):
-                news = deltas if other is launched else ()
+            for other in sorted((launched, *others_in_flight), key=lambda other: other.step.step):
+                step_deltas = deltas if other is launched else ()
                 began_at = self._began_at(other)
-                self._records.step(other, news, self.scheduler.pool, began_at, now, self.clock(), message)
+                self._records.step(
+                    other, step_deltas, self.scheduler.pool, began_at, now, self.clock(), message
+                )
         return deltas
 
-    # ---- what it shows ----
+    # ---- statistics ----
 
     def stats(self) -> EngineStats:
         cache = self.scheduler.blocks.cache
@@ -247,15 +235,19 @@ class EngineCore:
             num_step_tokens=self._num_step_tokens,
         )
 
-    # ---- what it can be told beside requests ----
+    # ---- commands ----
 
-    def obey(self, command: Command) -> None:
-        {"reset_prefix_cache": self.reset_prefix_cache, "sleep": self.sleep, "wake_up": self.wake_up}[
-            command
-        ]()
+    def run_command(self, command: Command) -> None:
+        match command:
+            case "reset_prefix_cache":
+                self.reset_prefix_cache()
+            case "sleep":
+                self.sleep()
+            case "wake_up":
+                self.wake_up()
 
     def reset_prefix_cache(self) -> None:
-        """Forget all prefixes. Those that run keep their blocks."""
+        """Forget all prefixes. Running requests keep their blocks."""
         self.scheduler.blocks.drop_cache()
 
     @property
@@ -263,12 +255,12 @@ class EngineCore:
         return isinstance(self.runner, SleepingRunner)
 
     def sleep(self) -> None:
-        """Give up the KV memory and what is in it, and put the weights into host memory."""
+        """Free the KV memory and move the weights to host memory."""
         if self.is_sleeping:
             return
         if self.has_work:
             raise EngineError(
-                "the engine has requests: it can sleep when they have ended", code="engine_busy"
+                "the engine has requests: it can sleep only when all have ended", code="engine_busy"
             )
         self._sleep_support.check()
         self.scheduler.blocks.drop_cache()
@@ -281,33 +273,74 @@ class EngineCore:
             self.runner = self._sleep_support.wake()
 
     def close(self) -> None:
-        """Wait for what is in flight and give back the runner's memory."""
+        """Wait for the steps in flight and free the runner's memory."""
         while self._in_flight:
-            with suppress(Exception):  # a step that failed, or a device that is lost: nobody asks any more
+            with suppress(Exception):  # a failed step or a lost device no longer matters
                 self.runner.collect(self._in_flight.popleft().handle)
         self.runner.close()
 
 
-SURE = 0.75  # of the time that steps of this size took lately: contexts and the machine's load differ
+SURE = 0.75  # share of the recent duration of similar steps to rely on: contexts and load vary
 
 
 class StepTimes:
-    """Learns from the steps themselves. Sizes that lie close together are one."""
+    """Estimates the duration of a step from recent ones of about the same size."""
 
     def __init__(self) -> None:
-        self._seconds: dict[tuple[bool, int], tuple[float, float]] = {}  # the last two of each size
+        self._seconds: dict[tuple[bool, int], tuple[float, float]] = {}  # the last two by size class
 
     def observe(self, batch: Batch, seconds: float) -> None:
         size = _size(batch)
         self._seconds[size] = seconds, self._seconds.get(size, (seconds,))[0]
 
     def estimate(self, batch: Batch) -> float:
-        """0 for a size that was not seen yet."""
+        """Return a duration that the step will likely exceed, or 0 if no similar step was observed."""
         return SURE * min(self._seconds.get(_size(batch), (0.0,)))
 
 
 def _size(batch: Batch) -> tuple[bool, int]:
-    """Whether prompts are in it, and its tokens to about a third."""
+    """Return the size class: whether the batch has prompts, and its tokens to within about a third."""
     tokens = batch.num_tokens
     octave = tokens.bit_length()
     return tokens > len(batch), 2 * octave + (tokens >> max(octave - 2, 0) & 1)
+
+
+# Extra waiting requests beyond those that fill a step, so that the policy can find one that fits the rest of it.
+SPARE = 16
+
+
+class RequestFeed:
+    """Adds requests to an engine, all at once or lazily.
+
+    Lazily, only as many requests wait in the engine as fill its next step. The others are created while the device
+    computes, and the first step waits only for its own.
+    """
+
+    def __init__(self, core: EngineCore, requests: Iterable[Request], lazily: bool) -> None:
+        self._core = core
+        self._requests = iter(requests)
+        limits = core.scheduler.limits
+        self._enough = limits.max_num_batched_tokens if lazily else sys.maxsize
+        # A step has at most max_num_seqs requests, however short they are.
+        self._least_cost = -(-limits.max_num_batched_tokens // limits.max_num_seqs)
+        self._ends = [0]  # prefix sums of the tokens of all added requests
+        self.added: list[str] = []  # request ids
+        self.is_empty = False
+
+    def fill(self) -> None:
+        """Add the requests that the next step needs. Call it before every step."""
+        while not self.is_empty and self._num_waiting_tokens() < self._enough:
+            request = next(self._requests, None)
+            if request is None:
+                self.is_empty = True
+            else:
+                self._core.add(request)
+                self.added.append(request.request_id)
+                self._ends.append(self._ends[-1] + max(request.num_tokens, self._least_cost))
+
+    def _num_waiting_tokens(self) -> int:
+        """Return the tokens of the waiting requests, which are nearly always the latest, without the spare ones."""
+        num_waiting = min(self._core.scheduler.pool.num_waiting, len(self.added))
+        if num_waiting <= SPARE:
+            return 0
+        return self._ends[-1 - SPARE] - self._ends[-1 - num_waiting]

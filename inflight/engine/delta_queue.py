@@ -1,4 +1,4 @@
-"""Where the deltas of one request wait for their reader."""
+"""The queue in which the deltas of a request wait for their reader."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from inflight.events import Delta
 
 
 def merge(earlier: Delta, later: Delta) -> Delta:
-    """Two deltas of one request as one."""
-    # The lists of the earlier one grow: a reader that never comes costs no copy per token.
+    """Return two consecutive deltas of one request as one."""
+    # The earlier lists are extended in place, so a reader that never comes costs no copy per token.
     earlier.token_ids += later.token_ids
     later.token_ids = earlier.token_ids
     if earlier.logprobs is not None:
@@ -23,24 +23,26 @@ def merge(earlier: Delta, later: Delta) -> Delta:
 
 
 class DeltaQueue:
-    """Holds at most one delta: what a slow reader has not taken is merged, so memory is bounded by the output
-    itself and the engine never waits. There is one reader."""
+    """Holds at most one delta for a single reader.
+
+    Deltas that a slow reader has not taken are merged, so memory is bounded by the output and the engine never waits.
+    """
 
     def __init__(self) -> None:
         self._pending: Delta | None = None
         self._ended = False
         self._error: Exception | None = None
-        self._reader: asyncio.Future[None] | None = None  # waits for something to take
+        self._reader: asyncio.Future[None] | None = None  # resolved when there is something to take
 
     def put(self, delta: Delta) -> None:
-        if self._ended:  # an answer that is complete stays so, whatever happens to the engine
+        if self._ended:  # a complete output stays complete even if the engine fails
             return
         self._ended = delta.finish_reason is not None
         self._pending = delta if self._pending is None else merge(self._pending, delta)
         self._wake()
 
     def fail(self, error: Exception) -> None:
-        """No more will come: the reader gets what is there, then the error."""
+        """End the queue: the reader gets the pending delta, then the error."""
         if not self._ended:
             self._ended, self._error = True, error
             self._wake()
@@ -61,7 +63,7 @@ class DeltaQueue:
 
 
 class DeltaStream(AsyncGenerator[Delta]):
-    """The deltas of one request. A class, since a generator that was never begun does not notice its end."""
+    """The deltas of one request. It is a class because a generator that was never started runs no clean-up."""
 
     def __init__(self, queue: DeltaQueue, leave: Callable[[bool], None]) -> None:
         self._queue = queue

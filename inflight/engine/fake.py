@@ -1,9 +1,8 @@
 """A runner that computes nothing but checks everything.
 
-Its "model" is a hash: KV memory holds, at every token place, a digest of the token and its position, and
-the next token is a hash of all the digests that a row's block table leads to. So a wrong block table, a prefix
-hit on the wrong content, a lost in-flight token or a block given to two requests changes the output, and the
-right output is known: `expected_tokens`.
+Its "model" is a hash: KV memory holds a digest of every token and its position, and the next token is a hash of all the
+digests that a row's block table leads to. A wrong block table, a prefix hit on the wrong content, a lost token or a
+block given to two requests therefore changes the output. `expected_tokens` returns the right output.
 """
 
 from __future__ import annotations
@@ -19,47 +18,47 @@ from inflight.request import RequestSpec
 from inflight.scheduling import Batch, Sampled
 
 
-def _place(token_id: int, position: int) -> int:
+def _digest(token_id: int, position: int) -> int:
     return crc32(f"{token_id}@{position}".encode())
 
 
-def _next_token(places: Sequence[int], vocab_size: int) -> int:
-    return crc32(repr(places).encode()) % vocab_size
+def _next_token(digests: Sequence[int], vocab_size: int) -> int:
+    return crc32(repr(digests).encode()) % vocab_size
 
 
 def expected_tokens(
     prompt: Sequence[int], count: int, vocab_size: int = 50, stop_ids: frozenset[int] = frozenset()
 ) -> list[int]:
-    """What the fake model answers to a prompt."""
+    """Return the tokens that the fake model generates for a prompt."""
     tokens = list(prompt)
     while len(tokens) < len(prompt) + count:
-        places = [_place(token_id, position) for position, token_id in enumerate(tokens)]
-        tokens.append(_next_token(places, vocab_size))
+        digests = [_digest(token_id, position) for position, token_id in enumerate(tokens)]
+        tokens.append(_next_token(digests, vocab_size))
         if tokens[-1] in stop_ids:
             break
     return tokens[len(prompt) :]
 
 
-def _score(token_id: int, places: Sequence[int]) -> PositionLogprobs:
-    """What the fake model thinks of a token behind these places."""
-    logprob = -(crc32(repr((token_id, places)).encode()) % 1000) / 100
+def _score(token_id: int, digests: Sequence[int]) -> PositionLogprobs:
+    """Return the fake model's logprob of a token after these digests."""
+    logprob = -(crc32(repr((token_id, digests)).encode()) % 1000) / 100
     return pack_logprobs([TokenLogprob(token_id, logprob, 1)])
 
 
 def expected_scores(prompt: Sequence[int]) -> list[PositionLogprobs | None]:
-    """The fake model's logprobs of a prompt."""
-    places = [_place(token_id, position) for position, token_id in enumerate(prompt)]
-    return [None, *(_score(prompt[end], places[:end]) for end in range(1, len(prompt)))]
+    """Return the fake model's logprobs of a prompt."""
+    digests = [_digest(token_id, position) for position, token_id in enumerate(prompt)]
+    return [None, *(_score(prompt[end], digests[:end]) for end in range(1, len(prompt)))]
 
 
-def _pooled(places: Sequence[Any]) -> bytes:
-    return array("f", [crc32(repr(places).encode()) % 1000, len(places)]).tobytes()
+def _pooled(digests: Sequence[Any]) -> bytes:
+    return array("f", [crc32(repr(digests).encode()) % 1000, len(digests)]).tobytes()
 
 
 def expected_vector(prompt: Sequence[int]) -> list[float]:
-    """What the fake model's head returns for a text."""
+    """Return the output of the fake model's head for a text."""
     return array(
-        "f", _pooled([_place(token_id, position) for position, token_id in enumerate(prompt)])
+        "f", _pooled([_digest(token_id, position) for position, token_id in enumerate(prompt)])
     ).tolist()
 
 
@@ -87,7 +86,7 @@ class FakeRunner:
             if row in self.rows:
                 self.rows[row].table[first:] = block_ids
         entries = list(zip(batch.rows, batch.starts, batch.counts, batch.samples, strict=True))
-        for row, start, count, _ in entries:  # all KV of a step is written before any is read
+        for row, start, count, _ in entries:  # a step writes all its KV before it reads any
             self._write(self.rows[row], start, count)
         scores = {
             entry: self._scores(self.rows[row], start, count)
@@ -99,36 +98,36 @@ class FakeRunner:
             for row, start, count, samples in entries
         ]
         vectors = {
-            entry: _pooled(self._places(self.rows[row], start + count))
+            entry: _pooled(self._digests(self.rows[row], start + count))
             for entry, (row, start, count, _) in enumerate(entries)
             if self.rows[row].request.kind == "pool"
             and start + count == self.rows[row].request.num_prompt_tokens
         }
         return Sampled(
             token_ids,
-            prompt_logprobs={entry: found for entry, found in scores.items() if found},
+            prompt_logprobs={entry: logprobs for entry, logprobs in scores.items() if logprobs},
             vectors=vectors,
         )
 
     def _write(self, row: _Row, start: int, count: int) -> None:
         for position in range(start, start + count):
             block_id = row.table[position // self.block_size]
-            self.memory[block_id][position % self.block_size] = _place(row.tokens[position], position)
+            self.memory[block_id][position % self.block_size] = _digest(row.tokens[position], position)
         self.num_computed += count
 
-    def _places(self, row: _Row, length: int) -> list[Any]:
+    def _digests(self, row: _Row, length: int) -> list[Any]:
         size = self.block_size
         return [self.memory[row.table[p // size]][p % size] for p in range(length)]
 
     def _scores(self, row: _Row, start: int, count: int) -> list[PositionLogprobs]:
-        """Of the prompt tokens that this chunk predicts."""
+        """Return the logprobs of the prompt tokens that this chunk predicts."""
         last = min(start + count, row.request.num_prompt_tokens - 1)
-        return [_score(row.tokens[end], self._places(row, end)) for end in range(start + 1, last + 1)]
+        return [_score(row.tokens[end], self._digests(row, end)) for end in range(start + 1, last + 1)]
 
     def _sample(self, row: _Row, length: int) -> list[int]:
         assert length == len(row.tokens), "a step samples only after a row's last token"
-        places = self._places(row, length)
-        row.tokens.append(_next_token(places, self.vocab_size))
+        digests = self._digests(row, length)
+        row.tokens.append(_next_token(digests, self.vocab_size))
         return row.tokens[-1:]
 
     def collect(self, handle: Sampled) -> Sampled:

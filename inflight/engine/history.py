@@ -1,4 +1,4 @@
-"""What happened to requests: those that are there, and those that were until recently."""
+"""The state of requests that are in the engine or ended recently."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from inflight.events import RequestRecord
 from inflight.request import Status
 
 MAX_RECORDS = 4096
-MAX_NAMED = 32  # requests named in one answer
+MAX_NAMED = 32  # request ids listed in one RequestState
 
 
-def state_of(core: EngineCore, request_id: str) -> RequestState | None:
-    """A request that is in the engine."""
+def request_state(core: EngineCore, request_id: str) -> RequestState | None:
+    """Return the state of a request in the engine, or None."""
     pool = core.scheduler.pool
     request = pool.requests.get(request_id)
     if request is None:
@@ -37,7 +37,7 @@ def state_of(core: EngineCore, request_id: str) -> RequestState | None:
 
 
 class History:
-    """The records of requests that have ended, the latest ones."""
+    """The records of the requests that ended last."""
 
     def __init__(self, max_records: int = MAX_RECORDS) -> None:
         self._max_records = max_records
@@ -57,7 +57,7 @@ class History:
         return None if record is None else self.complete(RequestState(record, "finished"))
 
     def complete(self, state: RequestState) -> RequestState:
-        """With those that ended while it waited."""
+        """Return the state with the requests added that ended while this one waited."""
         mine = state.record
         until = next((time for time in (mine.admitted_at, mine.finished_at) if time is not None), None)
         ended = [

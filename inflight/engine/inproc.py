@@ -1,4 +1,4 @@
-"""An engine in a thread of this process."""
+"""A client of an engine in a thread of this process."""
 
 from __future__ import annotations
 
@@ -11,37 +11,38 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from inflight.engine.client import CacheObserver, Health, ModelFacts, RequestState
-from inflight.engine.core import EngineCore, EngineStats
+from inflight.engine.core import EngineCore
 from inflight.engine.delta_queue import DeltaQueue, DeltaStream
-from inflight.engine.history import History, state_of
+from inflight.engine.history import History, request_state
 from inflight.engine.sleep import Command
+from inflight.engine.stats import EngineStats
 from inflight.engine.step_records import StepObserver, notify
 from inflight.errors import EngineDeadError, EngineError, RequestError
 from inflight.events import Delta, StepRecord
-from inflight.kv.cache_changes import CacheChanges
+from inflight.kv.prefix_cache import CacheChanges
 from inflight.request import Request
 
 logger = logging.getLogger(__name__)
 
 STALLED_AFTER = 60.0  # seconds without a step, with work to do, before the engine counts as unhealthy
-CHECK_EVERY = 1.0  # seconds, of what steps are run on while there are none
+CHECK_EVERY = 1.0  # seconds between checks of the device while the engine is idle
 DRAIN_POLL = 0.02
 
 
 class InprocClient:
-    """Implements `EngineClient`. The thread owns the core: everything reaches it as a call to run between steps.
+    """Implements `EngineClient`. The thread owns the core: every operation is a call that it runs between steps.
 
-    One event loop uses one client. The deltas of a step cross to it in a single call.
+    A client is used by one event loop. All deltas of a step cross to it in a single callback.
     """
 
     def __init__(self, core: EngineCore, facts: ModelFacts) -> None:
         self.facts = facts
         self._core = core
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._queues: dict[str, DeltaQueue] = {}  # by request id, until their stream has ended
-        self._adding: set[str] = set()  # request ids that the engine's thread has not taken yet
+        self._queues: dict[str, DeltaQueue] = {}  # by request id, until the stream ends
+        self._adding: set[str] = set()  # request ids that the engine's thread has not added yet
         self._observers: list[StepObserver] = []
-        self._cache_changes: CacheChanges | None = None  # where someone wants to know of them
+        self._cache_changes: CacheChanges | None = None  # None unless they are observed
         self._cache_observer: CacheObserver | None = None
         self._history = History()
         self._closing = False
@@ -59,7 +60,7 @@ class InprocClient:
                 deltas = self._core.step()
                 self._last_progress = self._core.clock()
                 if self._cache_changes:
-                    self._tell_cache_changes()
+                    self._report_cache_changes()
                 if deltas:
                     self._publish(deltas)
         except Exception as error:
@@ -69,11 +70,11 @@ class InprocClient:
             self._stop("the engine was closed")
 
     def _take_calls(self) -> bool:
-        """Run what was asked before now, and for as long as the next step can wait; while idle, wait for something
-        to do. False to stop."""
-        num_left = (
-            self._calls.qsize()
-        )  # only these: a flood of questions must not keep the engine from stepping
+        """Run the pending calls, and those that arrive while the next step can wait; while idle, wait for calls.
+
+        Return False to stop.
+        """
+        num_left = self._calls.qsize()  # only these: a flood of calls must not keep the engine from stepping
         while True:
             idle = num_left > 0 or not self._core.has_work
             wait = CHECK_EVERY if idle else self._core.schedule_delay()
@@ -92,16 +93,16 @@ class InprocClient:
             self._last_progress = self._core.clock()
             try:
                 call()
-            except Exception:  # those that someone waits for tell them of it themselves
-                logger.exception("something asked of the engine between two steps went wrong")
+            except Exception:  # calls with a waiting caller report to it themselves
+                logger.exception("a call in the engine thread failed")
 
     def _stop(self, reason: str) -> None:
         self._error = reason
         self._post(self._end_streams)
-        self._refuse_calls()
+        self._fail_calls()
 
-    def _refuse_calls(self) -> None:
-        """Whoever asked too late is told so."""
+    def _fail_calls(self) -> None:
+        """Fail calls that arrive after the engine stopped."""
         with contextlib.suppress(Empty):
             while True:
                 call = self._calls.get_nowait()
@@ -113,7 +114,7 @@ class InprocClient:
 
     def _post(self, callback: Callable[[], None]) -> None:
         if self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # the event loop is closed: no one listens any more
+            with contextlib.suppress(RuntimeError):  # the event loop is closed
                 self._loop.call_soon_threadsafe(callback)
 
     # ---- the event loop ----
@@ -130,17 +131,17 @@ class InprocClient:
         for queue in self._queues.values():
             queue.fail(EngineDeadError(self._error))
 
-    async def _ask(self, function: Callable[[], Any]) -> Any:
+    async def _run_in_thread(self, function: Callable[[], Any]) -> Any:
         """Run `function` in the engine's thread, between two steps."""
         loop = self._loop = asyncio.get_running_loop()
-        answer: asyncio.Future[Any] = loop.create_future()
+        result: asyncio.Future[Any] = loop.create_future()
 
         def settle(value: Any, error: BaseException | None) -> None:
-            if not answer.done():
+            if not result.done():
                 if error is None:
-                    answer.set_result(value)
+                    result.set_result(value)
                 else:
-                    answer.set_exception(error)
+                    result.set_exception(error)
 
         def call() -> None:
             value, error = None, None
@@ -155,11 +156,9 @@ class InprocClient:
         if self._error is not None:
             raise EngineDeadError(self._error)
         self._calls.put(call)
-        if (
-            self._error is not None
-        ):  # the thread may have ended between the question and its place in the queue
-            self._refuse_calls()
-        return await answer
+        if self._error is not None:  # the thread may have ended just before the call was queued
+            self._fail_calls()
+        return await result
 
     async def add(self, request: Request) -> None:
         if self._closing:
@@ -173,14 +172,14 @@ class InprocClient:
 
         def add() -> None:
             self._core.add(request)
-            # Not before: deltas of an earlier request of that id may still be on their way.
+            # Not earlier: deltas of a previous request with this id may still be on their way.
             self._post(lambda: self._queues.__setitem__(request_id, queue))
 
         self._adding.add(request_id)
         try:
-            await self._ask(add)
+            await self._run_in_thread(add)
         except asyncio.CancelledError:
-            self._abandon(request_id)  # it may be there already, or be about to
+            self._abandon(request_id)  # it may already have been added, or may still be
             raise
         finally:
             self._adding.discard(request_id)
@@ -191,7 +190,7 @@ class InprocClient:
         return num_freed
 
     def _abandon(self, request_id: str) -> None:
-        """Abort without waiting for it."""
+        """Abort a request without waiting for the result."""
 
         def call() -> None:
             if self._error is None:
@@ -221,11 +220,11 @@ class InprocClient:
         return DeltaStream(queue, leave)
 
     async def abort(self, request_id: str, reason: str = "abort") -> int:
-        num_freed: int = await self._ask(lambda: self._abort(request_id, reason))
+        num_freed: int = await self._run_in_thread(lambda: self._abort(request_id, reason))
         return num_freed
 
     async def stats(self) -> EngineStats:
-        stats: EngineStats = await self._ask(self._core.stats)
+        stats: EngineStats = await self._run_in_thread(self._core.stats)
         return stats
 
     async def health(self) -> Health:
@@ -238,50 +237,50 @@ class InprocClient:
         return Health(not self._closing, since, state="closing" if self._closing else "running")
 
     async def describe(self, request_id: str) -> RequestState | None:
-        state: RequestState | None = await self._ask(lambda: state_of(self._core, request_id))
+        state: RequestState | None = await self._run_in_thread(lambda: request_state(self._core, request_id))
         return self._history.get(request_id) if state is None else self._history.complete(state)
 
     async def command(self, command: Command) -> None:
-        def obey() -> None:
-            self._core.obey(command)
-            self._tell_cache_changes()
+        def run_command() -> None:
+            self._core.run_command(command)
+            self._report_cache_changes()
 
-        await self._ask(obey)
+        await self._run_in_thread(run_command)
 
     def watch(self, observer: StepObserver) -> Callable[[], None]:
         self._loop = asyncio.get_running_loop()
 
         self._observers.append(observer)
-        self._ask_for_records()
+        self._update_observation()
 
         def stop() -> None:
-            with contextlib.suppress(ValueError):  # it failed, and was dropped
+            with contextlib.suppress(ValueError):  # it was removed after an exception
                 self._observers.remove(observer)
-            self._ask_for_records()
+            self._update_observation()
 
         return stop
 
-    def _ask_for_records(self) -> None:
-        """Tell the core whether someone watches: in its thread, which may be going through its observers now."""
-        wanted, observers = bool(self._observers), self._core.observers
+    def _update_observation(self) -> None:
+        """Attach to the core's observers or detach, in its thread, which may be iterating over them now."""
+        attach, observers = bool(self._observers), self._core.observers
 
         def call() -> None:
             with contextlib.suppress(ValueError):
-                observers.remove(self._pass_on)
-            if wanted:
-                observers.append(self._pass_on)
+                observers.remove(self._forward_record)
+            if attach:
+                observers.append(self._forward_record)
 
         self._calls.put(call)
 
-    def _pass_on(self, record: StepRecord) -> None:
-        """An observer of the core, in its thread."""
+    def _forward_record(self, record: StepRecord) -> None:
+        """Forward a record to the event loop. Runs in the engine's thread."""
         self._post(lambda: self._observe(record))
 
     def _observe(self, record: StepRecord) -> None:
         if self._observers:
             notify(self._observers, record)
             if not self._observers:
-                self._ask_for_records()
+                self._update_observation()
 
     def watch_cache(self, observer: CacheObserver) -> None:
         self._loop = asyncio.get_running_loop()
@@ -290,19 +289,19 @@ class InprocClient:
         def call() -> None:
             self._cache_changes = CacheChanges()
             self._core.scheduler.blocks.cache.report(self._cache_changes)
-            self._tell_cache_changes()
+            self._report_cache_changes()
 
         self._calls.put(call)
 
-    def _tell_cache_changes(self) -> None:
-        """In the engine's thread."""
+    def _report_cache_changes(self) -> None:
+        """Report changes to the observer. Runs in the engine's thread."""
         update = None if self._cache_changes is None else self._cache_changes.take()
         observer = self._cache_observer
         if update is not None and observer is not None:
             self._post(lambda: observer(update))
 
     async def restart(self) -> None:
-        raise EngineError("an engine in this process cannot be restarted")
+        raise EngineError("an engine in the same process cannot be restarted")
 
     async def close(self, drain: float = 0.0) -> None:
         self._closing = True

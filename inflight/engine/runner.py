@@ -1,4 +1,4 @@
-"""The seam between deciding and computing."""
+"""The protocol between the engine core and whatever computes its batches."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ HandleT = TypeVar("HandleT")
 class Runner(Protocol[HandleT]):
     """Executes batches in the order they are launched.
 
-    `launch` enqueues and returns at once where the device allows it; `collect` waits for one launched
-    batch. The model runner, the fake runner of the tests and the simulator implement it.
+    `launch` enqueues a batch and, if the device allows it, returns at once; `collect` waits for a launched batch.
+    Implemented by the model runners, the fake runner of the tests and the simulator.
     """
 
     def launch(self, batch: Batch) -> HandleT: ...
@@ -21,4 +21,4 @@ class Runner(Protocol[HandleT]):
     def collect(self, handle: HandleT) -> Sampled: ...
 
     def close(self) -> None:
-        """Give back what the runner holds."""
+        """Free the runner's resources."""

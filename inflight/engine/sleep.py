@@ -1,4 +1,4 @@
-"""An engine that sleeps: it keeps its weights in host memory, and no KV memory at all."""
+"""Sleep mode: a sleeping engine keeps its weights in host memory and has no KV memory."""
 
 from __future__ import annotations
 
@@ -8,39 +8,39 @@ from inflight.engine.runner import Runner
 from inflight.errors import EngineAsleepError, EngineError
 from inflight.scheduling import Batch, Sampled
 
-# What an engine can be told beside requests.
+# The operations of an engine besides requests.
 Command = Literal["reset_prefix_cache", "sleep", "wake_up"]
 
 
 class SleepSupport(Protocol):
-    """What a runner was made of, for an engine that is to do without it for a while."""
+    """Moves the weights out of device memory and back, for an engine that sleeps without a runner."""
 
     def check(self) -> None:
-        """Raises EngineError where it cannot be."""
+        """Raise EngineError if the engine cannot sleep."""
 
     def sleep(self) -> None:
-        """The runner is closed: put the weights into host memory."""
+        """Move the weights to host memory. The runner is already closed."""
 
     def wake(self) -> Runner[Any]:
-        """Bring them back. A runner over them, whose KV memory is empty."""
+        """Move the weights back and return a new runner with empty KV memory."""
 
 
 class NoSleepSupport:
-    """Implements `SleepSupport` for those that cannot."""
+    """Implements `SleepSupport` for engines that cannot sleep."""
 
     def check(self) -> NoReturn:
         raise EngineError(
-            "this engine cannot sleep: its model is on several GPUs, or there is none", code="cannot_sleep"
+            "this engine cannot sleep: sleep mode needs a model on exactly one GPU", code="cannot_sleep"
         )
 
     def sleep(self) -> NoReturn:
-        raise AssertionError("it cannot")
+        raise AssertionError("unreachable: check() raises")
 
     wake = sleep
 
 
 class SleepingRunner:
-    """Implements `Runner`: there is none."""
+    """Implements `Runner` while the engine sleeps: it rejects every batch."""
 
     def launch(self, batch: Batch) -> NoReturn:  # noqa: ARG002
         raise asleep()
@@ -49,8 +49,8 @@ class SleepingRunner:
         raise AssertionError("nothing was launched")
 
     def close(self) -> None:
-        """There is nothing to give back."""
+        """Do nothing: there are no resources to free."""
 
 
 def asleep() -> EngineAsleepError:
-    return EngineAsleepError("the engine sleeps: wake it up first")
+    return EngineAsleepError("the engine is asleep: wake it up first")

@@ -1,4 +1,4 @@
-"""What the engine tells those who watch it: a record of every step, and of what happened since the one before."""
+"""Records for observers: one per step, with the arrivals and aborts since the previous one."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from inflight.scheduling import RequestPool, ScheduledStep
 
 logger = logging.getLogger(__name__)
 
-NO_STEP = -1  # the number of a record that tells of no step
+NO_STEP = -1  # the number of a record that describes no step
 
 StepObserver = Callable[[StepRecord], None]
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
-    """A step in flight."""
+    """A step that was launched, and its times."""
 
     step: ScheduledStep
     handle: Any
@@ -28,7 +28,7 @@ class LaunchedStep:
 
 
 class StepRecords:
-    """Costs nothing while nobody watches."""
+    """Builds step records and passes them to observers. It does no work while there are none."""
 
     def __init__(self, engine_id: str) -> None:
         self.engine_id = engine_id
@@ -41,11 +41,11 @@ class StepRecords:
             self._arrived.append(ArrivalRecord(request_id, now))
 
     def abort(self, request_id: str, reason: str, pool: RequestPool, now: float) -> None:
-        """If nothing is left to do, no step will tell of it: then this does."""
+        """Record an abort. If no work is left, no step will report it, so emit a record without a step."""
         if self.observers:
             self._aborted.append(AbortRecord(request_id, now, reason))
             if not pool.has_work:
-                self._tell(StepRecord(NO_STEP, now, now, (), (), (), (), (), 0, 0, pool.usage()))
+                self._emit(StepRecord(NO_STEP, now, now, (), (), (), (), (), 0, 0, pool.usage()))
 
     def step(
         self,
@@ -81,9 +81,9 @@ class StepRecords:
             began_at=began_at,
             updated_at=updated_at,
         )
-        self._tell(record)
+        self._emit(record)
 
-    def _tell(self, record: StepRecord) -> None:
+    def _emit(self, record: StepRecord) -> None:
         arrived, aborted = tuple(self._arrived), tuple(self._aborted)
         self._arrived.clear()
         self._aborted.clear()
@@ -91,10 +91,10 @@ class StepRecords:
 
 
 def notify(observers: list[StepObserver], record: StepRecord) -> None:
-    """Call all of them with the record. Whoever watches must not hurt who is watched: one that fails is dropped."""
+    """Call all observers with the record, and remove those that raise: observers must not break the engine."""
     for observer in observers[:]:
         try:
             observer(record)
         except Exception:
-            logger.exception("an observer of steps failed and is called no more")
+            logger.exception("an observer of steps failed and was removed")
             observers.remove(observer)

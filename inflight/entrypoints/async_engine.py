@@ -1,4 +1,4 @@
-"""What `AsyncEngine` does with models that embed, classify or score."""
+"""`AsyncEngine`: the asynchronous Python API, over an engine in this process, in its own process, or over replicas."""
 
 from __future__ import annotations
 
@@ -10,52 +10,67 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, Unpack, cast, get_args
 
 from inflight.config import EngineConfig, ProcessConfig, RouterConfig
 from inflight.engine import EngineClient, EngineStats, Health, InprocClient, ModelFacts, RequestState
 from inflight.errors import ConfigError, EngineError, ParameterError, RequestError
 from inflight.frontend import (
+    CallOptions,
     ChatRequest,
     Frontend,
     Generation,
     OutputProcessor,
     Pair,
     PooledVectors,
-    PoolingJob,
-    PoolingProcessor,
-    PoolingRun,
     Prompt,
     RequestContext,
+    ScoringJob,
+    ScoringProcessor,
+    ScoringRun,
     ToolChoice,
     check_arguments,
     check_top_n,
     ranked,
 )
 from inflight.outputs import Classifications, CompletionOutput, Embeddings, Ranking, RequestOutput, Scores
-from inflight.pooling import Scale
 from inflight.sampling_params import MAX_N, SamplingParams
+from inflight.scoring import ClassifyParams, EmbedParams, ScoreParams
 from inflight.text import Tokenizer
 
 if TYPE_CHECKING:
     from inflight.loading import LoadedEngine, LoadProgress
 
-POOLING_THREADS = 2  # that tokenize for embed, classify and score: no chat waits for them
+SCORING_THREADS = 2  # tokenize for embed, classify and score, so that chats do not wait for them
 
 
-class AsyncPoolingCalls:
-    """Texts of one call are computed a window at a time, so that other calls are served between them; cancelling the
-    task aborts those that are in the engine. All take `request_id`, `priority`, `tenant` and `cache_salt` as
-    `generate` does, and `on_record`, which is called with the RequestRecord of every text that is done. What is
-    refused (RequestError) names the text, by its index.
+class _EmbedOptions(EmbedParams, CallOptions):
+    """Keyword arguments of `embed`."""
+
+
+class _ClassifyOptions(ClassifyParams, CallOptions):
+    """Keyword arguments of `classify`."""
+
+
+class _ScoreOptions(ScoreParams, CallOptions):
+    """Keyword arguments of `score` and `rerank`."""
+
+
+class AsyncScoring:
+    """The calls of `AsyncEngine` for models that embed, classify or score.
+
+    Texts of one call are computed a window at a time, so that other calls get their turn. Cancelling the task aborts
+    the texts in the engine. Besides the parameters of their task (`scoring.py`), all calls take `request_id`,
+    `priority`, `tenant` and `cache_salt` as `generate` does, and `on_record`, which is called with the RequestRecord of
+    every finished text. RequestError names the text that was rejected by its index.
     """
 
     def __init__(self, frontend: Frontend, client: EngineClient) -> None:
         self._frontend = frontend
         self._client = client
         self._ids = itertools.count()
-        self._calls: dict[str, Generation | PoolingRun] = {}  # by the user's request id
-        self._threads = ThreadPoolExecutor(POOLING_THREADS, "inflight-pooling")  # that start when first used
+        self._calls: dict[str, Generation | ScoringRun] = {}  # by the user's request id
+        self._threads = ThreadPoolExecutor(SCORING_THREADS, "inflight-scoring")  # started on first use
 
     def _name(self, request_id: str | None) -> str:
         name = request_id if request_id is not None else f"request-{next(self._ids)}"
@@ -68,102 +83,58 @@ class AsyncPoolingCalls:
                 f"request id {name!r} is already in use", param="request_id", code="request_id_in_use"
             )
 
-    async def embed(
-        self,
-        texts: Prompt | Sequence[Prompt],
-        *,
-        prompt_name: str | None = None,
-        prompt: str | None = None,
-        dimensions: int | None = None,
-        normalize: bool | None = None,
-        truncate: bool = False,
-        truncate_prompt_tokens: int | None = None,
-        **options: Any,
-    ) -> Embeddings:
-        """The embeddings of texts (or token ids, which are taken as they are).
-
-        `prompt_name` is one of the model's own prompts to put before each text, `prompt` another text to put there;
-        without either it is the model's default one, if it has one. `dimensions` cuts embeddings of models that were
-        trained for it. `normalize` makes their length 1, or not, whatever the checkpoint says. A text that is too long
-        is refused, or with `truncate` cut at its end; `truncate_prompt_tokens` cuts each to at most so many tokens,
-        beside the special ones around it.
-        """
-        processor = self._frontend.pooling_processor("embed")
-        job = processor.embed(
-            texts, prompt_name, prompt, dimensions, normalize, truncate, truncate_prompt_tokens
-        )
-        found = await self._pool(processor, job, **options)
-        return Embeddings(job.finish(found.matrix), found.num_prompt_tokens, found.num_cached_tokens)
+    async def embed(self, texts: Prompt | Sequence[Prompt], **options: Unpack[_EmbedOptions]) -> Embeddings:
+        """Return the embeddings of texts, or of lists of token ids, which are used unchanged."""
+        context, params = RequestContext.pop(options)
+        processor = self._frontend.scoring_processor("embed")
+        job = processor.embed(texts, cast(EmbedParams, params))
+        pooled = await self._pool(processor, job, context)
+        return Embeddings(job.finish(pooled.matrix), pooled.num_prompt_tokens, pooled.num_cached_tokens)
 
     async def classify(
-        self,
-        texts: Prompt | Pair | Sequence[Prompt | Pair],
-        *,
-        scale: Scale | None = None,
-        truncate: bool = False,
-        truncate_prompt_tokens: int | None = None,
-        **options: Any,
+        self, texts: Prompt | Pair | Sequence[Prompt | Pair], **options: Unpack[_ClassifyOptions]
     ) -> Classifications:
-        """One number for each of the model's labels. A tuple of two texts is classified as a pair. What is too long is
-        cut as by `embed`."""
-        processor = self._frontend.pooling_processor("classify")
-        job = processor.classify(texts, scale, truncate, truncate_prompt_tokens)
-        found = await self._pool(processor, job, **options)
-        counts = found.num_prompt_tokens, found.num_cached_tokens
-        return Classifications(job.finish(found.matrix), processor.facts.labels, job.scale, *counts)
+        """Return one number for each of the model's labels. A tuple of two texts is classified as a pair."""
+        context, params = RequestContext.pop(options)
+        processor = self._frontend.scoring_processor("classify")
+        job = processor.classify(texts, cast(ClassifyParams, params))
+        pooled = await self._pool(processor, job, context)
+        counts = pooled.num_prompt_tokens, pooled.num_cached_tokens
+        return Classifications(job.finish(pooled.matrix), processor.facts.labels, job.scale, *counts)
 
     async def score(
         self,
         query: str | Sequence[str],
         documents: str | Sequence[str],
-        *,
-        scale: Scale | None = None,
-        instruction: str | None = None,
-        truncate: bool = False,
-        max_tokens_per_doc: int | None = None,
-        **options: Any,
+        **options: Unpack[_ScoreOptions],
     ) -> Scores:
-        """How well each document answers the query: one query for all, or as many queries as documents.
-
-        `scale` is "logit", "sigmoid", "softmax" or "cosine", as far as the model has it; its own unless given.
-        `instruction` is for models whose template has one. A document that is too long is refused, or cut at its end
-        with `truncate`; `max_tokens_per_doc` cuts it to at most so many tokens. Queries are never cut.
-        """
-        processor = self._frontend.pooling_processor("score")
-        job = processor.score(query, documents, scale, instruction, truncate, max_tokens_per_doc)
-        found = await self._pool(processor, job, **options)
-        return Scores(job.finish(found.matrix), job.scale, found.num_prompt_tokens, found.num_cached_tokens)
+        """Return how well each document answers the query: one query for all documents, or one for each."""
+        context, params = RequestContext.pop(options)
+        processor = self._frontend.scoring_processor("score")
+        job = processor.score(query, documents, cast(ScoreParams, params))
+        pooled = await self._pool(processor, job, context)
+        return Scores(
+            job.finish(pooled.matrix), job.scale, pooled.num_prompt_tokens, pooled.num_cached_tokens
+        )
 
     async def rerank(
         self,
         query: str,
         documents: Sequence[str],
         top_n: int | None = None,
-        *,
-        scale: Scale | None = None,
-        instruction: str | None = None,
-        truncate: bool = False,
-        max_tokens_per_doc: int | None = None,
-        **options: Any,
+        **options: Unpack[_ScoreOptions],
     ) -> Ranking:
-        """`score` for all documents, and the best of them first; the best `top_n` only, if given."""
+        """Score all documents and return the best first, at most `top_n` of them."""
         check_top_n(top_n)
-        scores = await self.score(
-            query,
-            documents,
-            scale=scale,
-            instruction=instruction,
-            truncate=truncate,
-            max_tokens_per_doc=max_tokens_per_doc,
-            **options,
-        )
+        scores = await self.score(query, documents, **options)
         results = ranked(scores.values, documents, scores.scale, top_n)
         return Ranking(results, scores.scale, scores.num_prompt_tokens, scores.num_cached_tokens)
 
-    async def _pool(self, processor: PoolingProcessor, job: PoolingJob, **options: Any) -> PooledVectors:
-        context = RequestContext(**options)
+    async def _pool(
+        self, processor: ScoringProcessor, job: ScoringJob, context: RequestContext
+    ) -> PooledVectors:
         name = self._name(context.request_id)
-        run = PoolingRun(self._client, processor, job, context, name, self._threads)
+        run = ScoringRun(self._client, processor, job, context, name, self._threads)
         self._calls[name] = run
         try:
             return await run.run()
@@ -174,19 +145,19 @@ class AsyncPoolingCalls:
 OutputKind = Literal["cumulative", "delta", "final"]
 
 
-class AsyncEngine(AsyncPoolingCalls):
-    """Text above, an `EngineClient` below.
+class AsyncEngine(AsyncScoring):
+    """Generates text asynchronously, through an `EngineClient`.
 
     >>> engine = await AsyncEngine.start("path/or/hub-id")
     >>> async for output in engine.generate("Once upon a time", SamplingParams(max_tokens=64)):
     ...     print(output.outputs[0].text)
 
-    Leaving the loop, or cancelling the task, ends the request and frees its blocks.
+    Leaving the loop or cancelling the task aborts the request and frees its blocks.
     """
 
     @classmethod
     def of(cls, loaded: LoadedEngine) -> AsyncEngine:
-        """Over an engine that is in this process."""
+        """Create an AsyncEngine over an engine in this process."""
         return cls(loaded, InprocClient(loaded.core, loaded.facts))
 
     @classmethod
@@ -199,12 +170,12 @@ class AsyncEngine(AsyncPoolingCalls):
         progress: LoadProgress | None = None,
         **options: Any,
     ) -> AsyncEngine:
-        """Load a model without blocking the event loop. Options are those of `LLM`.
+        """Load a model without blocking the event loop. The options are those of `LLM`.
 
-        With `in_process=False` the engine gets a process of its own, so that nothing done here slows its steps;
-        `process` says how it is watched. With `replicas` there are so many of them, and answers outlive one that
-        dies; with `ray_address` they are on the machines of a Ray cluster. That needs the packages of
-        inflight-llm[server], and of inflight-llm[ray].
+        With `in_process=False` the engine runs in its own process, so that this process cannot slow its steps;
+        `process` configures its supervision. `replicas` starts several engines, and requests survive the death of one;
+        with `ray_address` they run on the machines of a Ray cluster. Engines in other processes need
+        inflight-llm[server], and Ray needs inflight-llm[ray].
         """
         routing = RouterConfig.taken_from(options)
         config = EngineConfig.create(model, **options)
@@ -212,12 +183,12 @@ class AsyncEngine(AsyncPoolingCalls):
             return cls.of(await asyncio.to_thread(_load, config, progress))
         client = await _start_client(config, routing, process, progress)
         try:
-            front = await asyncio.to_thread(Frontend.of, config, client.facts, routing.on_this_machine)
-            await asyncio.to_thread(front.warm_up)
+            frontend = await asyncio.to_thread(Frontend.of, config, client.facts, routing.on_this_machine)
+            await asyncio.to_thread(frontend.warm_up)
         except BaseException:
             await client.close()
             raise
-        return cls(front, client)
+        return cls(frontend, client)
 
     # ---- requests ----
 
@@ -233,10 +204,10 @@ class AsyncEngine(AsyncPoolingCalls):
         cache_salt: str = "",
         **foreign: Any,
     ) -> AsyncGenerator[RequestOutput]:
-        """Outputs as they grow: all so far ("cumulative"), what is new ("delta"), or once at the end ("final").
+        """Yield outputs as they grow: all so far ("cumulative"), new parts ("delta"), or once at the end ("final").
 
-        A reader slower than the engine gets several tokens at a time; the engine never waits for it. Arguments of vLLM
-        that change nothing are taken (`vllm_compat/python_api.py`).
+        A slow reader gets several tokens at a time; the engine never waits for it. Arguments of vLLM that would change
+        nothing are accepted (`vllm_compat/python_api.py`).
         """
         check_arguments(foreign)
         prepare = partial(
@@ -266,8 +237,10 @@ class AsyncEngine(AsyncPoolingCalls):
         tenant: str = "",
         cache_salt: str = "",
     ) -> AsyncGenerator[RequestOutput]:
-        """`generate` for a conversation, through the checkpoint's chat template. `message` of an answer has content,
-        reasoning and tool calls apart: all so far, whatever the kind of output."""
+        """Do the same for a conversation, through the checkpoint's chat template.
+
+        An output's `message` has content, reasoning and tool calls so far, whatever the output kind.
+        """
         chat = ChatRequest.of(
             messages,
             tools=tools,
@@ -295,7 +268,7 @@ class AsyncEngine(AsyncPoolingCalls):
         request_id: str | None,
         output_kind: OutputKind,
     ) -> AsyncGenerator[RequestOutput]:
-        """`prepare` gets a name and parameters, in a thread where it is slow."""
+        """Prepare a request (in a thread if that `is_slow`), run it and yield its outputs."""
         if output_kind not in get_args(OutputKind):
             raise ParameterError(
                 f"output_kind is {output_kind!r}: allowed are {', '.join(get_args(OutputKind))}",
@@ -307,7 +280,7 @@ class AsyncEngine(AsyncPoolingCalls):
             await asyncio.to_thread(prepare, name, params=params) if is_slow else prepare(name, params=params)
         )
         await self._frontend.validate_async(prepared)
-        self._check_free(name)  # it may have been taken meanwhile
+        self._check_free(name)  # another call may have taken it meanwhile
         generation = self._calls[name] = Generation(self._client, [prepared])
         sent = _Sent()
         try:
@@ -316,7 +289,7 @@ class AsyncEngine(AsyncPoolingCalls):
                 async for _, delta in deltas:
                     if delta.error is not None:
                         raise EngineError(delta.error, code=delta.error_code)
-                    if delta.prompt_logprobs is not None:  # others must not wait for those of a long prompt
+                    if delta.prompt_logprobs is not None:  # slow for a long prompt
                         await asyncio.to_thread(lambda: prepared.prompt_logprobs)
                     finished = prepared.finished
                     if finished or output_kind != "final":
@@ -329,16 +302,18 @@ class AsyncEngine(AsyncPoolingCalls):
             await generation.close()
 
     async def abort(self, request_id: str) -> int:
-        """End a request; its stream ends with finish reason "abort", and what returns no stream raises EngineError.
-        The number of KV blocks freed."""
+        """Abort a request and return the number of KV blocks freed.
+
+        Its stream ends with finish reason "abort"; calls without a stream raise EngineError.
+        """
         call = self._calls.get(request_id)
         return 0 if call is None else await call.abort()
 
     async def describe(self, request_id: str) -> list[RequestState]:
-        """What happened to a request that is there or was until recently: the states of its answers."""
-        found = await self._client.describe(request_id)
-        if found is not None:
-            return [found]
+        """Return the states of the answers to a request that is running or ended recently."""
+        state = await self._client.describe(request_id)
+        if state is not None:
+            return [state]
         states = []
         for index in range(MAX_N):
             state = await self._client.describe(f"{request_id}/{index}")
@@ -347,16 +322,16 @@ class AsyncEngine(AsyncPoolingCalls):
             states.append(state)
         return states
 
-    # ---- around it ----
+    # ---- the engine ----
 
     @property
     def frontend(self) -> Frontend:
-        """The text side, for those who make requests themselves."""
+        """The text side, for code that makes requests itself."""
         return self._frontend
 
     @property
     def client(self) -> EngineClient:
-        """The handle below, for those who read deltas themselves."""
+        """The engine client, for code that reads deltas itself."""
         return self._client
 
     @property
@@ -366,7 +341,7 @@ class AsyncEngine(AsyncPoolingCalls):
     @property
     def tokenizer(self) -> Tokenizer:
         if self._frontend.tokenizer is None:
-            raise ConfigError("this engine runs without a tokenizer")
+            raise ConfigError("this engine has no tokenizer")
         return self._frontend.tokenizer
 
     @property
@@ -377,11 +352,11 @@ class AsyncEngine(AsyncPoolingCalls):
         return await self._client.stats()
 
     async def reset_prefix_cache(self) -> None:
-        """Forget all prefixes."""
+        """Empty the prefix cache."""
         await self._client.command("reset_prefix_cache")
 
     async def sleep(self) -> None:
-        """Give up the KV memory, and put the weights into host memory. Raises EngineError while there are requests."""
+        """Free the KV memory and move the weights to host memory. Raises EngineError while there are requests."""
         await self._client.command("sleep")
 
     async def wake_up(self) -> None:
@@ -394,7 +369,7 @@ class AsyncEngine(AsyncPoolingCalls):
         return await self._client.health()
 
     async def close(self, drain: float = 0.0) -> None:
-        """Stop the loop. Requests may take up to `drain` seconds to end; streams open then end with an error."""
+        """Stop the engine. Requests get up to `drain` seconds to finish; the remaining streams end with an error."""
         await self._client.close(drain)
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._frontend.close()
@@ -409,13 +384,13 @@ class AsyncEngine(AsyncPoolingCalls):
 async def _start_client(
     config: EngineConfig, routing: RouterConfig, process: ProcessConfig | None, progress: LoadProgress | None
 ) -> EngineClient:
-    """An engine in a process of its own, or a router over several."""
+    """Start an engine in its own process, or a router over several."""
     try:
         from inflight.engine.remote.process_client import ProcessClient
         from inflight.router import start_router
     except ImportError as error:
         raise ConfigError(
-            f"an engine in a process of its own needs {error.name}: install inflight-llm[server]"
+            f"an engine in its own process needs {error.name}: install inflight-llm[server]"
         ) from error
     if not routing.is_wanted:
         return await ProcessClient.start(config, process, progress)
@@ -423,7 +398,7 @@ async def _start_client(
 
 
 def _load(config: EngineConfig, progress: LoadProgress | None) -> LoadedEngine:
-    from inflight.loading import load_engine  # torch, which takes long to import too
+    from inflight.loading import load_engine  # imports torch, which is slow
 
     loaded = load_engine(config, progress)
     loaded.warm_up()
@@ -431,7 +406,7 @@ def _load(config: EngineConfig, progress: LoadProgress | None) -> LoadedEngine:
 
 
 def _snapshot(output: RequestOutput) -> RequestOutput:
-    """A copy that later tokens do not change."""
+    """Return a copy that later tokens do not change."""
     output.outputs = [
         replace(
             answer,
@@ -444,7 +419,7 @@ def _snapshot(output: RequestOutput) -> RequestOutput:
 
 
 class _Sent:
-    """What of each answer has gone out already."""
+    """The parts of each answer that were already sent."""
 
     def __init__(self) -> None:
         self._done: dict[int, tuple[int, int]] = {}  # answer -> characters, tokens

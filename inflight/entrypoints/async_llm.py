@@ -1,4 +1,4 @@
-"""`AsyncEngine` in the shape of vLLM's `AsyncLLM`, for code that was written for that."""
+"""`AsyncLLM`: an `AsyncEngine` with the interface of vLLM's class of that name."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ from inflight.frontend import ChatTokenizer
 
 
 class AsyncEngineArgs:
-    """The options of an engine, those of `LLM`, to be given to `AsyncLLM.from_engine_args`."""
+    """The options of an engine (those of `LLM`), for `AsyncLLM.from_engine_args`."""
 
     def __init__(self, model: str | PathLike[str] | None = None, **options: Any) -> None:
         self.config = EngineConfig.create(model, **options)
 
 
 class AsyncLLM(AsyncEngine):
-    """The engine runs in a thread of this process; `AsyncEngine.start` can give it one of its own, or several."""
+    """An engine in a thread of this process. `AsyncEngine.start` can also start it in other processes."""
 
     @classmethod
     def from_engine_args(cls, engine_args: AsyncEngineArgs, **foreign: Any) -> AsyncLLM:  # noqa: ARG003
-        """Load a model. Blocks until it is there; what vLLM's takes besides says only how it logs."""
-        from inflight.loading import load_engine  # torch, which takes long to import
+        """Load a model and wait for it. vLLM's other arguments only affect its logging and are ignored."""
+        from inflight.loading import load_engine  # imports torch, which is slow
 
         loaded = load_engine(engine_args.config)
         loaded.warm_up()
-        found = cls.of(loaded)
-        assert isinstance(found, AsyncLLM)
-        return found
+        engine = cls.of(loaded)
+        assert isinstance(engine, AsyncLLM)
+        return engine
 
     async def get_tokenizer(self) -> ChatTokenizer:
         return ChatTokenizer(self._frontend, self.tokenizer)
 
     async def check_health(self) -> None:
-        """Raises EngineDeadError unless the engine makes progress."""
+        """Raise EngineDeadError unless the engine is healthy."""
         health = await self._client.health()
         if not health.healthy:
             raise EngineDeadError(health.error or f"the engine is {health.state}")
 
     def shutdown(self) -> None:
-        """`close`, as soon as the event loop comes to it."""
+        """Close the engine, in a task if an event loop is running."""
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:

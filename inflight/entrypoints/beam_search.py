@@ -1,4 +1,4 @@
-"""Beam search, one token per run of the engine: the prefix cache has all but the last tokens of each beam."""
+"""Beam search, one token per engine run. The prefix cache holds all but the last tokens of each beam."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from inflight.errors import ParameterError, shown
 from inflight.outputs import Logprobs, RequestOutput
 from inflight.sampling_params import MAX_LOGPROBS, SamplingParams
 
-# Continues prompts of token ids.
+# Continues prompts given as token ids.
 Extend = Callable[[list[list[int]], SamplingParams], list[RequestOutput]]
-MAX_BEAMS = MAX_LOGPROBS // 2  # each beam may go on in twice as many ways
+MAX_BEAMS = MAX_LOGPROBS // 2  # each beam has twice as many candidates
 
 
 @dataclass(frozen=True, slots=True)
 class BeamSearchParams:
-    """How many beams, how long, and how much longer answers are worth (1: their mean logprob counts)."""
+    """Beam width, length and length penalty (1: beams are ranked by their mean logprob)."""
 
     beam_width: int
     max_tokens: int
     ignore_eos: bool = False
-    temperature: float = 0.0  # nothing is drawn: there is no other
+    temperature: float = 0.0  # always 0: nothing is sampled
     length_penalty: float = 1.0
-    include_stop_str_in_output: bool = False  # there are no stop strings
+    include_stop_str_in_output: bool = False  # accepted as in vLLM: there are no stop strings
 
     def __post_init__(self) -> None:
         for name, value, most in (
@@ -36,19 +36,19 @@ class BeamSearchParams:
                 raise ParameterError(f"{name} is {shown(value)}: it must be {allowed}", param=name)
         if self.temperature:
             raise ParameterError(
-                f"temperature is {shown(self.temperature)}: beams are ranked, not drawn; it must be 0",
+                f"temperature is {shown(self.temperature)}: beam search does not sample, so it must be 0",
                 param="temperature",
             )
 
 
 @dataclass(slots=True)
 class BeamSearchSequence:
-    """A prompt and one way to go on from it."""
+    """A prompt with one continuation."""
 
-    tokens: list[int]  # the prompt's too
-    logprobs: list[Logprobs] = field(default_factory=list)  # of each new token, with the other candidates
+    tokens: list[int]  # including the prompt
+    logprobs: list[Logprobs] = field(default_factory=list)  # of each new token and its candidates
     cum_logprob: float = 0.0
-    text: str | None = None  # of all tokens, without special ones
+    text: str | None = None  # of all tokens except special ones
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -59,14 +59,14 @@ class BeamSearchSequence:
 
 @dataclass(frozen=True, slots=True)
 class BeamSearchOutput:
-    """The best sequences, the best one first."""
+    """The best sequences, best first."""
 
     sequences: list[BeamSearchSequence]
 
 
 @dataclass(slots=True)
 class _Search:
-    """One prompt's."""
+    """The beams of one prompt."""
 
     beams: list[BeamSearchSequence]
     done: list[BeamSearchSequence] = field(default_factory=list)
@@ -79,7 +79,7 @@ def beam_search(
     eos_token_ids: Sequence[int],
     max_model_len: int,
 ) -> list[BeamSearchOutput]:
-    """All prompts at once, a token at a time."""
+    """Search all prompts together, a token at a time."""
     searches = [_Search([BeamSearchSequence(list(prompt))]) for prompt in prompts]
     step = SamplingParams(max_tokens=1, temperature=0, logprobs=2 * params.beam_width, ignore_eos=True)
     ends = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
@@ -103,7 +103,7 @@ def beam_search(
 
 
 def _choose(search: _Search, grown: list[BeamSearchSequence], ends: frozenset[int], beam_width: int) -> None:
-    """The best of those that have grown go on, or have come to their end."""
+    """Keep the best candidates as beams; those that ended are done."""
     if not grown:
         return
     search.beams = []

@@ -1,4 +1,4 @@
-"""What `LLM` does with models that embed, classify or score."""
+"""`LLM`: the synchronous Python API for offline inference."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 from rich.console import Console
 
 from inflight.config import EngineConfig, RouterConfig
 from inflight.engine import Command, EngineStats, StepObserver
-from inflight.engine.metrics import MetricValue, metrics_of
+from inflight.engine.stats import MetricValue, metrics_of
 from inflight.entrypoints.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from inflight.entrypoints.offline import LocalEngine, OfflineEngine, OfflineRun, ReplicatedEngine
 from inflight.entrypoints.progress_bars import loading_bar
@@ -26,10 +26,10 @@ from inflight.frontend import (
     OutputProcessor,
     Pair,
     PooledVectors,
-    PoolingJob,
-    PoolingProcessor,
     Prompt,
     RequestContext,
+    ScoringJob,
+    ScoringProcessor,
     ToolChoice,
     check_arguments,
     check_top_n,
@@ -46,69 +46,51 @@ from inflight.outputs import (
     RerankResult,
     ScoreOutput,
 )
-from inflight.pooling import Scale
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
+from inflight.scoring import ClassifyParams, EmbedParams, ScoreParams
 from inflight.vllm_compat.python_api import LLM_METHODS
 
+logger = logging.getLogger(__name__)
 
-class PoolingCalls(ABC):
-    """Needs an engine to run requests on. Arguments of vLLM that change nothing are taken (`vllm_compat/`)."""
+Messages = Sequence[Mapping[str, Any]]
+T = TypeVar("T")
+
+
+class ScoringMethods(ABC):
+    """The methods of `LLM` for models that embed, classify or score.
+
+    Their parameters are declared in `scoring.py`. If one text is rejected, none is computed. Arguments of vLLM that
+    would change nothing are accepted (`vllm_compat/`).
+    """
 
     _frontend: Frontend
     _num_requests: int
 
     @abstractmethod
     def _compute(self, run: OfflineRun, show: bool) -> None:
-        """To its end."""
+        """Run all requests to their end."""
 
     def embed(
-        self,
-        texts: Prompt | Sequence[Prompt],
-        use_tqdm: bool = True,
-        *,
-        prompt_name: str | None = None,
-        prompt: str | None = None,
-        dimensions: int | None = None,
-        normalize: bool | None = None,
-        truncate: bool = False,
-        truncate_prompt_tokens: int | None = None,
-        **foreign: Any,
+        self, texts: Prompt | Sequence[Prompt], use_tqdm: bool = True, **params: Unpack[EmbedParams]
     ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
-        """The embeddings of texts, or of lists of token ids, which are taken as they are.
-
-        `prompt_name` is one of the model's own prompts to put before each text, `prompt` another text to put there;
-        without either it is the model's default one, if it has one. `dimensions` cuts embeddings of models that were
-        trained for it. `normalize` makes their length 1, or not, whatever the checkpoint says. A text that is too long
-        is refused, and all others with it, or with `truncate` cut at its end; `truncate_prompt_tokens` cuts each to at
-        most so many tokens, beside the special ones around it.
-        """
-        check_arguments(foreign)
-        processor = self._frontend.pooling_processor("embed")
-        job = processor.embed(
-            texts, prompt_name, prompt, dimensions, normalize, truncate, truncate_prompt_tokens
-        )
-        requests, found = self._pool(processor, job, "embedding", use_tqdm)
-        return _outputs(requests, [EmbeddingOutput(vector) for vector in job.finish(found.matrix)])
+        """Return the embeddings of texts, or of lists of token ids, which are used unchanged."""
+        processor = self._frontend.scoring_processor("embed")
+        job = processor.embed(texts, params)
+        requests, pooled = self._pool(processor, job, "embedding", use_tqdm)
+        return _outputs(requests, [EmbeddingOutput(vector) for vector in job.finish(pooled.matrix)])
 
     def classify(
         self,
         texts: Prompt | Pair | Sequence[Prompt | Pair],
         use_tqdm: bool = True,
-        *,
-        scale: Scale | None = None,
-        truncate: bool = False,
-        truncate_prompt_tokens: int | None = None,
-        **foreign: Any,
+        **params: Unpack[ClassifyParams],
     ) -> list[PoolingRequestOutput[ClassificationOutput]]:
-        """One number for each of the model's labels. A tuple of two texts is classified as a pair. What is too long is
-        refused, or cut as by `embed`."""
-        check_arguments(foreign)
-        processor = self._frontend.pooling_processor("classify")
-        job = processor.classify(texts, scale, truncate, truncate_prompt_tokens)
-        requests, found = self._pool(processor, job, "classifying", use_tqdm)
-        labels = processor.facts.labels
-        rows = job.finish(found.matrix)
+        """Return one number for each of the model's labels. A tuple of two texts is classified as a pair."""
+        processor = self._frontend.scoring_processor("classify")
+        job = processor.classify(texts, params)
+        requests, pooled = self._pool(processor, job, "classifying", use_tqdm)
+        labels, rows = processor.facts.labels, job.finish(pooled.matrix)
         return _outputs(requests, [ClassificationOutput(vector, labels, job.scale) for vector in rows])
 
     def score(
@@ -116,29 +98,18 @@ class PoolingCalls(ABC):
         query: str | Sequence[str],
         documents: str | Sequence[str],
         use_tqdm: bool = True,
-        *,
-        scale: Scale | None = None,
-        instruction: str | None = None,
-        truncate: bool = False,
-        max_tokens_per_doc: int | None = None,
-        **foreign: Any,
+        **params: Unpack[ScoreParams],
     ) -> list[PoolingRequestOutput[ScoreOutput]]:
-        """How well each document answers the query: one query for all, or as many queries as documents.
-
-        `scale` is "logit", "sigmoid", "softmax" or "cosine", as far as the model has it; its own unless given.
-        `instruction` is for models whose template has one. A document that is too long is refused, or cut at its end
-        with `truncate`; `max_tokens_per_doc` cuts it to at most so many tokens. Queries are never cut.
-        """
-        check_arguments(foreign)
-        processor = self._frontend.pooling_processor("score")
-        job = processor.score(query, documents, scale, instruction, truncate, max_tokens_per_doc)
-        requests, found = self._pool(processor, job, "scoring", use_tqdm)
-        values = [ScoreOutput(value, job.scale) for value in job.finish(found.matrix).tolist()]
-        num_queries = len(requests) - len(values)  # that were computed apart from the documents
+        """Return how well each document answers the query: one query for all documents, or one for each."""
+        processor = self._frontend.scoring_processor("score")
+        job = processor.score(query, documents, params)
+        requests, pooled = self._pool(processor, job, "scoring", use_tqdm)
+        values = [ScoreOutput(value, job.scale) for value in job.finish(pooled.matrix).tolist()]
+        num_queries = len(requests) - len(values)  # an embedder computes queries separately
         outputs = _outputs(requests[num_queries:], values)
         for index, output in enumerate(outputs if num_queries else ()):
-            before = requests[index % num_queries].token_ids
-            outputs[index] = replace(output, prompt_token_ids=[*before, *output.prompt_token_ids])
+            query_ids = requests[index % num_queries].token_ids
+            outputs[index] = replace(output, prompt_token_ids=[*query_ids, *output.prompt_token_ids])
         return outputs
 
     def rerank(
@@ -147,28 +118,24 @@ class PoolingCalls(ABC):
         documents: Sequence[str],
         top_n: int | None = None,
         use_tqdm: bool = True,
-        *,
-        scale: Scale | None = None,
-        instruction: str | None = None,
-        truncate: bool = False,
-        max_tokens_per_doc: int | None = None,
+        **params: Unpack[ScoreParams],
     ) -> list[RerankResult]:
-        """`score` for all documents, and the best of them first; the best `top_n` only, if given."""
+        """Score all documents and return the best first, at most `top_n` of them."""
         check_top_n(top_n)
-        processor = self._frontend.pooling_processor("rerank")
-        job = processor.score(query, documents, scale, instruction, truncate, max_tokens_per_doc)
-        _, found = self._pool(processor, job, "scoring", use_tqdm)
-        return ranked(job.finish(found.matrix), documents, job.scale, top_n)
+        processor = self._frontend.scoring_processor("rerank")
+        job = processor.score(query, documents, params)
+        _, pooled = self._pool(processor, job, "scoring", use_tqdm)
+        return ranked(job.finish(pooled.matrix), documents, job.scale, top_n)
 
     def _pool(
-        self, processor: PoolingProcessor, job: PoolingJob, doing: str, show: bool
+        self, processor: ScoringProcessor, job: ScoringJob, doing: str, show: bool
     ) -> tuple[list[Request], PooledVectors]:
-        """A request for each text of a job, and their vectors."""
+        """Compute the texts of a job; return a request for each, and their vectors."""
         first, num_texts = self._num_requests, job.num_texts
         self._num_requests += num_texts
         requests: list[Request] = []
 
-        def made() -> Iterator[Request]:
+        def make_requests() -> Iterator[Request]:
             context = RequestContext()
             for chunk in job.chunks():
                 for text in processor.inputs.encode(*chunk):
@@ -184,40 +151,36 @@ class PoolingCalls(ABC):
                 requests[index].record = delta.record or requests[index].record
             return False
 
-        # Texts that can be split may share what they begin with: how many fill a step is not known then.
-        self._compute(OfflineRun(made(), num_texts, take, doing, not processor.facts.splittable), show)
+        # Splittable texts may share prefixes, so that it is not known beforehand how many fill a step.
+        self._compute(
+            OfflineRun(make_requests(), num_texts, take, doing, not processor.facts.splittable), show
+        )
         return requests, vectors
 
 
-def _outputs(requests: list[Request], found: list[PooledT]) -> list[PoolingRequestOutput[PooledT]]:
+def _outputs(requests: list[Request], results: list[PooledT]) -> list[PoolingRequestOutput[PooledT]]:
     return [
-        PoolingRequestOutput(request.request_id, pooled, request.token_ids, request.record.num_cached_tokens)
-        for request, pooled in zip(requests, found, strict=True)
+        PoolingRequestOutput(request.request_id, result, request.token_ids, request.record.num_cached_tokens)
+        for request, result in zip(requests, results, strict=True)
     ]
 
 
-logger = logging.getLogger(__name__)
-
-Messages = Sequence[Mapping[str, Any]]
-T = TypeVar("T")
-
-
-class LLM(PoolingCalls):
-    """A model, ready to generate.
+class LLM(ScoringMethods):
+    """A model for offline inference.
 
     >>> llm = LLM(model="path/or/hub-id", max_num_batched_tokens=1024)
     >>> outputs = llm.generate(["Once upon a time"], SamplingParams(temperature=0.8, max_tokens=64))
     >>> outputs[0].outputs[0].text
 
-    Without a model it is the built-in one. Options are those of `ModelConfig`, `CacheConfig` and
-    `SchedulerConfig`, by name. With `replicas` there are so many engines, each in a process of its own, and the options
-    of `RouterConfig`, `ray_address` among them; that needs the packages of inflight-llm[server].
+    Without `model`, the built-in model is used. Options are the fields of `ModelConfig`, `CacheConfig` and
+    `SchedulerConfig`. `replicas` starts that many engines, each in its own process, and allows the options of
+    `RouterConfig`, such as `ray_address`; this needs inflight-llm[server].
     """
 
     def __init__(
         self, model: str | PathLike[str] | None = None, *, show_progress: bool = True, **options: Any
     ) -> None:
-        show_progress &= bool(options.pop("use_tqdm_on_load", True))  # as vLLM has it
+        show_progress &= bool(options.pop("use_tqdm_on_load", True))  # as in vLLM
         routing = RouterConfig.taken_from(options)
         config = EngineConfig.create(model, **options)
         self._offline: OfflineEngine
@@ -225,7 +188,7 @@ class LLM(PoolingCalls):
             if routing.is_wanted:
                 self._offline = ReplicatedEngine(config, routing, progress)
             else:
-                self._engine = load_engine(config, progress)  # there where it is in this process
+                self._engine = load_engine(config, progress)  # only for an engine in this process
                 self._offline = LocalEngine(self._engine)
         self._frontend = self._offline.frontend
         if progress is not None:
@@ -246,19 +209,19 @@ class LLM(PoolingCalls):
     ) -> list[RequestOutput]:
         """Answer every prompt: text, a list of token ids, or {"prompt_token_ids": [...]}.
 
-        Parameters, priority (smaller first) and tenant are one for all prompts, or a list with one for each.
-        Outputs come in the order of the prompts. If one prompt is refused, none is run. A request that fails
-        while it runs fails alone, with finish reason "error"; only if all fail is EngineError raised. Arguments of vLLM
-        that change nothing are taken (`vllm_compat/python_api.py`).
+        Parameters, priority (smaller first) and tenant may be lists with one for each prompt. Outputs are in the order
+        of the prompts. If one prompt is rejected, none is run. A request that fails gets the finish reason "error";
+        EngineError is raised only if all requests fail. Arguments of vLLM that would change nothing are
+        accepted (`vllm_compat/python_api.py`).
         """
         check_arguments(foreign)
         items = split_prompts(prompts)
         priorities = _for_each(items, priority, int, "priorities", "priority")
         tenants = _for_each(items, tenant, str, "tenants", "tenant")
-        places = [*zip(items, priorities, tenants, strict=True)]
+        rows = [*zip(items, priorities, tenants, strict=True)]
 
         def prepare(index: int, request_id: str, params: SamplingParams) -> OutputProcessor:
-            prompt, priority, tenant = places[index]
+            prompt, priority, tenant = rows[index]
             return self._frontend.prepare(request_id, prompt, params, priority, tenant)
 
         return self._run(self._prepare(items, sampling_params, prepare), use_tqdm)
@@ -281,9 +244,9 @@ class LLM(PoolingCalls):
     ) -> list[RequestOutput]:
         """Answer one conversation, or a list of them, through the checkpoint's chat template.
 
-        Of each answer, `message` has content, reasoning and tool calls apart; `message.as_dict()` is what to append to
-        the conversation. Messages, tools and the choice among them are as in OpenAI's API: what is taken over HTTP is
-        taken here. A reply is begun unless `continue_final_message`.
+        An answer's `message` has content, reasoning and tool calls; append `message.as_dict()` to the conversation.
+        Messages, tools and tool_choice are those of OpenAI's API, checked as over HTTP. A generation prompt is
+        added unless `continue_final_message`.
         """
         check_arguments(foreign)
         one = bool(messages) and not isinstance(messages[0], Sequence)
@@ -315,11 +278,11 @@ class LLM(PoolingCalls):
         use_tqdm: bool = False,
         **foreign: Any,
     ) -> list[BeamSearchOutput]:
-        """The likeliest ways to go on from each prompt. Every token is a run of the engine over all beams."""
+        """Return the likeliest continuations of each prompt. Every token is one run of the engine over all beams."""
         check_arguments(foreign)
         one_token = SamplingParams(max_tokens=1)
         prepared = [self._frontend.prepare("", prompt, one_token) for prompt in split_prompts(prompts)]
-        found = beam_search(
+        outputs = beam_search(
             [prompt.prompt_token_ids for prompt in prepared],
             params,
             lambda beams, step: self.generate(beams, step, use_tqdm),
@@ -327,9 +290,9 @@ class LLM(PoolingCalls):
             self.max_model_len,
         )
         tokenizer = self._frontend.tokenizer
-        for sequence in (sequence for output in found for sequence in output.sequences):
+        for sequence in (sequence for output in outputs for sequence in output.sequences):
             sequence.text = None if tokenizer is None else tokenizer.decode(sequence.tokens)
-        return found
+        return outputs
 
     def _prepare(
         self,
@@ -337,22 +300,22 @@ class LLM(PoolingCalls):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         prepare: Callable[[int, str, SamplingParams], OutputProcessor],
     ) -> list[OutputProcessor]:
-        """All of them, or none."""
+        """Prepare and validate all prompts. If one is rejected, the error says which."""
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
-        found = []
+        prepared = []
         params = _for_each(items, sampling_params, SamplingParams, "sampling params", "sampling_params")
         for index, each in enumerate(params):
             request_id = str(self._num_requests)
             self._num_requests += 1
             try:
-                found.append(prepare(index, request_id, each))
-                self._frontend.validate(found[-1])
+                prepared.append(prepare(index, request_id, each))
+                self._frontend.validate(prepared[-1])
             except RequestError as error:
                 if len(items) > 1:
                     error.add_note(f"in prompt {index} of {len(items)}")
                 raise
-        return found
+        return prepared
 
     def _run(self, prompts: list[OutputProcessor], show: bool) -> list[RequestOutput]:
         by_id = {answer.request.request_id: prompt for prompt in prompts for answer in prompt.answers}
@@ -377,23 +340,23 @@ class LLM(PoolingCalls):
 
     def _check_open(self) -> None:
         if self._closed:
-            raise EngineError("this LLM was closed")
+            raise EngineError("this LLM is closed")
 
-    # ---- around it ----
+    # ---- the engine ----
 
     def get_tokenizer(self, lora_request: None = None) -> ChatTokenizer:
-        """The checkpoint's, with the methods of transformers' tokenizers."""
+        """Return the checkpoint's tokenizer, with the methods of transformers' tokenizers."""
         check_arguments({"lora_request": lora_request})
         if self._frontend.tokenizer is None:
-            raise ConfigError("this engine runs without a tokenizer")
+            raise ConfigError("this engine has no tokenizer")
         return ChatTokenizer(self._frontend, self._frontend.tokenizer)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the checkpoint's generation_config.json recommends."""
+        """Return the defaults of the checkpoint's generation_config.json."""
         return self._frontend.default_sampling_params()
 
     def get_default_sampling_fields(self) -> dict[str, Any]:
-        """The same as fields, only those that it names: for callers who override some."""
+        """Return only the fields that generation_config.json sets, for callers who override some."""
         return dict(self._frontend.default_params)
 
     @property
@@ -409,26 +372,26 @@ class LLM(PoolingCalls):
         return self._offline.stats()
 
     def get_metrics(self) -> list[MetricValue]:
-        """What the engine counts, by the names that the server's /metrics has."""
+        """Return the engine's metrics under the names that the server's /metrics uses."""
         return metrics_of(self.stats())
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all prefixes. True, as vLLM says."""
+        """Empty the prefix cache. Returns True, as vLLM does."""
         self._command("reset_prefix_cache")
         return True
 
     def sleep(self, level: int = 1) -> None:
-        """Give up the KV memory, and put the weights into host memory, until `wake_up`."""
+        """Free the KV memory and move the weights to host memory until `wake_up`."""
         if level != 1:
             raise ParameterError(
-                f"level is {shown(level)}: it must be 1; weights are kept in host memory", param="level"
+                f"level is {shown(level)}: it must be 1 (weights are kept in host memory)", param="level"
             )
         self._command("sleep")
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         if tags is not None:
             raise ParameterError(
-                f"tags is {shown(tags)}: it must be None; all wakes up at once", param="tags"
+                f"tags is {shown(tags)}: it must be None (everything wakes up at once)", param="tags"
             )
         self._command("wake_up")
 
@@ -440,20 +403,20 @@ class LLM(PoolingCalls):
         self._offline.command(command)
 
     def observe(self, observer: StepObserver) -> None:
-        """Call `observer` with the record of every step; with replicas, in a thread of theirs."""
+        """Call `observer` with the record of every step; with replicas, in the router's thread."""
         self._offline.observe(observer)
 
     def unobserve(self, observer: StepObserver) -> None:
         self._offline.unobserve(observer)
 
     def close(self) -> None:
-        """Give back the memory. The engine cannot be used afterwards."""
+        """Free the memory. The engine cannot be used afterwards."""
         if not self._closed:
             self._closed = True
             self._offline.close()
 
     def __getattr__(self, name: str) -> Any:
-        """What vLLM's has and this one has not is refused with what to do instead."""
+        """Raise AttributeError; for methods that only vLLM's LLM has, it says what to use instead."""
         if name in LLM_METHODS:
             raise AttributeError(f"LLM has no {name}: {LLM_METHODS[name]}", name=name, obj=self)
         raise AttributeError(f"LLM has no {name}", name=name, obj=self)
@@ -466,19 +429,19 @@ class LLM(PoolingCalls):
 
 
 def _for_each(
-    prompts: Sequence[Any], given: T | Sequence[T], kind: type[T], name: str, param: str
+    prompts: Sequence[Any], value: T | Sequence[T], kind: type[T], name: str, param: str
 ) -> list[T]:
-    """One for each prompt, from one for all or from a list."""
-    if isinstance(given, kind):
-        return [given] * len(prompts)
-    if not isinstance(given, Sequence):
+    """Return one value for each prompt, from one for all or from a list."""
+    if isinstance(value, kind):
+        return [value] * len(prompts)
+    if not isinstance(value, Sequence):
         raise ParameterError(
-            f"{name} are of type {type(given).__name__}: give a {kind.__name__}, or a list of them",
+            f"{name} are of type {type(value).__name__}: give a {kind.__name__}, or a list of them",
             param=param,
         )
-    if len(given) != len(prompts):
+    if len(value) != len(prompts):
         raise ParameterError(
-            f"there are {len(given)} {name} for {len(prompts)} prompts: give one, or a list of as many",
+            f"there are {len(value)} {name} for {len(prompts)} prompts: give one, or one for each prompt",
             param=param,
         )
-    return list(given)
+    return list(value)

@@ -1,4 +1,4 @@
-"""Requests of a caller who waits, and what is asked of the engines that run them."""
+"""Offline runs: all requests of a blocking call, on one engine in this process or on several replicas."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ from inflight.request import Request
 
 @dataclass(frozen=True, slots=True)
 class OfflineRun:
-    """Requests, all of which are to be run to their end."""
+    """Requests that are run to their end."""
 
     requests: Iterable[Request]
     num_requests: int
-    take: Callable[[Delta], bool]  # gets every delta, and says whether its request is to end now
-    doing: str  # in a word, for those who watch
-    lazily: bool = False  # requests are made as steps need them
+    take: Callable[[Delta], bool]  # called with every delta; True aborts its request
+    doing: str  # label of the progress bar
+    lazily: bool = False  # make requests as steps need them
 
 
 class OfflineEngine(Protocol):
-    """What `LLM` stands on: one engine that it steps itself, or several behind a router."""
+    """What `LLM` runs on: one engine that it steps itself, or several behind a router."""
 
     @property
     def frontend(self) -> Frontend: ...
 
     @property
     def description(self) -> str:
-        """Of what it runs on."""
+        """The device, for the user."""
 
     def compute(self, run: OfflineRun, show: bool) -> None:
-        """All of it, with a bar on the terminal if it is to be shown. What breaks it off leaves nothing running."""
+        """Run all requests, with a progress bar if `show`. After an exception, none of them is left running."""
 
     def command(self, command: Command) -> None: ...
 
@@ -60,8 +60,7 @@ class OfflineEngine(Protocol):
 
 @contextmanager
 def paused_collection() -> Iterator[None]:
-    """Within this, no cycles are looked for: thousands of requests are thousands of objects that stay, and a run makes
-    next to no cycles. It leaves the process as it found it."""
+    """Disable garbage collection: it would scan the objects of thousands of requests, which hardly form cycles."""
     if not gc.isenabled():
         yield
         return
@@ -76,7 +75,7 @@ class LocalEngine:
     """Implements `OfflineEngine`."""
 
     def __init__(self, loaded: LoadedEngine) -> None:
-        self._loaded = loaded  # which may get another core
+        self._loaded = loaded  # its core may be replaced
 
     @property
     def frontend(self) -> Frontend:
@@ -89,34 +88,34 @@ class LocalEngine:
     def compute(self, run: OfflineRun, show: bool) -> None:
         core = self._loaded.core
         feed = RequestFeed(core, run.requests, run.lazily)
-        with paused_collection(), held_interrupts() as let_go:
+        with paused_collection(), held_interrupts() as allow_interrupt:
             try:
                 feed.fill()
                 with request_bar(run.doing, run.num_requests, show) as advance:
                     while core.has_work or not feed.is_empty:
-                        let_go()  # between two steps, where all books are in order
+                        allow_interrupt()  # between steps the state is consistent
                         feed.fill()
                         deltas = core.step()
                         for delta in deltas:
                             if run.take(delta):
                                 deltas += core.abort(delta.request_id, "stop")[1]
                         advance(deltas)
-            except BaseException:  # Ctrl-C above all
+            except BaseException:  # mostly Ctrl-C
                 self._clear(feed.added)
                 raise
 
     def _clear(self, request_ids: Iterable[str]) -> None:
-        """Empty the engine after a run that broke off, so that it can go on."""
+        """Empty the engine after an interrupted run, so that it can be used again."""
         core = self._loaded.core
         for request_id in request_ids:
             core.abort(request_id)
-        while core.has_work:  # what is still in flight
+        while core.has_work:  # steps in flight
             core.step()
-        # A step that was cut short has not filled the blocks that it promised to the prefix cache.
+        # An interrupted step has not filled the blocks that it registered in the prefix cache.
         core.scheduler.blocks.drop_cache()
 
     def command(self, command: Command) -> None:
-        self._loaded.core.obey(command)
+        self._loaded.core.run_command(command)
 
     def stats(self) -> EngineStats:
         return self._loaded.core.stats()
@@ -135,7 +134,7 @@ T = TypeVar("T")
 
 
 class ReplicatedEngine:
-    """Implements `OfflineEngine`: several engines, each in a process of its own, and the text side before them."""
+    """Implements `OfflineEngine`: several engines, each in its own process, behind a router in a thread."""
 
     def __init__(
         self, config: EngineConfig, options: RouterConfig, progress: Callable[[int, int], None] | None
@@ -161,7 +160,7 @@ class ReplicatedEngine:
             raise
 
     def _wait_for(self, work: Coroutine[Any, Any, T]) -> T:
-        """What it gives, in the router's thread. An interrupt cancels it."""
+        """Run a coroutine in the router's thread and return its result. An interrupt cancels it."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -178,7 +177,7 @@ class ReplicatedEngine:
             self._compute(list(run.requests), run.take, advance)
 
     def _compute(self, requests: list[Request], take: Callable[[Delta], bool], advance: Advance) -> None:
-        arrived: SimpleQueue[Delta | None] = SimpleQueue()  # None: that was all
+        arrived: SimpleQueue[Delta | None] = SimpleQueue()  # None: end of the run
         running = asyncio.run_coroutine_threadsafe(self._run(requests, arrived), self._loop)
         running.add_done_callback(lambda _: arrived.put(None))
         try:
@@ -187,9 +186,9 @@ class ReplicatedEngine:
                     asyncio.run_coroutine_threadsafe(self._router.abort(delta.request_id, "stop"), self._loop)
                 advance([delta])
             running.result()
-        except BaseException:  # Ctrl-C above all
+        except BaseException:  # mostly Ctrl-C
             running.cancel()
-            with contextlib.suppress(BaseException):  # until nothing of it runs any more
+            with contextlib.suppress(BaseException):  # wait until nothing runs any more
                 self._wait_for(self._until_idle())
             raise
 
@@ -218,7 +217,7 @@ class ReplicatedEngine:
         return self._wait_for(self._router.stats())
 
     def observe(self, observer: StepObserver) -> None:
-        """Called in the router's thread."""
+        """Call `observer` for every step, in the router's thread."""
 
         async def watch() -> None:
             self._stops[observer] = self._router.watch(observer)
@@ -239,7 +238,7 @@ class ReplicatedEngine:
         self._end_thread()
 
     def _end_thread(self) -> None:
-        # A start that was interrupted has engines to end first.
+        # An interrupted start must stop its engines first.
         asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -247,9 +246,9 @@ class ReplicatedEngine:
 
 
 async def _cancel_others() -> None:
-    """All other tasks of this event loop, and wait until they have ended."""
+    """Cancel all other tasks of this event loop and wait for them."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
-        if not task.cancelling():  # twice would break off what it does to end
+        if not task.cancelling():  # cancelling twice would interrupt its cleanup
             task.cancel()
     await asyncio.gather(*others, return_exceptions=True)

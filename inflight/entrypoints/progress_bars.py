@@ -1,4 +1,4 @@
-"""What shows on a terminal while a model is loaded and while requests run."""
+"""Progress bars for loading a model and for running requests."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class _LoadingBar(AbstractContextManager[Callable[[int, int], None]]):
 
 
 def request_bar(doing: str, total: int, show: bool) -> AbstractContextManager[Advance]:
-    """Advanced by the deltas of each step. `doing` names the work."""
+    """Return a progress bar that is advanced by the deltas of each step. `doing` is its label."""
     return _RequestBar(doing, total) if show and sys.stderr.isatty() else nullcontext(lambda _: None)
 
 
 class _RequestBar(AbstractContextManager[Advance]):
-    """Requests done, and tokens a second: outputs or, where nothing is generated, those that were read."""
+    """Shows finished requests and tokens per second: output tokens, or prompt tokens if nothing is generated."""
 
     def __init__(self, doing: str, total: int) -> None:
         self._progress = Progress(

@@ -47,7 +47,7 @@ class _PendingToken(NamedTuple):
     """A token that a launched step samples."""
 
     tokens: SampledTokens
-    index: int
+    sample: int  # its index in the step
 
 
 @dataclass(slots=True)
@@ -156,10 +156,10 @@ class ConstrainedRows:
         token_ids: dict[SampledTokens, Sequence[int]] = {}
         for row in constrained:
             if row.pending is not None:
-                tokens, index = row.pending
+                tokens, sample = row.pending
                 if tokens not in token_ids:
                     token_ids[tokens] = tokens()
-                row.outputs.append(token_ids[tokens][index])
+                row.outputs.append(token_ids[tokens][sample])
                 row.pending = None
         matchers = [self._caught_up(row) for row in constrained]
         masks = self.state.mask_buffer(len(constrained))

@@ -1,4 +1,4 @@
-"""Between users and token ids: prompts become requests, deltas become outputs."""
+"""Between text and token ids: prompts become requests, and deltas become outputs."""
 
 from inflight.frontend.chat import ChatRequest, NamedTool, ToolChoice, checked_tools, tool_choice_of
 from inflight.frontend.chat_tokenizer import ChatTokenizer
@@ -11,14 +11,21 @@ from inflight.frontend.input_processor import (
     context_length_error,
     split_prompts,
 )
-from inflight.frontend.message_reader import MessageReader
-from inflight.frontend.output_processor import OutputProcessor
-from inflight.frontend.pooling import PoolingJob, PoolingProcessor, RequestContext
-from inflight.frontend.pooling_inputs import Pair, PoolingInputs
-from inflight.frontend.pooling_results import PooledVectors, check_top_n, ranked
-from inflight.frontend.pooling_run import PoolingRun
+from inflight.frontend.output_processor import MessageReader, OutputProcessor
+from inflight.frontend.scoring import (
+    CallOptions,
+    PooledVectors,
+    RequestContext,
+    ScoringJob,
+    ScoringProcessor,
+    check_top_n,
+    ranked,
+)
+from inflight.frontend.scoring_inputs import Pair, ScoringInputs
+from inflight.frontend.scoring_run import ScoringRun
 
 __all__ = [
+    "CallOptions",
     "ChatRequest",
     "ChatTokenizer",
     "Frontend",
@@ -29,12 +36,12 @@ __all__ = [
     "OutputProcessor",
     "Pair",
     "PooledVectors",
-    "PoolingInputs",
-    "PoolingJob",
-    "PoolingProcessor",
-    "PoolingRun",
     "Prompt",
     "RequestContext",
+    "ScoringInputs",
+    "ScoringJob",
+    "ScoringProcessor",
+    "ScoringRun",
     "ToolChoice",
     "check_arguments",
     "check_top_n",

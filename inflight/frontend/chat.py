@@ -1,28 +1,42 @@
-"""A conversation, and how its answer is to be, whatever API it came by."""
+"""Chat requests: checks of messages and tools, the shape that templates read, and the formats of a checkpoint."""
 
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any, Literal
 
-from inflight.agents import CallStyle
+from inflight.agents import (
+    REASONING_MARKERS,
+    CallStyle,
+    MessageParser,
+    detect_calls,
+    detect_reasoning_format,
+    opens_reasoning,
+    shows_tools,
+)
+from inflight.config import ModelConfig
 from inflight.errors import ParameterError, shown
+from inflight.text import ChatTemplate, Tokenizer
 
+logger = logging.getLogger(__name__)
+
+NONE = "none"  # disables a parser
 MAX_TOOLS = 512
 MAX_NAME_LENGTH = 256
 SHORT_ID_LENGTH = 9
-# What clients note on an answer and send back with it: openai's helpers, litellm. Not for the model.
-CLIENT_NOTES = frozenset({"parsed", "provider_specific_fields", "annotations", "refusal", "audio"})
+# Fields that clients (openai's helpers, litellm) add to an answer and send back with it. The model must not see them.
+CLIENT_FIELDS = frozenset({"parsed", "provider_specific_fields", "annotations", "refusal", "audio"})
 _TOOL_NAME = re.compile(rf"[\w.:/-]{{1,{MAX_NAME_LENGTH}}}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class NamedTool:
-    """The one tool that is to be called."""
+    """The one tool that must be called."""
 
     name: str
 
@@ -32,14 +46,16 @@ ToolChoice = Literal["auto", "none", "required"] | NamedTool
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
-    """Messages and tools in the shape of OpenAI's chats. Texts in parts, arguments as JSON text or as objects, content
-    that is not there: all of it is taken."""
+    """Messages and tools in the shape of OpenAI's chat API.
+
+    Content may be text, text parts or missing; arguments of tool calls may be JSON text or objects.
+    """
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
-    reasoning_effort: str | None = None  # for templates that know it; "none": no reasoning
+    reasoning_effort: str | None = None  # for templates that support it; "none" disables reasoning
     max_reasoning_tokens: int | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     add_generation_prompt: bool = True
@@ -54,7 +70,7 @@ class ChatRequest:
             )
         if not isinstance(self.reasoning_effort, str | None):
             raise ParameterError(
-                f"reasoning_effort is {shown(self.reasoning_effort)}: it must be a word",
+                f"reasoning_effort is {shown(self.reasoning_effort)}: it must be a string",
                 param="reasoning_effort",
             )
 
@@ -72,9 +88,12 @@ class ChatRequest:
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
     ) -> ChatRequest:
-        """From what callers of `chat` give. Raises ParameterError. A reply is begun unless the last message is to be
-        continued."""
-        begins = not continue_final_message if add_generation_prompt is None else add_generation_prompt
+        """Make a request from the arguments of `chat`. Raises ParameterError.
+
+        By default a generation prompt is added unless the final message is continued.
+        """
+        if add_generation_prompt is None:
+            add_generation_prompt = not continue_final_message
         return cls(
             _dumped(messages),
             checked_tools(tools),
@@ -83,42 +102,42 @@ class ChatRequest:
             reasoning_effort,
             max_reasoning_tokens,
             chat_template_kwargs or {},
-            begins,
+            add_generation_prompt,
             continue_final_message,
         )
 
     @property
     def offered_tools(self) -> Sequence[Mapping[str, Any]]:
-        """Those that the model gets to see."""
+        """The tools that the model sees."""
         return () if self.tool_choice == "none" else self.tools
 
 
 def _dumped(messages: Any) -> Any:
-    """Messages may be objects of clients, such as the answer of an OpenAI client, which go on the wire as dicts."""
+    """Return messages as dicts; they may be objects of a client library, such as a message of openai's."""
     if not isinstance(messages, list | tuple):
         return messages
     return [message.model_dump() if hasattr(message, "model_dump") else message for message in messages]
 
 
-def tool_choice_of(given: Any) -> ToolChoice:
-    """A choice as requests have it: a word, or an object that names a function."""
-    if given is None or given == "auto":
+def tool_choice_of(choice: Any) -> ToolChoice:
+    """Parse a request's tool_choice: a word, or an object that names a function."""
+    if choice is None or choice == "auto":
         return "auto"
-    if given == "none":
+    if choice == "none":
         return "none"
-    if given == "required":
+    if choice == "required":
         return "required"
-    if isinstance(given, NamedTool):
-        return given
-    if isinstance(given, Mapping) and given.get("type") == "function":
-        function = given.get("function")
+    if isinstance(choice, NamedTool):
+        return choice
+    if isinstance(choice, Mapping) and choice.get("type") == "function":
+        function = choice.get("function")
         name = function.get("name") if isinstance(function, Mapping) else None
         if isinstance(name, str):
             return NamedTool(name)
-    kind = given.get("type") if isinstance(given, Mapping) else None
-    raise _refusal(
+    kind = choice.get("type") if isinstance(choice, Mapping) else None
+    raise _invalid(
         "tool_choice",
-        f"tool_choice is {shown(given)}: "
+        f"tool_choice is {shown(choice)}: "
         + (
             f"{kind} is not supported; send only the tools that may be called"
             if kind in ("allowed_tools", "custom")
@@ -128,87 +147,101 @@ def tool_choice_of(given: Any) -> ToolChoice:
     )
 
 
-def checked_tools(given: Any) -> list[dict[str, Any]]:
-    """Tools as requests have them. Raises ParameterError."""
-    if given is None:
+def checked_tools(items: Any) -> list[dict[str, Any]]:
+    """Return a request's tools without their null fields. Raises ParameterError."""
+    if items is None:
         return []
-    if not isinstance(given, Sequence) or isinstance(given, str):
-        raise _refusal("tools", f"tools is {shown(given)}: it must be a list of tools")
-    if len(given) > MAX_TOOLS:
-        raise _refusal("tools", f"tools has {len(given)} items: at most {MAX_TOOLS} are allowed")
-    tools = [_checked_tool(f"tools[{index}]", tool) for index, tool in enumerate(given)]
+    if not isinstance(items, Sequence) or isinstance(items, str):
+        raise _invalid("tools", f"tools is {shown(items)}: it must be a list of tools")
+    if len(items) > MAX_TOOLS:
+        raise _invalid("tools", f"tools has {len(items)} items: at most {MAX_TOOLS} are allowed")
+    tools = [_checked_tool(f"tools[{index}]", tool) for index, tool in enumerate(items)]
     names = [tool["function"]["name"] for tool in tools]
     for index, name in enumerate(names):
         if name in names[:index]:
-            raise _refusal("tools", f"tools[{index}].function.name is {name!r}, as that of a tool before it")
+            raise _invalid(
+                "tools", f"tools[{index}].function.name is {name!r}: another tool already has this name"
+            )
     return tools
+
+
+def num_characters(value: Any) -> int:
+    """Of all that a template may put into the prompt, not the contents of messages alone. A number is one, whatever its
+    digits."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(num_characters, (*value, *value.values())))
+    return sum(map(num_characters, value)) if isinstance(value, list) else 1
 
 
 def _checked_tool(where: str, tool: Any) -> dict[str, Any]:
     kind = tool.get("type") if isinstance(tool, Mapping) else None
     if kind != "function":
-        raise _refusal("tools", f"{where} is {shown(tool)}: only tools of type function are supported", where)
+        raise _invalid("tools", f"{where} is {shown(tool)}: only tools of type function are supported", where)
     function = tool.get("function")
     if not isinstance(function, Mapping):
-        raise _refusal("tools", f"{where}.function is {shown(function)}: it must be an object", where)
+        raise _invalid("tools", f"{where}.function is {shown(function)}: it must be an object", where)
     name = function.get("name")
     if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name):
-        raise _refusal(
+        raise _invalid(
             "tools",
             f"{where}.function.name is {shown(name)}: it must have 1 to {MAX_NAME_LENGTH} letters, digits or "
             "any of _.:/-",
             where,
         )
-    found = {key: value for key, value in function.items() if value is not None}
+    fields = {key: value for key, value in function.items() if value is not None}
     for key, type_, words in (
         ("description", str, "a text"),
         ("parameters", Mapping, "a JSON schema"),
         ("strict", bool, "true or false"),
     ):
-        if key in found and not isinstance(found[key], type_):
-            raise _refusal(
-                "tools", f"{where}.function.{key} is {shown(found[key])}: it must be {words}", where
+        if key in fields and not isinstance(fields[key], type_):
+            raise _invalid(
+                "tools", f"{where}.function.{key} is {shown(fields[key])}: it must be {words}", where
             )
-    return {**tool, "function": found}
+    return {**tool, "function": fields}
 
 
-def _refusal(param: str, message: str, where: str | None = None) -> ParameterError:
+def _invalid(param: str, message: str, where: str | None = None) -> ParameterError:
     return ParameterError(message, param=where or param, code="invalid_value")
 
 
 def template_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Tools as a template reads them: each with a schema, and without `strict`, which no model was trained on."""
+    """Return tools as a template reads them: with a schema, and without `strict`, which models are not trained on."""
     return [{**tool, "function": _shown_function(tool["function"])} for tool in tools]
 
 
 def _shown_function(function: Mapping[str, Any]) -> dict[str, Any]:
-    found = {key: value for key, value in function.items() if key != "strict"}
-    found.setdefault("parameters", {"type": "object", "properties": {}})
-    return found
+    fields = {key: value for key, value in function.items() if key != "strict"}
+    fields.setdefault("parameters", {"type": "object", "properties": {}})
+    return fields
 
 
 def template_messages(messages: Sequence[Any], style: CallStyle) -> list[Any]:
-    """Messages as a template reads them. What is no message is left as it is, for whoever checks them."""
+    """Return messages as a template reads them. Items that are not messages are left for `check_messages`."""
     return [_message(message, style) if isinstance(message, Mapping) else message for message in messages]
 
 
 def _message(message: Mapping[str, Any], style: CallStyle) -> dict[str, Any]:
-    found = {name: value for name, value in message.items() if value is not None and name not in CLIENT_NOTES}
-    reasoning = found.pop("reasoning", None)
+    fields = {
+        name: value for name, value in message.items() if value is not None and name not in CLIENT_FIELDS
+    }
+    reasoning = fields.pop("reasoning", None)
     if isinstance(reasoning, str):
-        found.setdefault("reasoning_content", reasoning)
-    content = found.get("content")
+        fields.setdefault("reasoning_content", reasoning)
+    content = fields.get("content")
     if isinstance(content, list) and all(map(_is_text, content)):
         # Not every template can read parts.
-        found["content"] = "".join(part["text"] for part in content)
-    elif content is None and found.get("role") == "assistant":
-        found["content"] = style.empty_content
-    calls = found.get("tool_calls")
+        fields["content"] = "".join(part["text"] for part in content)
+    elif content is None and fields.get("role") == "assistant":
+        fields["content"] = style.empty_content
+    calls = fields.get("tool_calls")
     if isinstance(calls, list | tuple):
-        found["tool_calls"] = [_call(call, style) if isinstance(call, Mapping) else call for call in calls]
-    if style.short_ids and isinstance(found.get("tool_call_id"), str):
-        found["tool_call_id"] = _short_id(found["tool_call_id"])
-    return found
+        fields["tool_calls"] = [_call(call, style) if isinstance(call, Mapping) else call for call in calls]
+    if style.short_ids and isinstance(fields.get("tool_call_id"), str):
+        fields["tool_call_id"] = _short_id(fields["tool_call_id"])
+    return fields
 
 
 def _is_text(part: Any) -> bool:
@@ -216,33 +249,76 @@ def _is_text(part: Any) -> bool:
 
 
 def _call(call: Mapping[str, Any], style: CallStyle) -> dict[str, Any]:
-    found, function = dict(call), call.get("function")
+    fields, function = dict(call), call.get("function")
     if isinstance(function, Mapping):
-        arguments = function.get("arguments")
-        known = {**function, "arguments": _arguments(arguments, style.arguments_as_text)}
-        known.pop("parsed_arguments", None)  # of openai's helpers; some templates write all that is there
-        found["function"] = known
-    if style.short_ids and isinstance(found.get("id"), str):
-        found["id"] = _short_id(found["id"])
-    return found
+        arguments = _arguments(function.get("arguments"), style.arguments_as_text)
+        fields["function"] = {**function, "arguments": arguments}
+        # openai's helpers add this, and some templates write every field of a function.
+        fields["function"].pop("parsed_arguments", None)
+    if style.short_ids and isinstance(fields.get("id"), str):
+        fields["id"] = _short_id(fields["id"])
+    return fields
 
 
-def _arguments(given: Any, as_text: bool) -> Any:
-    """In the form that the template wants; what is no JSON object stays as it is."""
-    given = {} if given is None else given
+def _arguments(arguments: Any, as_text: bool) -> Any:
+    """Return a call's arguments as the template reads them, or unchanged if they are not a JSON object."""
+    arguments = {} if arguments is None else arguments
     if as_text:
-        return json.dumps(given, ensure_ascii=False) if isinstance(given, Mapping) else given
-    if not isinstance(given, str):
-        return given
+        return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, Mapping) else arguments
+    if not isinstance(arguments, str):
+        return arguments
     try:
-        found = json.loads(given) if given.strip() else {}
+        parsed = json.loads(arguments) if arguments.strip() else {}
     except (ValueError, RecursionError):
-        return given
-    return found if isinstance(found, dict) else given
+        return arguments
+    return parsed if isinstance(parsed, dict) else arguments
 
 
 def _short_id(call_id: str) -> str:
-    """The same for the call and for its result."""
+    """Return a short id, the same for a call and its result: some templates accept no other length."""
     if len(call_id) == SHORT_ID_LENGTH and call_id.isalnum() and call_id.isascii():
         return call_id
     return sha256(call_id.encode(errors="replace")).hexdigest()[:SHORT_ID_LENGTH]
+
+
+# ---- formats of a checkpoint ----
+
+
+@dataclass(frozen=True, slots=True)
+class ChatFormats:
+    """How a checkpoint writes tool calls and reasoning: as configured, or as its chat template shows."""
+
+    tools: str | None  # name of the tool call format; None: not known
+    reasoning: str | None
+    style: CallStyle
+    shows_tools: bool  # the template writes tools into the prompt
+    opens_reasoning: bool  # with reasoning enabled, the prompt already opens it
+
+    @classmethod
+    def of(cls, config: ModelConfig, template: ChatTemplate, tokenizer: Tokenizer | None) -> ChatFormats:
+        """Detect the formats. This renders the template several times: too slow for an event loop."""
+        reasoning = _forced(config.reasoning_parser)
+        if config.reasoning_parser is None:
+            reasoning = detect_reasoning_format(template, tokenizer)
+        calls = detect_calls(template, reasoning)
+        tools = _forced(config.tool_call_parser)
+        if config.tool_call_parser is None and calls is not None:
+            tools = calls.tool_format
+        style = CallStyle() if calls is None else calls.style
+        logger.info("tool call parser: %s, reasoning parser: %s", tools or NONE, reasoning or NONE)
+        shows = calls is not None or shows_tools(template)
+        return cls(tools, reasoning, style, shows, opens_reasoning(template, reasoning))
+
+    def reasoning_after(self, prompt: str) -> str | None:
+        """Return the format of the reasoning that the answer to this prompt may start with."""
+        enabled = not self.opens_reasoning or REASONING_MARKERS[self.reasoning or ""].opened_by(prompt)
+        return self.reasoning if enabled else None
+
+
+def check_parsers(config: ModelConfig) -> None:
+    """Raise ConfigError if a configured parser does not exist."""
+    MessageParser(_forced(config.tool_call_parser), _forced(config.reasoning_parser))
+
+
+def _forced(name: str | None) -> str | None:
+    return None if name == NONE else name

@@ -1,4 +1,4 @@
-"""The tokenizer that users get: a checkpoint's, with the methods that they know from transformers."""
+"""The tokenizer that users get, with the methods of transformers' tokenizers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TokenizedText(dict[str, Any]):
 
 
 class ChatTokenizer:
-    """Reads and writes text as the engine does. What it does not have itself is `tokenizer`'s."""
+    """Encodes and decodes text as the engine does. Other attributes are those of `tokenizer`."""
 
     def __init__(self, frontend: Frontend, tokenizer: Tokenizer) -> None:
         self._frontend = frontend
@@ -46,7 +46,7 @@ class ChatTokenizer:
         return [self.decode(ids, skip_special_tokens) for ids in sequences]
 
     def __call__(self, text: str | Sequence[str], add_special_tokens: bool = True) -> TokenizedText:
-        """The ids of a text, or of each of several."""
+        """Return the ids of a text, or of each of several."""
         ids: Any = self.tokenizer.encode_batch([text] if isinstance(text, str) else text, add_special_tokens)
         mask: Any = [[1] * len(item) for item in ids]
         if isinstance(text, str):
@@ -65,20 +65,24 @@ class ChatTokenizer:
         chat_template: str | None = None,
         **template_kwargs: Any,
     ) -> Any:
-        """The prompt of a conversation, as `LLM.chat` makes it: token ids or, unless `tokenize`, text. What messages
-        spell is never a special token."""
+        """Return a conversation's prompt as `LLM.chat` makes it: token ids, or text if not `tokenize`.
+
+        Special tokens spelled in messages are plain text.
+        """
         if chat_template is not None:
             raise ParameterError(
-                f"chat_template is {shown(chat_template)}: templates come with the checkpoint",
+                f"chat_template is {shown(chat_template)}: it must be None; templates come with the checkpoint",
                 param="chat_template",
             )
-        if conversation and isinstance(conversation[0], Sequence):  # several of them
-            given: Any = {
+        if conversation and isinstance(conversation[0], Sequence):  # several conversations
+            options: Any = {
                 "add_generation_prompt": add_generation_prompt,
                 "continue_final_message": continue_final_message,
                 "tokenize": tokenize,
             }
-            return [self.apply_chat_template(one, tools, **given, **template_kwargs) for one in conversation]
+            return [
+                self.apply_chat_template(one, tools, **options, **template_kwargs) for one in conversation
+            ]
         chat = ChatRequest.of(
             conversation,
             tools=tools,
@@ -106,7 +110,7 @@ class ChatTokenizer:
         return [self.tokenizer.token(token_id) for token_id in ids if token_id not in hidden]
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
-        """None for what is no token."""
+        """Return the ids of tokens; None for strings that are not tokens."""
         if isinstance(tokens, str):
             return self.tokenizer.token_id(tokens)
         return [self.tokenizer.token_id(token) for token in tokens]
@@ -116,9 +120,9 @@ class ChatTokenizer:
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 
     def get_vocab(self) -> dict[str, int]:
-        found = {self.tokenizer.token(token_id): token_id for token_id in range(self.tokenizer.vocab_size)}
-        found.pop("", None)  # ids that no token has
-        return found
+        vocab = {self.tokenizer.token(token_id): token_id for token_id in range(self.tokenizer.vocab_size)}
+        vocab.pop("", None)  # unused ids
+        return vocab
 
     @property
     def all_special_ids(self) -> list[int]:

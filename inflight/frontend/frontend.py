@@ -1,7 +1,8 @@
-"""The text side of a model: what stands before an engine, near or far."""
+"""The text side of a model: tokenizer, validation, chat template and parsers, in front of a local or remote engine."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -11,29 +12,35 @@ from inflight.agents import MessageParser, answer_grammar
 from inflight.config import EngineConfig, ModelConfig
 from inflight.engine import ModelFacts
 from inflight.errors import ConfigError, ParameterError
-from inflight.frontend.chat import ChatRequest, NamedTool, template_messages, template_tools
-from inflight.frontend.chat_formats import ChatFormats, check_parsers
+from inflight.frontend.chat import (
+    ChatFormats,
+    ChatRequest,
+    NamedTool,
+    check_parsers,
+    template_messages,
+    template_tools,
+)
 from inflight.frontend.input_processor import InputProcessor, Prompt
 from inflight.frontend.output_processor import ChatAnswers, OutputProcessor
-from inflight.frontend.pooling import PoolingProcessor, cannot
-from inflight.frontend.pooling_inputs import PoolingInputs
+from inflight.frontend.scoring import ScoringProcessor, unsupported_task
+from inflight.frontend.scoring_inputs import ScoringInputs
 from inflight.models.builtin import checkpoint_folder
 from inflight.models.checkpoint import locate_checkpoint
-from inflight.pooling import PoolingFacts, Task
 from inflight.sampling_params import SamplingParams
+from inflight.scoring import PoolingFacts, Task
 from inflight.text import ChatTemplate, Tokenizer, check_messages, encode_chat
 
 
 @dataclass
 class Frontend:
-    """Tokenizer, validator and template of a model. It needs facts, but no weights."""
+    """Turns prompts into requests and deltas into outputs. It needs the model's facts, but not its weights."""
 
     config: EngineConfig
     tokenizer: Tokenizer | None
     input_processor: InputProcessor
-    default_params: dict[str, Any]  # what the checkpoint's makers recommend
-    generates: bool = field(default=True, kw_only=True)  # else the model has a head alone
-    pooling: PoolingFacts | None = field(default=None, kw_only=True)  # of its head, where it has one
+    default_params: dict[str, Any]  # from the checkpoint's generation_config.json
+    generates: bool = field(default=True, kw_only=True)  # False: the model only embeds, classifies or scores
+    pooling: PoolingFacts | None = field(default=None, kw_only=True)  # if the model has such a head
 
     @classmethod
     def of(cls, config: EngineConfig, facts: ModelFacts, on_this_machine: bool = True) -> Frontend:
@@ -61,33 +68,38 @@ class Frontend:
     def max_model_len(self) -> int:
         return self.input_processor.max_model_len
 
-    def pooling_processor(self, task: Task) -> PoolingProcessor:
-        """For models with a head. Raises RequestError where there is none to do the task."""
+    def scoring_processor(self, task: Task) -> ScoringProcessor:
+        """Return the processor for scoring calls. Raises RequestError if the model only generates."""
         if self.pooling is None:
-            raise cannot(task, None, self.generates)
-        return self._pooling_processor
+            raise unsupported_task(task, None, self.generates)
+        return self._scoring_processor
 
     @cached_property
-    def _pooling_processor(self) -> PoolingProcessor:
+    def _scoring_processor(self) -> ScoringProcessor:
         assert self.pooling is not None
         vocab_size = self.input_processor.vocab_size
-        inputs = PoolingInputs(self.pooling, self.tokenizer, vocab_size, self.max_model_len)
-        return PoolingProcessor(self.pooling, inputs, self.generates)
+        inputs = ScoringInputs(self.pooling, self.tokenizer, vocab_size, self.max_model_len)
+        return ScoringProcessor(self.pooling, inputs, self.generates)
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
         if self.tokenizer is None:
-            raise ConfigError("chat needs a tokenizer, and this engine runs without one")
+            raise ConfigError("chat needs a tokenizer, and this engine has none")
         return ChatTemplate(self.tokenizer.chat_template, self.tokenizer.special_tokens)
 
     @cached_property
     def chat_formats(self) -> ChatFormats:
-        """How the model writes calls and reasoning. Found out when first asked, which is no work for an event loop."""
+        """How the model writes tool calls and reasoning. The first use detects it and is too slow for an event loop."""
         return ChatFormats.of(self.config.model, self.chat_template, self.tokenizer)
 
-    def encode_chat(self, chat: ChatRequest) -> tuple[str, list[int]]:
-        """A conversation's prompt, as text and token ids. What messages and tools spell is text, never a special
-        token: those come from the template alone."""
+    def encode_chat(
+        self, chat: ChatRequest, check_size: Callable[[int], None] | None = None
+    ) -> tuple[str, list[int]]:
+        """Return a conversation's prompt as text and token ids.
+
+        Special tokens come from the template only: those spelled in messages and tools are plain text. `check_size`
+        gets the number of characters before they are tokenized.
+        """
         template = self.chat_template
         assert self.tokenizer is not None
         check_messages(chat.messages)
@@ -99,6 +111,7 @@ class Frontend:
             add_generation_prompt=chat.add_generation_prompt,
             continue_final_message=chat.continue_final_message,
             kwargs={**template.effort_kwargs(chat.reasoning_effort), **chat.template_kwargs},
+            check_size=check_size,
         )
 
     def prepare(
@@ -112,14 +125,16 @@ class Frontend:
         text: str | None = None,
         kind: str = "generate",
     ) -> OutputProcessor:
-        """A prompt that passed all checks but that of its constraint (`validate`), with a request for each answer to
-        it. `text` is that of a prompt that is given as token ids, where it is known."""
+        """Check a prompt and make a request for each of its answers. Its constraint is checked by `validate`.
+
+        `text` is the text of a prompt given as token ids, if known.
+        """
         if not self.generates:
-            raise cannot("generate", self.pooling, generates=False)
-        found, requests = self.input_processor.requests(
+            raise unsupported_task("generate", self.pooling, generates=False)
+        prompt_text, requests = self.input_processor.requests(
             request_id, prompt, params, priority, tenant, cache_salt, kind
         )
-        return OutputProcessor(request_id, found if text is None else text, requests, self.tokenizer)
+        return OutputProcessor(request_id, prompt_text if text is None else text, requests, self.tokenizer)
 
     def prepare_chat(
         self,
@@ -130,83 +145,87 @@ class Frontend:
         tenant: str = "",
         cache_salt: str = "",
     ) -> OutputProcessor:
-        """The same for a conversation, whose answers are then read for calls and reasoning. Renders the template: no
-        work for an event loop."""
+        """Do the same for a conversation, whose answers are parsed for tool calls and reasoning.
+
+        This renders the chat template, which is too slow for an event loop.
+        """
         if not self.generates:
-            raise cannot("generate", self.pooling, generates=False)
+            raise unsupported_task("generate", self.pooling, generates=False)
         self._check_tools(chat)
-        text, token_ids = self.encode_chat(chat)
+        text, token_ids = self.encode_chat(chat, self.input_processor.check_characters)
+        self.input_processor.check_length(len(token_ids))  # before its tools become a grammar
         tools, reasoning = chat.offered_tools, self.chat_formats.reasoning
         formats = self.chat_formats.tools if tools else None, reasoning
-        given: dict[str, Any] = {"tools": tools, "tokenizer": self.tokenizer, "prompt": text}
-        thinks_as = self.chat_formats.reasoning_after(text)
+        parsing: dict[str, Any] = {"tools": tools, "tokenizer": self.tokenizer, "prompt": text}
+        reasoning_format = self.chat_formats.reasoning_after(text)
         constraint = answer_grammar(
             formats[0],
-            thinks_as,
-            **given,
+            reasoning_format,
+            **parsing,
             tool_choice=chat.tool_choice,
             parallel=chat.parallel_tool_calls,
             content=params.structured_outputs,
-            max_reasoning_tokens=None if thinks_as is None else self._reasoning_budget(chat),
+            max_reasoning_tokens=None if reasoning_format is None else self._reasoning_budget(chat),
         )
-        given["shaped_content"] = params.structured_outputs is not None
+        parsing["shaped_content"] = params.structured_outputs is not None
         if constraint is not params.structured_outputs:
             params = replace(params, structured_outputs=constraint)
         _, requests = self.input_processor.requests(
             request_id, token_ids, params, priority, tenant, cache_salt
         )
-        make_parser = None if formats == (None, None) else partial(MessageParser, *formats, **given)
+        make_parser = None if formats == (None, None) else partial(MessageParser, *formats, **parsing)
         answers = ChatAnswers(make_parser, None if chat.parallel_tool_calls else 1)
         return OutputProcessor(request_id, text, requests, self.tokenizer, answers)
 
     def _reasoning_budget(self, chat: ChatRequest) -> int | None:
-        """What is asked for; no reasoning at all where the template has no switch for that."""
+        """Return the limit of reasoning tokens: 0 if there is to be none and the template has no switch for that."""
         if chat.reasoning_effort == "none" and not self.chat_template.effort_kwargs("none"):
             return 0
         budget = chat.max_reasoning_tokens
-        # More than there is room for is no limit, and grammars know no numbers of any size.
+        # A budget beyond the context length is no limit, and grammars cannot count that far.
         return budget if budget is None or budget < self.max_model_len else None
 
     def _check_tools(self, chat: ChatRequest) -> None:
-        """Raises ParameterError for tools that the model would not see, or whose calls could not be read."""
+        """Raise ParameterError for tools that the model would not see, or whose calls could not be parsed."""
         choice, names = chat.tool_choice, [tool["function"]["name"] for tool in chat.tools]
         if isinstance(choice, NamedTool) and choice.name not in names:
             raise ParameterError(
-                f"tool_choice names {choice.name!r:.100}: there is no such tool", param="tool_choice"
+                f"tool_choice names {choice.name!r:.100}: no tool has this name", param="tool_choice"
             )
         if choice == "required" and not names:
-            raise ParameterError("tool_choice is required: there are no tools", param="tool_choice")
+            raise ParameterError("tool_choice is required, but no tools are given", param="tool_choice")
         if not chat.offered_tools:
             return
         if not self.chat_formats.shows_tools:
             raise ParameterError(
-                "tools are given: the chat template of this model does not show tools to it",
+                "tools are given, but this model's chat template does not support tools",
                 param="tools",
                 code="tools_unavailable",
             )
         if self.chat_formats.tools is None:
             raise ParameterError(
-                "tools are given: the chat template of this model does not tell how it writes calls; start with "
-                "--tool-call-parser to say so, or set tool_choice to none",
+                "tools are given, but the format of this model's tool calls is unknown: start with --tool-call-parser, "
+                "or set tool_choice to none",
                 param="tools",
                 code="tools_unavailable",
             )
 
     def warm_up(self) -> None:
-        """What the first constrained request would wait for: up to a second with an engine in this process, so whoever
-        serves does it at start."""
+        """Prepare for constrained requests, so that the first one does not wait up to a second."""
         if self.generates:
             self.input_processor.grammars.warm_up()
 
     def validate(self, prompt: OutputProcessor) -> None:
-        """Check the constraint of a prepared prompt, without which it may not reach an engine. Raises ParameterError,
-        and QueueFullError where the tenant has too many new constraints."""
+        """Check the constraint of a prepared prompt, which must be done before it reaches an engine.
+
+        Raises ParameterError, or QueueFullError if the tenant has too many new constraints.
+        """
         request = prompt.answers[0].request
         if request.params.structured_outputs is not None:
             self.input_processor.grammars.validate(request.params.structured_outputs, request.tenant)
 
     async def validate_async(self, prompt: OutputProcessor) -> None:
-        """Do the same without blocking the event loop. Cancelling the task gives up the trial."""
+        """Do the same without blocking the event loop. Cancelling the task stops the check."""
         request = prompt.answers[0].request
         if request.params.structured_outputs is not None:
             grammars = self.input_processor.grammars
@@ -216,7 +235,7 @@ class Frontend:
         return SamplingParams(**self.default_params)
 
     def close(self) -> None:
-        """End the processes that render templates and try grammars."""
+        """Stop the processes that render templates and check grammars."""
         self.input_processor.grammars.close()
         if "chat_template" in self.__dict__:
             self.chat_template.close()

@@ -1,4 +1,4 @@
-"""One path for answers: from prepared prompts to (answer, delta), whoever asks and whatever engine computes."""
+"""Runs prepared prompts through an engine client and yields (answer, delta) pairs."""
 
 from __future__ import annotations
 
@@ -10,22 +10,20 @@ from inflight.events import Delta
 from inflight.frontend.output_processor import Answer, OutputProcessor
 from inflight.request import Request
 
-MAX_PENDING = (
-    64  # deltas of several answers that wait for a slow reader; beyond that they merge in the client
-)
+MAX_PENDING = 64  # deltas buffered for a slow reader; beyond that they are merged in the client
 
 
 class Generation:
-    """All answers to one or several prompts, over one client: `start`, read `deltas` to the end, and `close`.
+    """All answers to one or several prompts: call `start`, read `deltas` to the end, then `close`.
 
-    Answers grow by what the deltas bring before they are passed on. One that a stop string has ended is aborted in the
-    engine, and its last delta is still to come.
+    A delta is added to its answer before it is yielded. An answer that ended with a stop string is aborted in the
+    engine; its last delta is still yielded.
     """
 
     def __init__(self, client: EngineClient, prompts: list[OutputProcessor]) -> None:
         self.prompts = prompts
         self._client = client
-        # By request id, in order: whose answer it is, among the answers to which prompt.
+        # By request id, in order: the answer and its prompt.
         self._answers = {
             answer.request.request_id: (answer, prompt) for prompt in prompts for answer in prompt.answers
         }
@@ -38,11 +36,11 @@ class Generation:
 
     @property
     def request_ids(self) -> list[str]:
-        """As the engine knows them."""
+        """The ids that the engine uses."""
         return list(self._answers)
 
     async def start(self) -> None:
-        """Add all requests, or none."""
+        """Add all requests, or none of them."""
         requests = [answer.request for answer in self.answers]
         try:
             if len(requests) == 1:
@@ -52,7 +50,7 @@ class Generation:
                 for error in results:
                     if error is not None:
                         raise error
-            if self._aborted:  # before they were there
+            if self._aborted:  # while they were being added
                 await self.abort()
         except BaseException:
             await self.close()
@@ -63,7 +61,7 @@ class Generation:
         self._streams[request.request_id] = self._client.stream(request.request_id)
 
     async def deltas(self) -> AsyncGenerator[tuple[Answer, Delta]]:
-        """What happens to the answers, until all have ended."""
+        """Yield each delta with its answer until all answers have ended."""
         if len(self._streams) == 1:
             (stream,) = self._streams.values()
             async for delta in stream:
@@ -91,12 +89,12 @@ class Generation:
         return answer
 
     async def abort(self) -> int:
-        """End all answers now. The number of KV blocks freed."""
+        """Abort all answers. Return the number of KV blocks freed."""
         self._aborted = True
         return sum([await self._client.abort(request_id) for request_id in self._answers])
 
     async def close(self) -> None:
-        """Leave the streams; what still runs is aborted by that."""
+        """Close the streams, which aborts requests that still run."""
         for stream in self._streams.values():
             await stream.aclose()
 
@@ -105,5 +103,5 @@ async def _pump(stream: AsyncGenerator[Delta], queue: asyncio.Queue[Delta | Exce
     try:
         async for delta in stream:
             await queue.put(delta)
-    except Exception as error:  # whoever reads the queue must hear of it, whatever it is
+    except Exception as error:  # raised again by the reader of the queue
         await queue.put(error)

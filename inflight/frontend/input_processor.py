@@ -1,4 +1,4 @@
-"""The one validator: every prompt and every parameter passes here before it reaches the engine."""
+"""Validation: every prompt and parameter is checked here before it reaches the engine, and becomes requests."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from inflight.constraints import GrammarCompiler, GrammarValidator
+from inflight.constraints import GrammarCompiler, GrammarValidator, Vocabulary
 from inflight.errors import ParameterError, PromptError, shown
-from inflight.frontend.vocabulary import vocabulary_of
 from inflight.request import MAX_SALT_LENGTH, Request, RequestSpec
 from inflight.sampling_params import SamplingParams
+from inflight.structured_outputs import PARAM
 from inflight.text import Tokenizer, bad_word_ids
 from inflight.vllm_compat.python_api import METHOD_RULES, PROMPT_RULES, translate_arguments
 
@@ -31,14 +31,14 @@ PRIORITY_RANGE = (-(2**31), 2**31 - 1)
 
 
 def check_arguments(foreign: Mapping[str, Any]) -> None:
-    """Arguments that only vLLM's methods have: raises ParameterError for those that would change something."""
+    """Check arguments that only vLLM's methods have. Raises ParameterError for those that would have an effect."""
     unknown = translate_arguments(foreign, METHOD_RULES, ParameterError)
     if unknown:
         raise ParameterError(f"unknown argument {', '.join(unknown)}", param=min(unknown))
 
 
 def context_length_error(detail: str, param: str = "prompt") -> PromptError:
-    """The prompt does not fit. Routers know such a refusal by these words, and try a model with more room."""
+    """Return the error for a prompt that is too long. Routers match its text and retry with a longer context."""
     return PromptError(
         f"the prompt is longer than the model's context length: {detail}",
         param=param,
@@ -47,7 +47,7 @@ def context_length_error(detail: str, param: str = "prompt") -> PromptError:
 
 
 def split_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """What `generate` was given, as a list: one prompt (a list of ids is one) or several."""
+    """Return the argument of `generate` as a list of prompts. A list of token ids is one prompt."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if not isinstance(prompts, Iterable) or isinstance(prompts, bytes | bytearray):
@@ -63,7 +63,7 @@ def split_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 class InputProcessor:
     """Turns a prompt into requests, one for each of the `n` answers.
 
-    `max_model_len` is what one request may hold, prompt and outputs; `vocab_size` the width of the logits.
+    `max_model_len` bounds the prompt and outputs of one request; `vocab_size` is the width of the logits.
     """
 
     tokenizer: Tokenizer | None
@@ -71,7 +71,7 @@ class InputProcessor:
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     seed: int
-    grammars: GrammarValidator  # of the constraints on answers
+    grammars: GrammarValidator  # for structured outputs
     _counter: count[int]
 
     @classmethod
@@ -84,7 +84,7 @@ class InputProcessor:
         seed: int,
         compiler: GrammarCompiler | None = None,
     ) -> InputProcessor:
-        """`compiler` is that of an engine in this process."""
+        """Create a processor; `compiler` is that of an engine in this process, if there is one."""
         grammars = GrammarValidator(partial(vocabulary_of, tokenizer, vocab_size, eos), compiler)
         return cls(tokenizer, vocab_size, max_model_len, eos, seed, grammars, count())
 
@@ -98,16 +98,18 @@ class InputProcessor:
         cache_salt: str = "",
         kind: str = "generate",
     ) -> tuple[str | None, list[Request]]:
-        """The prompt's text, where it has one, and a request for each answer. A constraint is not looked at yet:
-        `grammars` must validate it before it may reach the engine."""
-        num_kept = 1 if kind == "generate" else 0  # places for outputs
-        text, ids, salt = self._read_prompt(prompt, self.max_model_len - num_kept)
+        """Return the prompt's text, if it has one, and a request for each answer.
+
+        A constraint is not checked here: `grammars` must validate it before it reaches the engine.
+        """
+        num_reserved = 1 if kind == "generate" else 0  # for the first output token
+        text, ids, salt = self._read_prompt(prompt, num_reserved)
         self._check_params(params)
-        params = params.clone()  # what the caller does to them later is for later requests
-        check_place(priority, tenant)
+        params = params.clone()  # the caller may change them later
+        check_scheduling(priority, tenant)
         salt = check_salt(cache_salt or salt)
-        room = self.max_model_len - len(ids)
-        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        max_outputs = self.max_model_len - len(ids)
+        max_tokens = max_outputs if params.max_tokens is None else min(params.max_tokens, max_outputs)
         if kind != "generate":
             max_tokens = 0
         stop_ids = frozenset(params.stop_token_ids or ())
@@ -137,9 +139,30 @@ class InputProcessor:
             for index in range(params.n)
         ]
 
+    def check_characters(self, num_characters: int) -> None:
+        """Reject a text that cannot fit into the context before it is tokenized."""
+        longest = None if self.tokenizer is None else self.tokenizer.max_characters_per_token
+        if longest is not None and num_characters > longest * self.max_model_len:
+            raise context_length_error(
+                f"it has {num_characters} characters: no more than {longest * self.max_model_len} can fit "
+                f"(max_model_len is {self.max_model_len})"
+            )
+
+    def check_length(self, num_tokens: int, num_reserved: int = 1) -> None:
+        """Reject a prompt that does not fit into the context beside `num_reserved` output tokens."""
+        limit = self.max_model_len - num_reserved
+        if num_tokens > limit:
+            reserved = ", and one token is reserved for the output" if num_reserved else ""
+            raise context_length_error(
+                f"it has {num_tokens} tokens: at most {limit} are allowed "
+                f"(max_model_len is {self.max_model_len}{reserved})"
+            )
+
     def check_listed(self, params: SamplingParams, num_answers: int, limit: int) -> None:
-        """Lists cost every answer that has them, and others' steps wait for that: all of them together, times the
-        answers, are bounded. Raises ParameterError that names the longest."""
+        """Check that the token lists of all answers together have at most `limit` entries.
+
+        Every list costs time in each step, for neighbours too. Raises ParameterError that names the longest.
+        """
         sizes = {
             "stop_token_ids": len(params.stop_token_ids or ()),
             "allowed_token_ids": len(params.allowed_token_ids or ()),
@@ -165,14 +188,14 @@ class InputProcessor:
         `logprobs`. Raises ParameterError.
         """
         prompts, answers = (params.n * sum(column) for column in zip(*sizes, strict=True))
-        asked = (
+        totals = (
             (name, params.logprobs, answers, "tokens of all answers together"),
             ("prompt_logprobs", params.prompt_logprobs, prompts, "tokens of all prompts, times n,"),
         )
-        for param, wanted, num_tokens, what in asked:
-            if wanted is not None and num_tokens * (wanted + 1) > limit:
+        for param, top, num_tokens, what in totals:
+            if top is not None and num_tokens * (top + 1) > limit:
                 raise ParameterError(
-                    f"{param} is {wanted} and the {what} may be {num_tokens}: that is {num_tokens * (wanted + 1)} "
+                    f"{param} is {top} and the {what} may be {num_tokens}: that is {num_tokens * (top + 1)} "
                     f"log-probabilities (tokens x ({param} + 1)), and at most {limit} are allowed in one request",
                     param=param,
                     code="too_many_logprobs",
@@ -186,11 +209,11 @@ class InputProcessor:
     def _need_tokenizer(self, what: str, param: str | None = None) -> Tokenizer:
         if self.tokenizer is None:
             raise PromptError(
-                f"{what} need a tokenizer, and this engine runs without one: give token ids", param=param
+                f"{what} need a tokenizer, and this engine has none: give token ids", param=param
             )
         return self.tokenizer
 
-    def _read_prompt(self, prompt: Prompt, limit: int) -> tuple[str | None, array[int], str]:
+    def _read_prompt(self, prompt: Prompt, num_reserved: int) -> tuple[str | None, array[int], str]:
         salt: Any = ""
         if isinstance(prompt, Mapping):
             prompt, salt = _read_mapping(prompt)
@@ -198,13 +221,8 @@ class InputProcessor:
         ids = as_ids(prompt if text is None else self._need_tokenizer("text prompts").encode(text))
         if not ids:
             raise PromptError("the prompt is empty: it must have at least one token", param="prompt")
-        if len(ids) > limit:
-            kept = ", and one place is kept for an output" if limit < self.max_model_len else ""
-            raise context_length_error(
-                f"it has {len(ids)} tokens: at most {limit} are allowed "
-                f"(max_model_len is {self.max_model_len}{kept})"
-            )
-        # A tokenizer may know more tokens than the model: text is checked as ids are.
+        self.check_length(len(ids), num_reserved)
+        # A tokenizer may have more tokens than the model, so the ids of text are checked too.
         numbers = np.frombuffer(ids, dtype=np.int64)
         if numbers.min() < 0 or numbers.max() >= self.vocab_size:
             wrong = next(i for i in ids if not 0 <= i < self.vocab_size)
@@ -215,10 +233,10 @@ class InputProcessor:
         return text, ids, salt
 
     def _check_params(self, params: SamplingParams) -> None:
-        """What only the model can tell: that every token id is one of its own."""
+        """Check that every token id is in the model's vocabulary."""
         if not isinstance(params, SamplingParams):
             raise ParameterError(
-                f"sampling params are {shown(params)}: they must be SamplingParams", param="sampling_params"
+                f"sampling_params is {shown(params)}: it must be SamplingParams", param="sampling_params"
             )
         named = (("stop_token_ids", params.stop_token_ids), ("allowed_token_ids", params.allowed_token_ids))
         for name, ids in (*named, ("logit_bias", params.logit_bias)):
@@ -231,7 +249,7 @@ class InputProcessor:
 
 
 def _read_mapping(prompt: Mapping[str, Any]) -> tuple[str | Sequence[int], Any]:
-    """The text or the ids of a prompt given as a mapping, and its salt."""
+    """Return the text or the ids of a prompt given as a mapping, and its cache salt."""
     unknown = set(prompt) - _PROMPT_KEYS
     if unknown:
         prompt = translate_arguments(prompt, PROMPT_RULES, PromptError)
@@ -239,7 +257,7 @@ def _read_mapping(prompt: Mapping[str, Any]) -> tuple[str | Sequence[int], Any]:
     if unknown or ("prompt" in prompt) == ("prompt_token_ids" in prompt):
         raise PromptError(
             f"a prompt has the keys {sorted(map(str, prompt))}: give either 'prompt' or "
-            "'prompt_token_ids', and 'cache_salt' if wanted",
+            "'prompt_token_ids', and optionally 'cache_salt'",
             param="prompt",
         )
     salt = prompt.get("cache_salt") or ""
@@ -259,13 +277,13 @@ def _read_mapping(prompt: Mapping[str, Any]) -> tuple[str | Sequence[int], Any]:
 
 
 def as_ids(ids: Any) -> array[int]:
-    """From any sequence of integers."""
+    """Return token ids given as any sequence of integers. Raises PromptError."""
     if isinstance(ids, bytes | bytearray | memoryview) or not isinstance(ids, Iterable):
         raise PromptError(
             f"a prompt is of type {type(ids).__name__}: it must be {_PROMPT_KINDS}", param="prompt"
         )
     items = ids if isinstance(ids, list) else list(ids)
-    if bool in set(map(type, items)):  # Python takes them for 0 and 1
+    if bool in set(map(type, items)):  # which array would accept as 0 and 1
         raise PromptError(
             "the prompt has True or False among its token ids: ids must be integers", param="prompt"
         )
@@ -287,8 +305,8 @@ def _is_id(item: Any) -> bool:
     return True
 
 
-def check_place(priority: Any, tenant: Any) -> None:
-    """What orders the queue must be comparable, or one request would break the queue for all."""
+def check_scheduling(priority: Any, tenant: Any) -> None:
+    """Check priority and tenant: the queue sorts by them, and one bad value would break it for all requests."""
     low, high = PRIORITY_RANGE
     if isinstance(priority, bool) or not isinstance(priority, int) or not low <= priority <= high:
         raise ParameterError(
@@ -319,5 +337,25 @@ def _is_unicode(text: str) -> bool:
 
 
 def _derive(seed: int, index: int) -> int:
-    """A seed of its own for one of many, the same in every run."""
+    """Return the seed of one of several answers, the same in every run."""
     return int.from_bytes(sha256(f"{seed}/{index}".encode()).digest()[:8], "big")
+
+
+def vocabulary_of(tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Vocabulary:
+    """Return the tokens as grammars need them. Raises ParameterError if the model's output cannot be constrained."""
+    decoder = None if tokenizer is None else tokenizer.byte_decoder
+    ends = tuple(token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size)
+    if tokenizer is None or decoder is None or not ends:
+        raise ParameterError(
+            f"{PARAM} is given, but this engine does not support it: "
+            + (
+                "it has no tokenizer"
+                if tokenizer is None
+                else "the model has no end-of-text token"
+                if not ends
+                else "the tokenizer's decoder does more than join the bytes of tokens"
+            ),
+            param=PARAM,
+            code="constraints_unavailable",
+        )
+    return Vocabulary([decoder.pieces[i] for i in range(vocab_size)], tokenizer.special_ids, ends)

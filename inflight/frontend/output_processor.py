@@ -1,13 +1,21 @@
-"""Deltas of token ids become text and outputs."""
+"""Turns deltas of token ids into text, parsed messages and outputs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from inflight.agents import MessageParser
+from inflight.agents import (
+    ArgumentsDelta,
+    MessageParser,
+    ParsedMessage,
+    ParserEvent,
+    ToolCallBegun,
+    ToolCallEnded,
+)
+from inflight.agents.events import merge_deltas
 from inflight.events import Delta, PositionLogprobs, RequestRecord, own_logprob
-from inflight.frontend.message_reader import MessageReader
 from inflight.outputs import (
     AssistantMessage,
     CompletionOutput,
@@ -15,15 +23,93 @@ from inflight.outputs import (
     PackedLogprobs,
     RequestMetrics,
     RequestOutput,
+    ToolCall,
 )
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
 from inflight.text import IncrementalDetokenizer, StopStrings, Tokenizer
 
 
+class MessageReader:
+    """The parsed answer to a conversation as it grows: reasoning, content and tool calls."""
+
+    def __init__(
+        self,
+        parser: MessageParser,
+        output: CompletionOutput,
+        complete: Callable[[], None],
+        max_calls: int | None = None,
+    ) -> None:
+        """`complete` brings the answer up to date. Tool calls beyond `max_calls` are dropped."""
+        self.message = ParsedMessage()  # so far
+        self.num_reasoning_tokens = 0  # including the markers around the reasoning
+        self._parser, self._output, self._complete, self._max_calls = parser, output, complete, max_calls
+        self._events: list[ParserEvent] = []
+        self._ended = False
+
+    @property
+    def marker_ids(self) -> frozenset[int]:
+        """Special tokens that the parser needs to see."""
+        return self._parser.marker_ids
+
+    def take(self) -> list[ParserEvent]:
+        """Return the events since the last call; after the end of the answer, also those that were held back."""
+        self._complete()
+        events, self._events = self._events, []
+        return events if len(events) < 2 else merge_deltas(events)
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why the answer ended. "tool_calls" only if the last call is complete."""
+        reason, calls = self._output.finish_reason, self.message.tool_calls
+        return "tool_calls" if reason == "stop" and calls and calls[-1].complete else reason
+
+    def assistant_message(self) -> AssistantMessage:
+        """The message so far."""
+        message = self.message
+        calls = tuple(ToolCall(call.id or "", call.name, call.arguments) for call in message.tool_calls)
+        content = None if calls and not message.content else message.content
+        return AssistantMessage(content, message.reasoning or None, calls)
+
+    # ---- the answer's side ----
+
+    def pieces(self, token_ids: Sequence[int]) -> Iterator[Sequence[int]]:
+        """Split token ids as `feed` needs them: one by one, so that reasoning tokens are counted exactly."""
+        return (token_ids[at : at + 1] for at in range(len(token_ids)))
+
+    def feed(self, text: str, token_ids: Sequence[int]) -> None:
+        """Parse the next tokens and the text that they complete."""
+        was_reasoning = self._parser.in_reasoning
+        self._add(self._parser.feed(text, token_ids))
+        if was_reasoning or self._parser.in_reasoning:
+            self.num_reasoning_tokens += len(token_ids)
+
+    def finish(self, text: str = "") -> None:
+        """Parse the text that was held back, and end the message. Further calls do nothing."""
+        if not self._ended:
+            self._ended = True
+            self._add(self._parser.feed(text))
+            self._add(self._parser.finish())
+
+    def _add(self, events: list[ParserEvent]) -> None:
+        for event in events:
+            if isinstance(event, ToolCallBegun) and event.id is None:
+                event = replace(event, id=f"call_{secrets.token_hex(12)}")
+            if self._is_within_limit(event):
+                self._events.append(event)
+                self.message.add((event,))
+
+    def _is_within_limit(self, event: ParserEvent) -> bool:
+        if self._max_calls is None or not isinstance(event, ToolCallBegun | ArgumentsDelta | ToolCallEnded):
+            return True
+        return event.index < self._max_calls
+
+
 class Answer:
-    """One answer as it grows. Text, and objects for candidates, are made when someone looks; text also when stop
-    strings have to be found in it."""
+    """One answer as it grows.
+
+    Text and logprob objects are made only when they are read; text also when there are stop strings to find.
+    """
 
     def __init__(
         self, index: int, request: Request, tokenizer: Tokenizer | None, chat: ChatAnswers | None = None
@@ -33,7 +119,7 @@ class Answer:
         self.record: RequestRecord = request.record
         self._params = params = request.params
         self._tokenizer = tokenizer
-        self.reader: MessageReader | None = None  # of chats in which there may be more than plain content
+        self.reader: MessageReader | None = None  # for chats whose answers may have more than plain content
         if chat is not None and chat.make_parser is not None and params.detokenize:
             self.reader = MessageReader(chat.make_parser(), self.output, self.complete, chat.max_calls)
         self._detokenizer: IncrementalDetokenizer | None = None
@@ -42,19 +128,19 @@ class Answer:
             shown = frozenset() if self.reader is None else self.reader.marker_ids
             self._detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens, prompt, shown)
         self._stops = _stops_of(params)
-        self._num_read = 0  # tokens whose text has been made
+        self._num_read = 0  # tokens that have been detokenized
         self.positions: list[PositionLogprobs] = []  # candidates for each token, as the engine sends them
-        self._num_summed = 0  # tokens whose logprobs are part of the sum
+        self._num_summed = 0  # tokens whose logprobs are in the sum
         self._stop_ids = request.stop_ids
         self._eos_ids = request.stop_ids.difference(params.stop_token_ids or ())
         if params.logprobs is not None:
             packed = PackedLogprobs(_text_of(tokenizer))
-            self.positions = packed.positions  # type: ignore[assignment]  # only those of a prompt may be None
-            self.output.logprobs = packed  # type: ignore[assignment]  # whoever reads it gets a list
+            self.positions = packed.positions  # type: ignore[assignment]  # only those of prompts may be None
+            self.output.logprobs = packed  # type: ignore[assignment]  # reading it gives a list
             self.output.cumulative_logprob = 0.0
 
     def push(self, delta: Delta) -> bool:
-        """Take in a delta. True when a stop string ended the answer before the engine did."""
+        """Add a delta. Return True if a stop string ended the answer before the engine did."""
         output = self.output
         if output.finished:
             return False
@@ -71,7 +157,7 @@ class Answer:
         return self._find_stop(first, delta)
 
     def _find_stop(self, first: int, delta: Delta) -> bool:
-        """Look token by token, so that the answer ends with the token that completed the stop string."""
+        """Search token by token, so that the answer ends with the token that completed the stop string."""
         output = self.output
         last = len(output.token_ids) - self._hides_last()
         for end in range(first + 1, last + 1):
@@ -88,14 +174,16 @@ class Answer:
         output.finish_reason, output.stop_reason = "stop", self._stops.matched
 
     def _hides_last(self) -> bool:
-        """The token that ends the answer is part of its ids, not of its text. It may come before the delta that says
-        so: some policies keep a request for a while."""
+        """Return whether the last token is a stop token, which is part of the ids but not of the text.
+
+        It may arrive before the delta with the finish reason: some policies keep a finished request for a while.
+        """
         ids, params = self.output.token_ids, self._params
         ends = len(ids) > params.min_tokens and ids[-1] in self._stop_ids
         return ends and not params.include_stop_str_in_output
 
     def _read(self, end: int) -> None:
-        """Make the text of the tokens up to `end`."""
+        """Detokenize the tokens up to `end`."""
         if self._detokenizer is None or end <= self._num_read:
             return
         ids, self._num_read = self.output.token_ids[self._num_read : end], end
@@ -107,8 +195,10 @@ class Answer:
                 self.reader.feed(text, piece)
 
     def _pass(self, text: str) -> str:
-        """Before min_tokens nothing stops an answer: a stop string complete so early is only text. One that has
-        begun may still be completed in time, and is held back."""
+        """Return text from before min_tokens, where a complete stop string is plain text.
+
+        One that has only started is held back: it may be completed after min_tokens.
+        """
         passed = ""
         for character in text:
             passed += self._stops.push(character)
@@ -118,7 +208,7 @@ class Answer:
         return passed
 
     def complete(self) -> None:
-        """Bring the output up to date with the tokens; at the end, with all text that was held back."""
+        """Bring the output up to date with the tokens; at the end, add the text that was held back."""
         self._sum_logprobs()
         output = self.output
         held = ""
@@ -134,11 +224,11 @@ class Answer:
             self.reader.finish(held)
 
     def message(self) -> AssistantMessage:
-        """The answer to a conversation, as far as it is."""
+        """Return the answer to a conversation so far."""
         return AssistantMessage(self.output.text) if self.reader is None else self.reader.assistant_message()
 
     def take_text(self) -> str:
-        """The text since it was last taken. Whoever passes it on at once need not keep a growing copy."""
+        """Return the text since the last call and forget it, so that a stream does not keep a growing copy."""
         self.complete()
         text, self.output.text = self.output.text, ""
         return text
@@ -146,7 +236,7 @@ class Answer:
     def _sum_logprobs(self) -> None:
         output, num = self.output, len(self.positions)
         if output.cumulative_logprob is not None and self._num_summed < num:
-            for position in self.positions[self._num_summed :]:  # one by one: sum() would round otherwise
+            for position in self.positions[self._num_summed :]:  # one by one: sum() would round differently
                 output.cumulative_logprob += own_logprob(position)
             self._num_summed = num
 
@@ -161,14 +251,14 @@ def _text_of(tokenizer: Tokenizer | None) -> Callable[[int], str | None]:
 
 @dataclass(frozen=True, slots=True)
 class ChatAnswers:
-    """How the answers to a conversation are read."""
+    """How the answers to a conversation are parsed."""
 
-    make_parser: Callable[[], MessageParser] | None  # None: all of an answer is content
+    make_parser: Callable[[], MessageParser] | None  # None: the whole answer is content
     max_calls: int | None = None
 
 
 class OutputProcessor:
-    """Collects the answers to one prompt: there is one request for each."""
+    """Collects the answers to one prompt, with one request for each."""
 
     def __init__(
         self,
@@ -182,9 +272,9 @@ class OutputProcessor:
         self.prompt = prompt
         self.prompt_token_ids = requests[0].token_ids[: requests[0].num_prompt_tokens]
         self._tokenizer = tokenizer
-        self._prompt_logprobs: PackedLogprobs | None = None  # once they are computed
+        self._prompt_logprobs: PackedLogprobs | None = None  # None until they are computed
         if requests[0].params.prompt_logprobs is not None and len(self.prompt_token_ids) == 1:
-            self._take_prompt([None])  # nothing predicts the first token, so no delta will bring any
+            self._take_prompt([None])  # the first token has no logprob, so there will be no delta
         self._is_chat = chat is not None
         self._answers = {
             request.request_id: Answer(index, request, tokenizer, chat)
@@ -200,7 +290,7 @@ class OutputProcessor:
         return all(answer.output.finished for answer in self._answers.values())
 
     def push(self, delta: Delta) -> bool:
-        """Take in a delta of one answer. True when its request must be aborted: a stop string ended it."""
+        """Add a delta of one answer. Return True if a stop string ended it, so that its request must be aborted."""
         if delta.prompt_logprobs is not None and self._prompt_logprobs is None:
             self._take_prompt(delta.prompt_logprobs)
         answer = self._answers[delta.request_id]
@@ -214,16 +304,16 @@ class OutputProcessor:
 
     @property
     def prompt_logprobs(self) -> list[Logprobs | None] | None:
-        """None before they are computed. Takes long when it is first read, where the prompt is long."""
+        """None until they are computed. The first read takes long if the prompt is long."""
         return None if self._prompt_logprobs is None else self._prompt_logprobs.read()
 
     @property
     def prompt_positions(self) -> list[PositionLogprobs | None] | None:
-        """Candidates for each token of the prompt, as the engine sends them; None before they are computed."""
+        """Candidates for each prompt token, as the engine sends them; None until they are computed."""
         return None if self._prompt_logprobs is None else self._prompt_logprobs.positions
 
     def output(self) -> RequestOutput:
-        """All answers as far as they are. Later deltas change it: take what you keep."""
+        """Return all answers so far. Later deltas change the returned object."""
         answers = self.answers
         for answer in answers:
             answer.complete()
@@ -235,7 +325,7 @@ class OutputProcessor:
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
             outputs=[answer.output for answer in answers],
-            prompt_logprobs=self._prompt_logprobs,  # type: ignore[arg-type]  # whoever reads it gets a list
+            prompt_logprobs=self._prompt_logprobs,  # type: ignore[arg-type]  # reading it gives a list
             finished=self.finished,
             num_cached_tokens=records[0].num_cached_tokens,
             metrics=RequestMetrics.of(records),

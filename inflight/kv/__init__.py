@@ -1,4 +1,4 @@
-"""KV memory, in blocks: who holds them, what they hold, how many there are. No tensors here."""
+"""KV memory in blocks: their number, their holders and their content. No tensors."""
 
 from inflight.kv.block_manager import BlockManager
 from inflight.kv.prefix_cache import ChainHashCache, NoPrefixCache, PrefixCache

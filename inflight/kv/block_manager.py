@@ -1,4 +1,4 @@
-"""Block tables: every request's map from token positions to blocks."""
+"""Block tables: the map of every request from token positions to blocks."""
 
 from __future__ import annotations
 
@@ -11,38 +11,40 @@ from inflight.request import Request
 
 
 class BlockManager:
+    """Allocates, shares and frees the blocks of requests."""
+
     def __init__(self, num_blocks: int, block_size: int, cache: PrefixCache) -> None:
         self.block_size = block_size
         self.pool = BlockPool(num_blocks)
         self.cache = cache
-        self._num_places = 0  # token places in all block tables, shared blocks counted in each
+        self._total_capacity = 0  # tokens that fit into all block tables, counting shared blocks in each
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
     def match(self, request: Request) -> list[int]:
-        """Cached blocks that hold the request's leading tokens. Takes nothing yet."""
+        """Return cached blocks that hold the request's leading tokens, without acquiring them."""
         return self.cache.match(request)
 
     def fits(self, hits: list[int], num_tokens: int) -> bool:
-        """Whether a request with these hits could hold `num_tokens` tokens now."""
+        """Return whether a request with these hits could hold `num_tokens` tokens now."""
         pool = self.pool
         spare = pool.num_available - self.blocks_for(num_tokens) + len(hits)
-        # Hits that nobody holds are among the available ones. Mostly there is no need to count them.
+        # Hits without a holder are among the available blocks. Usually there is no need to count them.
         return spare >= len(hits) or spare >= sum(map(pool.is_cached, hits))
 
     def attach(self, request: Request, hits: list[int]) -> None:
-        """Start the request's table with shared blocks."""
+        """Start the request's block table with shared blocks."""
         self.pool.acquire(hits)
         request.block_ids = list(hits)
         request.num_published = len(hits)
-        request.num_places = len(hits) * self.block_size
-        self._num_places += request.num_places
+        request.kv_capacity = len(hits) * self.block_size
+        self._total_capacity += request.kv_capacity
         self.cache.num_queries += len(request.token_ids)
-        self.cache.num_hits += request.num_places
+        self.cache.num_hits += request.kv_capacity
 
     def grow(self, request: Request, num_tokens: int) -> list[int] | None:
-        """Extend the table to hold `num_tokens`. The new blocks, or None where memory does not reach."""
+        """Extend the block table to hold `num_tokens`. Return the new blocks, or None if there are not enough."""
         needed = self.blocks_for(num_tokens) - len(request.block_ids)
         pool = self.pool
         if needed > pool.num_available:
@@ -53,29 +55,29 @@ class BlockManager:
                 self.cache.forget(pool.evict())
             new_ids.append(pool.take_empty())
         request.block_ids += new_ids
-        added = len(new_ids) * self.block_size
-        request.num_places += added
-        self._num_places += added
+        num_added = len(new_ids) * self.block_size
+        request.kv_capacity += num_added
+        self._total_capacity += num_added
         return new_ids
 
     def publish(self, request: Request, num_tokens: int) -> None:
-        """Let others find the full blocks among the first `num_tokens` tokens."""
+        """Make the full blocks among the first `num_tokens` tokens available to prefix hits."""
         self.cache.publish(request, num_tokens)
 
     def free(self, request: Request) -> int:
-        """Give up the request's table. Returns how many blocks no one else holds."""
-        # Tail first: of one prefix, the blocks at its end are evicted before those at its start.
+        """Release the request's blocks. Return how many have no other holder."""
+        # Tail first, so that the end of a prefix is evicted before its start.
         num_freed = self.pool.release(reversed(request.block_ids), self.cache.knows)
-        self._num_places -= request.num_places
+        self._total_capacity -= request.kv_capacity
         request.block_ids = []
-        request.num_places = request.num_published = 0
+        request.kv_capacity = request.num_published = 0
         return num_freed
 
     def usage(self, num_resident: int) -> KVUsage:
-        """The state of memory when running requests have `num_resident` tokens in their tables."""
+        """Return the state of memory, given the number of tokens resident in all block tables."""
         pool = self.pool
-        # Shared blocks are full, so unused places are in unshared ones and can be counted by table.
-        unused = self._num_places - num_resident
+        # Shared blocks are full, so unused capacity is in unshared blocks and can be counted per table.
+        unused = self._total_capacity - num_resident
         return KVUsage(
             num_blocks=pool.num_blocks,
             num_free=pool.num_empty,
@@ -86,11 +88,11 @@ class BlockManager:
         )
 
     def drop_cache(self) -> None:
-        """Forget all content; blocks in use stay with their holders, unfindable."""
+        """Forget all content. Blocks in use stay with their holders, but get no more prefix hits."""
         while self.pool.num_cached:
             self.pool.evict()
         self.cache.clear()
 
     def check(self, holders: Iterable[Request]) -> None:
-        """Assert that the holders' tables explain every reference."""
+        """Assert that the holders' block tables account for every reference."""
         self.pool.check(block_id for request in holders for block_id in request.block_ids)

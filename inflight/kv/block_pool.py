@@ -1,14 +1,14 @@
-"""Who holds which block. Each block is in exactly one of three states:
+"""Reference counts of blocks. Each block is in exactly one of three states:
 
          allocate                     release (last holder)
     EMPTY ───────► USED (refs ≥ 1) ──────────────────────────► EMPTY
       ▲              ▲   │                  not published
       │      acquire │   │ release (last holder), published
       │   prefix hit │   ▼
-      └─────────── CACHED (refs = 0, content still findable)
+      └─────────── CACHED (refs = 0, content available for prefix hits)
          evict, least recently used first
 
-so free + cached + used == total at all times. Every operation is O(1) a block.
+so empty + cached + used == total at all times. Every operation is O(1) per block.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterable
 
 
 class BlockPool:
+    """All blocks, and how many holders each has."""
+
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self._refs = [0] * num_blocks
@@ -38,7 +40,7 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Blocks that could be handed out now, evicting where needed."""
+        """The number of blocks that could be allocated now, evicting cached ones if needed."""
         return len(self._empty) + len(self._cached)
 
     def refs(self, block_id: int) -> int:
@@ -48,19 +50,19 @@ class BlockPool:
         return block_id in self._cached
 
     def take_empty(self) -> int:
-        """Hand out an empty block, with one holder."""
+        """Allocate an empty block with one holder."""
         block_id = self._empty.pop()
         self._refs[block_id] = 1
         return block_id
 
     def evict(self) -> int:
-        """Empty the least recently used cached block and return its id. Its content must be forgotten."""
+        """Empty the least recently used cached block and return its id. The caller must forget its content."""
         block_id, _ = self._cached.popitem(last=False)
         self._empty.append(block_id)
         return block_id
 
     def acquire(self, block_ids: Iterable[int]) -> None:
-        """One more holder for each of these used or cached blocks."""
+        """Add a holder to each of these used or cached blocks."""
         refs, cached = self._refs, self._cached
         for block_id in block_ids:
             if refs[block_id] == 0:
@@ -68,9 +70,9 @@ class BlockPool:
             refs[block_id] += 1
 
     def release(self, block_ids: Iterable[int], keep: Callable[[int], bool]) -> int:
-        """One holder less for each of these; the last one leaves it cached where it is to `keep`, else empty.
+        """Remove a holder from each of these blocks, and return how many had no other.
 
-        Returns how many had no other holder.
+        A block without holders becomes cached if `keep` returns true for it, otherwise empty.
         """
         refs, num_freed = self._refs, 0
         for block_id in block_ids:
@@ -84,10 +86,10 @@ class BlockPool:
         return num_freed
 
     def check(self, held: Iterable[int]) -> None:
-        """Assert that the states partition the blocks and that `held` (with repeats) explains every reference."""
+        """Assert that every block has one state and that `held` (with repeats) accounts for every reference."""
         refs = [0] * self.num_blocks
         for block_id in held:
             refs[block_id] += 1
         assert refs == self._refs, "reference counts differ from the block tables"
         states = [*self._empty, *self._cached, *(i for i, count in enumerate(refs) if count)]
-        assert sorted(states) == list(range(self.num_blocks)), "a block is in two states, or in none"
+        assert sorted(states) == list(range(self.num_blocks)), "a block is in two states or in none"

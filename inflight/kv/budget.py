@@ -1,4 +1,4 @@
-"""How many blocks there are."""
+"""The number of KV blocks, and the longest request that fits into them."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from dataclasses import dataclass
 from inflight.config import CacheConfig
 from inflight.errors import KVBudgetError
 
-# The most that a process is charged for GPU memory outside torch's allocator: the CUDA context and loaded kernels.
+# The most GPU memory that a process is charged for outside torch's allocator: the CUDA context and loaded kernels.
 CONTEXT_MEMORY = 768 << 20
-# The same for the buffers of a rank that exchanges sums with others.
+# The same for a rank with buffers for collectives.
 PEER_MEMORY = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class GpuMemory:
-    """Bytes of a GPU, as one of the processes that share it sees them."""
+    """Bytes of GPU memory, as seen by one of the processes that share the GPU."""
 
     device: str
     total: int
     free: int  # not in use by any process
-    reserved: int  # by the torch allocator of this process
-    most_outside: int = CONTEXT_MEMORY  # that this process may hold outside its allocator
+    reserved: int  # held by the torch allocator of this process
+    most_outside: int = CONTEXT_MEMORY  # upper bound of what this process holds outside its allocator
 
     @property
     def own(self) -> int:
@@ -60,7 +60,7 @@ def gpu_kv_memory(memory: GpuMemory, cache: CacheConfig, step: int, bytes_per_bl
         share = f"num_blocks is {cache.num_blocks} and kv_cache_memory {cache.kv_cache_memory}"
     if kv_memory + step > memory.free:
         raise KVBudgetError(
-            f"{share}: that is {kv_memory:,} bytes of KV memory beside {step:,} for the largest step, and "
+            f"{share}: that needs {kv_memory:,} bytes for KV blocks and {step:,} for the largest step, but only "
             f"{memory.free:,} are free on {memory.device}; other processes hold {memory.others:,}"
         )
     return kv_memory
@@ -69,7 +69,7 @@ def gpu_kv_memory(memory: GpuMemory, cache: CacheConfig, step: int, bytes_per_bl
 def blocks_for_memory(
     memory: int, bytes_per_block: int, block_size: int, max_num_seqs: int, max_model_len: int, exact: bool
 ) -> int:
-    """Blocks that fit in `memory` bytes. Unless `exact`, no more than all requests at full length could use."""
+    """Return how many blocks fit in `memory` bytes. Unless `exact`, cap them at what full-length requests can use."""
     num_blocks = memory // bytes_per_block
     if not exact:
         num_blocks = min(num_blocks, max_num_seqs * -(-max_model_len // block_size))
@@ -81,18 +81,18 @@ def blocks_for_memory(
 
 
 def fit_context(
-    num_blocks: int, block_size: int, max_kv_tokens: int | None, context: int, asked: int | None
+    num_blocks: int, block_size: int, max_kv_tokens: int | None, context: int, max_model_len: int | None
 ) -> int:
-    """The longest request that always fits: `asked` if it does, else as much of `context` as does."""
-    room = num_blocks * block_size
+    """Return the longest request that always fits: `max_model_len` if set, else as much of `context` as fits."""
+    capacity = num_blocks * block_size
     if max_kv_tokens is not None:
-        room = min(room, max_kv_tokens)
-    if asked is not None and asked > room:
+        capacity = min(capacity, max_kv_tokens)
+    if max_model_len is not None and max_model_len > capacity:
         raise KVBudgetError(
-            f"max_model_len is {asked}, but the KV budget holds {room} tokens "
-            f"({num_blocks} blocks of {block_size}, max_kv_tokens {max_kv_tokens}): give more memory "
-            "(kv_cache_memory), or a smaller max_model_len"
+            f"max_model_len is {max_model_len}, but the KV budget holds {capacity} tokens "
+            f"({num_blocks} blocks of {block_size}, max_kv_tokens {max_kv_tokens}): set a larger kv_cache_memory "
+            "or a smaller max_model_len"
         )
-    if room < 2:
-        raise KVBudgetError(f"the KV budget holds {room} token: one request needs at least 2")
-    return min(context, room)
+    if capacity < 2:
+        raise KVBudgetError(f"the KV budget holds {capacity} token: one request needs at least 2")
+    return min(context, capacity)

@@ -22,8 +22,8 @@ from inflight.execution import platforms
 from inflight.execution.parallel.starting import rank_shard, stage_links, start_ranks
 from inflight.execution.platforms import Platform
 from inflight.frontend import InputProcessor
-from inflight.frontend.chat_formats import check_parsers
-from inflight.frontend.vocabulary import vocabulary_of
+from inflight.frontend.chat import check_parsers
+from inflight.frontend.input_processor import vocabulary_of
 from inflight.kv.budget import fit_context
 from inflight.loading.checkpoint import eos_ids, load_tokenizer, model_name, open_configured, plain_ids
 from inflight.loading.engine import LoadedEngine, LoadProgress, decoder_core, encoder_core, policy_of

@@ -19,7 +19,7 @@ from inflight.errors import ModelError, shown
 from inflight.model_files import inside, read_list, read_object
 from inflight.models.hf_config import Fields
 from inflight.models.pooling_head import POOLINGS, DenseLayer, HeadLayer, NormLayer
-from inflight.pooling import PoolingFacts, Scale
+from inflight.scoring import PoolingFacts, Scale
 
 MODULES = "modules.json"
 PROMPTS = "config_sentence_transformers.json"

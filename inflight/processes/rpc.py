@@ -35,7 +35,8 @@ class PendingCalls(Generic[T]):
         if len(self._replies) >= MAX_CALLS:
             raise QueueFullError(f"{MAX_CALLS} calls to the process are unanswered, which is the limit")
         send()
-        reply = self._replies[number] = asyncio.get_running_loop().create_future()
+        reply: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._replies[number] = reply
         try:
             return await reply
         finally:

@@ -1,7 +1,7 @@
-"""What Ray runs on the machine that it has chosen: the engine process of `engine/remote/worker.py`, as an actor.
+"""The Ray actor that runs the engine process of `engine/remote/worker.py` on a machine of the cluster.
 
-Ray starts, places and ends it. Tokens do not go through Ray: the engine connects to the server by itself, and speaks
-with it as a child process does.
+Ray starts, places and stops it. Tokens do not go through Ray: the engine connects to the server and talks to it like a
+child process. This module imports nothing heavy, so that the environment is set before libraries read it.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from importlib.metadata import version
 
 
 class EngineActor:
-    def run(self, connection: bytes, environment: Mapping[str, str], wanted: str) -> str:
-        """Serve until told to stop. Says why it ended. `wanted` is the server's version."""
-        found = installed_version()
-        if found != wanted:
-            return f"its node has inflight {found}, and the server {wanted}"
+    def run(self, connection: bytes, environment: Mapping[str, str], server_version: str) -> str:
+        """Serve until stopped, and return why it ended."""
+        own_version = installed_version()
+        if own_version != server_version:
+            return f"its node has inflight {own_version}, and the server has {server_version}"
         os.environ.update(environment)  # before libraries read it
 
         import msgspec

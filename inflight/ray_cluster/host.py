@@ -1,8 +1,8 @@
-"""Engine processes as Ray actors, each in a placement group of its own.
+"""Engine processes as Ray actors, each in its own placement group.
 
-Ray chooses the node, counts what is in use there, and ends the actor with this process. It does not restart it: the
-supervisor does so, with a new actor in a new group, since a restarted engine needs a new connection, counts against
-`max_restarts`, and may find room on another node.
+Ray chooses the node, accounts for its resources, and stops the actor with this process. It does not restart the actor:
+the supervisor does so with a new actor in a new group, since a restarted engine needs a new connection, counts against
+`max_restarts`, and may fit on another node.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from inflight.ray_cluster.actor import EngineActor, installed_version
 
 logger = logging.getLogger(__name__)
 
-KILL_TIMEOUT = 3.0  # seconds for Ray to say that an actor is gone; if its node is, that takes longer
-MAX_REASON = 300  # characters of what Ray says
-PATIENT_FOR = 5.0  # seconds without room until that is said
+KILL_TIMEOUT = 3.0  # seconds for Ray to report that an actor ended; longer if its node is lost
+MAX_REASON = 300  # characters of Ray's messages
+WARN_AFTER = 5.0  # seconds without room before a warning
 
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What a replica asks Ray for, all its ranks together."""
+    """The resources that a replica requests, for all its ranks together."""
 
     num_cpus: float
     num_gpus: float
@@ -57,20 +57,20 @@ class RayHost:
 
     def create_process(self, connection: ConnectionInfo) -> RayProcess:
         patience = self.patience
-        self.patience = math.inf  # those who come later have lost theirs, and get it back
+        self.patience = math.inf  # a restarted engine waits for its old resources
         return RayProcess(self, connection, patience)
 
 
 class RayProcess:
     """Implements `HostedProcess`."""
 
-    process_id = None  # it has one, elsewhere
+    process_id = None  # it runs on another machine
 
     def __init__(self, host: RayHost, connection: ConnectionInfo, patience: float) -> None:
         self._host = host
         self._connection = connection
         self._patience = patience
-        self._woken = threading.Event()  # it has ended, or is to
+        self._woken = threading.Event()  # it ended or is to be killed
         self._killed = False
         self.is_waiting_for_machine = True
 
@@ -81,7 +81,9 @@ class RayProcess:
             # One bundle: the ranks of a model share the memory of one machine, and its GPUs go to one actor.
             group = placement_group([self._host.resources.bundle()], strategy="STRICT_PACK")
         except Exception as error:
-            raise ProcessNotStartedError(f"Ray makes no placement group: {_first_line(error)}") from error
+            raise ProcessNotStartedError(
+                f"Ray cannot create a placement group: {_first_line(error)}"
+            ) from error
         try:
             self._wait_for_room(group)
             self.is_waiting_for_machine = False
@@ -95,19 +97,19 @@ class RayProcess:
         self._woken.set()
 
     def _wait_for_room(self, group: Any) -> None:
-        """The longer wait is a cluster's that grows on demand."""
-        began, is_said = time.monotonic(), False
+        """Wait for resources, which may take long in a cluster that grows on demand."""
+        began, warned = time.monotonic(), False
         while not self._has_room(group):
             waited = time.monotonic() - began
             if self._killed:
-                raise ProcessNotStartedError("the engine was ended before Ray had room for it")
+                raise ProcessNotStartedError("the engine was stopped before Ray had room for it")
             if waited >= self._patience:
                 raise ProcessNotStartedError(
                     f"Ray found no node {self._lacking()} within {waited:.0f} seconds"
                 )
-            if waited >= PATIENT_FOR and not is_said:
-                is_said = True
-                logger.warning("an engine waits: Ray has no node %s", self._lacking())
+            if waited >= WARN_AFTER and not warned:
+                warned = True
+                logger.warning("an engine is waiting: Ray has no node %s", self._lacking())
 
     def _has_room(self, group: Any) -> bool:
         try:
@@ -119,14 +121,14 @@ class RayProcess:
         return f"with {self._host.resources} free"
 
     def _run(self, group: Any) -> str:
-        """The engine's life in Ray. How it ended."""
+        """Run the engine in Ray and return how it ended."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        asked = self._host.resources
+        resources = self._host.resources
         options = {
-            "num_cpus": asked.num_cpus,
-            "num_gpus": asked.num_gpus,
+            "num_cpus": resources.num_cpus,
+            "num_gpus": resources.num_gpus,
             "max_restarts": 0,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
         }
@@ -143,18 +145,18 @@ class RayProcess:
             return _first_line(error)
         finally:
             with contextlib.suppress(Exception):
-                ray.kill(actor)  # one whose work is done would stay for more
+                ray.kill(actor)  # a finished actor would stay alive
 
 
 def _how(ended: concurrent.futures.Future[str]) -> str:
     try:
         return ended.result(KILL_TIMEOUT)
     except TimeoutError:
-        return "it was given up, and Ray has not said yet that it is gone"
+        return "it was killed, and Ray has not confirmed yet that it is gone"
     except Exception as error:
         return _first_line(getattr(error, "cause", None) or error)
 
 
 def _first_line(error: BaseException) -> str:
-    """Ray's words can be many."""
+    """Return the first line of an error: Ray's messages can be long."""
     return textwrap.shorten(next(iter(str(error).splitlines()), type(error).__name__), MAX_REASON)

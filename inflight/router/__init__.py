@@ -1,4 +1,4 @@
-"""Several engines as one: where each request goes, and how it goes on when its engine dies."""
+"""Several engines as one: requests are routed to replicas, and continue elsewhere when an engine dies."""
 
 from inflight.router.replica import Replica
 from inflight.router.replicas import Replicas

@@ -1,50 +1,107 @@
-"""One of the engines behind a router: how it does, what it has to do, what is known of its memory."""
+"""One of the engines behind a router: its health, its load and its cached prefixes; and totals over several."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Literal
 
-from inflight.engine import EngineStats, Health, ReplicaClient
-from inflight.router.known_blocks import KnownBlocks
+from inflight.engine import EngineStats, Health, ModelFacts, ReplicaClient
+from inflight.events import CACHE_HASH_LENGTH, CacheUpdate, KVUsage
 
 if TYPE_CHECKING:
     from inflight.router.routed import RoutedRequest
+
+
+class KnownBlocks:
+    """The cached blocks of one replica, as reported and as expected from requests on their way.
+
+    Blocks are known by the first bytes of their hashes (`kv/block_hashes.py`).
+    """
+
+    def __init__(self) -> None:
+        self._stored: set[bytes] = set()
+        # Blocks of requests without a token yet: the replica reports them only once computed, and requests with the
+        # same prefix often arrive together.
+        self._expected: dict[bytes, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    def update(self, update: CacheUpdate) -> None:
+        if update.cleared:
+            self._stored.clear()
+        self._stored.update(_split(update.stored))
+        self._stored.difference_update(_split(update.evicted))
+
+    def clear(self) -> None:
+        """Forget everything: the replica lost its cache."""
+        self._stored.clear()
+        self._expected.clear()
+
+    def expect(self, names: Sequence[bytes]) -> None:
+        for name in names:
+            self._expected[name] = self._expected.get(name, 0) + 1
+
+    def expect_no_more(self, names: Sequence[bytes]) -> None:
+        for name in names:
+            count = self._expected.get(name, 0) - 1
+            if count > 0:
+                self._expected[name] = count
+            else:
+                self._expected.pop(name, None)
+
+    def num_leading(self, names: Sequence[bytes]) -> int:
+        """Return how many leading blocks are there, by bisection: the end of a prefix is evicted first."""
+        stored, expected = self._stored, self._expected
+        low, high = 0, len(names)
+        while low < high:
+            middle = (low + high) // 2
+            if names[middle] in stored or names[middle] in expected:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+
+def _split(packed: bytes) -> list[bytes]:
+    return [packed[at : at + CACHE_HASH_LENGTH] for at in range(0, len(packed), CACHE_HASH_LENGTH)]
+
 
 ReplicaState = Literal[
     "starting", "running", "draining", "stalled", "restarting", "dead", "closing", "closed"
 ]
 
-# Tokens that a request counts for beside those of its prompt, when replicas are compared: it takes one of each step.
+# Tokens that a request adds to a replica's load besides its prompt, since it takes a token of every step.
 REQUEST_TOKENS = 16
-# What a token counts for that does not fit into the KV memory: it waits until another request has ended.
+# Weight of a token that does not fit into KV memory: it waits until another request has ended.
 OVERFLOW_WEIGHT = 8
 
 
 @dataclass(eq=False, slots=True)
 class Replica:
-    """Written by the router alone, and in its event loop."""
+    """The state of one replica. Only the router changes it, in its event loop."""
 
     replica_id: str
     client: ReplicaClient
-    stats: EngineStats | None = None  # as last heard
+    stats: EngineStats | None = None  # as last reported
     health: Health = field(default_factory=lambda: Health(True, 0.0))
-    draining: bool = False  # it gets no new work
-    is_gone: bool = False  # its engine is, and all that it had; another one may be on its way
-    is_leaving: bool = False  # its end is wanted
-    requests: set[RoutedRequest] = field(default_factory=set)  # that are there
-    on_trial: RoutedRequest | None = None  # under suspicion, and the only one of those here
+    draining: bool = False  # gets no new requests
+    is_gone: bool = False  # its engine is lost; another one may be starting
+    is_leaving: bool = False  # it is being stopped on purpose
+    requests: set[RoutedRequest] = field(default_factory=set)
+    on_trial: RoutedRequest | None = None  # the only suspect request here
     blocks: KnownBlocks = field(default_factory=KnownBlocks)
-    num_queued_tokens: int = 0  # to be computed before requests that are here get their next token
-    recent_tokens: float = 0.0  # computed here or to be, of which the latest count most
-    chosen_at: int = 0  # how many requests had been placed when it was last chosen
+    num_queued_tokens: int = 0  # prompt tokens still to be computed
+    recent_tokens: float = 0.0  # decaying count of tokens sent here
+    chosen_at: int = 0  # number of requests placed when it was last chosen
 
     def __post_init__(self) -> None:
         self.client.watch_cache(self.blocks.update)
 
     @property
     def available(self) -> bool:
-        """Whether it may be given work."""
+        """Whether it can take requests."""
         return self.health.healthy and not (self.draining or self.is_gone)
 
     @property
@@ -52,7 +109,7 @@ class Replica:
         return "draining" if self.draining and self.health.healthy else self.health.state
 
     def load(self, num_tokens: int) -> float:
-        """What it has to do before a request of which it must compute so many tokens, in tokens."""
+        """Return the load, in tokens, for a request that needs `num_tokens` to be computed."""
         return (
             self.num_queued_tokens
             + REQUEST_TOKENS * len(self.requests)
@@ -60,7 +117,7 @@ class Replica:
         )
 
     def _overflow(self, num_tokens: int) -> int:
-        """By how many tokens the KV memory would be exceeded, as far as is known."""
+        """Return by how many tokens the KV memory would be exceeded."""
         if self.stats is None:
             return 0
         kv = self.stats.kv
@@ -68,10 +125,48 @@ class Replica:
         return max(0, self.num_queued_tokens + num_tokens - free)
 
     def lose_engine(self) -> set[RoutedRequest]:
-        """The engine is gone, and all that it had. Those who were there."""
+        """Mark the engine as lost and return the requests that were on it."""
         lost, self.requests = self.requests, set()
         self.is_gone = True
         self.num_queued_tokens = 0
         self.on_trial = None
         self.blocks.clear()
         return lost
+
+
+_TOTALS = [item.name for item in fields(EngineStats) if item.type == "int"]
+_BLOCKS = [item.name for item in fields(KVUsage) if item.name != "block_size"]
+
+
+def summed(all_stats: Sequence[EngineStats]) -> EngineStats:
+    """Return the totals of at least one engine."""
+    kv = replace(
+        all_stats[0].kv, **{name: sum(getattr(stats.kv, name) for stats in all_stats) for name in _BLOCKS}
+    )
+    totals = {name: sum(getattr(stats, name) for stats in all_stats) for name in _TOTALS}
+    step_sizes = tuple(map(sum, zip(*(stats.step_sizes for stats in all_stats), strict=True)))
+    is_sleeping = all(stats.is_sleeping for stats in all_stats)
+    return EngineStats(**totals, kv=kv, step_sizes=step_sizes, is_sleeping=is_sleeping)
+
+
+def left_behind(stats: EngineStats) -> EngineStats:
+    """Return the part of a lost engine's stats that still counts: the work it did."""
+    nothing = dict.fromkeys(_BLOCKS, 0)
+    return replace(stats, num_running=0, num_waiting=0, is_sleeping=True, kv=replace(stats.kv, **nothing))
+
+
+def facts_of_all(all_facts: Sequence[ModelFacts]) -> ModelFacts:
+    """Return the model's facts with the capacity of all engines and the shortest context."""
+    return replace(
+        all_facts[0],
+        max_model_len=min(facts.max_model_len for facts in all_facts),
+        num_blocks=sum(facts.num_blocks for facts in all_facts),
+        max_num_seqs=sum(facts.max_num_seqs for facts in all_facts),
+        max_num_batched_tokens=sum(facts.max_num_batched_tokens for facts in all_facts),
+    )
+
+
+def same_model(facts: ModelFacts, other: ModelFacts) -> bool:
+    """Return whether requests for one engine can run on the other, if their length fits."""
+    names = ("fingerprint", "vocab_size", "eos_token_ids", "block_size", "generates", "pooling")
+    return all(getattr(facts, name) == getattr(other, name) for name in names)

@@ -1,4 +1,4 @@
-"""The replicas of a router: started, watched, drained, removed, restarted."""
+"""The replicas of a router: starting, watching, draining, restarting and removing them."""
 
 from __future__ import annotations
 
@@ -19,46 +19,44 @@ from inflight.errors import (
 )
 from inflight.events import StepRecord
 from inflight.processes.child import ProcessNotStartedError
-from inflight.router.replica import Replica
-from inflight.router.totals import facts_of_all, left_behind, same_model, summed
+from inflight.router.replica import Replica, facts_of_all, left_behind, same_model, summed
 
 logger = logging.getLogger(__name__)
 
 
 class StartReplica(Protocol):
     async def __call__(self, replica_id: str, beside: ReplicaClient | None = None) -> ReplicaClient:
-        """Start an engine. `beside` is the one that it is to replace and that runs meanwhile: raises
-        ProcessNotStartedError where there is no room for both."""
+        """Start an engine. `beside` is the running engine that it will replace: raises ProcessNotStartedError if there
+        is no room for both."""
 
 
-POLL = 0.2  # seconds between two looks at how replicas do
+POLL = 0.2  # seconds between health checks
 DRAIN_POLL = 0.02
 _GONE = ("restarting", "dead", "closed")
 
 
 class Replicas:
-    """Who is there. `on_loss` is told of a replica whose engine is gone, `on_news` that those who wait may look
-    again."""
+    """All replicas. `on_loss` is called with a replica whose engine is lost, `on_news` when requests may retry."""
 
     def __init__(
         self, start: StartReplica, on_loss: Callable[[Replica], None], on_news: Callable[[], None]
     ) -> None:
-        self.facts: ModelFacts  # of all together, once there is one
+        self.facts: ModelFacts  # of all replicas together
         self._start = start
         self._on_loss = on_loss
         self._on_news = on_news
         self._members: dict[str, Replica] = {}
-        self._leaving: list[Replica] = []  # that have a successor, and finish what they have
-        self._starting: list[str] = []  # ids of those on their way
+        self._leaving: list[Replica] = []  # replaced, and finishing their requests
+        self._starting: list[str] = []  # ids
         self._num_ids = 0
         self._observers: dict[StepObserver, list[Callable[[], None]]] = {}
-        self._left_behind: list[EngineStats] = []  # by engines that are gone: one, their sum
+        self._left_behind: list[EngineStats] = []  # the summed stats of lost engines, as one item
         self._polling: asyncio.Task[None]
         self._changing = asyncio.Lock()  # one change at a time
-        self.are_asleep = False  # all of them were told to
+        self.are_asleep = False  # all replicas were sent to sleep
         self._is_open = self._is_closed = False
 
-    # ---- who is there ----
+    # ---- members ----
 
     @property
     def members(self) -> list[Replica]:
@@ -74,23 +72,23 @@ class Replicas:
 
     @property
     def any_to_come(self) -> bool:
-        """Whether one that cannot be had now may be later."""
+        """Whether a replica may become available later."""
         return bool(self._starting) or any(replica.health.state != "dead" for replica in self.members)
 
     def find(self, replica_id: str) -> Replica:
-        found = self._members.get(replica_id)
-        if found is None:
+        replica = self._members.get(replica_id)
+        if replica is None:
             raise RequestError(
                 f"there is no replica {replica_id!r:.100}: there are {', '.join(self._members)}",
                 param="replica",
                 code="replica_not_found",
             )
-        return found
+        return replica
 
-    # ---- coming and going ----
+    # ---- starting and stopping ----
 
     async def open(self, count: int) -> None:
-        """Start so many at once; all of them, or none."""
+        """Start `count` replicas concurrently; if one fails, close all."""
         try:
             results = await asyncio.gather(*(self._join() for _ in range(count)), return_exceptions=True)
             for error in results:
@@ -103,7 +101,7 @@ class Replicas:
         self._polling = asyncio.get_running_loop().create_task(self._poll())
 
     async def add(self) -> str:
-        """One more."""
+        """Start one more replica and return its id."""
         async with self._changing:
             return await self._join()
 
@@ -120,7 +118,7 @@ class Replicas:
         return replica_id
 
     async def _new_engine(self, replica_id: str, beside: ReplicaClient | None = None) -> ReplicaClient:
-        """Start an engine that can run whatever the others can."""
+        """Start an engine that can run the requests of the others."""
         client = await self._start(replica_id, beside)
         try:
             if self._is_closed:  # meanwhile
@@ -132,7 +130,7 @@ class Replicas:
         return client
 
     def _enlist(self, replica: Replica) -> None:
-        """Let a new replica take requests, in place of the one that had its id, if any."""
+        """Let a new replica take requests, in place of the one with the same id."""
         self._members[replica.replica_id] = replica
         self._members = {name: self._members[name] for name in sorted(self._members, key=int)}
         for observer, stops in self._observers.items():
@@ -141,38 +139,43 @@ class Replicas:
         self._on_news()
 
     def _check_fits(self, replica_id: str, facts: ModelFacts) -> None:
-        """Replicas that start together agree on the shortest context; later ones must have at least that."""
+        """Check a new replica: it needs the model of the others, and at least the context that they agreed on."""
         others = [replica.client.facts for replica in self.members]
         if any(facts.fingerprint != other.fingerprint for other in others):
             raise CheckpointChangedError(
-                f"replica {replica_id} has loaded another checkpoint than the replicas that run: to serve other "
+                f"replica {replica_id} loaded a different checkpoint than the running replicas: to serve other "
                 "weights, start another server"
             )
         is_too_short = self._is_open and facts.max_model_len < self.facts.max_model_len
         if is_too_short or not all(same_model(facts, other) for other in others):
-            raise ConfigError(f"replica {replica_id} has another model or other limits than those that run")
+            raise ConfigError(
+                f"replica {replica_id} has another model or other limits than the running replicas"
+            )
 
     def drain(self, replica_id: str) -> None:
-        """Give it no new work."""
+        """Send a replica no new requests."""
         self._check_not_last(replica_id)
         self.find(replica_id).draining = True
 
     async def remove(self, replica_id: str, seconds: float) -> None:
-        """Drain it for so long at most, and end it: what still runs then goes on elsewhere."""
+        """Drain a replica for at most `seconds` and stop it. Its remaining requests continue on other replicas."""
         self._check_not_last(replica_id)
         async with self._changing:
             self._check_not_last(replica_id)  # others may have been drained or removed meanwhile
             await self._end(self.find(replica_id), seconds)
 
     async def restart(self, replica_id: str, seconds: float) -> None:
-        """Replace the engine of a replica. Where there is room for both, the new one is ready before the old one is
-        drained, so that a start that fails changes nothing. Otherwise the old one is drained and ended first, and a
-        start that fails is retried as after a crash. The last replica that takes requests is never ended."""
+        """Replace the engine of a replica.
+
+        If there is room for both, the new one is ready before the old one is drained, so that a failed start changes
+        nothing. Otherwise the old one is drained and stopped first, and a failed start is retried as after a crash. The
+        last replica that takes requests is never stopped.
+        """
         async with self._changing:
             await self._restart(self.find(replica_id), seconds)
 
     async def roll(self, seconds: float) -> None:
-        """Restart all that there are now, one after the other. Stops where another one is missing."""
+        """Restart all current replicas one after the other. Stops if another one is unavailable."""
         for replica in self.members:
             async with self._changing:
                 if self._members.get(replica.replica_id) is replica:
@@ -190,7 +193,9 @@ class Replicas:
         except ProcessNotStartedError as error:
             if is_gone:
                 raise
-            logger.info("no engine can be started beside that of replica %s: %s", replica.replica_id, error)
+            logger.info(
+                "there is no room to start an engine beside that of replica %s: %s", replica.replica_id, error
+            )
             await self._restart_in_place(replica, seconds, error)
             return
         self._leaving.append(replica)
@@ -203,7 +208,7 @@ class Replicas:
     async def _restart_in_place(
         self, replica: Replica, seconds: float, no_room: ProcessNotStartedError
     ) -> None:
-        """Drain a replica, end its engine and start the next one."""
+        """Drain a replica, stop its engine and start the next one."""
         was_draining = replica.draining
         try:
             self._check_not_alone(replica, no_room)
@@ -219,14 +224,14 @@ class Replicas:
             await replica.client.restart()
         finally:
             replica.is_leaving = replica.draining = False
-            await self.look_at(replica)
+            await self.check_health(replica)
         self._count_room()
 
     def _check_not_alone(self, replica: Replica, no_room: ProcessNotStartedError) -> None:
         if not any(other is not replica for other in self.available):
             raise RequestError(
-                f"replica {replica.replica_id} is the only one that takes requests, and goes on: there is no room to "
-                f"start another engine beside it ({no_room})",
+                f"replica {replica.replica_id} is the only one that takes requests, so it is not restarted: there is "
+                f"no room to start another engine beside it ({no_room})",
                 param="replica",
                 code="last_replica",
             )
@@ -234,7 +239,7 @@ class Replicas:
     async def _check_others_run(self, replica: Replica) -> None:
         others = [other for other in self.members if other is not replica]
         for other in others:
-            await self.look_at(other)
+            await self.check_health(other)
         missing = [
             f"replica {other.replica_id} is {other.state}" for other in others if not other.health.healthy
         ]
@@ -249,7 +254,7 @@ class Replicas:
         self.find(replica_id)
         if not any(replica.replica_id != replica_id for replica in self.available):
             raise RequestError(
-                f"replica {replica_id} is the last one that takes requests: add another one before",
+                f"replica {replica_id} is the last one that takes requests: add another one first",
                 param="replica",
                 code="last_replica",
             )
@@ -279,18 +284,18 @@ class Replicas:
     async def _close_all(self) -> None:
         await asyncio.gather(*(replica.client.close() for replica in [*self.members, *self._leaving]))
 
-    # ---- how they do ----
+    # ---- health and stats ----
 
     async def _poll(self) -> None:
         while True:
             for replica in [*self.members, *self._leaving]:
                 try:
-                    await self.look_at(replica)
+                    await self.check_health(replica)
                 except Exception:
-                    logger.exception("replica %s could not be looked at", replica.replica_id)
+                    logger.exception("the health check of replica %s failed", replica.replica_id)
             await asyncio.sleep(POLL)
 
-    async def look_at(self, replica: Replica) -> None:
+    async def check_health(self, replica: Replica) -> None:
         health = await replica.client.health()
         was_available, missed = replica.available, health.num_restarts != replica.health.num_restarts
         if health.state in _GONE or (missed and not replica.is_gone):
@@ -301,13 +306,13 @@ class Replicas:
         if health.healthy:
             with contextlib.suppress(EngineError):
                 replica.stats = await replica.client.stats()
-                if self.are_asleep and not replica.stats.is_sleeping:  # it has come since
+                if self.are_asleep and not replica.stats.is_sleeping:  # it started later
                     await replica.client.command("sleep")
         if replica.available and not was_available:
             self._on_news()
 
     def lose(self, replica: Replica) -> None:
-        """The replica's engine is gone. Called once or more often for one loss."""
+        """Handle the loss of a replica's engine. May be called several times for one loss."""
         if replica.is_gone:
             return
         if replica.stats is not None:
@@ -317,16 +322,16 @@ class Replicas:
         self._on_loss(replica)
 
     async def stats(self) -> EngineStats:
-        found = []
+        all_stats = []
         for replica in [*self.members, *self._leaving]:
             with contextlib.suppress(EngineDeadError):
-                found.append(await replica.client.stats())
-        if not found:
+                all_stats.append(await replica.client.stats())
+        if not all_stats:
             raise EngineDeadError(self.trouble())
-        return summed([*found, *self._left_behind])
+        return summed([*all_stats, *self._left_behind])
 
     def health(self) -> Health:
-        """Of all together: it works as long as one does."""
+        """Return the health of all together, which is good as long as one replica is healthy."""
         healths = [replica.health for replica in self.members]
         num_restarts = sum(health.num_restarts for health in healths)
         if self.available:
@@ -340,27 +345,33 @@ class Replicas:
         return Health(False, since, self.trouble(), "stalled" if is_stalled else "restarting", num_restarts)
 
     def trouble(self) -> str:
-        """Why no replica can be given work."""
-        told = [f"replica {replica.replica_id} is {replica.state}" for replica in self.members]
+        """Return why no replica can take requests."""
+        states = [f"replica {replica.replica_id} is {replica.state}" for replica in self.members]
         reasons = [health.error for replica in self.members if (health := replica.health).error is not None]
-        return f"no engine can take the request: {', '.join(told)}" + (f" ({reasons[-1]})" if reasons else "")
+        return f"no engine can take the request: {', '.join(states)}" + (
+            f" ({reasons[-1]})" if reasons else ""
+        )
 
-    # ---- what they are told ----
+    # ---- commands ----
 
     async def command(self, command: Command) -> None:
-        """To all that live. They sleep all or none; and so does, until they are woken, who comes later."""
-        told = [replica.client for replica in self.members if replica.health.healthy and not replica.is_gone]
-        if not told:
+        """Send a command to all live replicas. All or none sleep; replicas that start later sleep too."""
+        clients = [
+            replica.client for replica in self.members if replica.health.healthy and not replica.is_gone
+        ]
+        if not clients:
             raise EngineDeadError(self.trouble())
         if command == "wake_up":
             self.are_asleep = False
-        results = await asyncio.gather(*(client.command(command) for client in told), return_exceptions=True)
+        results = await asyncio.gather(
+            *(client.command(command) for client in clients), return_exceptions=True
+        )
         errors = [error for error in results if isinstance(error, BaseException)]
         if not errors:
             self.are_asleep = self.are_asleep or command == "sleep"
             return
         if command == "sleep":
-            await asyncio.gather(*(client.command("wake_up") for client in told), return_exceptions=True)
+            await asyncio.gather(*(client.command("wake_up") for client in clients), return_exceptions=True)
         raise errors[0]
 
     # ---- steps ----
@@ -377,7 +388,7 @@ class Replicas:
 
 
 async def _until_drained(replica: Replica, seconds: float) -> None:
-    """Wait until the replica has no requests, for so long at most."""
+    """Wait until the replica has no requests, for at most `seconds`."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             while replica.requests:

@@ -1,37 +1,95 @@
-"""One request on its way over replicas: where it is, what it has got so far, and what is told of it at the end."""
+"""One request on its way over replicas: its stream, its failovers, and whether it makes engines die.
+
+An engine that dies does not say why, and most requests on it are innocent. But a request that kills engines must not
+move from one to the next until none is left. So every request that was on an engine when it died is a suspect until
+another engine produces a token for it: a request that kills an engine does so again when it is computed.
+
+Suspicion is shared: each of n suspects gets 1/n. Requests that the engine had accepted but given no token yet are the
+likely cause: if they are few, they are tried one at a time on each replica, so that the next death identifies the
+cause. The others, which ran on that engine for a while, get an eighth at most and continue all at once. A request is
+ended once it was the only suspect after having been one of a few.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Collection
 from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 from inflight.engine import RequestState
-from inflight.errors import RequestError
+from inflight.errors import EngineDeadError, RequestError
 from inflight.events import Delta, RequestRecord
 from inflight.request import Request
 from inflight.router.replica import Replica
 from inflight.router.routing import KnownTokens
-from inflight.router.suspicion import Suspicion
+
+FEW = 8
+MAX_DEATHS = 32  # engines that a request may outlive, whatever the cause
+
+
+@dataclass(slots=True)
+class Suspicion:
+    """How likely it is that a request kills engines."""
+
+    share: float = 0.0  # 1: responsible for one death
+    num_deaths: int = 0  # engines that died while it was on them
+
+    @property
+    def is_tried_alone(self) -> bool:
+        return self.share > 1 / FEW
+
+    @property
+    def is_confirmed(self) -> bool:
+        return self.share >= 1 + 1 / FEW or self.num_deaths >= MAX_DEATHS
+
+    def clear(self) -> None:
+        """Clear the suspicion after a token."""
+        self.share = 0.0
+
+
+class Suspect(Protocol):
+    @property
+    def suspicion(self) -> Suspicion: ...
+
+    @property
+    def is_accepted(self) -> bool:
+        """Whether the engine has accepted it."""
+
+    @property
+    def has_token_here(self) -> bool:
+        """Whether that engine has produced a token for it."""
+
+
+def share_blame(lost: Collection[Suspect], on_trial: Suspect | None = None) -> None:
+    """Share the suspicion for a dead engine among its requests. One that was on trial there is the likely cause."""
+    accepted = [request for request in lost if request.is_accepted]
+    likely = [request for request in accepted if not request.has_token_here]
+    if on_trial in likely:
+        likely = [request for request in likely if request is on_trial]
+    for request in likely or accepted:
+        request.suspicion.share += 1 / len(likely) if likely else min(1 / len(accepted), 1 / FEW)
+    for request in accepted:
+        request.suspicion.num_deaths += 1
 
 
 @dataclass(eq=False, slots=True)
 class RoutedRequest:
-    """All that is needed to go on elsewhere is in the first three."""
+    """A request and where it runs. The first three fields suffice to continue it elsewhere."""
 
-    request: Request  # as it came
+    request: Request  # as it was added
     arrived_at: float
     output_ids: list[int] = field(default_factory=list)
-    replica: Replica | None = None  # None: it waits for one
-    stream: AsyncGenerator[Delta] | None = None  # of the engine that it is on, or was on last
-    abort_reason: str | None = None  # it is to end, for this reason
+    replica: Replica | None = None  # None: waiting for one
+    stream: AsyncGenerator[Delta] | None = None  # of its current or last engine
+    abort_reason: str | None = None  # set once it was aborted
     suspicion: Suspicion = field(default_factory=Suspicion)
     num_failovers: int = 0
     first_token_at: float | None = None
     last_token_at: float | None = None
-    is_taken: bool = False  # by the replica that it was sent to
+    is_accepted: bool = False  # by its replica
     has_token_here: bool = False
 
-    # What it counts for where it is.
+    # Its share of the replica's load.
     _names: tuple[bytes, ...] = ()
     _num_missing: int = 0
 
@@ -39,12 +97,12 @@ class RoutedRequest:
     def request_id(self) -> str:
         return self.request.request_id
 
-    # ---- coming and going ----
+    # ---- replicas ----
 
     def enter(self, replica: Replica, tokens: KnownTokens) -> None:
-        """It is sent to a replica."""
+        """Add the request to a replica's books before it is sent there."""
         self.replica = replica
-        self.is_taken = self.has_token_here = False
+        self.is_accepted = self.has_token_here = False
         self._names, self._num_missing = tuple(tokens.names), tokens.num_missing(replica)
         replica.requests.add(self)
         replica.blocks.expect(self._names)
@@ -54,7 +112,7 @@ class RoutedRequest:
             replica.on_trial = self
 
     def leave(self) -> None:
-        """It is there no more: it has ended, or was refused."""
+        """Remove the request from its replica: it ended or was rejected."""
         replica, self.replica = self.replica, None
         if replica is None:
             return
@@ -63,7 +121,7 @@ class RoutedRequest:
             self._started(replica)
 
     def _started(self, replica: Replica) -> None:
-        """Nothing is queued for it any more."""
+        """Remove its prompt from the replica's queue."""
         replica.blocks.expect_no_more(self._names)
         self._names = ()
         replica.num_queued_tokens -= self._num_missing
@@ -71,7 +129,7 @@ class RoutedRequest:
             replica.on_trial = None
 
     def take(self, delta: Delta, now: float) -> None:
-        """Its reader gets this."""
+        """Record a delta that the reader gets."""
         if not delta.token_ids:
             return
         self.output_ids += delta.token_ids
@@ -87,35 +145,35 @@ class RoutedRequest:
                 self.suspicion.clear()
 
     def lost(self) -> None:
-        """Its engine is gone; the replica has forgotten all of it."""
+        """Note that its engine is lost."""
         self.replica = None
         self.num_failovers += 1
 
-    # ---- what is left of it, and what is told ----
+    # ---- continuing, and the final record ----
 
     def rest(self) -> Request | Delta:
-        """A request for what is left, or its last delta where nothing is."""
+        """Return a request for the remaining tokens, or the last delta if there are none."""
         if self.abort_reason is not None:
             return Delta(self.request_id, [], finish_reason=self.abort_reason)
         try:
             return self.request.resumed(self.output_ids)
-        except RequestError:  # it had all its tokens, and only its end was not told
+        except RequestError:  # it has all its tokens, only the final delta was lost
             last = self.output_ids[-1]
             if last in self.request.stop_ids and len(self.output_ids) > self.request.params.min_tokens:
                 return Delta(self.request_id, [], finish_reason="stop", stop_token_id=last)
             return Delta(self.request_id, [], finish_reason="length")
 
     def complete(self, delta: Delta, now: float) -> None:
-        """A last delta with the record of its whole life, be it that no engine is left to tell of it."""
+        """Put the record of the whole request into its last delta, even if no engine is left to provide one."""
         record = delta.record
         if record is None:
-            record = self._unheard(now)
+            record = self._own_record(now)
             record.finished_at, record.finish_reason = now, delta.finish_reason
             record.stop_token_id = delta.stop_token_id
-        delta.record = self._told(record)
+        delta.record = self._merged(record)
 
-    def _unheard(self, now: float) -> RequestRecord:
-        """What is known of it without an engine."""
+    def _own_record(self, now: float) -> RequestRecord:
+        """Return what is known without an engine."""
         request = self.request
         record = RequestRecord(
             self.request_id, request.tenant, request.priority, request.num_prompt_tokens, arrived_at=now
@@ -123,16 +181,16 @@ class RoutedRequest:
         record.num_output_tokens = len(self.output_ids)
         return record
 
-    def _told(self, known: RequestRecord) -> RequestRecord:
-        """What an engine knows of it, with what was before that engine had it."""
-        record = replace(known, engine_id="" if self.replica is None else self.replica.replica_id)
+    def _merged(self, engine_record: RequestRecord) -> RequestRecord:
+        """Return an engine's record, completed with what happened on earlier engines."""
+        record = replace(engine_record, engine_id="" if self.replica is None else self.replica.replica_id)
         if not self.num_failovers:
             return record
         record.num_failovers = self.num_failovers
         record.breakdown = replace(record.breakdown, lost=record.arrived_at - self.arrived_at)
         record.arrived_at = self.arrived_at
         if self.first_token_at is not None and not self._began_here(record):
-            # When the first engine admitted it is not known: before its first token, at the latest then.
+            # The admission by the first engine is unknown; it was before the first token.
             record.admitted_at = record.first_token_at = self.first_token_at
         record.last_token_at = record.last_token_at or self.last_token_at
         return record
@@ -141,8 +199,73 @@ class RoutedRequest:
         return record.first_token_at is not None and record.first_token_at <= (self.first_token_at or 0.0)
 
     async def describe(self, now: float) -> RequestState | None:
-        """What the engine that it is on says of it, or that it waits for one."""
+        """Return its state on its engine, or that it waits for one."""
         if self.replica is None:
-            return RequestState(self._told(self._unheard(now)), "waiting")
+            return RequestState(self._merged(self._own_record(now)), "waiting")
         state = await self.replica.client.describe(self.request_id)
-        return None if state is None else replace(state, record=self._told(state.record))
+        return None if state is None else replace(state, record=self._merged(state.record))
+
+
+class StreamOwner(Protocol):
+    """The router, as its streams see it."""
+
+    async def resume(self, routed: RoutedRequest, error: EngineDeadError) -> Delta | None:
+        """Return None once another engine has the request, or its last delta."""
+
+    def took(self, routed: RoutedRequest, delta: Delta) -> None: ...
+
+    def forget(self, routed: RoutedRequest) -> None: ...
+
+
+class RoutedStream(AsyncGenerator[Delta]):
+    """The deltas of a request, from any number of engines.
+
+    This is a class because a generator that was never started does not notice that it is closed.
+    """
+
+    def __init__(self, routed: RoutedRequest, owner: StreamOwner) -> None:
+        self._routed = routed
+        self._owner = owner
+        self._open = True
+
+    async def asend(self, value: None) -> Delta:  # noqa: ARG002
+        if not self._open:
+            raise StopAsyncIteration
+        try:
+            delta = await self._next()
+        except BaseException:
+            self._end()
+            raise
+        self._owner.took(self._routed, delta)
+        if delta.finish_reason is not None:
+            self._end()
+        return delta
+
+    async def _next(self) -> Delta:
+        while True:
+            stream = self._routed.stream
+            assert stream is not None
+            try:
+                return await stream.asend(None)
+            except EngineDeadError as error:
+                last = await self._owner.resume(self._routed, error)
+                if last is not None:
+                    return last
+
+    async def athrow(self, *error: Any) -> Delta:
+        self._end()
+        return await super().athrow(*error)
+
+    async def aclose(self) -> None:
+        stream = self._routed.stream
+        self._end()
+        if stream is not None:
+            await stream.aclose()
+
+    def __del__(self) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        if self._open:
+            self._open = False
+            self._owner.forget(self._routed)

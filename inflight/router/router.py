@@ -1,12 +1,4 @@
-"""An engine client made of engine clients.
-
-    add ──► routing chooses ──► replica ──► deltas ──► reader
-                  ▲                  │ dies
-                  └── prompt and the tokens so far ──┘
-
-A request whose engine dies goes on with another one from the tokens that its reader has. Sampling is keyed by position,
-so the tokens that follow are those that would have come, and no one above notices but for the time.
-"""
+"""An engine client over several replicas: it places requests, and moves them when an engine dies."""
 
 from __future__ import annotations
 
@@ -21,20 +13,18 @@ from inflight.engine import Command, EngineStats, Health, ModelFacts, RequestSta
 from inflight.engine.history import History
 from inflight.engine.sleep import asleep
 from inflight.errors import EngineDeadError, EngineError, QueueFullError, RequestError
-from inflight.events import CACHE_NAME_LENGTH, Delta
-from inflight.kv.block_names import BlockMarks, BlockNamer
+from inflight.events import CACHE_HASH_LENGTH, Delta
+from inflight.kv.block_hashes import BlockHasher, BlockMarks
 from inflight.request import Request
 from inflight.router.replica import Replica
 from inflight.router.replicas import Replicas, StartReplica
-from inflight.router.routed import RoutedRequest
-from inflight.router.routed_stream import RoutedStream
+from inflight.router.routed import RoutedRequest, RoutedStream, share_blame
 from inflight.router.routing import RECENT_TOKENS, ROUTINGS, KnownTokens
-from inflight.router.suspicion import share_blame
 
 logger = logging.getLogger(__name__)
 
 DRAIN_POLL = 0.02
-RETRY = 1.0  # seconds after which those who wait for a replica look again without news
+RETRY = 1.0  # seconds after which requests waiting for a replica try again without a notification
 POISON = "poison_request"
 
 
@@ -48,16 +38,19 @@ class Router:
         patience: float = 60.0,
         on_close: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """`patience` is how long a request that has begun waits for a replica when none is left, in seconds. `on_close`
-        is called when all replicas are closed."""
+        """Create a router without replicas.
+
+        `patience` is how long a running request waits for a replica when none is left, in seconds. `on_close` is called
+        when all replicas are closed.
+        """
         self._on_close = on_close
-        self.replicas = Replicas(start, self._on_loss, self._tell_news)
+        self.replicas = Replicas(start, self._on_loss, self._notify_waiting)
         self._routing = ROUTINGS[routing]()
         self._patience = patience
         self._clock = time.monotonic
         self._requests: dict[str, RoutedRequest] = {}  # by request id, until their stream has ended
         self._history = History()
-        self._namer: BlockNamer
+        self._hasher: BlockHasher
         self._marks = BlockMarks()
         self._news = asyncio.Event()
         self._num_placed = 0
@@ -73,15 +66,15 @@ class Router:
         patience: float = 60.0,
         on_close: Callable[[], Awaitable[None]] | None = None,
     ) -> Router:
-        """With so many replicas, once all of them are ready. Raises what one of them could not do."""
+        """Start a router with `count` replicas and wait until all are ready. Raises the error of one that fails."""
         router = cls(start, routing, patience, on_close)
         await router.replicas.open(count)
-        router._namer = BlockNamer(router.facts.block_size)
+        router._hasher = BlockHasher(router.facts.block_size)
         return router
 
     @property
     def is_busy(self) -> bool:
-        """Whether anyone has a request here."""
+        """Whether there are requests."""
         return bool(self._requests)
 
     @property
@@ -108,7 +101,7 @@ class Router:
             except EngineDeadError as error:
                 if not routed.num_failovers:
                     raise
-                last = await self.go_on(routed, error)
+                last = await self.resume(routed, error)
                 if last is not None:
                     raise EngineError(last.error or "the request was aborted", code=last.error_code) from None
         except BaseException:
@@ -116,19 +109,21 @@ class Router:
             raise
 
     async def _place(self, routed: RoutedRequest, request: Request) -> None:
-        """Give it to a replica that takes it. Raises QueueFullError where all that there are have full queues, and
-        EngineDeadError where none of them is well, or this one died of it."""
+        """Send a request to a replica that accepts it.
+
+        Raises QueueFullError if all queues are full, EngineDeadError if no replica is available or the chosen one died.
+        """
         tried: list[Replica] = []
         is_full = False
         while True:
-            among = [replica for replica in self.replicas.available if replica not in tried]
+            candidates = [replica for replica in self.replicas.available if replica not in tried]
             if routed.suspicion.is_tried_alone:
-                among = [replica for replica in among if replica.on_trial is None]
-            if not among:
+                candidates = [replica for replica in candidates if replica.on_trial is None]
+            if not candidates:
                 if is_full:
                     raise QueueFullError("the queues of all replicas are full")
                 raise EngineDeadError(self.replicas.trouble())
-            replica = self._choose(routed, request, among)
+            replica = self._choose(routed, request, candidates)
             tried.append(replica)
             try:
                 return await self._send(routed, request, replica)
@@ -137,14 +132,14 @@ class Router:
                 routed.leave()
             except EngineDeadError:
                 with contextlib.suppress(Exception):
-                    await self.replicas.look_at(replica)
+                    await self.replicas.check_health(replica)
                 if routed.replica is None:
                     raise
-                routed.leave()  # it does not answer, but it lives
+                routed.leave()  # the replica did not answer, but it is alive
 
-    def _choose(self, routed: RoutedRequest, request: Request, among: list[Replica]) -> Replica:
+    def _choose(self, routed: RoutedRequest, request: Request, candidates: list[Replica]) -> Replica:
         tokens = self._known_tokens(request)
-        replica = self._routing.choose(tokens, among)
+        replica = self._routing.choose(tokens, candidates)
         self._num_placed += 1
         replica.chosen_at = self._num_placed
         factor = 0.5 ** (tokens.num_missing(replica) / RECENT_TOKENS)
@@ -161,20 +156,22 @@ class Router:
         except BaseException:
             routed.leave()
             raise
-        routed.stream, routed.is_taken = replica.client.stream(request.request_id), True
+        routed.stream, routed.is_accepted = replica.client.stream(request.request_id), True
         if routed.abort_reason is not None:  # meanwhile
             await replica.client.abort(request.request_id, routed.abort_reason)
 
     def _known_tokens(self, request: Request) -> KnownTokens:
-        size = self._namer.block_size
+        size = self._hasher.block_size
         num_tokens = len(request.token_ids)
-        if not request.splittable or request.params.prompt_logprobs is not None:  # all of it is computed
+        if (
+            not request.splittable or request.params.prompt_logprobs is not None
+        ):  # computed without the prefix cache
             return KnownTokens(num_tokens, size, (), ())
         marks = self._marks.up_to((num_tokens - 1) // size)
-        names = [name[:CACHE_NAME_LENGTH] for name in self._namer.names_at(request, marks)]
+        names = [name[:CACHE_HASH_LENGTH] for name in self._hasher.hashes_at(request, marks)]
         return KnownTokens(num_tokens, size, names, marks)
 
-    # ---- losing an engine, and going on ----
+    # ---- failover ----
 
     def _on_loss(self, replica: Replica) -> None:
         on_trial = replica.on_trial
@@ -182,18 +179,23 @@ class Router:
         if not replica.is_leaving:
             share_blame(lost, on_trial)
             logger.warning(
-                "replica %s is lost: its %d requests go on elsewhere", replica.replica_id, len(lost)
+                "replica %s is lost: its %d requests continue on other replicas",
+                replica.replica_id,
+                len(lost),
             )
         for routed in lost:
             routed.lost()
-        self._tell_news()
+        self._notify_waiting()
 
-    async def go_on(self, routed: RoutedRequest, error: EngineDeadError) -> Delta | None:
-        """The engine of a request is gone. None once another one has it; or its last delta, where nothing is left to do
-        or it is to blame. Raises EngineDeadError where no engine comes in time."""
+    async def resume(self, routed: RoutedRequest, error: EngineDeadError) -> Delta | None:
+        """Continue a request whose engine is lost on another replica.
+
+        Returns None once another engine has it, or its last delta if nothing is left to do or it is to blame. Raises
+        EngineDeadError if no engine becomes available in time.
+        """
         if routed.replica is not None:
             self.replicas.lose(routed.replica)
-        alone_since: float | None = None  # no replica could be had
+        alone_since: float | None = None  # when the last replica became unavailable
         while True:
             rest = self._rest(routed)
             if isinstance(rest, Delta):
@@ -214,11 +216,11 @@ class Router:
             await self._wait_for_news()
 
     def _rest(self, routed: RoutedRequest) -> Request | Delta:
-        """A request for the rest of one, or its last delta if it is not to go on."""
+        """Return a request for the remaining tokens, or the last delta if it must not continue."""
         if not routed.suspicion.is_confirmed:
             return routed.rest()
         num_deaths = routed.suspicion.num_deaths
-        message = f"{num_deaths} engines died while they computed this request: it is not tried again"
+        message = f"{num_deaths} engines died while computing this request: it is not retried"
         logger.error("request %s: %s", routed.request_id, message)
         return Delta(routed.request_id, [], finish_reason="error", error=message, error_code=POISON)
 
@@ -232,8 +234,8 @@ class Router:
         finally:
             self._num_waiting -= 1
 
-    def _tell_news(self) -> None:
-        """Whoever waits for a replica may look again."""
+    def _notify_waiting(self) -> None:
+        """Wake the requests that wait for a replica."""
         self._news.set()
         self._news = asyncio.Event()
 
@@ -250,36 +252,36 @@ class Router:
         return RoutedStream(routed, self)
 
     def took(self, routed: RoutedRequest, delta: Delta) -> None:
-        """The reader of a request gets a delta."""
+        """Record a delta that the reader of a request gets."""
         routed.take(delta, self._clock())
         if delta.finish_reason is not None:
             routed.complete(delta, self._clock())
             assert delta.record is not None
             self._history.add(delta.record)
         if self._num_waiting:
-            self._tell_news()
+            self._notify_waiting()
 
     def forget(self, routed: RoutedRequest) -> None:
-        """Its stream has ended, or never began."""
+        """Forget a request whose stream has ended or never started."""
         routed.leave()
-        routed.stream = None  # which aborts what still runs
+        routed.stream = None  # aborts it if it still runs
         if self._requests.get(routed.request_id) is routed:
             del self._requests[routed.request_id]
         if self._num_waiting:
-            self._tell_news()
+            self._notify_waiting()
 
     async def abort(self, request_id: str, reason: str = "abort") -> int:
         routed = self._requests.get(request_id)
         if routed is None:
             return 0
-        routed.abort_reason = reason  # whatever becomes of its engine
+        routed.abort_reason = reason  # also holds after a failover
         if routed.replica is None:
-            self._tell_news()
+            self._notify_waiting()
             return 0
         try:
             return await routed.replica.client.abort(request_id, reason)
         except EngineDeadError:
-            return 0  # its stream ends all the same
+            return 0  # its stream ends anyway
 
     async def describe(self, request_id: str) -> RequestState | None:
         routed = self._requests.get(request_id)
@@ -287,7 +289,7 @@ class Router:
             return await routed.describe(self._clock())
         return self._history.get(request_id)
 
-    # ---- around it ----
+    # ---- all replicas ----
 
     async def command(self, command: Command) -> None:
         await self.replicas.command(command)
@@ -299,8 +301,9 @@ class Router:
         return await self.replicas.stats()
 
     async def health(self) -> Health:
-        found = self.replicas.health()
-        return replace(found, healthy=False, state="closing") if self._closing and found.healthy else found
+        health = self.replicas.health()
+        is_closing = self._closing and health.healthy
+        return replace(health, healthy=False, state="closing") if is_closing else health
 
     async def close(self, drain: float = 0.0) -> None:
         self._closing = True
@@ -308,7 +311,7 @@ class Router:
             async with asyncio.timeout(drain):
                 while self._requests:
                     await asyncio.sleep(DRAIN_POLL)
-        self._tell_news()
+        self._notify_waiting()
         await self.replicas.close()
         if self._on_close is not None:
             await self._on_close()

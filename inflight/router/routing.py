@@ -1,4 +1,4 @@
-"""Which replica gets a request. Costs are in tokens to compute; of equals, the one that was not chosen for longest."""
+"""Routing strategies: which replica gets a request. Costs are in tokens; ties go to the least recently chosen."""
 
 from __future__ import annotations
 
@@ -7,26 +7,25 @@ from typing import NamedTuple, Protocol
 
 from inflight.router.replica import Replica
 
-# A token that is found need not be computed: that is time for the request itself, for those behind it, and for those of
-# its successors who will begin as it does.
+# A cached token saves time for the request, for those queued behind it, and for later requests with the same prefix.
 SAVED_WEIGHT = 3
-# Where replicas are idle whenever a request comes, nothing is queued, and all would go where a popular beginning was
-# first computed. So what a replica has done lately counts too, as if it were still to do.
-RECENT_TOKENS = 1 << 14  # sent to all replicas together, until what was sent before counts half
+# With idle replicas nothing is queued, and all requests would go where a popular prefix was first computed. So recent
+# work counts as load too.
+RECENT_TOKENS = 1 << 14  # sent to all replicas together, after which earlier work counts half
 
 
 class KnownTokens(NamedTuple):
-    """What a request brings."""
+    """The tokens of a request, and the names of its blocks that may be cached."""
 
     num_tokens: int
     block_size: int
-    names: Sequence[bytes]  # of some of its full blocks that may be found, as they travel
-    marks: Sequence[int]  # how many blocks there are up to the end of each of these
+    names: Sequence[bytes]  # of some of its full blocks, shortened as in cache updates
+    marks: Sequence[int]  # number of blocks up to the end of each of these
 
     def num_missing(self, replica: Replica) -> int:
-        """Tokens that the replica would have to compute."""
-        num_found = replica.blocks.num_leading(self.names)
-        return self.num_tokens - (self.block_size * self.marks[num_found - 1] if num_found else 0)
+        """Return how many tokens the replica would have to compute."""
+        num_cached = replica.blocks.num_leading(self.names)
+        return self.num_tokens - (self.block_size * self.marks[num_cached - 1] if num_cached else 0)
 
 
 class Routing(Protocol):
@@ -34,22 +33,22 @@ class Routing(Protocol):
 
 
 class RoundRobin:
-    """One after the other."""
+    """Chooses replicas in turn."""
 
     def choose(self, tokens: KnownTokens, among: Sequence[Replica]) -> Replica:  # noqa: ARG002
         return min(among, key=lambda replica: replica.chosen_at)
 
 
 class LeastLoaded:
-    """Where the fewest tokens are to be computed before, and memory reaches."""
+    """Chooses the replica with the least work queued and enough memory."""
 
     def choose(self, tokens: KnownTokens, among: Sequence[Replica]) -> Replica:
         return min(among, key=lambda replica: (replica.load(tokens.num_tokens), replica.chosen_at))
 
 
 class PrefixAware:
-    """Tokens that a replica has already, against tokens that it has to compute before: those who begin alike go to the
-    same replica until so much waits there that another one is faster, which then has the beginning too."""
+    """Weighs cached tokens against load: requests with the same prefix go to the same replica until so much is queued
+    there that another one is faster, which then has the prefix too."""
 
     def choose(self, tokens: KnownTokens, among: Sequence[Replica]) -> Replica:
         def cost(replica: Replica) -> tuple[float, int]:

@@ -1,4 +1,4 @@
-"""From a configuration to a router: an engine process for each replica, with its part of the machine or the cluster."""
+"""Starts a router: an engine process for each replica, with its share of the machine or the cluster."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ async def start_router(
     progress: LoadProgress | None = None,
     build: str = "model",
 ) -> Router:
-    """Start the replicas and wait until they are ready. What one of them cannot do with its configuration is raised."""
+    """Start the replicas and wait until they are ready. Raises the error of a replica that fails to start."""
     watched = _impatient(process or ProcessConfig())
     shares = await _shares(config, options, watched.environment)
     bytes_loaded = _SummedProgress(progress)
-    num_blocks: dict[str, int] = {}  # of each replica that has been started
+    num_blocks: dict[str, int] = {}  # by replica
 
     async def start(replica_id: str, beside: ReplicaClient | None = None) -> ProcessClient:
         if beside is None:
-            given, host = shares.of(int(replica_id))
+            share, host = shares.of(int(replica_id))
         else:
             assert isinstance(beside, ProcessClient)
             await asyncio.to_thread(check_unchanged, config, beside.facts.fingerprint)
-            given, host = await asyncio.to_thread(shares.beside, int(replica_id), beside.process_id)
-        # Whoever comes later must hold what the others hold, whatever memory is free by then.
-        held = num_blocks.get(replica_id, min(num_blocks.values(), default=given.cache.num_blocks))
-        given = replace(given, cache=replace(given.cache, num_blocks=held))
+            share, host = await asyncio.to_thread(shares.beside, int(replica_id), beside.process_id)
+        # Later replicas need as many blocks as the others, however much memory is free by then.
+        held = num_blocks.get(replica_id, min(num_blocks.values(), default=share.cache.num_blocks))
+        share = replace(share, cache=replace(share.cache, num_blocks=held))
         try:
-            client = await ProcessClient.start(given, watched, bytes_loaded.of(replica_id), build, host)
+            client = await ProcessClient.start(share, watched, bytes_loaded.of(replica_id), build, host)
         except KVBudgetError as error:
             if beside is None:
                 raise
@@ -70,31 +70,36 @@ async def start_router(
 
 
 class Shares(Protocol):
-    """What each replica gets of what there is, and where it runs."""
+    """The resources of each replica, and where it runs."""
 
     count: int
 
     def of(self, index: int) -> tuple[EngineConfig, ProcessHost]:
-        """The configuration of one replica, and where it runs."""
+        """Return the configuration of one replica, and where it runs."""
 
     def beside(self, index: int, process_id: int | None) -> tuple[EngineConfig, ProcessHost]:
-        """The same for an engine that is to start while the one of that replica still runs, in the process of that id
-        where it is on this machine. Raises ProcessNotStartedError where there is no room for both."""
+        """Return the same for an engine that starts while the replica's current one still runs.
+
+        `process_id` is that of the current engine, if it is on this machine. Raises ProcessNotStartedError if there is
+        no room for both.
+        """
 
     async def close(self) -> None:
-        """All replicas are closed."""
+        """Release everything, after all replicas are closed."""
 
 
 def check_unchanged(config: EngineConfig, fingerprint: str) -> None:
-    """Raise CheckpointChangedError where an engine that starts now would load another checkpoint than that one. What
-    cannot be known here, of a model that comes from the hub, the engine checks when it has loaded."""
+    """Raise CheckpointChangedError if an engine that starts now would load a different checkpoint.
+
+    For models from the hub this is not always known here; the engine checks again after loading.
+    """
     try:
-        found = fingerprint_now(config.model)
+        current = fingerprint_now(config.model)
     except (ModelError, OSError) as error:
         raise CheckpointChangedError(
-            f"the checkpoint has changed, and cannot be read any more: {error}"
+            f"the checkpoint has changed and can no longer be read: {error}"
         ) from error
-    if fingerprint and found not in (None, fingerprint):
+    if fingerprint and current not in (None, fingerprint):
         raise CheckpointChangedError(
             "the checkpoint has changed since the server started: to serve other weights, start another server"
         )
@@ -105,17 +110,17 @@ async def _shares(config: EngineConfig, options: RouterConfig, environment: Mapp
         return MachineShares(config, environment, options.replicas or 1)
     from inflight.ray_cluster import ClusterShares
 
-    return await ClusterShares.ask(options.ray_address, config, options, environment)
+    return await ClusterShares.connect(options.ray_address, config, options, environment)
 
 
 def _impatient(process: ProcessConfig) -> ProcessConfig:
-    """A replica that says nothing is given up as soon as it counts as unhealthy: others can take over."""
+    """Return a config that gives up a silent replica as soon as it is unhealthy, since others can take over."""
     silent, limit = process.silent_after, process.kill_silent_after
     return replace(process, kill_silent_after=silent if limit is None else min(silent, limit))
 
 
 class MachineShares:
-    """What each replica gets of this machine: its threads on a CPU, its GPUs where there are some."""
+    """Divides this machine between replicas: GPUs if there are any, otherwise CPU threads."""
 
     def __init__(self, config: EngineConfig, environment: Mapping[str, str], count: int) -> None:
         self.count = count
@@ -124,11 +129,11 @@ class MachineShares:
         device = config.model.device
         gpus = visible_gpus() if device in ("auto", "cuda") else []
         self._gpus = gpu_groups(gpus, config.parallel.num_ranks)
-        # All replicas are on the GPU that the device names, or each group of GPUs has some of them.
+        # All replicas share the GPU that `device` names, or are spread over the groups of GPUs.
         self._num_on_gpu = count if device.startswith("cuda:") else -(-count // max(1, len(self._gpus)))
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resources are held."""
 
     def of(self, index: int) -> tuple[EngineConfig, ChildHost]:
         config, environment = self._config, dict(self._environment)
@@ -149,13 +154,17 @@ class MachineShares:
         if self._gpus:
             check_gpu_memory(host.environment[DEVICES], config.cache.gpu_memory_utilization)
         elif process_id is not None and (used := used_memory(process_id)) > (available := available_memory()):
-            raise ProcessNotStartedError(f"the engine uses {used:,} bytes, and {available:,} are available")
+            raise ProcessNotStartedError(
+                f"the engine uses {used:,} bytes, but only {available:,} are available"
+            )
         return config, host
 
 
 def check_gpu_memory(names: str, share: float) -> None:
-    """Raise ProcessNotStartedError where one of these GPUs has not this share of its memory free. Asked of the driver's
-    tool: this process must not hold a GPU."""
+    """Raise ProcessNotStartedError if one of these GPUs does not have this share of its memory free.
+
+    This asks nvidia-smi, since this process must not open a GPU.
+    """
     command = [
         "nvidia-smi",
         f"--id={names}",
@@ -168,19 +177,19 @@ def check_gpu_memory(names: str, share: float) -> None:
         ).stdout
         rows = [[int(field) for field in line.split(",")] for line in output.splitlines()]
     except (OSError, ValueError, subprocess.SubprocessError) as error:
-        raise ProcessNotStartedError(f"the free memory of GPU {names} is not known: {error}") from error
+        raise ProcessNotStartedError(f"the free memory of GPU {names} is unknown: {error}") from error
     for free, total in rows:
         if free < share * total:
             raise ProcessNotStartedError(
-                f"an engine takes {share:.0%} of a GPU's {total} MiB, and {free} are free on GPU {names}"
+                f"an engine needs {share:.0%} of a GPU's {total} MiB, but only {free} MiB are free on GPU {names}"
             )
 
 
 def visible_gpus() -> list[str]:
-    """Their names for CUDA_VISIBLE_DEVICES, found without CUDA: this process must not hold a GPU."""
-    given = os.environ.get(DEVICES)
-    if given is not None:
-        return [name.strip() for name in given.split(",") if name.strip() not in ("", "-1")]
+    """Return the GPUs as in CUDA_VISIBLE_DEVICES, without CUDA: this process must not open a GPU."""
+    devices = os.environ.get(DEVICES)
+    if devices is not None:
+        return [name.strip() for name in devices.split(",") if name.strip() not in ("", "-1")]
     try:
         return [str(index) for index in range(len(list(GPUS.iterdir())))]
     except OSError:
@@ -188,23 +197,23 @@ def visible_gpus() -> list[str]:
 
 
 def gpu_groups(gpus: list[str], num_ranks: int) -> list[str]:
-    """GPUs of one replica each, as CUDA_VISIBLE_DEVICES has them. Where there are too few, ranks share them."""
+    """Return the GPUs of each replica as in CUDA_VISIBLE_DEVICES. If there are too few, ranks share them."""
     size = min(num_ranks, len(gpus))
     return [",".join(gpus[size * i : size * (i + 1)]) for i in range(len(gpus) // size)] if gpus else []
 
 
 class _SummedProgress:
-    """The replicas' loading as one."""
+    """The loading progress of all replicas together."""
 
     def __init__(self, progress: LoadProgress | None) -> None:
         self._progress = progress
         self._parts: dict[str, tuple[int, int]] = {}
 
     def of(self, replica_id: str) -> LoadProgress:
-        def tell(num_done: int, num_total: int) -> None:
+        def report(num_done: int, num_total: int) -> None:
             self._parts[replica_id] = num_done, num_total
             if self._progress is not None:
                 parts = self._parts.values()
                 self._progress(sum(done for done, _ in parts), sum(total for _, total in parts))
 
-        return tell
+        return report

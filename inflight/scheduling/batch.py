@@ -1,20 +1,24 @@
-"""What one step computes, as a runner is told: token ids and block ids, no tensors and no live objects.
+"""One step: the batch that a runner computes, its results, and the scheduler's view of both.
 
-All of it is plain data: it can be sent to another process, or recorded and replayed.
+`Batch` and `Sampled` are plain data (token ids and block ids, no tensors and no live objects), so they can be sent to
+another process, or recorded and replayed. `ScheduledStep` adds the requests that the batch's entries belong to.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from inflight.events import PositionLogprobs, RequestFailure
-from inflight.request import RequestSpec
+from inflight.events import KVUsage, PositionLogprobs, Preemption, RequestFailure
+from inflight.request import Request, RequestSpec
+from inflight.scheduling.token_counts import TokenCounts
 
 
 class Admission(NamedTuple):
-    """A request takes a row. The runner uploads all its known tokens and its parameters, and keeps them for the row
-    until another request takes it."""
+    """A request that gets a row.
+
+    The runner uploads its known tokens and parameters, and keeps them until another request gets the row.
+    """
 
     row: int
     request: RequestSpec
@@ -32,16 +36,18 @@ class TableUpdate(NamedTuple):
 class Batch:
     """One step. Entry i computes tokens [starts[i], starts[i] + counts[i]) of the request in rows[i].
 
-    A token the host does not know yet (sampled by a step still in flight) is known to the row:
-    runners write every sampled token into the row that it belongs to. The entries of requests that are admitted
-    in this step come last: they may share blocks that it fills.
+    A token that the host does not know yet (a step in flight samples it) is known to the row: runners write every
+    sampled token into its row. The entries of requests admitted in this step come last, because they may share blocks
+    that the step fills.
     """
 
     step: int
     rows: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
-    samples: list[bool] = field(default_factory=list)  # entry i ends at the row's last token: another follows
+    samples: list[bool] = field(
+        default_factory=list
+    )  # entry i ends at the row's last token, so the next is sampled
     num_tokens: int = 0
     admissions: list[Admission] = field(default_factory=list)
     tables: list[TableUpdate] = field(default_factory=list)
@@ -52,19 +58,87 @@ class Batch:
 
 @dataclass(slots=True)
 class Sampled:
-    """What a step produced, in the order of the batch's entries.
+    """The results of a step, in the order of the batch's entries.
 
-    `token_ids[i]` are the tokens that follow entry i: none where it does not sample, else one or, from a runner that
-    can, several. Several come only while no later step of the same request is in flight; what follows a stop among
-    them is dropped. Logprobs are there for the entries that asked, one per token.
+    `token_ids[i]` are the tokens that follow entry i: none if it does not sample, otherwise one, or several from a
+    runner that supports it. Several are allowed only if no later step of the same request is in flight; those after a
+    stop token are dropped. Logprobs are present for the entries that requested them, one per token.
     """
 
     token_ids: list[list[int]]
     logprobs: dict[int, list[PositionLogprobs]] = field(default_factory=dict)
-    # Of several tokens of an entry, how many of the first have their KV written by this step: none unless stated.
+    # For entries with several tokens: how many of the first ones have their KV written by this step (default: none).
     num_written: dict[int, int] = field(default_factory=dict)
-    # For tokens starts[i] + 1 ... of entry i's prompt, as far as this chunk predicts them.
+    # For the prompt tokens starts[i] + 1 ... that the chunk of entry i predicts.
     prompt_logprobs: dict[int, list[PositionLogprobs]] = field(default_factory=dict)
-    # What the model's head returns for the entries of kind "pool" that end here, float32 as they lie in memory.
+    # The output of the model's head for the entries of kind "pool" that end here: raw float32.
     vectors: dict[int, bytes] = field(default_factory=dict)
-    errors: dict[int, RequestFailure] = field(default_factory=dict)  # entries whose request failed, alone
+    errors: dict[int, RequestFailure] = field(default_factory=dict)  # entries whose request failed on its own
+
+
+@dataclass(slots=True)
+class ScheduledStep:
+    """A batch, and the requests that its entries belong to."""
+
+    batch: Batch
+    requests: list[Request] = field(default_factory=list)  # by entry
+    completed: list[int] = field(default_factory=list)  # entries that finish their request and sample nothing
+    # All since the last step that was launched: a schedule that only preempts launches none.
+    preempted: list[Preemption] = field(default_factory=list)
+    kv: KVUsage = field(init=False)  # set once everything is scheduled
+
+    @property
+    def step(self) -> int:
+        return self.batch.step
+
+    @property
+    def samples(self) -> list[bool]:
+        return self.batch.samples
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def put(self, request: Request, count: int, counts: TokenCounts) -> None:
+        """Add the next `count` tokens of the request to the batch."""
+        batch = self.batch
+        self.requests.append(request)
+        batch.rows.append(request.row)
+        batch.starts.append(request.num_computed)
+        batch.counts.append(count)
+        batch.num_tokens += count
+        catches_up, samples = counts.schedule(request, count)
+        batch.samples.append(samples)
+        if catches_up and not samples:
+            self.completed.append(len(self.requests) - 1)
+
+    def move_to_end(self, first: int, count: int) -> None:
+        """Move the `count` entries that begin at `first` behind all others."""
+        batch, num_entries, end = self.batch, len(self.requests), first + count
+        if not count or end == num_entries:
+            return
+        columns: tuple[list[Any], ...] = (
+            self.requests,
+            batch.rows,
+            batch.starts,
+            batch.counts,
+            batch.samples,
+        )
+        for column in columns:
+            column[first:] = column[end:] + column[first:end]
+        positions = [
+            *range(first),
+            *range(num_entries - count, num_entries),
+            *range(first, num_entries - count),
+        ]
+        self.completed = [positions[entry] for entry in self.completed]
+
+    def withdraw(self, request: Request, counts: TokenCounts) -> None:
+        """Remove the request from the step being formed, if it is part of it."""
+        if request not in self.requests:
+            return
+        batch, index = self.batch, self.requests.index(request)
+        del self.requests[index], batch.rows[index], batch.starts[index]
+        batch.num_tokens -= batch.counts.pop(index)
+        samples, completes = batch.samples.pop(index), index in self.completed
+        counts.withdraw(request, samples or completes, samples)
+        self.completed = [entry - (entry > index) for entry in self.completed if entry != index]

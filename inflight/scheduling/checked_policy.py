@@ -1,8 +1,7 @@
-"""Whatever the policy answers, the engine goes on.
+"""A wrapper that keeps the engine running whatever a user's policy returns.
 
-Asks the user's policy and looks at every answer. One that makes no sense (out of range, of a wrong type, or an
-exception) is logged, once for each question, and replaced by what the base policy would say. So are answers that would
-let nobody get on.
+Every result of the policy is checked. An invalid one (out of range, of the wrong type, or an exception) is logged once
+per method and replaced by the result of the base policy. So is a result that would stop all progress.
 """
 
 from __future__ import annotations
@@ -15,71 +14,75 @@ from itertools import islice
 from typing import Any
 
 from inflight.request import Request
-from inflight.scheduling.policy import Policy, answer
-from inflight.scheduling.step import ScheduledStep
+from inflight.scheduling.batch import ScheduledStep
+from inflight.scheduling.policy import Policy, next_candidate
 
 logger = logging.getLogger(__name__)
 
-_RAISED = object()  # in place of an answer
+_RAISED = object()  # returned by `_call` when the policy raised
 
 
 class CheckedPolicy(Policy):
-    """Stands before a policy. Who waits is known here, too: in this class's own queue are the requests that the policy
-    failed to take, first come, first served."""
+    """Wraps a policy and validates its results.
+
+    It also keeps its own set of the waiting requests. Its own queue holds those that the policy failed to accept; they
+    are served first-come-first-served.
+    """
 
     def __init__(self, policy: Policy) -> None:
         super().__init__()
         self.policy = policy
         self._waiting: dict[Request, None] = {}
         self._overruled = False
-        self._told: set[str] = set()  # questions whose answers were complained about
+        self._warned: set[str] = set()  # methods whose results were logged as invalid
 
     @contextmanager
     def overruled(self) -> Iterator[None]:
-        """Meanwhile the base policy decides: the other one would let nobody run in an engine that is empty."""
-        self._complain("schedule", "it lets nobody run, though nothing else is going on")
+        """Let the base policy decide in this context, because the wrapped one would run nothing on an idle engine."""
+        self._warn_once("schedule", "it lets no request run, although nothing else is in progress")
         self._overruled = True
         try:
             yield
         finally:
             self._overruled = False
 
-    # ---- asking ----
+    # ---- calling the policy ----
 
-    def _ask(self, question: str, *given: object) -> Any:
+    def _call(self, method: str, *args: object) -> Any:
         try:
-            return getattr(self.policy, question)(*given)
+            return getattr(self.policy, method)(*args)
         except Exception:
-            self._complain(question, "it raised an exception", with_traceback=True)
+            self._warn_once(method, "it raised an exception", with_traceback=True)
             return _RAISED
 
-    def _nonsense(self, question: str, found: object) -> None:
-        if found is not _RAISED:  # that has been told
-            self._complain(question, f"it answered {_shown(found)}")
+    def _warn_invalid(self, method: str, result: object) -> None:
+        if result is not _RAISED:  # the exception has been logged
+            self._warn_once(method, f"it returned {_describe(result)}")
 
-    def _complain(self, question: str, what: str, with_traceback: bool = False) -> None:
-        if question not in self._told:
-            self._told.add(question)
+    def _warn_once(self, method: str, problem: str, with_traceback: bool = False) -> None:
+        if method not in self._warned:
+            self._warned.add(method)
             logger.warning(
-                "policy %s, %s: %s. First come, first served stands in, and this is not told again.",
+                "policy %s, %s: %s. Falling back to first-come-first-served; further warnings for this method are "
+                "suppressed.",
                 type(self.policy).__name__,
-                question,
-                what,
+                method,
+                problem,
                 exc_info=with_traceback,
             )
 
-    def _flag(self, question: str, base: bool, *given: object) -> bool:
-        found = self._ask(question, *given)
-        if isinstance(found, bool):
-            return found
-        self._nonsense(question, found)
+    def _call_bool(self, method: str, base: bool, *args: object) -> bool:
+        result = self._call(method, *args)
+        if isinstance(result, bool):
+            return result
+        self._warn_invalid(method, result)
         return base
 
     # ---- the queue ----
 
     def push(self, request: Request, step: int) -> None:
         self._waiting[request] = None
-        if self._ask("push", request, step) is _RAISED:
+        if self._call("push", request, step) is _RAISED:
             super().push(request, step)
 
     def remove(self, request: Request) -> None:
@@ -87,158 +90,160 @@ class CheckedPolicy(Policy):
         if request in self.queue:
             super().remove(request)
         else:
-            self._ask("remove", request)
+            self._call("remove", request)
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def candidates(self) -> Generator[Request, bool, None]:
-        offered: set[Request] = set()
+        tried: set[Request] = set()
         if not self._overruled:
             yield from super().candidates()
-            if len(self.queue):  # one that the policy failed to take does not fit yet
+            if len(self.queue):  # a request that the policy failed to accept does not fit yet
                 return
-            makes_sense = yield from self._offers("candidates", offered)
-            if makes_sense:
+            is_valid = yield from self._valid_candidates("candidates", tried)
+            if is_valid:
                 return
-        while len(offered) < len(self._waiting):
-            rest = (request for request in self._waiting if request not in offered)
+        while len(tried) < len(self._waiting):
+            rest = (request for request in self._waiting if request not in tried)
             request = min(rest, key=lambda request: request.arrival)
-            offered.add(request)
+            tried.add(request)
             admitted = yield request
             if not admitted:
                 return
-            offered.discard(request)
+            tried.discard(request)
 
-    def _offers(self, question: str, offered: set[Request], *given: object) -> Generator[Request, bool, bool]:
-        """The waiting requests that the policy answers. False as soon as one of them makes no sense."""
+    def _valid_candidates(
+        self, method: str, tried: set[Request], *args: object
+    ) -> Generator[Request, bool, bool]:
+        """Yield the waiting requests that the policy names. Return False at the first invalid one."""
         try:
-            candidates = iter(getattr(self.policy, question)(*given))
+            candidates = iter(getattr(self.policy, method)(*args))
             request = next(candidates, None)
             while request is not None:
-                if request not in self._waiting or request in offered:
-                    self._nonsense(question, request)
+                if request not in self._waiting or request in tried:
+                    self._warn_invalid(method, request)
                     return False
-                offered.add(request)
+                tried.add(request)
                 admitted = yield request
                 if admitted:
-                    offered.discard(request)
-                request = answer(candidates, admitted)
+                    tried.discard(request)
+                request = next_candidate(candidates, admitted)
         except Exception:
-            self._complain(question, "it raised an exception", with_traceback=True)
+            self._warn_once(method, "it raised an exception", with_traceback=True)
             return False
         return True
 
-    # ---- prompts that wait against prompts that run ----
+    # ---- waiting prompts against running prompts ----
 
     def reserved(self, prompts: Sequence[Request], budget: int) -> int:
         if self._overruled:
             return 0
-        found = self._ask("reserved", prompts, budget)
-        count = _integer(found)
+        result = self._call("reserved", prompts, budget)
+        count = _as_int(result)
         if count is not None and 0 <= count <= budget:
             return count
-        self._nonsense("reserved", found)
+        self._warn_invalid("reserved", result)
         return 0
 
     def ahead(self, prompts: Sequence[Request]) -> Generator[Request, bool, None]:
-        yield from self._offers("ahead", set(), prompts)
+        yield from self._valid_candidates("ahead", set(), prompts)
 
     def prompts(self, running: Sequence[Request]) -> Sequence[Request]:
-        found = running if self._overruled else self._ask("prompts", running)
-        if found is running:
+        result = running if self._overruled else self._call("prompts", running)
+        if result is running:
             return running
         try:
-            chosen = list(islice(found, len(running) + 1))
-            makes_sense = len(set(chosen)) == len(chosen) and set(running).issuperset(chosen)
-        except Exception:  # no requests, or not even a sequence
-            makes_sense = False
-        if not makes_sense:
-            self._nonsense("prompts", found)
+            chosen = list(islice(result, len(running) + 1))
+            is_valid = len(set(chosen)) == len(chosen) and set(running).issuperset(chosen)
+        except Exception:  # not requests, or not even iterable
+            is_valid = False
+        if not is_valid:
+            self._warn_invalid("prompts", result)
             return running
         return chosen
 
     # ---- the decisions ----
 
     def admits(self, request: Request, running: Sequence[Request]) -> bool:
-        return self._overruled or self._flag("admits", True, request, running)
+        return self._overruled or self._call_bool("admits", True, request, running)
 
-    def tokens(self, request: Request, wanted: int, budget: int) -> int:
+    def tokens(self, request: Request, num_remaining: int, budget: int) -> int:
         if not self._overruled:
-            found = self._ask("tokens", request, wanted, budget)
-            count = _integer(found)
-            if count is not None and 0 <= count <= min(wanted, budget):
+            result = self._call("tokens", request, num_remaining, budget)
+            count = _as_int(result)
+            if count is not None and 0 <= count <= min(num_remaining, budget):
                 return count
-            self._nonsense("tokens", found)
-        return super().tokens(request, wanted, budget)
+            self._warn_invalid("tokens", result)
+        return super().tokens(request, num_remaining, budget)
 
     def reserve(self, request: Request, running: Sequence[Request]) -> int:
         if not self._overruled:
-            found = self._ask("reserve", request, running)
-            count = _integer(found)
+            result = self._call("reserve", request, running)
+            count = _as_int(result)
             if count is not None and count >= 0:
                 return count
-            self._nonsense("reserve", found)
+            self._warn_invalid("reserve", result)
         return super().reserve(request, running)
 
     def reserves_ahead(self) -> bool:
-        return self._flag("reserves_ahead", False)
+        return self._call_bool("reserves_ahead", False)
 
     def victim(self, candidates: Sequence[Request]) -> Request:
-        found = self._ask("victim", candidates)
-        if any(found is request for request in candidates):
-            chosen: Request = found
+        result = self._call("victim", candidates)
+        if any(result is request for request in candidates):
+            chosen: Request = result
             return chosen
-        self._nonsense("victim", found)
+        self._warn_invalid("victim", result)
         return max(candidates, key=lambda request: request.arrival)
 
     def yields(self, running: Sequence[Request]) -> Sequence[Request]:
-        found = self._ask("yields", running)
+        result = self._call("yields", running)
         try:
-            chosen = dict.fromkeys(islice(found, len(running) + 1))
-        except Exception:  # no requests, or not even a sequence
-            self._nonsense("yields", found)
+            chosen = dict.fromkeys(islice(result, len(running) + 1))
+        except Exception:  # not requests, or not even iterable
+            self._warn_invalid("yields", result)
             return ()
         if not chosen:
             return ()
-        # The oldest one stays, so that there is always someone who gets on.
+        # The oldest request always stays, so that at least one makes progress.
         staying = min(running, key=lambda request: request.arrival, default=None)
         allowed = [request for request in running if request in chosen and request is not staying]
         if len(allowed) != len(chosen):
-            self._nonsense("yields", found)
+            self._warn_invalid("yields", result)
         return allowed
 
     def leaves(self, request: Request, running: Sequence[Request]) -> bool:
-        stays = not self._flag("leaves", True, request, running)
+        stays = not self._call_bool("leaves", True, request, running)
         if stays and not running:
-            self._nonsense("leaves", False)  # nothing will happen that it could wait for
+            self._warn_invalid("leaves", False)  # nothing is left that it could wait for
             return True
         return not stays
 
-    # ---- what happened ----
+    # ---- notifications ----
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
         self.policy.set_weights(weights)
 
     def set_num_left(self, num_left: Callable[[Request], int]) -> None:
-        self._ask("set_num_left", num_left)
+        self._call("set_num_left", num_left)
 
     def on_admit(self, request: Request) -> None:
-        self._ask("on_admit", request)
+        self._call("on_admit", request)
 
     def on_batch(self, step: ScheduledStep) -> None:
-        self._ask("on_batch", step)
+        self._call("on_batch", step)
 
 
-def _integer(found: object) -> int | None:
+def _as_int(result: object) -> int | None:
     try:
-        return operator.index(found)  # type: ignore[arg-type]  # what is none raises
+        return operator.index(result)  # type: ignore[arg-type]  # raises if it is not an integer
     except TypeError:
         return None
 
 
-def _shown(found: object) -> str:
+def _describe(result: object) -> str:
     try:
-        return f"{found.request_id if isinstance(found, Request) else found!r:.100}"
+        return f"{result.request_id if isinstance(result, Request) else result!r:.100}"
     except Exception:
-        return f"a {type(found).__name__} that cannot be shown"
+        return f"a {type(result).__name__} whose repr() fails"

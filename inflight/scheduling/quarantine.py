@@ -1,13 +1,13 @@
-"""Whose fault was it? The requests of a step that failed are tried one by one.
+"""Finds the request that made a step fail by running its requests one at a time.
 
-A step that raises does not say which of its requests brought it down. One that was alone in it did. Otherwise all
-of them are suspects, and until the last is tried this policy stands in for the engine's own:
+A step that raises does not say which of its requests caused it. A request that was alone in it did. Otherwise all of
+them are suspects, and this policy replaces the engine's own until each has been tried:
 
-    a, b, c fail together      everyone goes back to the queue; a, b and c are suspects
+    a, b, c fail together      all requests go back to the queue; a, b and c are suspects
     a alone: its token comes   cleared, back to the queue
     b alone: fails             ends with the error
     c alone: its token comes   cleared, back to the queue
-    no suspect is left         the engine's policy again, on an empty engine
+    no suspect is left         the engine's policy takes over again, on an empty engine
 """
 
 from __future__ import annotations
@@ -15,51 +15,51 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 
 from inflight.request import Request, Status
+from inflight.scheduling.batch import ScheduledStep
 from inflight.scheduling.policy import Policy
-from inflight.scheduling.step import ScheduledStep
 
-# Steps that may fail around a request without anyone failing alone, before it ends with the error all the same: a
-# fault that shows only in company would come back as often as its requests are cleared.
+# Shared steps of a request that may fail while no request fails alone, before it ends with the error anyway. Otherwise
+# a fault that only occurs in combination would recur each time its requests are cleared.
 MAX_FAILURES = 3
 
 
 class Quarantine(Policy):
-    """Runs suspects alone, oldest first. The queue and its accounts stay with the policy that it stands in for.
+    """Runs suspects alone, oldest first. The queue stays with the policy that it replaces.
 
-    How a step and the memory are divided is the base's to say: with one request there is nothing to divide, and a
-    policy that would keep that one waiting must not be asked.
+    The base class divides the step and the memory: with one request there is nothing to divide, and the replaced policy
+    must not be able to keep that request waiting.
     """
 
     def __init__(self, policy: Policy, lift: Callable[[], None]) -> None:
         super().__init__()
         self.policy = policy
         self._lift = lift
-        self._suspects: dict[Request, int] = {}  # how many tokens each had when its step failed
-        self._num_failures: dict[Request, int] = {}  # of steps for which no one is known to be the cause
+        self._suspects: dict[Request, int] = {}  # and the tokens that each had when its step failed
+        self._num_failures: dict[Request, int] = {}  # failed steps of unknown cause
 
-    def judge(self, step: ScheduledStep) -> list[int]:
-        """The step failed: the entries whose requests end with its error. The others become suspects."""
+    def entries_to_fail(self, step: ScheduledStep) -> list[int]:
+        """Return the entries of a failed step whose requests end with its error. The others become suspects."""
         if len(step) == 1:
-            if step.requests[0] in self._num_failures:  # now it is known whose fault it was in company
+            if step.requests[0] in self._num_failures:  # this explains the failures of shared steps, too
                 self._num_failures.clear()
             return [0]
         self._num_failures = {
             request: count for request, count in self._num_failures.items() if _is_live(request)
         }
-        guilty = []
+        failed_entries = []
         for index, request in enumerate(step.requests):
             if not _is_live(request):
                 continue  # it had all its tokens before this step
             count = self._num_failures.get(request, 0) + 1
             if count >= MAX_FAILURES:
-                guilty.append(index)
+                failed_entries.append(index)
             else:
                 self._num_failures[request] = count
                 self._suspects[request] = len(request.token_ids)
-        return guilty
+        return failed_entries
 
-    def _on_trial(self) -> Request | None:
-        """The oldest suspect. One that has a new token is cleared: a step has computed all that it had, alone."""
+    def _current_suspect(self) -> Request | None:
+        """Return the oldest suspect, after clearing those with a new token: they ran alone without failing."""
         self._suspects = {
             request: num_tokens
             for request, num_tokens in self._suspects.items()
@@ -67,20 +67,20 @@ class Quarantine(Policy):
         }
         return min(self._suspects, key=lambda request: request.arrival, default=None)
 
-    # What differs.
+    # Overridden.
 
     def yields(self, running: Sequence[Request]) -> Sequence[Request]:
-        suspect = self._on_trial()
+        suspect = self._current_suspect()
         if suspect is None:
             self._lift()
         return [request for request in running if request is not suspect]
 
     def candidates(self) -> Generator[Request, bool, None]:
-        suspect = self._on_trial()
+        suspect = self._current_suspect()
         if suspect is not None and suspect.status is Status.WAITING:
             yield suspect
 
-    # What does not.
+    # Delegated.
 
     def push(self, request: Request, step: int) -> None:
         self.policy.push(request, step)

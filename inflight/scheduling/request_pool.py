@@ -1,8 +1,8 @@
-"""Who is in the engine, and what they hold: rows, blocks, resident tokens.
+"""The requests in the engine, and what they hold: rows, blocks, resident tokens.
 
      add                admission              last token          policy.leaves
 ────────────► WAITING ─────────────► RUNNING ─────────────► LINGERING ─────────────► FINISHED
-                 ▲      preemption      │         at once, where the policy does not keep it
+                 ▲      preemption      │         at once, unless the policy keeps it
                  └──────────────────────┘
 """
 
@@ -21,18 +21,16 @@ from inflight.scheduling.token_counts import TokenCounts
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What no step exceeds."""
+    """Limits that no step exceeds."""
 
     max_num_seqs: int  # requests that hold a row
     max_num_batched_tokens: int  # tokens computed in one step
     max_kv_tokens: int  # tokens resident across all running requests
-    num_stages: int = (
-        1  # steps that are computed at once, each by another stage, and so have no request in common
-    )
+    num_stages: int = 1  # steps computed at once by different pipeline stages; they share no request
 
 
 class RequestPool:
-    """Requests and their places, from arrival to the last delta."""
+    """Tracks requests and their resources from arrival to the last delta."""
 
     def __init__(self, limits: Limits, policy: Policy, blocks: BlockManager) -> None:
         self.policy = policy
@@ -43,7 +41,7 @@ class RequestPool:
         self.counts = TokenCounts()
         self.num_preemptions = 0
         self.attribution = Attribution()
-        # Every running request must be able to get a token of every step.
+        # Every running request must be able to get a token in every step.
         num_rows = min(limits.max_num_seqs, limits.max_num_batched_tokens)
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self._num_arrivals = 0
@@ -64,11 +62,14 @@ class RequestPool:
         return self.blocks.usage(self.counts.num_resident)
 
     def publish(self, request: Request) -> None:
-        """Let others share the request's full blocks, even in the step that fills them: a step writes all its KV
-        before it reads any. Only once no preemption can take that step back."""
+        """Make the request's full blocks available to others, even in the step that fills them.
+
+        That is safe because a step writes all its KV before it reads any. Call it only once no preemption can withdraw
+        the request from that step.
+        """
         self.blocks.publish(request, min(request.num_computed, len(request.token_ids)))
 
-    # ---- coming and going ----
+    # ---- life cycle ----
 
     def add(self, request: Request, step: int) -> None:
         if request.request_id in self.requests:
@@ -80,7 +81,7 @@ class RequestPool:
         self.policy.push(request, step)
 
     def admit(self, request: Request, hits: list[int], num_tokens: int, now: float) -> None:
-        """Give a waiting request a row, the cached blocks that it shares, and more of them for so many tokens."""
+        """Give a waiting request a row, the cached blocks that it shares, and blocks for `num_tokens` in total."""
         self.policy.remove(request)
         self.blocks.attach(request, hits)
         self.counts.admit(request)
@@ -91,7 +92,7 @@ class RequestPool:
         self.running.append(request)
 
     def preempt(self, request: Request, step: int, now: float) -> None:
-        """Put a running request back into the queue; it computes its tokens anew."""
+        """Put a running request back into the queue; it will recompute its tokens."""
         self.running.remove(request)
         self._leave(request)
         request.status = Status.WAITING
@@ -101,7 +102,7 @@ class RequestPool:
         self.policy.push(request, step)
 
     def abort(self, request: Request, now: float, reason: str = "abort") -> tuple[int, list[Delta]]:
-        """End a request wherever it is. The number of blocks that became free, and the news."""
+        """End a request in any state. Return the number of blocks freed, and the deltas."""
         if request.status is Status.WAITING:
             self.policy.remove(request)
             num_freed = 0
@@ -113,9 +114,9 @@ class RequestPool:
         return num_freed, [*self.retire(now), delta]
 
     def finish(self, ended: list[tuple[Request, Delta]], now: float) -> None:
-        """Requests have all they asked for. Those that the policy lets go do so in the delta given here."""
+        """Finish requests that have all tokens. The deltas become their last ones unless the policy keeps them."""
         for request, _ in ended:
-            if request.status is Status.WAITING:  # preempted with its last result in flight
+            if request.status is Status.WAITING:  # preempted while its last result was in flight
                 self.policy.remove(request)
             else:
                 request.status = Status.LINGERING
@@ -131,7 +132,7 @@ class RequestPool:
                 self.lingering.append(request)
 
     def retire(self, now: float) -> list[Delta]:
-        """Let go of the finished requests that the policy no longer keeps."""
+        """Release the finished requests that the policy no longer keeps."""
         deltas = []
         for request in self.lingering[:]:
             if self.policy.leaves(request, self.running):
@@ -141,18 +142,18 @@ class RequestPool:
         return deltas
 
     def release(self, request: Request) -> int:
-        """Give back the request's blocks alone. How many of them became free."""
+        """Free only the request's blocks. Return how many became free."""
         self.counts.release(request)
         return self.blocks.free(request)
 
     def _leave(self, request: Request) -> int:
-        """Give back the row and the blocks."""
+        """Free the request's row and blocks. Return how many blocks became free."""
         self._free_rows.append(request.row)
         request.row = -1
         return self.release(request)
 
     def _end(self, request: Request, delta: Delta, now: float) -> Delta:
-        """The request is gone: complete its record and its last delta."""
+        """Remove the request, and complete its record and its last delta."""
         request.status = Status.FINISHED
         del self.requests[request.request_id]
         self.attribution.enter(request, Phase.OVER, now)
@@ -167,7 +168,7 @@ class RequestPool:
     # ---- checks ----
 
     def check_idle(self) -> None:
-        """Assert, at no cost, that an engine without requests holds nothing."""
+        """Assert in constant time that an engine without requests holds nothing."""
         num_resident = self.counts.num_resident
         assert num_resident == 0, f"{num_resident} tokens are resident in an idle engine"
         assert self.blocks.pool.num_used == 0, (
@@ -177,5 +178,5 @@ class RequestPool:
     def check(self) -> None:
         """Assert that every block and token is accounted for. Walks all blocks: for tests."""
         self.blocks.check([*self.running, *self.lingering])
-        held = sum(request.num_computed for request in (*self.running, *self.lingering))
-        assert held == self.counts.num_resident, "resident tokens are miscounted"
+        num_resident = sum(request.num_computed for request in (*self.running, *self.lingering))
+        assert num_resident == self.counts.num_resident, "resident tokens are miscounted"

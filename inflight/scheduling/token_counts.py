@@ -1,6 +1,6 @@
 """Token counts: how many tokens a request has, has computed and has in flight.
 
-Every change of these counts is made here, so that a new way to gain or lose tokens has one place to be right:
+Every change of these counts is made here, so that a new way to gain or lose tokens has to be right only once:
 
     admit, release     a request gets blocks, which may already hold its prefix; it gives them back
     decode, schedule   a step being formed computes tokens of the request, and may sample one more
@@ -26,11 +26,11 @@ class TokenCounts:
 
     def admit(self, request: Request) -> None:
         """Count the tokens of the shared blocks that the request's table begins with as computed."""
-        request.num_computed = request.num_cached = request.num_places
+        request.num_computed = request.num_cached = request.kv_capacity
         self.num_resident += request.num_computed
 
     def release(self, request: Request) -> None:
-        """Forget what was computed: the request gives up its blocks."""
+        """Count nothing as computed any more: the request gives up its blocks."""
         self.num_resident -= request.num_computed
         request.num_computed = 0
 
@@ -72,7 +72,7 @@ class TokenCounts:
             num_written = min(num_written, num_accepted - 1)
             request.num_computed += num_written
             self.num_resident += num_written
-            assert request.num_computed <= request.num_places, "KV was written beyond the request's blocks"
+            assert request.num_computed <= request.kv_capacity, "KV was written beyond the request's blocks"
 
     def complete(self, request: Request) -> None:
         """Count an entry that caught up with its request and sampled nothing, or whose result is dropped."""

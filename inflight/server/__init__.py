@@ -1,1 +1,1 @@
-"""HTTP over the engine: OpenAI's API, bounded and observable. Imported only by those who serve."""
+"""The HTTP server: OpenAI's and Anthropic's APIs over the engine. Imported only by commands that serve."""

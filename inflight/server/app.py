@@ -1,4 +1,4 @@
-"""The application: routes, errors, the gate before them."""
+"""The application: routes, error handlers, and hints for paths that clients expect and that do not exist."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from inflight import __version__
 from inflight.errors import InflightError
 from inflight.server.access.middleware import AccessMiddleware
 from inflight.server.anthropic import routes as messages
-from inflight.server.error_shapes import error_at
+from inflight.server.anthropic.errors import error_at
 from inflight.server.errors import ApiError, of_exception
-from inflight.server.missing_routes import hint_for
 from inflight.server.openai import routes as generation
 from inflight.server.openai.responses import routes as responses
 from inflight.server.openapi import document
@@ -25,13 +24,63 @@ from inflight.server.routes import control, health, replicas, service
 from inflight.server.scoring import routes as pooling
 from inflight.server.state import ServerState, state_of
 
+_TEXT_ONLY = "only text input and output are supported"
+_NO_LORA = "LoRA adapters are not supported yet: merge the adapter into a checkpoint"
+_NO_PROFILER = "/v1/requests/{id} shows where a request's time went, and /metrics what the engine does"
+_NO_RPC = "workers do not run code from clients"
+
+# Requested by clients whose base URL lacks /v1.
+_FORGOTTEN = ("/chat/completions", "/completions", "/messages", "/responses", "/embeddings", "/models")
+
+MISSING_ROUTES: dict[str, str] = {
+    "/pooling": "use /v1/embeddings, /score or /classify",
+    "/v1/audio/transcriptions": _TEXT_ONLY,
+    "/v1/audio/translations": _TEXT_ONLY,
+    "/v1/audio/speech": _TEXT_ONLY,
+    "/v1/images/generations": _TEXT_ONLY,
+    "/v1/realtime": _TEXT_ONLY,
+    "/v1/load_lora_adapter": _NO_LORA,
+    "/v1/unload_lora_adapter": _NO_LORA,
+    "/start_profile": _NO_PROFILER,
+    "/stop_profile": _NO_PROFILER,
+    "/collective_rpc": _NO_RPC,
+    "/invocations": "use the route of the task, such as /v1/chat/completions",
+    "/inference/v1/generate": "use /v1/completions with token ids and return_token_ids",
+    "/tokenizer_info": "read the tokenizer's files in the checkpoint, or use /tokenize and /detokenize",
+    "/scale_elastic_ep": "use /v1/replicas",
+    "/is_scaling_elastic_ep": "use /v1/replicas",
+    "/reset_mm_cache": _TEXT_ONLY,
+    "/reset_encoder_cache": _TEXT_ONLY,
+    "/pause": "use /v1/replicas/{id}/drain, or /sleep when no requests are running",
+    "/resume": "use /v1/replicas, or /wake_up",
+    "/v1/files": "files are not stored; send their text in the request",
+    "/v1/batches": "send the requests one by one: the queue holds --max-queue of them",
+    "/v1/assistants": "use /v1/responses",
+    "/v1/threads": "use /v1/responses with previous_response_id",
+    "/v1/moderations": "content is not moderated",
+    "/redoc": "use /docs",
+    "/generate": "use /v1/completions",
+    "/v1/engines": "use /v1/models",
+    "/v1": "this is the base URL for OpenAI clients; routes start with it, such as /v1/models",
+}
+
+
+def hint_for(path: str) -> str:
+    """Return what to append to the error about a path that does not exist."""
+    if path in _FORGOTTEN:
+        return f": use /v1{path}"
+    known = MISSING_ROUTES.get(path.rstrip("/"))
+    if known is None and path.endswith("/"):
+        return ": try it without the trailing slash"
+    return "" if known is None else f": {known}"
+
 
 def create_app(state: ServerState) -> ASGIApp:
-    """Everything between the wire and the engine."""
+    """Return the application that serves a state."""
     app = FastAPI(
         title="inflight",
         version=__version__,
-        description="An LLM serving engine with OpenAI's API.",
+        description="An LLM serving engine with OpenAI's and Anthropic's API.",
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
@@ -53,7 +102,7 @@ def create_app(state: ServerState) -> ASGIApp:
 
 
 def _with_cors(app: ASGIApp, state: ServerState) -> ASGIApp:
-    """Outermost: a browser asks before it sends a key."""
+    """Wrap the application in CORS, outermost since a browser's preflight request has no key."""
     options = state.options
     if not options.allowed_origins:
         return app
@@ -69,25 +118,25 @@ def _with_cors(app: ASGIApp, state: ServerState) -> ASGIApp:
 
 async def _failed(request: Request, error: Exception) -> Response:
     state = state_of(request)
-    told = of_exception(error, state.request_log.retry_after())
-    state.metrics.refused[told.code or str(told.status)] += 1
-    return error_at(request.url.path, told)
+    api_error = of_exception(error, state.request_log.retry_after())
+    state.metrics.refused[api_error.code or str(api_error.status)] += 1
+    return error_at(request.url.path, api_error)
 
 
 async def _gone(request: Request, error: Exception) -> Response:  # noqa: ARG001
-    """The client left before its request was complete. No one reads this; the log and the counters see it."""
+    """Answer a client that disconnected while sending its request. Only the log and the metrics see this."""
     return Response(status_code=499)
 
 
 async def _not_routed(request: Request, error: Exception) -> Response:
-    """No such path, or not with this method."""
+    """Answer a request for an unknown path, or with a method that is not allowed."""
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
         path = request.url.path
-        message = f"there is nothing at {path!r:.200}{hint_for(path)}"
+        message = f"unknown path {path!r:.200}{hint_for(path)}"
         return error_at(path, ApiError(404, message, code="unknown_path"))
     if error.status_code == 405:
         message = f"{request.method} is not allowed at {request.url.path!r:.200}"
-        told = ApiError(405, message, code="method_not_allowed", headers=error.headers)
-        return error_at(request.url.path, told)
+        api_error = ApiError(405, message, code="method_not_allowed", headers=error.headers)
+        return error_at(request.url.path, api_error)
     return error_at(request.url.path, ApiError(error.status_code, str(error.detail), headers=error.headers))

@@ -1,4 +1,4 @@
-"""Ends the waiting of one generation: its time is over, its client has gone, or the server stops."""
+"""Interrupts a request: on a timeout, when its client disconnects, or when the server shuts down."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ Reason = Literal["first_token", "request", "disconnect", "cancelled", "shutdown"
 
 
 class CancelScope:
-    """A context whose content is interrupted with TimeoutError; `reason` then says why.
+    """A context that may be interrupted with TimeoutError; `reason` then says why.
 
-    The client is watched by a task of its own, which costs nothing while tokens flow.
+    A task of its own waits for the client to disconnect, so that this costs nothing while tokens flow.
     """
 
     def __init__(self, receive: Receive, first_token_timeout: float, request_timeout: float) -> None:
@@ -36,32 +36,32 @@ class CancelScope:
         self._ended = True
         if self._watcher is not None:
             if self.reason == "disconnect":
-                await self._watcher  # it is about to hear what the client's end has freed
+                await self._watcher  # it counts the blocks that the abort frees
             else:
                 self._watcher.cancel()
         await self._timeout.__aexit__(*error)  # type: ignore[arg-type]
 
-    def watch(self, leave: Callable[[], Awaitable[None]]) -> None:
-        """Look out for the client's end from now on; then `leave`, and interrupt. The body must have been read."""
-        self._watcher = self._loop.create_task(self._watch(leave))
+    def watch(self, on_disconnect: Callable[[], Awaitable[None]]) -> None:
+        """When the client disconnects, await `on_disconnect` and interrupt. The body must have been read."""
+        self._watcher = self._loop.create_task(self._watch(on_disconnect))
 
-    async def _watch(self, leave: Callable[[], Awaitable[None]]) -> None:
+    async def _watch(self, on_disconnect: Callable[[], Awaitable[None]]) -> None:
         with contextlib.suppress(asyncio.CancelledError):
             while (await self._receive())["type"] != "http.disconnect":
                 pass
             if not self._ended:
                 self.reason = "disconnect"
-                await leave()
+                await on_disconnect()
                 self.end("disconnect")
 
     def first_token(self) -> None:
-        """From now on only the whole request's time counts."""
+        """Drop the timeout of the first token: from now on, only that of the whole request applies."""
         if self.reason == "first_token":
             self.reason = "request"
             self._timeout.reschedule(self._ends_at)
 
     def end(self, reason: Reason) -> None:
-        """Interrupt now."""
+        """Interrupt the request now."""
         if not self._ended:
             self._ended = True
             self.reason = reason

@@ -1,4 +1,4 @@
-"""Conversations that come in smaller pieces than messages, put together as chat templates read them."""
+"""Build the messages of a chat from the smaller pieces of other APIs: texts, reasoning, calls, results."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 from inflight.server.errors import ApiError
 
 _TEXTS = ("reasoning_content", "content")
-_ORDER = (*_TEXTS, "tool_calls")  # of what an assistant's message has
+_ORDER = (*_TEXTS, "tool_calls")  # the order of fields in an assistant's message
 
 
 class Conversation:
-    """Takes the pieces in their order; `messages` has them in the shape of OpenAI's chats."""
+    """Takes the pieces in order. `messages` has the result in the format of OpenAI's chats."""
 
     def __init__(self) -> None:
-        self._messages: list[dict[str, Any]] = []  # whose texts are lists of pieces: there may be thousands
-        self._functions: dict[str, str] = {}  # by the id of their call
+        self._messages: list[dict[str, Any]] = []  # texts are lists of pieces, since there may be thousands
+        self._functions: dict[str, str] = {}  # the called function, by call id
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -25,11 +25,11 @@ class Conversation:
         ]
 
     def system(self, text: str) -> None:
-        """Many templates know one such message, at the beginning: several in a row are one."""
+        """Add a system text. Many templates allow only one system message, so consecutive ones are joined."""
         self._say("system", text, joined=True)
 
     def user(self, text: str, joined: bool = False) -> None:
-        """`joined` to the message before, if that is the user's too."""
+        """Add a text of the user, `joined` to the previous message if that is the user's too."""
         self._say("user", text, joined)
 
     def _say(self, role: str, text: str, joined: bool) -> None:
@@ -52,16 +52,16 @@ class Conversation:
         calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}})
 
     def result(self, call_id: str, text: str, param: str) -> None:
-        """Raises ApiError where nothing was called by that id; `param` is where it says so."""
+        """Add the result of a call. Raise ApiError, naming `param`, if no earlier call has this id."""
         if call_id not in self._functions:
-            message = f"{param} is {call_id!r:.100}: there is no such call before it"
+            message = f"{param} is {call_id!r:.100}: no earlier call has this id"
             raise ApiError(400, message, code="invalid_value", param=param)
         self._messages.append(
             {"role": "tool", "tool_call_id": call_id, "name": self._functions[call_id], "content": [text]}
         )
 
     def _assistant(self, name: str) -> dict[str, Any]:
-        """The assistant's message that the next piece belongs to: one that has nothing that comes after it."""
+        """Return the message for the assistant's next piece: a new one if the last already has a later field."""
         last = self._messages[-1] if self._messages else {"role": None}
         later = _ORDER[_ORDER.index(name) + 1 :]
         if last["role"] != "assistant" or any(part in last for part in later):

@@ -1,106 +1,211 @@
-"""One request to the engine over HTTP, from its checked body to its last byte: what all kinds of them share."""
+"""One request to the engine over HTTP, from its checked body to its last byte.
+
+A route reads the body and returns an `EngineResponse`. Starlette calls it, and the call reads from top to bottom: admit
+the request, run the route's `answer` coroutine (prepare the prompts, then `generate`), clean up, send an error if there
+was one.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import time
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 
 from starlette.datastructures import Headers
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from inflight.errors import EngineError
-from inflight.server.access.keys import Caller
+from inflight.events import Delta
+from inflight.frontend import Generation, OutputProcessor
 from inflight.server.cancel_scope import CancelScope, Reason
-from inflight.server.errors import ApiError, of_exception
+from inflight.server.errors import ApiError, of_answer, of_exception
+from inflight.server.formatters import Choice, ResponseFormatter
 from inflight.server.http.unsent import ENGINE_RESPONSE
 from inflight.server.observability.request_log import LoggedRequest
-from inflight.server.state import ServerState
+from inflight.server.params import GenerationParams
+from inflight.server.state import ServedModel, caller_of, state_of
 
-ABORT_SECONDS = 5.0  # to hear how many blocks came back; an engine that hangs is not waited for
-ERROR_SECONDS = 5.0  # for a client to take it
+ABORT_SECONDS = 5.0  # how long to wait for the number of freed blocks; a hung engine is not waited for
+ERROR_SECONDS = 5.0  # how long a client has to read an error
+LONG_ANSWER = 4096  # tokens of all answers together above which they are encoded in a thread
+PART_SIZE = 256 << 10  # bytes of a long answer that are encoded and sent at a time
 
-
-@dataclass(frozen=True, slots=True)
-class RequestHead:
-    """What is known of a request before it runs, whatever its kind."""
-
-    route: str
-    request_id: str  # as the client knows it
-    model: str
-    stream: bool
-    priority: int
-    user: str | None
+_STREAM_HEADERS = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
 
 
 class EngineResponse(Response):
-    """A response that makes itself: nothing is known of it before it runs."""
+    """A response that is written while the engine computes it. It holds the whole state of one answer."""
 
     background = None
-    awaited = "token"  # what its client waits for first
 
-    def __init__(self, state: ServerState, caller: Caller, head: RequestHead) -> None:
-        self._state = state
-        self._caller = caller
-        self._head = head
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        state, head, options = self._state, self._head, self._state.options
-        scope[ENGINE_RESPONSE] = True
-        cancel_scope = CancelScope(receive, options.first_token_timeout, options.request_timeout)
-        self._send = send
-        self._cancel_scope = cancel_scope
-        self._logged = logged = LoggedRequest(
-            head.request_id,
-            self._caller,
-            head.route,
-            head.stream,
-            head.priority,
-            self._caller.tenant(head.user),
-            cancel_scope,
+    def __init__(
+        self,
+        request: Request,
+        model: ServedModel,
+        answer: Callable[[EngineResponse], Awaitable[None]],
+        *,
+        request_id: str,
+        model_name: str,
+        stream: bool = False,
+        priority: int | None = None,
+        user: str | None = None,
+        formatter: ResponseFormatter | None = None,
+        awaited: str = "token",
+    ) -> None:
+        """`answer` does the work and sends everything. `awaited` is what the client waits for first."""
+        self.state, self.caller, self.model = state_of(request), caller_of(request), model
+        options = self.state.options
+        self.cancel_scope = CancelScope(request.receive, options.first_token_timeout, options.request_timeout)
+        self.logged = LoggedRequest(
+            request_id,
+            self.caller,
+            request.scope["route"].path,
+            stream,
+            priority or 0,
+            self.caller.tenant(user),
+            self.cancel_scope,
         )
+        self.model_name = model_name
+        self._answer = answer
+        self._formatter = self.logged.formatter = formatter or ResponseFormatter()
+        self._awaited = awaited
+        self._choices: dict[str, Choice] = {}  # by the engine's request id
+        self._stream_started = self._parts_started = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
+        scope[ENGINE_RESPONSE] = True
+        self._send = send
         error: ApiError | None = None
-        await self._admit(logged)  # raises before anything is to be cleaned up
+        await self._admit()  # if this raises, there is nothing to clean up yet
         try:
-            async with cancel_scope:
-                cancel_scope.watch(self._leave)
-                await self._run()
+            async with self.cancel_scope:
+                self.cancel_scope.watch(self._abort_for_disconnect)
+                await self._answer(self)
         except TimeoutError:
-            error = self._interrupted(cancel_scope.reason)
+            error = self.interruption(self.cancel_scope.reason)
         except Exception as raised:
-            error = of_exception(raised, state.request_log.retry_after())
+            error = of_exception(raised, self.state.request_log.retry_after())
         finally:
             await self._close(error)
-        if error is not None and cancel_scope.reason != "disconnect":
-            await self._send_error(error)
-        state.tracer.record(
-            logged, head.model, Headers(scope=scope), None if error is None else error.message
-        )
+        if error is not None and self.cancel_scope.reason != "disconnect":
+            with contextlib.suppress(TimeoutError):  # a client that does not read is not waited for
+                async with asyncio.timeout(ERROR_SECONDS):
+                    await self._send_error(error)
+        message = None if error is None else error.message
+        self.state.tracer.record(self.logged, self.model_name, Headers(scope=scope), message)
 
-    async def _admit(self, logged: LoggedRequest) -> None:
-        if self._state.draining:
+    async def _admit(self) -> None:
+        if self.state.draining:
             raise ApiError(503, "the server is shutting down", code="shutting_down", retry_after=5)
-        await self._state.admission.enter(self._caller, logged.request_id)
-        self._state.request_log.open(logged)
+        await self.state.admission.enter(self.caller, self.logged.request_id)
+        self.state.request_log.open(self.logged)
 
-    # ---- what each kind does ----
+    # ---- generation ----
 
-    async def _run(self) -> None:
-        """All of it, to the last byte."""
-        raise NotImplementedError
+    async def generate(
+        self,
+        prompts: list[OutputProcessor],
+        params: GenerationParams,
+        before_end: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """Run the prompts and send their answers, whole or as events. `before_end` is awaited before the last byte."""
+        state, logged = self.state, self.logged
+        with params.translated_errors():
+            for prompt in prompts:
+                await self.model.frontend.validate_async(prompt)
+        generation = Generation(self.model.client, prompts)
+        state.request_log.set_generation(logged, generation)
+        answers = [(prompt, answer) for prompt in prompts for answer in prompt.answers]
+        for index, (prompt, answer) in enumerate(answers):
+            self._choices[answer.request.request_id] = Choice(index, prompt, answer, params.echo)
+        state.metrics.num_answers.add(len(answers))
+        for prompt in prompts:
+            state.metrics.max_tokens.add(prompt.answers[0].request.max_tokens)
+        await generation.start()
+        state.metrics.requests["generate"] += 1
+        logged.queued = True
+        self.caller.usage.add_request(sum(answer.request.num_prompt_tokens for _, answer in answers))
+        if logged.stream:
+            last = await self._stream(generation, params)
+        else:
+            last = await self._collect(generation, params)
+        if before_end is not None:
+            await before_end()
+        await self._send_last(last)
 
-    async def _close_work(self) -> None:
-        """Leave nothing of it in the engine, and count what it used."""
+    async def _stream(self, generation: Generation, params: GenerationParams) -> bytes:
+        """Send the events as they come. Return the last ones."""
+        formatter, choices = self._formatter, list(self._choices.values())
+        self._stream_started = True
+        await self._start((b"content-type", formatter.content_type), *_STREAM_HEADERS, *formatter.headers)
+        await self._send_more(formatter.opening(choices))
+        num_open, events = len(choices), b""
+        async with contextlib.aclosing(generation.deltas()) as deltas:
+            async for _, delta in deltas:
+                choice, is_last = self._count(delta), delta.finish_reason is not None
+                write = formatter.end if is_last else formatter.more
+                is_long = choice.echoes and params.has_logprobs  # the logprobs of a whole prompt
+                events = (
+                    await self.state.in_thread(self.caller, partial(write, choice))
+                    if is_long
+                    else write(choice)
+                )
+                num_open -= is_last
+                if not num_open:
+                    break
+                started_at = time.perf_counter()
+                await self._send_more(events)
+                self.logged.client_seconds += time.perf_counter() - started_at
+        return events + formatter.closing(choices)
 
-    async def _write_error(self, error: ApiError) -> None:
-        await self._respond(error.response())
+    async def _collect(self, generation: Generation, params: GenerationParams) -> bytes:
+        """Wait for all answers, then send all but the last part of the body. Return the last part."""
+        async with contextlib.aclosing(generation.deltas()) as deltas:
+            async for _, delta in deltas:
+                choice = self._count(delta)
+                if choice.reader is not None:  # parse as it comes: at the end it would take long
+                    choice.answer.complete()
+        choices = list(self._choices.values())
+        is_long = params.has_logprobs or sum(choice.num_tokens for choice in choices) > LONG_ANSWER
+        pieces = self._formatter.whole(choices)
+        part = await self.state.in_thread_if(is_long, self.caller, lambda: _next_part(pieces))
+        if len(part) >= PART_SIZE:
+            self._parts_started = True
+            await self._start((b"content-type", b"application/json"))
+        while len(part) >= PART_SIZE:  # at the client's pace: nothing is encoded before most of this is read
+            await self._send_more(part)
+            part = await self.state.in_thread_if(is_long, self.caller, lambda: _next_part(pieces))
+        return part
 
-    # ---- around it ----
+    def _count(self, delta: Delta) -> Choice:
+        """Count the tokens of a delta and return its choice. Raise ApiError if the answer failed."""
+        choice, num_tokens = self._choices[delta.request_id], len(delta.token_ids)
+        if num_tokens:
+            self.caller.usage.num_output_tokens += num_tokens
+            now = time.perf_counter()
+            if choice.last_at:
+                self.state.metrics.gap.add((now - choice.last_at) / num_tokens, num_tokens)
+            elif self.logged.first_token_at is None:
+                self.logged.first_token_at = now
+                self.state.metrics.first_token.add(now - self.logged.started_at)
+                self.cancel_scope.first_token()
+            choice.last_at = now
+        if delta.error is not None:
+            raise of_answer(delta)
+        if delta.record is not None:
+            self.state.request_log.answer_ended(self.logged, delta.record)
+            self.state.metrics.record_answer(delta.record)
+        return choice
 
-    async def _respond(self, response: Response) -> None:
-        response.headers["x-request-id"] = self._head.request_id
+    # ---- sending ----
+
+    async def respond(self, response: Response) -> None:
+        """Send a whole response."""
+        response.headers["x-request-id"] = self.logged.request_id
         start = {
             "type": "http.response.start",
             "status": response.status_code,
@@ -109,44 +214,85 @@ class EngineResponse(Response):
         await self._send(start)
         await self._send({"type": "http.response.body", "body": response.body, "more_body": False})
 
-    async def _leave(self) -> None:
-        """The client has gone: so does what it asked for, and the blocks that this frees are counted."""
-        self._state.metrics.num_disconnects += 1
-        self._logged.outcome = "cancelled"
-        if self._logged.abort is not None:
+    async def _start(self, *headers: tuple[bytes, bytes]) -> None:
+        all_headers = [*headers, (b"x-request-id", self.logged.request_id.encode())]
+        await self._send({"type": "http.response.start", "status": 200, "headers": all_headers})
+
+    async def _send_more(self, data: bytes) -> None:
+        if data:
+            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def _send_last(self, data: bytes) -> None:
+        if self._stream_started or self._parts_started:
+            await self._send({"type": "http.response.body", "body": data, "more_body": False})
+        else:
+            await self.respond(Response(data, media_type="application/json"))
+
+    async def _send_error(self, error: ApiError) -> None:
+        """Send a response of its own or, in a stream, the last event. JSON that has started breaks off together with
+        the connection, so that the client sees that its end is missing."""
+        if self._stream_started:
+            data = self._formatter.error_event(error)
+            await self._send({"type": "http.response.body", "body": data, "more_body": False})
+        elif not self._parts_started:
+            await self.respond(self._formatter.error_response(error))
+
+    # ---- the end ----
+
+    async def _abort_for_disconnect(self) -> None:
+        """Abort the request of a client that has disconnected, and count the blocks that this frees."""
+        self.state.metrics.num_disconnects += 1
+        self.logged.outcome = "cancelled"
+        if self.logged.abort is not None:
             with contextlib.suppress(TimeoutError, EngineError):
                 async with asyncio.timeout(ABORT_SECONDS):
-                    self._state.metrics.num_freed_blocks += await self._logged.abort()
+                    self.state.metrics.num_freed_blocks += await self.logged.abort()
 
-    def _interrupted(self, reason: Reason) -> ApiError:
+    def interruption(self, reason: Reason) -> ApiError:
+        """Return the error for a request that was ended early."""
+        options = self.state.options
         if reason == "disconnect":
-            return ApiError(499, "the client went away", code="disconnected")
-        options = self._state.options
+            return ApiError(499, "the client disconnected", code="disconnected")
         if reason == "shutdown":
-            return ApiError(
-                503, "the server stopped before this was done", code="shutting_down", retry_after=5
-            )
+            message = "the server shut down before the request was finished"
+            return ApiError(503, message, code="shutting_down", retry_after=5)
         if reason == "cancelled":
-            return ApiError(409, "the request was cancelled before it was done", code="cancelled")
+            return ApiError(409, "the request was cancelled before it was finished", code="cancelled")
         if reason == "first_token":
-            message = (
-                f"no {self.awaited} came within {options.first_token_timeout:g} s: the server is overloaded"
-            )
+            limit = f"{options.first_token_timeout:g} s"
+            message = f"no {self._awaited} was computed within {limit}: the server is overloaded"
             return ApiError(503, message, code="first_token_timeout", retry_after=10)
-        message = f"the request took longer than {options.request_timeout:g} s, which is the limit"
+        message = f"the request took longer than the limit of {options.request_timeout:g} s"
         return ApiError(504, message, code="request_timeout")
 
     async def _close(self, error: ApiError | None) -> None:
-        state, logged = self._state, self._logged
-        await self._close_work()
-        state.admission.leave(self._caller, logged.request_id)
+        """Leave nothing in the engine, release its admission, and count what it used."""
+        state, logged = self.state, self.logged
+        if logged.generation is not None:
+            await logged.generation.close()
+            if logged.queued:
+                state.metrics.longest_answer.add(max(choice.num_tokens for choice in self._choices.values()))
+                self._count_waiting()
+        state.admission.leave(self.caller, logged.request_id)
         state.request_log.close(logged, "finished" if error is None else "failed")
         if error is None:
             state.metrics.latency.add(time.perf_counter() - logged.started_at)
         else:
             state.metrics.refused[error.code or str(error.status)] += 1
 
-    async def _send_error(self, error: ApiError) -> None:
-        with contextlib.suppress(TimeoutError):  # a client that does not read is not waited for
-            async with asyncio.timeout(ERROR_SECONDS):
-                await self._write_error(error)
+    def _count_waiting(self) -> None:
+        seconds = time.perf_counter() - self.logged.started_at
+        for request_id, choice in self._choices.items():
+            record = self.logged.records.get(request_id)
+            if record is not None or not choice.last_at:  # else it ran, and its time in the queue is unknown
+                self.caller.usage.add_queue_time(record, seconds)
+
+
+def _next_part(pieces: Iterator[bytes]) -> bytes:
+    """Return the next bytes of a body: less than PART_SIZE only at its end."""
+    part = bytearray()
+    for piece in pieces:
+        part += piece
+        if len(part) >= PART_SIZE:
+            break
+    return bytes(part)

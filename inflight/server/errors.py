@@ -1,6 +1,6 @@
-"""Errors as clients of OpenAI's API expect them: a status, and an object with message, type, param and code.
+"""Errors in OpenAI's format: a status, and an object with message, type, param and code.
 
-What is told is what the client can act on. What went wrong inside is logged, never sent: no paths, no addresses.
+Clients get what they can act on. Internal details, such as paths and addresses, are logged and never sent.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _TYPES = {
 
 
 class ApiError(Exception):
-    """An answer that is an error."""
+    """An error that is sent to the client."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class ApiError(Exception):
             self.headers["retry-after"] = str(retry_after)
 
     def body(self) -> bytes:
-        """The JSON that says it."""
+        """Return the error as JSON."""
         return msgspec.json.encode(
             {
                 "error": {
@@ -83,7 +83,7 @@ class ApiError(Exception):
 
 
 def of_exception(error: BaseException, retry_after: int = 1) -> ApiError:
-    """What a client is told about an error raised below."""
+    """Return the error to send to the client for an exception."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):
@@ -92,82 +92,82 @@ def of_exception(error: BaseException, retry_after: int = 1) -> ApiError:
         return ApiError(429, str(error), code=error.code, retry_after=retry_after)
     if isinstance(error, TemplateWorkerError):
         logger.error("%s", error)
-        message = "the chat template cannot be rendered at the moment: send the request again"
+        message = "chat templates cannot be rendered at the moment: please retry"
         return ApiError(503, message, code=error.code, retry_after=1)
     if isinstance(error, GrammarWorkerError):
         logger.error("%s", error)
-        message = "constraints cannot be compiled at the moment: send the request again"
+        message = "constraints cannot be compiled at the moment: please retry"
         return ApiError(503, message, code=error.code, retry_after=1)
     if isinstance(error, EngineAsleepError):
         return ApiError(503, str(error), code=error.code, retry_after=5)
     if isinstance(error, EngineError):
         return _of_engine(str(error), isinstance(error, EngineDeadError), error.code)
-    logger.error("a request failed inside the server", exc_info=error)
-    return ApiError(500, "the server made a mistake and has logged it", code="internal_error")
+    logger.error("internal server error in a request", exc_info=error)
+    return ApiError(500, "internal server error (details are in the server log)", code="internal_error")
 
 
 def _of_engine(reason: str, dead: bool, code: str | None) -> ApiError:
-    """The engine failed under a request: its batch's step, or as a whole."""
-    logger.error("the engine ended a request: %s", reason)
+    """Return the error for a request whose engine failed, in one step or as a whole."""
+    logger.error("the engine failed a request: %s", reason)
     if dead:
-        message = "the engine is not running at the moment: send the request again in a while"
+        message = "the engine is not running at the moment: please retry later"
         return ApiError(503, message, code="engine_unavailable", retry_after=5)
     if code == "poison_request":
-        message = "engines died while they computed this request: do not send it again"
+        message = "several engines crashed while computing this request: do not send it again"
         return ApiError(500, message, code="poison_request")
-    message = "the engine failed while it computed this request: it may be sent again"
+    message = "the engine failed while computing this request: it is safe to retry"
     return ApiError(500, message, code="engine_error")
 
 
 def of_answer(delta: Delta) -> ApiError:
-    """An answer ended with an error: its step failed, or its own parameters forbid every token."""
+    """Return the error for an answer that failed: its step did, or its parameters forbid every token."""
     if delta.error_code == "no_token_allowed":
         message = (
-            "the parameters leave no token that may come next: look at allowed_token_ids, bad_words, "
+            "the parameters allow no next token: check allowed_token_ids, bad_words, "
             "min_tokens, repetition_penalty and constraints on the text"
         )
         return ApiError(400, message, code=delta.error_code)
     if delta.error_code == "constraint_failed":
-        message = "the constraint on the answer became too complex to be followed any further: simplify it"
+        message = "the constraint on the answer became too complex: simplify it"
         return ApiError(400, message, code=delta.error_code)
     return _of_engine(str(delta.error), dead=False, code=delta.error_code)
 
 
 def of_validation(errors: list[Any], unsupported: Mapping[str, str]) -> ApiError:
-    """The first thing that is wrong with a body, in words."""
-    # Of a union's members the one that went deepest is what the client meant.
+    """Return the error for the first problem of a body that pydantic has refused."""
+    # Where a union failed, the member that was matched deepest is the one that the client meant.
     error = max((e for e in errors if e["loc"][:1] == errors[0]["loc"][:1]), key=lambda e: len(e["loc"]))
-    place = _place(error)
-    name = _spell(place)
+    path = _path(error)
+    name = _spell(path)
     param = name or None
-    if place and place[0] in unsupported:
+    if path and path[0] in unsupported:
         return ApiError(
             400,
-            f"{place[0]} is not supported here: {unsupported[str(place[0])]}",
+            f"{path[0]} is not supported here: {unsupported[str(path[0])]}",
             code="unsupported_parameter",
-            param=str(place[0]),
+            param=str(path[0]),
         )
     if error["type"] == "json_invalid":
-        # Where, and why: some parsers take nesting or lone surrogates that this one does not.
+        # Say where and why: some parsers accept nesting or lone surrogates that this one refuses.
         reason = error["msg"].removeprefix("Invalid JSON: ")
         return ApiError(400, f"the body is not valid JSON: {reason:.200}", code="invalid_json")
     if error["type"] == "extra_forbidden":
         return ApiError(400, f"unknown parameter: {name:.200}", code="unknown_parameter", param=name[:200])
     if error["type"] == "missing":
         return ApiError(400, f"missing parameter: {name}", code="missing_parameter", param=param)
-    given = shown(error.get("input"))
-    messages = dict.fromkeys(e["msg"].removeprefix("Value error, ") for e in errors if _place(e) == place)
+    value = shown(error.get("input"))
+    messages = dict.fromkeys(e["msg"].removeprefix("Value error, ") for e in errors if _path(e) == path)
     message = " or ".join(text[0].lower() + text[1:] for text in messages)
-    where = f"{name} is {given}" if name else f"the body is {given}"
+    where = f"{name} is {value}" if name else f"the body is {value}"
     return ApiError(400, f"{where}: {message}", code="invalid_value", param=param)
 
 
 _TYPE_NAMES = ("str", "int", "float", "bool", "constrained-str")
-_UNION_MEMBERS = ("list[", "dict[", "literal[", "tagged-union[", "<")  # the last: tags (schemas/tagged.py)
+_UNION_MEMBERS = ("list[", "dict[", "literal[", "tagged-union[", "<")  # the last one: tags of `by_type`
 
 
-def _place(error: Any) -> list[Any]:
-    """Where an error is, less the names of union members, which clients have not written."""
+def _path(error: Any) -> list[Any]:
+    """Return the location of an error, without the names of union members, which clients did not write."""
     return [
         part
         for part in error["loc"]
@@ -175,8 +175,8 @@ def _place(error: Any) -> list[Any]:
     ]
 
 
-def _spell(place: list[Any]) -> str:
+def _spell(path: list[Any]) -> str:
     text = ""
-    for part in place:
+    for part in path:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
     return text

@@ -1,15 +1,23 @@
-"""What turns answers into a response, whole or as events. There is a subclass for each API."""
+"""The base of what writes answers in the format of an API, whole or as events."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import secrets
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from starlette.responses import Response
 
-from inflight.agents import ContentDelta, ParserEvent
+from inflight.agents import (
+    ArgumentsDelta,
+    ContentDelta,
+    ParserEvent,
+    ReasoningDelta,
+    ToolCallBegun,
+    ToolCallEnded,
+)
 from inflight.frontend import MessageReader, OutputProcessor
 from inflight.frontend.output_processor import Answer
 from inflight.server.errors import ApiError
@@ -18,8 +26,11 @@ encode = msgspec.json.encode
 
 
 def json_pieces(value: Any) -> Iterator[bytes]:
-    """Write the JSON of a value in pieces. Objects are cut between their items; an iterator is an array, made and cut
-    item by item, where `msgspec.Raw` may be several items with commas between them; other values are one piece."""
+    """Yield the JSON of a value in pieces.
+
+    Objects are cut between their items. An iterator is an array that is encoded item by item, where a `msgspec.Raw` may
+    hold several items with commas between them. Other values are one piece.
+    """
     if isinstance(value, dict):
         separator = b"{"
         for name, item in value.items():
@@ -40,15 +51,15 @@ def json_pieces(value: Any) -> Iterator[bytes]:
 
 @dataclass(slots=True, eq=False)
 class Choice:
-    """An answer as one of the `choices` of a response, and how much of it has been sent."""
+    """One of the `choices` of a response, and how much of it has been sent."""
 
     index: int
     prompt: OutputProcessor
     answer: Answer
-    echoes: bool  # its prompt is still to be sent
+    echoes: bool  # its prompt still has to be sent
     num_sent: int = 0  # tokens
     offset: int = 0  # characters sent
-    prefix: bytes = b""  # of its events
+    prefix: bytes = b""  # its events up to the text
     last_at: float = 0.0  # when its last token came; 0.0 before the first
 
     @property
@@ -57,11 +68,11 @@ class Choice:
 
     @property
     def reader(self) -> MessageReader | None:
-        """Of chats in which there may be more than plain content."""
+        """The parser of a chat that may have reasoning or tool calls; None for plain text."""
         return self.answer.reader
 
     def take(self) -> list[ParserEvent]:
-        """What is new in it since it was last taken, whether or not there may be more than plain content."""
+        """Return what is new since the last call, as the events of a parser also for plain text."""
         if self.reader is not None:
             return self.reader.take()
         text = self.answer.take_text()
@@ -74,7 +85,9 @@ class Choice:
 
 
 def usage_of(choices: list[Choice]) -> dict[str, Any]:
-    firsts = {id(choice.prompt): choice for choice in reversed(choices)}.values()  # of each prompt
+    firsts = {
+        id(choice.prompt): choice for choice in reversed(choices)
+    }.values()  # the first choice of each prompt
     num_prompt = sum(len(choice.prompt.prompt_token_ids) for choice in firsts)
     num_output = sum(choice.num_tokens for choice in choices)
     num_cached = sum(choice.answer.record.num_cached_tokens for choice in firsts)
@@ -92,35 +105,97 @@ def usage_of(choices: list[Choice]) -> dict[str, Any]:
 
 
 class ResponseFormatter:
-    """Takes what is new from answers by itself, when it is asked to write it."""
+    """Writes answers. Each method takes what is new from the choices itself; subclasses write the format of one API."""
 
-    content_type = b"text/event-stream; charset=utf-8"  # of events
-    headers: tuple[tuple[bytes, bytes], ...] = ()  # beside those that every stream has
+    content_type = b"text/event-stream; charset=utf-8"
+    headers: tuple[tuple[bytes, bytes], ...] = ()  # in addition to those of every stream
 
     def opening(self, choices: list[Choice]) -> bytes:
-        """The events before anything else."""
+        """Return the first events of a stream."""
         raise NotImplementedError
 
     def more(self, choice: Choice) -> bytes:
-        """What is new in an answer, or b"" where there is nothing to send yet."""
+        """Return events with what is new in an answer, or b"" if there is nothing to send yet."""
         raise NotImplementedError
 
     def end(self, choice: Choice) -> bytes:
-        """The last events of an answer."""
+        """Return the last events of an answer."""
         raise NotImplementedError
 
     def closing(self, choices: list[Choice]) -> bytes:
-        """What comes after the last answer."""
+        """Return the events after the last answer."""
         raise NotImplementedError
 
     def whole(self, choices: list[Choice]) -> Iterator[bytes]:
-        """The body of a response without events, in pieces that take little time to make."""
+        """Yield the body of a response without events, in pieces that take little time to encode."""
         raise NotImplementedError
 
     def error_event(self, error: ApiError) -> bytes:
-        """The last event of a stream that breaks off."""
+        """Return the last event of a stream that fails."""
         return b"data: " + error.body() + b"\n\n"
 
     def error_response(self, error: ApiError) -> Response:
-        """What comes instead of all that."""
+        """Return the response for a request that fails before anything was sent."""
         return error.response()
+
+
+PartKind = Literal["reasoning", "text", "call"]
+
+
+class PartWriter:
+    """Writes an answer as a sequence of parts (reasoning, text, tool calls), each of which ends before the next starts.
+
+    Turns the events of a parser into those of an API and collects the whole answer, so that both are the same.
+    """
+
+    def __init__(self) -> None:
+        self._open: PartKind | None = None
+        self._pieces: list[str] = []  # the text of the open part
+
+    def write(self, events: Iterable[ParserEvent]) -> bytes:
+        """Return the API's events for these."""
+        return b"".join([self._write(event) for event in events])
+
+    def finish(self, complete: bool) -> bytes:
+        """Return the events that end the last part."""
+        return self._end(complete)
+
+    def _write(self, event: ParserEvent) -> bytes:
+        match event:
+            case ReasoningDelta(text):
+                return self._more("reasoning", text)
+            case ContentDelta(text):
+                return self._more("text", text)
+            case ToolCallBegun(_, name, call_id):
+                return self._switch("call", name, call_id or f"call_{secrets.token_hex(12)}")
+            case ArgumentsDelta(_, text):
+                return self._more("call", text)
+            case ToolCallEnded(_, complete):
+                return self._end(complete)
+
+    def _more(self, kind: PartKind, text: str) -> bytes:
+        start = b"" if self._open == kind else self._switch(kind)
+        self._pieces.append(text)
+        return start + self._delta(kind, text)
+
+    def _switch(self, kind: PartKind, name: str = "", call_id: str = "") -> bytes:
+        ended = self._end(complete=True)
+        self._open, self._pieces = kind, []
+        return ended + self._begun(kind, name, call_id)
+
+    def _end(self, complete: bool) -> bytes:
+        if self._open is None:
+            return b""
+        kind, self._open = self._open, None
+        return self._ended(kind, "".join(self._pieces), complete)
+
+    # ---- for subclasses: the events of each API ----
+
+    def _begun(self, kind: PartKind, name: str, call_id: str) -> bytes:
+        raise NotImplementedError
+
+    def _delta(self, kind: PartKind, text: str) -> bytes:
+        raise NotImplementedError
+
+    def _ended(self, kind: PartKind, text: str, complete: bool) -> bytes:
+        raise NotImplementedError

@@ -1,4 +1,4 @@
-"""What clients meet first: while the model loads it says so, then the application takes over on the same socket."""
+"""Answers 503 while the model loads; then the application takes over on the same socket."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from inflight.server.error_shapes import error_at
+from inflight.server.anthropic.errors import error_at
 from inflight.server.errors import ApiError
 from inflight.server.openapi import respond
 from inflight.server.pages import PAGES, page_at
-from inflight.server.schemas.service import HealthStatus
+from inflight.server.routes.schemas import HealthStatus
 
-RETRY_AFTER = 5  # seconds; how long a model still takes is not known
+RETRY_AFTER = 5  # seconds; the remaining load time is not known
 
 
 class LoadingApp:
-    """An application that is closed until `open` is called. Closed, it tells nothing but that."""
+    """An application that reports that the model is loading until `open` is called."""
 
     def __init__(self) -> None:
         self._app: ASGIApp | None = None
         self._progress: float | None = None
 
     def progress(self, num_done: int, num_total: int) -> None:
-        """So many bytes of the weights are there. Any thread may call it."""
+        """Set how many bytes of the weights are loaded. Any thread may call this."""
         self._progress = num_done / num_total if num_total else None
 
     def open(self, app: ASGIApp) -> None:
@@ -36,7 +36,7 @@ class LoadingApp:
     def _loading(self, scope: Scope) -> Response:
         error = ApiError(
             503,
-            "the model is being loaded: send the request again in a while",
+            "the model is loading: please retry later",
             code="loading",
             retry_after=RETRY_AFTER,
         )
@@ -46,14 +46,14 @@ class LoadingApp:
             return page
         if scope["path"] not in ("/health", "/ready", "/ping") or scope["method"] not in ("GET", "HEAD"):
             return error_at(scope["path"], error)
-        found = HealthStatus(
+        health = HealthStatus(
             status="loading", seconds_since_step=0.0, num_running=0, num_waiting=0, progress=self._progress
         )
-        response = respond(found, error.status)
+        response = respond(health, error.status)
         response.headers.update(error.headers)
         return response
 
 
 def _is_browser(scope: Scope) -> bool:
-    """Whether it is someone who reads pages: the page waits with them until the model is there."""
+    """Return whether the client is a browser, whose page waits until the model is loaded."""
     return "text/html" in Headers(scope=scope).get("accept", "")

@@ -1,4 +1,4 @@
-"""The document of the API. Bodies are read by hand, within limits, so the document is told of them by hand."""
+"""The OpenAPI document. Routes read their bodies themselves, so their schemas are declared explicitly."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.responses import Response
 
-from inflight.server.schemas.common import ErrorBody
+from inflight.server.schemas import ErrorBody
 
 _REF = "#/components/schemas/{model}"
-_seen: dict[str, tuple[type[BaseModel], str]] = {}  # models that routes mention, and how they are used
+_seen: dict[str, tuple[type[BaseModel], str]] = {}  # models that routes use, and their mode
 
 _ERRORS = {
-    400: "A parameter is wrong; `param` names it.",
+    400: "A parameter is invalid; `param` names it.",
     401: "The API key is missing or unknown.",
-    403: "The Host header names none that is answered here.",
-    404: "There is no such thing.",
-    408: "The body did not come in time.",
-    409: "The request was cancelled by another.",
+    403: "The Host header is not allowed.",
+    404: "Not found.",
+    408: "The body did not arrive in time.",
+    409: "The request was cancelled by another request.",
     413: "The body is too large.",
     415: "The body is not JSON.",
-    429: "Too many requests: of this key, or in the queue. `Retry-After` says when to try again.",
-    500: "The engine failed while it computed this.",
-    503: "The engine is not there, or the server shuts down.",
+    429: "Too many requests of this key, or in the queue. `Retry-After` says when to retry.",
+    500: "The engine failed while computing this request.",
+    503: "The engine is not available, or the server is shutting down.",
     504: "The request took too long.",
-    529: "The engine is not there, or the server shuts down.",
+    529: "The engine is not available, or the server is shutting down.",
 }
 
 
@@ -48,7 +48,7 @@ def documented(
     events: type[BaseModel] | None = None,
     error: type[BaseModel] = ErrorBody,
 ) -> dict[str, Any]:
-    """Arguments of a route: what it takes, what it gives, and with which errors it refuses, of which shape."""
+    """Return the arguments of a route that document its body, its answer and its errors."""
     content: dict[str, Any] = {"application/json": {"schema": _ref(answer, "serialization")}}
     errors = {401, 403, *more_errors}
     if body is not None:
@@ -61,40 +61,40 @@ def documented(
     for status in sorted(errors):
         same = answer.__name__ == "HealthStatus" and status == 503
         responses[status] = {"description": _ERRORS[status], "content": content if same else shape}
-    found: dict[str, Any] = {"responses": responses, "response_model": None}
+    arguments: dict[str, Any] = {"responses": responses, "response_model": None}
     if body is not None:
         schema = {"application/json": {"schema": _ref(body, "validation")}}
-        found["openapi_extra"] = {"requestBody": {"required": True, "content": schema}}
-    return found
+        arguments["openapi_extra"] = {"requestBody": {"required": True, "content": schema}}
+    return arguments
 
 
 def document(app: FastAPI, with_keys: bool) -> dict[str, Any]:
-    """The whole document, with every schema that a route mentions."""
+    """Return the whole document, with the schemas of all routes."""
     if app.openapi_schema is None:
-        found = get_openapi(
+        openapi = get_openapi(
             title=app.title, version=app.version, description=app.description, routes=app.routes
         )
         _, schemas = models_json_schema(
             [(model, mode) for model, mode in _seen.values()],  # type: ignore[misc]
             ref_template=_REF,
         )
-        components = found.setdefault("components", {})
+        components = openapi.setdefault("components", {})
         components["schemas"] = {**components.get("schemas", {}), **schemas["$defs"]}
         if with_keys:
             components["securitySchemes"] = {
                 "key": {"type": "http", "scheme": "bearer"},
                 "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
             }
-            found["security"] = [{"key": []}, {"x-api-key": []}]
-        for path, methods in found["paths"].items():
+            openapi["security"] = [{"key": []}, {"x-api-key": []}]
+        for path, methods in openapi["paths"].items():
             for operation in methods.values():
                 _parameters(path, operation)
-        app.openapi_schema = found
+        app.openapi_schema = openapi
     return app.openapi_schema
 
 
 def _parameters(path: str, operation: dict[str, Any]) -> None:
-    """Path parameters are read from the request itself, so no signature tells of them."""
+    """Declare the path parameters, which routes read from the request and so have no signature."""
     names = [part[1:-1].partition(":")[0] for part in path.split("/") if part.startswith("{")]
     if names:
         operation["parameters"] = [

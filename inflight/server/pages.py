@@ -1,4 +1,4 @@
-"""The pages: one document each, made of the files in `page`, so that it needs nothing else."""
+"""The pages for browsers, each a single self-contained document built from the files in `page`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from starlette.responses import HTMLResponse, Response
 
-# Where each is, and the files that it is made of: the document, styles, scripts.
+# By path: the document, styles and scripts that it is built from.
 PAGES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "/": (
         "index.html",
@@ -32,7 +32,7 @@ PAGES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
 
 
 def page_at(path: str, status: int = 200) -> Response:
-    """The page itself asks how the server is, so it is the same while a model loads."""
+    """Return a page. It queries the server's state itself, so it is the same while a model loads."""
     text, policy = _document(path)
     headers = {
         "content-security-policy": policy,
@@ -44,7 +44,7 @@ def page_at(path: str, status: int = 200) -> Response:
 
 @cache
 def _document(path: str) -> tuple[str, str]:
-    """The text, and a policy by which no other script or style than its own runs in it."""
+    """Return the text, and a content security policy that allows only its own scripts and styles."""
     name, styles, scripts = PAGES[path]
     style, script = _joined(styles), _joined(scripts)
     text = _read(name).replace("/* styles */", style).replace("/* scripts */", script)
@@ -64,7 +64,7 @@ def _read(name: str) -> str:
 
 
 def source_hash(content: str) -> str:
-    """By which a policy names a script or a style."""
+    """Return the hash by which a policy names a script or style."""
     return f"'sha256-{b64encode(sha256(content.encode()).digest()).decode()}'"
 
 
@@ -93,7 +93,7 @@ def docs_page(document: Mapping[str, Any]) -> Response:
     text = (
         f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{title}</title>"
         f"<meta name='viewport' content='width=device-width'><style>{_STYLE}</style></head><body>"
-        f"<h1>{title}</h1><p>{escape(info['description'])} The same for programs: "
+        f"<h1>{title}</h1><p>{escape(info['description'])} For programs: "
         f"<a href='openapi.json'>openapi.json</a>.</p>{parts}</body></html>"
     )
     headers = {"content-security-policy": _POLICY, "x-content-type-options": "nosniff"}
@@ -106,13 +106,13 @@ def _operation(document: Mapping[str, Any], method: str, path: str, operation: M
         for name, kind, text in _fields(document, operation)
     )
     table = f"<table>{rows}</table>" if rows else ""
-    told = escape(operation.get("description", ""))
+    description = escape(operation.get("description", ""))
     head = f"<b>{method.upper()}</b> <code>{escape(path)}</code>"
-    return f"<details><summary>{head} {told}</summary>{table}</details>"
+    return f"<details><summary>{head} {description}</summary>{table}</details>"
 
 
 def _fields(document: Mapping[str, Any], operation: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Of the body: names, kinds and what they mean."""
+    """Yield the name, kind and description of each field of the body."""
     content = operation.get("requestBody", {}).get("content", {}).get("application/json")
     if content is None:
         return
@@ -124,7 +124,7 @@ def _fields(document: Mapping[str, Any], operation: Mapping[str, Any]) -> Iterat
 
 
 def _kind(field: Mapping[str, Any]) -> str:
-    """In one or a few words."""
+    """Return the type of a field in a few words."""
     if "$ref" in field:
         return str(field["$ref"].rpartition("/")[2])
     if "anyOf" in field:

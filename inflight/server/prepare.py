@@ -1,4 +1,4 @@
-"""From a body's prompts and conversations to requests that the engine takes. Runs beside the event loop when long."""
+"""Turn the prompts and conversations of bodies into engine requests. Long work runs in a thread."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ from inflight.frontend import (
     context_length_error,
     tool_choice_of,
 )
+from inflight.frontend.chat import num_characters
 from inflight.server.access.keys import Caller
 from inflight.server.errors import ApiError
-from inflight.server.openai.params import GenerationParams
 from inflight.server.openai.schemas import ChatBody, CompletionBody
-from inflight.server.schemas.common import GenerationBody
-from inflight.server.schemas.tokens import TokenizeBody
-from inflight.server.state import ServerState
+from inflight.server.params import GenerationParams
+from inflight.server.routes.schemas import TokenizeBody
+from inflight.server.state import ServedModel
 
-NO_BUDGET = -1  # in vLLM's words
+NO_BUDGET = -1  # vLLM's value for no limit on thinking
 
 
-def split_prompts(state: ServerState, body: CompletionBody, n: int) -> list[str | list[int]]:
-    """The prompts of a body: one, or several."""
-    given = body.prompt
-    if isinstance(given, str):
-        prompts: list[Any] = [given]
-    elif not isinstance(given, list):
-        raise _bad_prompt(f"prompt is of type {type(given).__name__}")
-    elif not given:
+def split_prompts(model: ServedModel, body: CompletionBody, n: int) -> list[str | list[int]]:
+    """Return the prompts of a body: one, or several."""
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        prompts: list[Any] = [prompt]
+    elif not isinstance(prompt, list):
+        raise _bad_prompt(f"prompt is of type {type(prompt).__name__}")
+    elif not prompt:
         raise _bad_prompt("prompt is an empty list")
     else:
-        prompts = [given] if isinstance(given[0], int) else given
-    check_answers(state, len(prompts), n)
+        prompts = [prompt] if isinstance(prompt[0], int) else prompt
+    check_answers(model, len(prompts), n)
     for number, prompt in enumerate(prompts):
         if not isinstance(prompt, str | list):
             raise _bad_prompt(f"prompt[{number}] is of type {type(prompt).__name__}")
     return prompts
 
 
-def check_answers(state: ServerState, num_prompts: int, n: int) -> None:
-    limit = state.options.max_answers
+def check_answers(model: ServedModel, num_prompts: int, n: int) -> None:
+    limit = model.options.max_answers
     if num_prompts * n > limit:
         raise ApiError(
             400,
@@ -52,60 +52,63 @@ def check_answers(state: ServerState, num_prompts: int, n: int) -> None:
         )
 
 
-def _bad_prompt(what: str) -> ApiError:
-    message = f"{what}: it must be a text, a list of token ids, or a list of either"
+def _bad_prompt(problem: str) -> ApiError:
+    message = f"{problem}: it must be a text, a list of token ids, or a list of either"
     return ApiError(400, message, code="invalid_value", param="prompt")
 
 
 def prepare_completion(
-    state: ServerState,
+    model: ServedModel,
     caller: Caller,
     body: CompletionBody,
     params: GenerationParams,
     prompts: list[str | list[int]],
 ) -> list[OutputProcessor]:
-    tokenizer = state.frontend.tokenizer
-    found = []
-    _check_listed(state, params, len(prompts))
+    """Return what runs and reads each prompt's answers. Tokenizes: this takes long for long texts."""
+    tokenizer = model.frontend.tokenizer
+    processors = []
+    _check_listed(model, params, len(prompts))
     for prompt in prompts:
         text = prompt if isinstance(prompt, str) else None
         if text is not None and tokenizer is not None:
-            _check_characters(state, len(text))
+            model.frontend.input_processor.check_characters(len(text))
             prompt = tokenizer.encode(text, body.add_special_tokens is not False)
         elif bool in set(map(type, prompt)):  # Python takes them for 0 and 1
             raise _bad_prompt("prompt has true or false among its token ids")
-        found.append(_prepared(state, caller, body, params, prompt, text))
-    _check_logprobs(state, params, found)
-    return found
+        if isinstance(prompt, list):
+            _check_prompt_tokens(model, len(prompt))
+        with params.translated_errors():
+            processor = model.frontend.prepare(
+                model.next_id("g"),
+                prompt,
+                params.sampling,
+                priority=body.priority or 0,
+                tenant=caller.tenant(body.user),
+                cache_salt=caller.salt(body.cache_salt or ""),
+                text=text,
+                kind=params.kind,
+            )
+        _check_context(model, params, processor)
+        processors.append(processor)
+    _check_logprobs(model, params, processors)
+    return processors
 
 
 def _check_logprobs(
-    state: ServerState, params: GenerationParams, found: list[OutputProcessor], name: str = "logprobs"
+    model: ServedModel, params: GenerationParams, processors: list[OutputProcessor], name: str = "logprobs"
 ) -> None:
-    sizes = [(len(prompt.prompt_token_ids), prompt.answers[0].request.max_tokens) for prompt in found]
-    limit = state.options.max_answer_logprobs
-    state.frontend.input_processor.check_logprobs(params.sampling, sizes, limit, name)
+    sizes = [(len(item.prompt_token_ids), item.answers[0].request.max_tokens) for item in processors]
+    limit = model.options.max_answer_logprobs
+    model.frontend.input_processor.check_logprobs(params.sampling, sizes, limit, name)
 
 
-def _check_listed(state: ServerState, params: GenerationParams, num_prompts: int) -> None:
+def _check_listed(model: ServedModel, params: GenerationParams, num_prompts: int) -> None:
     num_answers = num_prompts * params.sampling.n
-    state.frontend.input_processor.check_listed(params.sampling, num_answers, state.options.max_listed_tokens)
-
-
-def _check_characters(state: ServerState, num_characters: int) -> None:
-    """Megabytes that cannot fit into the context are not worth tokenizing."""
-    front = state.frontend
-    assert front.tokenizer is not None
-    longest = front.tokenizer.max_characters_per_token
-    if longest is not None and num_characters > longest * front.max_model_len:
-        raise context_length_error(
-            f"it has {num_characters} characters: no more than {longest * front.max_model_len} can fit "
-            f"(max_model_len is {front.max_model_len})"
-        )
+    model.frontend.input_processor.check_listed(params.sampling, num_answers, model.options.max_listed_tokens)
 
 
 def chat_request(body: ChatBody) -> ChatRequest:
-    """The conversation of a chat. Raises RequestError."""
+    """Return the conversation of a chat. Raise RequestError if it is not valid."""
     budget = body.max_reasoning_tokens
     if body.thinking_token_budget not in (None, NO_BUDGET):
         if budget is not None:
@@ -122,20 +125,20 @@ def chat_request(body: ChatBody) -> ChatRequest:
 
 
 def tokenized_chat(body: ChatBody | TokenizeBody) -> ChatRequest:
-    """As far as it decides about the prompt."""
+    """Return those parts of a conversation that the prompt depends on."""
     continues = bool(body.continue_final_message)
-    begins = not continues if body.add_generation_prompt is None else body.add_generation_prompt
+    adds_prompt = not continues if body.add_generation_prompt is None else body.add_generation_prompt
     return ChatRequest(
-        [message.given() for message in body.messages or ()],
+        [message.set_fields() for message in body.messages or ()],
         checked_tools(body.tools),
         template_kwargs=body.chat_template_kwargs or {},
-        add_generation_prompt=begins,
+        add_generation_prompt=adds_prompt,
         continue_final_message=continues,
     )
 
 
 def prepare_chat(
-    state: ServerState,
+    model: ServedModel,
     caller: Caller,
     chat: ChatRequest,
     params: GenerationParams,
@@ -144,76 +147,56 @@ def prepare_chat(
     user: str | None = None,
     cache_salt: str = "",
 ) -> list[OutputProcessor]:
-    """For every API that has conversations. Renders the template: no work for the loop."""
-    check_tokenizer(state)
+    """Return what runs and reads a conversation's answers, for every API that has conversations.
+
+    Renders the chat template in another process, so it must not be called on the event loop.
+    """
+    check_tokenizer(model)
     contents = (message.get("content") or "" for message in chat.messages)
-    _check_characters(state, sum(len(c) if isinstance(c, str) else _num_characters(c) for c in contents))
-    _check_listed(state, params, 1)
-    with params.blamed():
-        found = state.frontend.prepare_chat(
-            f"g{next(state.serials)}",
+    # Checked before the template is rendered, which takes time too.
+    min_characters = sum(map(_num_content_characters, contents)) + num_characters([*chat.offered_tools])
+    model.frontend.input_processor.check_characters(min_characters)
+    _check_listed(model, params, 1)
+    with params.translated_errors():
+        processor = model.frontend.prepare_chat(
+            model.next_id("g"),
             chat,
             params.sampling,
             priority=priority,
             tenant=caller.tenant(user),
             cache_salt=caller.salt(cache_salt),
         )
-    _check_prompt_tokens(state, len(found.prompt_token_ids))
-    _check_room(state, params, found)
-    _check_logprobs(state, params, [found], "top_logprobs")
-    return [found]
+    _check_prompt_tokens(model, len(processor.prompt_token_ids))
+    _check_context(model, params, processor)
+    _check_logprobs(model, params, [processor], "top_logprobs")
+    return [processor]
 
 
-def _num_characters(parts: Any) -> int:
-    return sum(len(part.get("text") or "") for part in parts)
+def _num_content_characters(content: Any) -> int:
+    return len(content) if isinstance(content, str) else sum(len(part.get("text") or "") for part in content)
 
 
-def check_tokenizer(state: ServerState) -> None:
-    if state.frontend.tokenizer is None:
+def check_tokenizer(model: ServedModel) -> None:
+    if model.frontend.tokenizer is None:
         raise ApiError(
             400, "this model has no tokenizer: send token ids to /v1/completions", param="messages"
         )
 
 
-def _prepared(
-    state: ServerState,
-    caller: Caller,
-    body: GenerationBody,
-    params: GenerationParams,
-    prompt: Any,
-    text: str | None,
-) -> OutputProcessor:
-    if isinstance(prompt, list):
-        _check_prompt_tokens(state, len(prompt))
-    with params.blamed():
-        found = state.frontend.prepare(
-            f"g{next(state.serials)}",
-            prompt,
-            params.sampling,
-            priority=body.priority or 0,
-            tenant=caller.tenant(body.user),
-            cache_salt=caller.salt(body.cache_salt or ""),
-            text=text,
-            kind=params.kind,
-        )
-    _check_room(state, params, found)
-    return found
-
-
-def _check_room(state: ServerState, params: GenerationParams, found: OutputProcessor) -> None:
-    """Where the server is strict: that the context has room for an answer as long as the body asks for."""
-    num_prompt, asked = len(found.prompt_token_ids), params.asked_tokens or 0
-    if state.options.strict and num_prompt + asked > state.frontend.max_model_len:
+def _check_context(model: ServedModel, params: GenerationParams, processor: OutputProcessor) -> None:
+    """With --strict, refuse a request whose prompt and max_tokens do not fit into the context together."""
+    num_prompt, max_tokens = len(processor.prompt_token_ids), params.max_tokens or 0
+    if model.options.strict and num_prompt + max_tokens > model.frontend.max_model_len:
         raise ApiError(
             400,
-            f"the prompt has {num_prompt} tokens and {params.asked_name} is {asked}: together they must be at most "
-            f"{state.frontend.max_model_len} (max_model_len)",
+            f"the prompt has {num_prompt} tokens and {params.max_tokens_name} is {max_tokens}: together they must be "
+            f"at most {model.frontend.max_model_len} (max_model_len)",
             code="context_length_exceeded",
-            param=params.asked_name,
+            param=params.max_tokens_name,
         )
 
 
-def _check_prompt_tokens(state: ServerState, num_tokens: int) -> None:
-    limit = state.options.max_prompt_tokens
+def _check_prompt_tokens(model: ServedModel, num_tokens: int) -> None:
+    limit = model.options.max_prompt_tokens
     if limit is not None and num_tokens > limit:
-        raise context_length_error(f"it has {num_tokens} tokens: at most {limit} are allowed here")
+        raise context_length_error(f"it has {num_tokens} tokens: at most {limit} are allowed on this server")

@@ -1,4 +1,4 @@
-"""Starts the engine and the server, and ends both in order."""
+"""Start the engine and the server, and stop both in order."""
 
 from __future__ import annotations
 
@@ -41,34 +41,37 @@ from inflight.server.state import ServerState
 logger = logging.getLogger(__name__)
 
 BACKLOG = 2048
-KEEP_ALIVE = 75  # seconds that an idle connection stays open
+KEEP_ALIVE = 75  # seconds before an idle connection is closed
 POLL = 0.05
-HEALTH_POLL = 0.5  # seconds between two looks at whether the engine was given up
+HEALTH_POLL = 0.5  # seconds between checks whether the engine is dead for good
 
 T = TypeVar("T")
 
 
 def run(options: ServerConfig, notes: Sequence[str] = ()) -> None:
-    """Serve until told to stop. `notes` are for whoever started it."""
+    """Serve until a signal stops the server. `notes` are logged as warnings first."""
     configure_logging(options.log_level, options.process.log_format)
     for note in notes:
         logger.warning("%s", note)
     keys = load_keys(options.api_key, options.keys)
-    AdminKey(
-        options.admin_key, keys
-    )  # raises where it cannot be: that should not take minutes to show either
+    AdminKey(options.admin_key, keys)  # raises if it is not valid, before minutes of loading
     if len(set(keys.weights().values())) > 1 and options.policy != "fair":
-        logger.warning("keys have weights, but the policy is %s: only fair looks at them", options.policy)
-    serve, listeners = _serve, [listen(options)]  # a port that is taken should not take minutes to show
+        logger.warning(
+            "keys have weights, but the policy is %s: only the fair policy uses them", options.policy
+        )
+    serve, listeners = _serve, [listen(options)]  # fails if the port is taken, before minutes of loading
     if options.api_workers > 1:
-        from inflight.server.api_workers.serving import listen_for_each, serve_fronts  # made of what is here
+        from inflight.server.api_workers.main_process import (  # made of what is here
+            listen_for_each,
+            serve_with_workers,
+        )
 
-        serve, listeners = serve_fronts, listen_for_each(options, listeners[0])
+        serve, listeners = serve_with_workers, listen_for_each(options, listeners[0])
     try:
         hosts = hosts_of(options, keys, listeners[0])
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             if not runner.run(serve(options, keys, hosts, listeners)):
-                # A thread may still be loading. It cannot be interrupted, and to return would be to wait for it.
+                # A thread may still be loading. It cannot be interrupted, and returning would wait for it.
                 logging.shutdown()
                 os._exit(0)
     finally:
@@ -77,16 +80,16 @@ def run(options: ServerConfig, notes: Sequence[str] = ()) -> None:
 
 
 def listen(options: ServerConfig) -> socket.socket:
-    """A socket that holds the address and takes connections, which wait there until they are served."""
+    """Return a listening socket. Connections wait there until they are served."""
     try:
         family, _, _, _, address = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        # At once: until then another server that also loads could take the address too.
+        # Listen at once: until then, another loading server could bind the address too.
         listener.listen(BACKLOG)
     except OSError as error:
-        hint = " (--port takes another)" if error.errno == errno.EADDRINUSE else ""
+        hint = " (choose another with --port)" if error.errno == errno.EADDRINUSE else ""
         raise ConfigError(
             f"cannot listen on {options.host}, port {options.port}: {error.strerror}{hint}"
         ) from error
@@ -94,7 +97,7 @@ def listen(options: ServerConfig) -> socket.socket:
 
 
 def hosts_of(options: ServerConfig, keys: Keys, listener: socket.socket) -> Hosts:
-    """The hosts that a server on this socket answers as."""
+    """Return the hosts that a server on this socket accepts in the Host header."""
     bound: str = listener.getsockname()[0]
     return Hosts.for_server(options.allowed_hosts, options.host, bound, keys.required)
 
@@ -102,7 +105,7 @@ def hosts_of(options: ServerConfig, keys: Keys, listener: socket.socket) -> Host
 async def start_state(
     options: ServerConfig, keys: Keys, hosts: Hosts, tracer: Tracer, progress: LoadProgress
 ) -> tuple[AsyncEngine, ServerState]:
-    """Load the model and put what the routes need around it."""
+    """Load the model and build the state of the routes."""
     engine = await AsyncEngine.start(
         in_process=options.in_process,
         process=options.process,
@@ -110,14 +113,16 @@ async def start_state(
         **options.engine.options() | {"tenant_weights": keys.weights() or None} | asdict(options.router),
     )
     state = ServerState(engine, options, keys, hosts, tracer)
-    with contextlib.suppress(InflightError):  # whoever chats is told what is wrong
+    with contextlib.suppress(InflightError):  # chats then fail with the reason
         await asyncio.to_thread(lambda: engine.frontend.chat_formats)
     return engine, state
 
 
 async def _serve(options: ServerConfig, keys: Keys, hosts: Hosts, listeners: list[socket.socket]) -> bool:
-    """Serve from the first moment on. False if it was told to stop before the model was there. Raises
-    EngineDeadError once the engine is given up: whoever started the server can start another one, no one else can."""
+    """Serve, with 503 until the model is loaded. Return False if the server was stopped before that.
+
+    Raises EngineDeadError when the engine is dead for good, so that a supervisor can restart the server.
+    """
     (listener,) = listeners
     tracer = tracer_of(options.otlp_traces_endpoint)
     server = Server(options)
@@ -132,12 +137,12 @@ async def _serve(options: ServerConfig, keys: Keys, hosts: Hosts, listeners: lis
         watching = asyncio.create_task(server.watch(state))
         try:
             gc.collect()
-            gc.freeze()  # what start-up made lives as long as the process: later collections need not look at it
+            gc.freeze()  # startup objects live as long as the process: collections can skip them
             server.open(state)
             announce(state, listener.getsockname())
             await serving
             if watching.done():
-                raise EngineDeadError(f"the engine was given up, and so the server ends: {watching.result()}")
+                raise EngineDeadError(f"the engine is dead and the server stops: {watching.result()}")
         finally:
             watching.cancel()
             state.close()
@@ -149,7 +154,7 @@ async def _serve(options: ServerConfig, keys: Keys, hosts: Hosts, listeners: lis
 
 
 def announce(state: ServerState, sockname: Any) -> None:
-    """Print the startup banner, or log it where the log is JSON: one object per line."""
+    """Print the startup banner to standard error, as one log record if logs are JSON."""
     text = banner(state, sockname)
     if state.options.process.log_format == "json":
         logger.info("%s", text)
@@ -158,7 +163,7 @@ def announce(state: ServerState, sockname: Any) -> None:
 
 
 class Server(uvicorn.Server):
-    """Stops in two steps: first it refuses new work and lets streams finish, then it closes."""
+    """A server that stops in two steps: it refuses new work and lets streams finish, then it closes."""
 
     def __init__(self, options: ServerConfig) -> None:
         self.loading_app = LoadingApp()
@@ -197,18 +202,18 @@ class Server(uvicorn.Server):
             await super().startup(sockets)
             return
         protocol: Any = self.config.http_protocol_class
-        given = {
+        arguments = {
             "config": self.config,
             "server_state": self.server_state,
             "app_state": {},
             "_loop": self._loop,
         }
-        make_protocol = partial(protocol, **given)
+        make_protocol = partial(protocol, **arguments)
         self.servers: Any = [TlsListener(listener, self._tls, make_protocol) for listener in sockets]
         self.started = True
 
     async def wait_for(self, loading: Coroutine[Any, Any, T]) -> T | None:
-        """What the loading gives; None if the server is told to stop first."""
+        """Return the result of loading, or None if the server is stopped first."""
         self._loading = task = asyncio.ensure_future(loading)
         try:
             return await task
@@ -218,44 +223,46 @@ class Server(uvicorn.Server):
             return None
 
     def give_up(self) -> None:
-        """No one waits for the model any more."""
+        """Cancel loading."""
         if self._loading is not None:
             self._loading.cancel()
 
     def open(self, state: ServerState, app: ASGIApp | None = None) -> None:
-        """The model is there: let requests in, to this application or to one made for the state."""
+        """Let requests in once the model is loaded, to this application or to one created for the state."""
         self._state = state
         self.loading_app.open(app or create_app(state))
 
     async def watch(self, state: ServerState) -> str:
-        """End the server once the engine is dead for good, and say why it is. While it drains it ends anyway."""
-        health = await state.client.health()
+        """Stop the server when the engine is dead for good, and return why. A draining server stops anyway."""
+        health = await state.model.client.health()
         while health.state != "dead" or state.draining:
             await asyncio.sleep(HEALTH_POLL)
-            health = await state.client.health()
+            health = await state.model.client.health()
         self.should_exit = True
-        return health.error or "no reason is known"
+        return health.error or "the reason is unknown"
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """Those of uvicorn, and the end of a terminal, unless it is ignored (nohup)."""
+        """Handle uvicorn's signals, and SIGHUP unless it is ignored (nohup)."""
         before = signal.getsignal(signal.SIGHUP)
-        is_wanted = threading.current_thread() is threading.main_thread() and before is not signal.SIG_IGN
+        handles_hangup = (
+            threading.current_thread() is threading.main_thread() and before is not signal.SIG_IGN
+        )
         with super().capture_signals():
-            if is_wanted:
+            if handles_hangup:
                 signal.signal(signal.SIGHUP, self.handle_exit)
             try:
                 yield
             finally:
-                if is_wanted:
+                if handles_hangup:
                     signal.signal(signal.SIGHUP, before)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
-        """A signal: drain; a second one: stop now."""
+        """Drain on the first signal, stop at once on the second."""
         self._loop.call_soon_threadsafe(self.stop)
 
     def stop(self) -> None:
-        """Begin to end. Called again, or while there is nothing to drain, end at once."""
+        """Start to drain. Stop at once if called again, or while there is nothing to drain."""
         if self._state is None:
             self.should_exit = True
             self.give_up()
@@ -274,7 +281,7 @@ class Server(uvicorn.Server):
                 while len(state.request_log) and not self.should_exit:
                     await asyncio.sleep(POLL)
         except TimeoutError:
-            logger.warning("%d requests did not finish in time and are ended", len(state.request_log))
+            logger.warning("%d requests did not finish in time and are aborted", len(state.request_log))
         self._end_streams(state)
         self.should_exit = True
 

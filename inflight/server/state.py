@@ -1,4 +1,4 @@
-"""What all routes share."""
+"""The served model, and the state that all routes share."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from hashlib import sha256
 from itertools import count
 from pathlib import Path
@@ -15,12 +15,13 @@ from typing import TypeVar
 from starlette.requests import Request
 
 from inflight import __version__
+from inflight.constraints.fair_threads import FairThreads
 from inflight.engine import EngineClient, ModelFacts
 from inflight.entrypoints.async_engine import AsyncEngine
 from inflight.frontend import Frontend
-from inflight.frontend.pooling import cannot
-from inflight.pooling import Task, tasks_of
+from inflight.frontend.scoring import unsupported_task
 from inflight.router import Replicas, Router
+from inflight.scoring import Task, tasks_of
 from inflight.server.access.admission import AdmissionControl, LocalAdmission
 from inflight.server.access.keys import AdminKey, Caller, Keys
 from inflight.server.access.middleware import Hosts
@@ -34,92 +35,121 @@ from inflight.server.openai.responses.store import LocalResponses, Responses, Re
 
 T = TypeVar("T")
 
-TEXT_THREADS = 4  # that tokenize and render beside the event loop
-SERVICE_THREADS = 2  # that do so for /tokenize and /detokenize: no chat waits for them
+TEXT_THREADS = 4  # tokenize and render beside the event loop
+SERVICE_THREADS = 2  # do so for /tokenize and /detokenize, so that no chat waits for them
+
+
+class ServedModel:
+    """A model that is served, with everything that requests to it need."""
+
+    def __init__(self, engine: AsyncEngine, options: ServerConfig, serials: Iterator[object]) -> None:
+        self.engine = engine
+        self.options = options
+        self.client: EngineClient = engine.client
+        self.frontend: Frontend = engine.frontend
+        self.names = options.served_model_name or (default_name(options.model),)
+        self.replicas: Replicas | None = self.client.replicas if isinstance(self.client, Router) else None
+        facts = self.client.facts
+        self.tasks = tasks_of(facts.generates, facts.pooling)
+        self.fingerprint = _fingerprint(facts)
+        self.pooling_size = 0 if facts.pooling is None else facts.pooling.size  # numbers in a text's result
+        self._serials = serials
+
+    @property
+    def label(self) -> str:
+        """The model's name in metrics, and in answers to requests that name none."""
+        return self.names[0]
+
+    @property
+    def max_waiting(self) -> int:
+        """The number of waiting requests at which more are refused."""
+        num_queues = 1 if self.replicas is None else max(1, len(self.replicas.available))
+        return num_queues * self.options.max_queue
+
+    def answers_to(self, name: str) -> bool:
+        """Return whether clients may use this name: one that it was given or, without any, its path."""
+        path = None if self.options.served_model_name else self.options.model
+        return name in self.names or (path is not None and name.rstrip("/") == path.rstrip("/"))
+
+    def check_task(self, task: Task) -> None:
+        """Raise RequestError if the model cannot do the task."""
+        if task not in self.tasks:
+            raise unsupported_task(task, self.frontend.pooling, self.frontend.generates)
+
+    def next_id(self, prefix: str) -> str:
+        """Return a request id for the engine that no other request has."""
+        return f"{prefix}{next(self._serials)}"
 
 
 @dataclass(eq=False)
 class ServerState:
-    engine: AsyncEngine
+    """The state that all routes share."""
+
+    engine: InitVar[AsyncEngine]
     options: ServerConfig
     keys: Keys
     hosts: Hosts = field(default_factory=Hosts)
     tracer: Tracer = field(default_factory=NoTracer)
     draining: bool = False
     started: int = field(default_factory=lambda: int(time.time()))
-    # What ids in the engine are made of. Those of several processes before one engine must differ.
-    serials: Iterator[object] = field(default_factory=count)
+    # The numbers in engine request ids. Processes that share an engine must not use the same ones.
+    serials: InitVar[Iterator[object] | None] = None
     admission: AdmissionControl = field(default_factory=LocalAdmission)
-    stored: Responses | None = None  # None: they are kept here
-    counts_of_others: Callable[[], Awaitable[list[MetricCounts]]] | None = None  # of other processes
-    num_answered_by_others: Callable[[], int] = lambda: 0  # requests, just now
+    stored: InitVar[Responses | None] = None  # None: they are stored in this process
+    counts_of_others: Callable[[], Awaitable[list[MetricCounts]]] | None = None  # from other API workers
+    num_answered_by_others: Callable[[], int] = lambda: 0  # requests that other API workers answer now
 
-    def __post_init__(self) -> None:
-        self.client: EngineClient = self.engine.client
-        self.frontend: Frontend = self.engine.frontend
-        facts = self.client.facts
-        self.tasks = tasks_of(facts.generates, facts.pooling)
-        self.fingerprint = _fingerprint(facts)
-        self.num_results = 0 if facts.pooling is None else facts.pooling.size  # numbers for a text
-        self.names = self.options.served_model_name or (default_name(self.options.model),)
+    def __post_init__(
+        self, engine: AsyncEngine, serials: Iterator[object] | None, stored: Responses | None
+    ) -> None:
+        options = self.options
+        self.model = ServedModel(engine, options, serials or count())
         self.metrics = Metrics(
-            self.names[0], self.options.metrics_compat == "vllm", _cache_labels(facts, self.options)
+            self.model.label, options.metrics_compat == "vllm", _cache_labels(engine.client.facts, options)
         )
-        # Where there are replicas: who they are.
-        self.replicas: Replicas | None = self.client.replicas if isinstance(self.client, Router) else None
-        self.admin_key = AdminKey(self.options.admin_key, self.keys)
-        self.unsent = UnsentBytes(self.options.max_unsent_bytes)
-        self.request_log = RequestLog(self.options.request_history)
-        limits = self.options.max_stored_responses, self.options.max_stored_bytes
-        self.responses: Responses = self.stored or LocalResponses(ResponseStore(*limits))
-        self.threads = ThreadPoolExecutor(TEXT_THREADS, "inflight-text")
+        self.admin_key = AdminKey(options.admin_key, self.keys)
+        self.unsent = UnsentBytes(options.max_unsent_bytes)
+        self.request_log = RequestLog(options.request_history)
+        limits = options.max_stored_responses, options.max_stored_bytes
+        self.responses: Responses = stored or LocalResponses(ResponseStore(*limits))
+        # With several keys, none of them takes the last thread from the others.
+        max_per_key = TEXT_THREADS - (len(self.keys.callers) > 1)
+        self.threads = FairThreads("inflight-text", TEXT_THREADS, max_per_key)
         self.service_threads = ThreadPoolExecutor(SERVICE_THREADS, "inflight-service")
 
-    @property
-    def max_waiting(self) -> int:
-        """Requests that wait when no more are taken."""
-        num_queues = 1 if self.replicas is None else max(1, len(self.replicas.available))
-        return num_queues * self.options.max_queue
+    def find_model(self, name: str | None, task: Task | None = None) -> tuple[ServedModel, str]:
+        """Return the model of that name, and the name to answer with. Every route with a `model` asks here.
 
-    def check_model(self, name: str | None) -> str:
-        """The name to answer with. Raises ApiError 404 for a model that is not served."""
-        if name is None or name in self.names or self._is_path(name):
-            return name or self.names[0]
-        raise ApiError(
-            404,
-            f"the model {name!r:.200} is not served here: there is {', '.join(self.names)}",
-            code="model_not_found",
-            param="model",
-        )
+        Raises ApiError 404 if it is not served, and RequestError if it cannot do the task.
+        """
+        model = self.model
+        if name is not None and not model.answers_to(name):
+            message = f"the model {name!r:.200} is not served here: available are {', '.join(model.names)}"
+            raise ApiError(404, message, code="model_not_found", param="model")
+        if task is not None:
+            model.check_task(task)
+        return model, name or model.label
 
-    def _is_path(self, name: str) -> bool:
-        """Whether it is the model as it was given at start, in place of a name that it has been given none of."""
-        model = None if self.options.served_model_name else self.options.model
-        return model is not None and name.rstrip("/") == model.rstrip("/")
+    async def in_thread_if(self, is_long: bool, caller: Caller, work: Callable[[], T]) -> T:
+        """Return the result of `work`, done in a thread if it takes long, so that other requests go on meanwhile."""
+        return await self.in_thread(caller, work) if is_long else work()
 
-    def check_task(self, task: Task) -> None:
-        """Raises RequestError for what the model cannot do."""
-        if task not in self.tasks:
-            raise cannot(task, self.frontend.pooling, self.frontend.generates)
-
-    async def in_thread_if(self, is_long: bool, work: Callable[[], T]) -> T:
-        """What the work gives. What is long is done in a thread, so that other requests go on meanwhile."""
-        if not is_long:
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(self.threads, work)
+    async def in_thread(self, caller: Caller, work: Callable[[], T]) -> T:
+        """Return the result of `work`, done in a thread. Keys take turns."""
+        return await asyncio.wrap_future(self.threads.submit(caller.name, work))
 
     async def in_service_thread(self, work: Callable[[], T]) -> T:
-        """What the work gives; of what asks only about texts, and so never takes a thread from answers."""
+        """Return the result of `work` for /tokenize and the like, which never take a thread from generation."""
         return await asyncio.get_running_loop().run_in_executor(self.service_threads, work)
 
     def close(self) -> None:
-        for threads in (self.threads, self.service_threads):
-            threads.shutdown(wait=False, cancel_futures=True)
+        self.threads.close()
+        self.service_threads.shutdown(wait=False, cancel_futures=True)
         self.tracer.close()
 
 
 def _cache_labels(facts: ModelFacts, options: ServerConfig) -> dict[str, object]:
-    """With vLLM's names, for dashboards that join by them."""
+    """Return the labels of vLLM's cache metric, by which dashboards join."""
     cache = options.engine.cache
     return {
         "block_size": facts.block_size,
@@ -131,13 +161,13 @@ def _cache_labels(facts: ModelFacts, options: ServerConfig) -> dict[str, object]
 
 
 def _fingerprint(facts: ModelFacts) -> str:
-    """The same where the same seed gives the same tokens."""
+    """Return a fingerprint that is the same wherever the same seed gives the same tokens."""
     known = f"{__version__}/{facts.model}/{facts.fingerprint}/{facts.dtype}/{facts.device}"
     return f"fp_{sha256(known.encode()).hexdigest()[:10]}"
 
 
 def default_name(model: str | None) -> str:
-    """What clients call a model that was given no name: never the path of a folder."""
+    """Return the name of a model that was given none. It is never a folder's path."""
     if model is None:
         return "inflight-builtin"
     return Path(model).absolute().name if Path(model).exists() else model
@@ -149,6 +179,6 @@ def state_of(request: Request) -> ServerState:
 
 
 def caller_of(request: Request) -> Caller:
-    """Set by the gate, which no request passes without."""
+    """Return the caller, which `AccessMiddleware` sets for every request."""
     caller: Caller = request.scope["inflight.caller"]
     return caller

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from inflight.errors import PromptError, TemplateError, shown
@@ -50,8 +50,9 @@ def encode_chat(
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     kwargs: Mapping[str, Scalar] | None = None,
+    check_size: Callable[[int], None] | None = None,
 ) -> tuple[str, list[int]]:
-    """Return the prompt's text and its token ids."""
+    """Return the prompt's text and its token ids. `check_size` gets the number of characters before tokenizing."""
     check_messages(messages)
 
     def escape_inputs(escaper: SpecialTokenEscaper) -> dict[str, Any]:
@@ -73,8 +74,8 @@ def encode_chat(
         if careful.num_escaped > escaper.num_escaped:
             second = template.render(**inputs, **flags)
             if careful.specials_in(second) != escaper.specials_in(text):
-                return careful.encode(second)
-    return escaper.encode(text)
+                return careful.encode(second, check_size)
+    return escaper.encode(text, check_size)
 
 
 class ChatTemplate:
@@ -354,14 +355,21 @@ class SpecialTokenEscaper:
         spellings = map(re.escape, self._tokenizer.special_spellings)
         return re.findall("|".join(spellings) or "(?!)", text)
 
-    def encode(self, text: str) -> tuple[str, list[int]]:
-        """Return the rendered text with its original spellings, and its token ids."""
+    def encode(self, text: str, check_size: Callable[[int], None] | None = None) -> tuple[str, list[int]]:
+        """Return the rendered text with its original spellings, and its token ids.
+
+        `check_size` gets the number of characters before they are tokenized, and raises if there are too many.
+        """
         tokenizer = self._tokenizer
         if not self._escaped:
+            if check_size is not None:
+                check_size(len(text))
             return text, tokenizer.encode(text, add_special_tokens=False)
         # Text, number, text, ... A template may change a placeholder's case, or cut it so that any number follows.
         parts = re.split(f"{self._word}([0-9]{{1,9}})z", text, flags=re.IGNORECASE)
         parts[1::2] = [self._escaped[int(n)] if int(n) < self.num_escaped else "" for n in parts[1::2]]
+        if check_size is not None:
+            check_size(sum(map(len, parts)))
         # Tokenize each distinct text once: there may be a hundred thousand occurrences of a few.
         texts, spelled = dict.fromkeys(parts[::2]), dict.fromkeys(parts[1::2])
         ids_by_text = (

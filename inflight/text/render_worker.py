@@ -5,8 +5,8 @@ looping forever or building a string of gigabytes inside one C call, which no ho
 the same process could interrupt. In a separate process the kernel enforces the limits: address space, and an alarm that
 ends the process even if its parent is gone.
 
-Messages in both directions are 8 bytes of length, then JSON. Only the standard library and jinja2 are imported, so that
-starting takes a tenth of a second.
+Apart from `sandbox_worker.py`, only the standard library and jinja2 are imported, so that starting takes a tenth of a
+second.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ import contextlib
 import json
 import resource
 import signal
-import socket
-import struct
 import sys
 from datetime import datetime
 from functools import lru_cache
@@ -28,7 +26,8 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-HEADER = struct.Struct("!Q")
+from inflight.processes.sandbox_worker import isolate, serve
+
 MAX_ERROR_CHARACTERS = 2000
 
 
@@ -109,54 +108,12 @@ def answer(request: dict[str, Any]) -> dict[str, str]:
         return {"error": f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARACTERS]}
 
 
-def receive(connection: socket.socket) -> bytes | None:
-    """Return the next message, or None at the end of the stream."""
-    header = _receive_exactly(connection, HEADER.size)
-    return None if header is None else _receive_exactly(connection, HEADER.unpack(header)[0])
-
-
-def _receive_exactly(connection: socket.socket, size: int) -> bytes | None:
-    parts = []
-    while size:
-        part = connection.recv(min(size, 1 << 20))
-        if not part:
-            return None
-        parts.append(part)
-        size -= len(part)
-    return b"".join(parts)
-
-
-def pack(content: object) -> bytes:
-    # Lone surrogates pass through: the tokenizer rejects them.
-    body = json.dumps(content, ensure_ascii=False).encode("utf-8", "surrogatepass")
-    return HEADER.pack(len(body)) + body
-
-
-def unpack(body: bytes) -> Any:
-    return json.loads(body.decode("utf-8", "surrogatepass"))
-
-
-def serve(connection: socket.socket) -> None:
-    connection.sendall(pack({"ready": True}))
-    while (body := receive(connection)) is not None:
-        request = unpack(body)
-        signal.setitimer(
-            signal.ITIMER_REAL, request["seconds"]
-        )  # the default action of its signal ends the process
-        reply = pack(answer(request))
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        connection.sendall(reply)
-
-
 def main() -> None:
-    for number in (signal.SIGINT, signal.SIGHUP):  # signals from the terminal are meant for the parent
-        signal.signal(number, signal.SIG_IGN)
+    isolate()
     limit = int(sys.argv[1])
     with contextlib.suppress(ValueError, OSError):  # some systems lack this limit
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with contextlib.suppress(ConnectionError):
-        serve(socket.socket(fileno=0))
+    serve(answer, signal.ITIMER_REAL)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import tokenizers
 
 from inflight.agents import MessageParser, ParsedMessage, answer_grammar
 from inflight.constraints import GrammarCompiler, Matcher
-from inflight.frontend.vocabulary import vocabulary_of
+from inflight.frontend.input_processor import vocabulary_of
 from inflight.structured_outputs import StructuredOutputs
 from inflight.text import IncrementalDetokenizer, Tokenizer
 

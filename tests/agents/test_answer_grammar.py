@@ -15,7 +15,7 @@ from inflight.agents import TOOL_FORMATS, MessageParser, ParsedMessage, answer_g
 from inflight.agents.formats.base import REASONING_MARKERS
 from inflight.constraints import GrammarValidator
 from inflight.errors import ParameterError
-from inflight.frontend.vocabulary import vocabulary_of
+from inflight.frontend.input_processor import vocabulary_of
 
 from ..constraints.walking import allowed_ids
 from .answers import Model

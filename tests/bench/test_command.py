@@ -129,7 +129,7 @@ def test_wrong_key_is_reported(
         (("--prompt-len", "9:3"), "prompt_len is '9:3'"),
         (("--parameters", "[1]"), "must be a JSON object"),
         (("--dataset", "no/such/file"), "cannot read the dataset"),
-        (("--json", "no/such/folder/x.json"), "a folder that exists"),
+        (("--json", "no/such/folder/x.json"), "an existing folder"),
         (("--plot", "x.pdf"), "must end in .svg or .png"),
         (("--url", "localhost:8000"), "url is 'localhost:8000'"),
         (("--url", "http://x:port"), "url is 'http://x:port'"),

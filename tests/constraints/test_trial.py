@@ -47,6 +47,7 @@ class StubProcess:
     """Takes 0.6 s of its budget for every grammar, and finds a mistake wherever one says WRONG."""
 
     num_attempts = 0
+    is_usable = True
 
     def __init__(self, vocabulary: bytes) -> None: ...
 

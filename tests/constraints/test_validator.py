@@ -14,7 +14,7 @@ from inflight import StructuredOutputs
 from inflight.constraints import GrammarCompiler, GrammarValidator, Vocabulary, trial_worker
 from inflight.constraints.trial import NUM_WORKERS
 from inflight.errors import GrammarWorkerError, ParameterError
-from inflight.frontend.vocabulary import vocabulary_of
+from inflight.frontend.input_processor import vocabulary_of
 from tests.constraints.schemas import schema
 from tests.constraints.walking import compiler, validator, vocabulary
 from tests.support.processes import children
@@ -115,7 +115,7 @@ def test_what_is_fine_is_compiled_where_the_engine_is_in_this_process() -> None:
 def test_models_that_cannot_be_constrained_say_so() -> None:
     without = GrammarValidator(lambda: vocabulary_of(None, 10, (1,)))
     without.warm_up()
-    with pytest.raises(ParameterError, match="it runs without a tokenizer") as caught:
+    with pytest.raises(ParameterError, match="it has no tokenizer") as caught:
         without.validate(StructuredOutputs(choice=["a"]))
     assert caught.value.code == "constraints_unavailable"
 

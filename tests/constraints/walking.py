@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 
 from inflight.constraints import GrammarCompiler, GrammarValidator, MaskFiller, Matcher, Vocabulary
-from inflight.frontend.vocabulary import vocabulary_of
+from inflight.frontend.input_processor import vocabulary_of
 from inflight.models.builtin import checkpoint_folder
 from inflight.structured_outputs import StructuredOutputs
 from inflight.text import Tokenizer

@@ -160,7 +160,7 @@ def test_a_model_from_a_config_alone() -> None:
     tokens = [only(engine.generate([1, 2, 3], params)).token_ids for engine in (llm, again, other)]
     assert tokens[0] == tokens[1] != tokens[2]
     assert only(llm.generate([1, 2], GREEDY)).text == ""
-    with pytest.raises(PromptError, match="without one: give token ids"):
+    with pytest.raises(PromptError, match="has none: give token ids"):
         llm.generate("text", GREEDY)
     with pytest.raises(ConfigError, match="tokenizer"):
         llm.get_tokenizer()

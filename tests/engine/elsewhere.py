@@ -1,4 +1,4 @@
-"""An engine process as on another machine, whose clock shows another time."""
+"""An engine process with another clock, as on another machine."""
 
 from __future__ import annotations
 

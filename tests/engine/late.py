@@ -21,7 +21,7 @@ TEXT = "no memory for it"
 
 
 def first() -> int:
-    """Ends as soon as the other one has been told to start."""
+    """Exit as soon as the second process has been started."""
     connection = sys.stdin.buffer.readline()
     other = subprocess.Popen(
         [sys.executable, "-m", "tests.engine.late", str(os.getpid())],

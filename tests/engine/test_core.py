@@ -1,4 +1,4 @@
-"""The loop: pipelining, records, and what happens when a step fails."""
+"""The engine loop: pipelining, records and failed steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.requests import FakeEngine, make_request
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_depth_is_the_number_of_steps_in_flight(depth: int) -> None:
+def test_pipeline_depth_is_the_number_of_steps_in_flight(depth: int) -> None:
     engine = FakeEngine(pipeline_depth=depth)
     engine.add(make_request([1, 2], 5))
     launched: list[int] = []
@@ -42,7 +42,7 @@ def test_depth_is_the_number_of_steps_in_flight(depth: int) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("where", ["launch", "collect"])
-def test_a_failed_step_ends_the_request_that_was_alone_in_it(depth: int, where: str) -> None:
+def test_failed_step_ends_the_request_that_was_alone_in_it(depth: int, where: str) -> None:
     engine = FakeEngine(pipeline_depth=depth, max_num_seqs=1)
     first, second = (engine.add(make_request([index] * 6, 8)) for index in range(2))
     original = getattr(engine.runner, where)
@@ -126,7 +126,7 @@ def test_others_survive_a_failed_step_with_their_tokens() -> None:
 NOT_FINITE = RequestFailure("logits_not_finite", "logits are not finite")
 
 
-def test_an_entry_that_fails_ends_alone() -> None:
+def test_failed_entry_ends_only_its_request() -> None:
     engine = FakeEngine()
     bad, good = engine.add(make_request([1], 4)), engine.add(make_request([2], 4))
     collect = engine.runner.collect
@@ -143,37 +143,37 @@ def test_an_entry_that_fails_ends_alone() -> None:
     assert engine.outputs[good.request_id] == expected_tokens([2], 4)
 
 
-def test_queue_limit() -> None:
+def test_full_queue_rejects_requests() -> None:
     engine = FakeEngine(max_num_seqs=1)
     engine.core.max_queue = 2
     for index in range(3):  # one can run at once
         engine.add(make_request([index]))
-    with pytest.raises(QueueFullError, match=r"2 places \(max_queue\), beside 1 .* \(max_num_seqs\)"):
+    with pytest.raises(QueueFullError, match=r"max_queue is 2, plus 1 .* \(max_num_seqs\)"):
         engine.core.add(make_request([9]))
     engine.step()
-    with pytest.raises(QueueFullError, match=r"2 requests are waiting: .* 2 places \(max_queue\), and"):
+    with pytest.raises(QueueFullError, match=r"2 requests are waiting, and max_queue is 2; each"):
         engine.core.add(make_request([9]))
     engine.run()
 
 
-def test_free_rows_are_places_unless_something_else_is_wanting() -> None:
+def test_free_rows_extend_the_queue_unless_another_resource_is_short() -> None:
     engine = FakeEngine(max_num_seqs=8, num_blocks=4, block_size=4)
     engine.core.max_queue = 1
     requests = [engine.add(make_request([index] * 12, 4)) for index in range(3)]
     engine.step()
-    assert engine.core.stats().num_waiting == 2  # for want of memory: the other rows help no one
+    assert engine.core.stats().num_waiting == 2  # memory is short, so free rows do not help
     with pytest.raises(QueueFullError, match="2 requests are waiting"):
         engine.core.add(make_request([9]))
     for request in requests:
         engine.core.abort(request.request_id)
-    for index in range(9):  # nothing is known to be wanting any more
+    for index in range(9):  # nothing is known to be short any more
         engine.add(make_request([index]))
     with pytest.raises(QueueFullError):
         engine.core.add(make_request([9]))
     engine.run()
 
 
-def test_records_tell_every_step() -> None:
+def test_every_step_has_a_record() -> None:
     engine = FakeEngine(max_num_batched_tokens=8)
     request = engine.add(make_request(list(range(12)), 3))
     engine.run()
@@ -207,11 +207,11 @@ def test_prompt_logprobs_arrive_once_and_survive_preemption() -> None:
         result = launch(batch)
         for index, (start, count) in enumerate(zip(batch.starts, batch.counts, strict=True)):
             last = min(start + count, 8)
-            found: list[PositionLogprobs] = [
+            logprobs: list[PositionLogprobs] = [
                 pack_logprobs([TokenLogprob(i, -1.0, 1)]) for i in range(start + 1, last + 1)
             ]
-            if found:
-                result.prompt_logprobs[index] = found
+            if logprobs:
+                result.prompt_logprobs[index] = logprobs
         return result
 
     engine.runner.launch = with_logprobs  # type: ignore[method-assign]
@@ -244,9 +244,9 @@ def test_prompt_logprobs_of_a_prompt_preempted_with_its_last_chunk_in_flight() -
     engine.scheduler._preempt(request, ScheduledStep(Batch(0)), "memory")
     deltas = [delta for _ in range(8) for delta in engine.core.step()]
     kept = [delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs]
-    assert [[position and unpack_logprobs(position)[0].token_id for position in found] for found in kept] == [
-        [None, 2, 3]
-    ]
+    assert [
+        [position and unpack_logprobs(position)[0].token_id for position in positions] for positions in kept
+    ] == [[None, 2, 3]]
 
 
 def test_a_finished_request_stays_finished_when_its_surplus_step_fails() -> None:
@@ -270,7 +270,7 @@ def test_a_finished_request_stays_finished_when_its_surplus_step_fails() -> None
     assert engine.outputs[other.request_id] == expected_tokens([7], 12)
 
 
-def test_a_failing_observer_does_not_hurt_the_engine() -> None:
+def test_failing_observer_does_not_stop_the_engine() -> None:
     engine = FakeEngine()
     calls = []
 
@@ -286,9 +286,9 @@ def test_a_failing_observer_does_not_hurt_the_engine() -> None:
     assert len(engine.records) == 4, "the others are"
 
 
-def test_preemptions_of_a_schedule_that_computes_nothing_are_told() -> None:
+def test_preemptions_of_an_empty_schedule_are_recorded() -> None:
     class Turns(Policy):
-        """The younger of two makes way at once, for whoever waits."""
+        """Preempts the younger of two requests as soon as another waits."""
 
         def yields(self, running: Sequence[Request]) -> Sequence[Request]:
             return running[1:]
@@ -296,13 +296,13 @@ def test_preemptions_of_a_schedule_that_computes_nothing_are_told() -> None:
     engine = FakeEngine(Turns, max_num_seqs=2, pipeline_depth=2)
     requests = [engine.add(make_request([index] * 4, 6)) for index in range(3)]
     engine.run()
-    told = [one for record in engine.records for one in record.preempted]
-    assert len(told) == sum(request.record.num_preemptions for request in requests) > 0
-    assert engine.core.stats().num_preemptions == len(told)
-    assert {one.reason for one in told} == {"policy"}
+    preemptions = [one for record in engine.records for one in record.preempted]
+    assert len(preemptions) == sum(request.record.num_preemptions for request in requests) > 0
+    assert engine.core.stats().num_preemptions == len(preemptions)
+    assert {one.reason for one in preemptions} == {"policy"}
 
 
-def test_a_schedule_that_only_preempts_leaves_its_news_to_the_next() -> None:
+def test_next_step_records_preemptions_of_an_empty_schedule() -> None:
     engine = FakeEngine(partial(Continuous, headroom=0), num_blocks=2, block_size=4, caching=False)
     first, second = (engine.add(make_request([index] * 4, 3)) for index in range(2))
     engine.step()
@@ -313,13 +313,13 @@ def test_a_schedule_that_only_preempts_leaves_its_news_to_the_next() -> None:
     assert second.record.num_preemptions == 1
     assert engine.core.stats().num_preemptions == 1
     engine.run()
-    told = [one for record in engine.records for one in record.preempted]
-    assert told == [(second.request_id, "memory")]
+    preemptions = [one for record in engine.records for one in record.preempted]
+    assert preemptions == [(second.request_id, "memory")]
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("where", ["launch", "collect"])
-def test_a_failed_step_has_its_record(depth: int, where: str) -> None:
+def test_failed_step_has_a_record(depth: int, where: str) -> None:
     engine = FakeEngine(pipeline_depth=depth)
     requests = [engine.add(make_request([index] * 6, 4)) for index in range(2)]
     original = getattr(engine.runner, where)
@@ -339,9 +339,11 @@ def test_a_failed_step_has_its_record(depth: int, where: str) -> None:
     stats = engine.core.stats()
     assert stats.num_failed_steps == len(failed)
     assert stats.num_steps == len(engine.records) - len(failed)
-    told = [one for record in engine.records for one in record.preempted]
-    assert stats.num_preemptions == len(told) == sum(one.record.num_preemptions for one in requests)
-    assert {one.request_id for one in told if one.reason == "failure"} == {one.request_id for one in requests}
+    preemptions = [one for record in engine.records for one in record.preempted]
+    assert stats.num_preemptions == len(preemptions) == sum(one.record.num_preemptions for one in requests)
+    assert {one.request_id for one in preemptions if one.reason == "failure"} == {
+        one.request_id for one in requests
+    }
 
 
 def test_a_request_that_ends_with_a_failed_step_is_in_its_record() -> None:
@@ -354,7 +356,7 @@ def test_a_request_that_ends_with_a_failed_step_is_in_its_record() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_records_tell_when(depth: int) -> None:
+def test_records_have_the_times_of_a_step(depth: int) -> None:
     engine = FakeEngine(pipeline_depth=depth)
     for index in range(3):
         engine.add(make_request([index] * 3, 4))
@@ -379,7 +381,7 @@ def test_records_tell_when(depth: int) -> None:
         assert one.at == life.arrived_at
 
 
-def test_aborts_are_told_even_if_nothing_is_left_to_do() -> None:
+def test_aborting_the_last_request_is_recorded() -> None:
     engine = FakeEngine()
     first, second = engine.add(make_request([1], 9)), engine.add(make_request([2], 9))
     engine.step()

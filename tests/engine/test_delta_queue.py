@@ -28,7 +28,7 @@ async def test_a_reader_waits_for_a_delta() -> None:
     assert (await taking).token_ids == [1]
 
 
-async def test_what_was_not_taken_is_merged() -> None:
+async def test_unread_deltas_are_merged() -> None:
     queue = DeltaQueue()
     queue.put(Delta("r", [1], [position(1)], prompt_logprobs=[None, position(9)]))
     queue.put(Delta("r", [2], [position(2)]))
@@ -41,7 +41,7 @@ async def test_what_was_not_taken_is_merged() -> None:
     assert (delta.finish_reason, delta.stop_token_id) == ("stop", 4)
 
 
-async def test_what_was_taken_does_not_come_again() -> None:
+async def test_read_deltas_are_not_repeated() -> None:
     queue = DeltaQueue()
     queue.put(Delta("r", [1]))
     first = await queue.take()
@@ -50,7 +50,7 @@ async def test_what_was_taken_does_not_come_again() -> None:
     assert first.token_ids == [1]
 
 
-async def test_a_finished_answer_stays_finished() -> None:
+async def test_finished_output_ignores_later_deltas() -> None:
     """The engine may die before a slow reader has taken the end of its answer."""
     queue = DeltaQueue()
     queue.put(Delta("r", [1], finish_reason="length"))
@@ -70,7 +70,7 @@ async def test_a_cancelled_reader_loses_nothing() -> None:
     assert (await queue.take()).token_ids == [1, 2]
 
 
-async def test_a_failed_box_gives_what_it_has_then_the_error() -> None:
+async def test_failed_queue_yields_pending_delta_then_error() -> None:
     queue = DeltaQueue()
     queue.put(Delta("r", [1]))
     queue.fail(EngineDeadError("gone"))
@@ -81,7 +81,7 @@ async def test_a_failed_box_gives_what_it_has_then_the_error() -> None:
             await queue.take()
 
 
-async def test_a_finished_answer_does_not_fail() -> None:
+async def test_finished_output_does_not_fail() -> None:
     queue = DeltaQueue()
     queue.put(Delta("r", [1], finish_reason="length"))
     queue.fail(EngineDeadError("gone"))

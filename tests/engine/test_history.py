@@ -11,7 +11,7 @@ def record(name: str, arrived: float, admitted: float | None, finished: float | 
     return RequestRecord(name, "", 0, 1, arrived, admitted, finished_at=finished)
 
 
-def test_only_the_latest_are_kept() -> None:
+def test_only_the_latest_records_are_kept() -> None:
     history = History(max_records=3)
     for index in range(5):
         history.add(record(f"r{index}", 0, 0, 1))
@@ -20,13 +20,13 @@ def test_only_the_latest_are_kept() -> None:
     assert history.get("r4") is not None
 
 
-def test_an_id_used_again_is_the_later_one() -> None:
+def test_reused_id_returns_the_later_record() -> None:
     history = History()
     history.add(record("r", 0, 0, 1))
     history.add(record("r", 5, 5, 6))
-    found = history.get("r")
-    assert found is not None
-    assert found.record.arrived_at == 5
+    state = history.get("r")
+    assert state is not None
+    assert state.record.arrived_at == 5
     assert len(history) == 1
 
 
@@ -37,12 +37,12 @@ def test_it_waited_for_those_that_ended_between_its_arrival_and_its_admission() 
     history.add(record("never admitted", 2.5, None, 3))
     history.add(record("after", 0, 0, 5))
     history.add(record("mine", 2, 4, 6))
-    found = history.get("mine")
-    assert found is not None
-    assert (found.waited_for, found.num_waited_for) == (("during",), 1)
+    state = history.get("mine")
+    assert state is not None
+    assert (state.waited_for, state.num_waited_for) == (("during",), 1)
 
 
-def test_while_it_waits_those_that_run_are_among_them() -> None:
+def test_waiting_request_also_lists_running_ones() -> None:
     history = History()
     history.add(record("ended", 0, 0, 3))
     state = RequestState(record("mine", 2, None, None), "waiting", waited_for=("runs",), num_waited_for=1)
@@ -50,7 +50,7 @@ def test_while_it_waits_those_that_run_are_among_them() -> None:
     assert history.complete(state).num_waited_for == 2
 
 
-def test_an_answer_names_only_so_many() -> None:
+def test_number_of_listed_requests_is_bounded() -> None:
     history = History()
     for index in range(100):
         history.add(record(f"r{index}", 0, 0, 3))

@@ -1,4 +1,4 @@
-"""The client in a thread, over the fake runner: its answers are known, so a lost or doubled token shows."""
+"""The in-process client over the fake runner, whose output is known: a lost or repeated token shows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from inflight.engine import InprocClient
 from inflight.engine.fake import expected_tokens
 from inflight.engine.inproc import STALLED_AFTER
 from inflight.errors import EngineDeadError, EngineError, QueueFullError, RequestError
-from inflight.events import CACHE_NAME_LENGTH, CacheUpdate, Delta, StepRecord
+from inflight.events import CACHE_HASH_LENGTH, CacheUpdate, Delta, StepRecord
 from inflight.scheduling import Batch
 from tests.support.requests import FakeEngine, make_request
 
@@ -41,14 +41,14 @@ async def client(engine: FakeEngine) -> AsyncIterator[InprocClient]:
     assert complaints == []
 
 
-async def test_changes_of_the_prefix_cache_are_told_to_who_asks(client: InprocClient) -> None:
-    told: list[CacheUpdate] = []
-    client.watch_cache(told.append)
+async def test_observer_gets_changes_of_the_prefix_cache(client: InprocClient) -> None:
+    updates: list[CacheUpdate] = []
+    client.watch_cache(updates.append)
     await client.add(make_request([*range(9)], 1, "r"))
     await read(client, "r")
-    assert [(update.cleared, len(update.stored)) for update in told] == [
+    assert [(update.cleared, len(update.stored)) for update in updates] == [
         (True, 0),
-        (False, 2 * CACHE_NAME_LENGTH),
+        (False, 2 * CACHE_HASH_LENGTH),
     ]
 
 
@@ -131,7 +131,7 @@ async def test_an_id_may_be_used_again_once_it_has_ended(client: InprocClient) -
         assert (tokens, last.finish_reason) == (expected_tokens([1], 3), "length")
 
 
-async def test_an_id_in_use_is_refused(client: InprocClient) -> None:
+async def test_id_in_use_is_rejected(client: InprocClient) -> None:
     await client.add(make_request([1], 20, "twice"))
     with pytest.raises(RequestError, match="'twice' is already in use"):
         await client.add(make_request([2], 20, "twice"))
@@ -139,12 +139,12 @@ async def test_an_id_in_use_is_refused(client: InprocClient) -> None:
     assert tokens == expected_tokens([1], 20)
 
 
-async def test_there_is_no_stream_of_an_unknown_request(client: InprocClient) -> None:
+async def test_streaming_an_unknown_request_is_rejected(client: InprocClient) -> None:
     with pytest.raises(RequestError, match="'nobody'"):
         client.stream("nobody")
 
 
-async def test_a_full_queue_refuses_at_once(engine: FakeEngine, client: InprocClient) -> None:
+async def test_full_queue_rejects_at_once(engine: FakeEngine, client: InprocClient) -> None:
     engine.core.max_queue = 2
     gate = Gate(engine)
     await client.add(make_request([1], 3, "running"))
@@ -235,7 +235,7 @@ async def test_an_error_thrown_into_a_stream_aborts(client: InprocClient) -> Non
     await until_idle(client)
 
 
-async def test_an_add_that_is_cancelled_leaves_nothing(engine: FakeEngine, client: InprocClient) -> None:
+async def test_cancelled_add_leaves_nothing_behind(engine: FakeEngine, client: InprocClient) -> None:
     gate = Gate(engine)
     await client.add(make_request([1], 3, "first"))
     await until(gate.reached.is_set)
@@ -309,10 +309,10 @@ async def test_closing_ends_open_streams(client: InprocClient) -> None:
     await client.close()
 
 
-async def test_a_question_asked_while_the_engine_ends_is_answered(
+async def test_call_while_the_engine_stops_fails_instead_of_hanging(
     client: InprocClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The thread may have looked at its queue for the last time just before the question got there."""
+    """The thread may have read its queue for the last time just before the call was queued."""
     await client.close()
     client._error = None
     real = client._calls
@@ -330,7 +330,7 @@ async def test_a_question_asked_while_the_engine_ends_is_answered(
             await asyncio.wait_for(client.stats(), 60)
 
 
-async def test_closing_may_wait_for_those_that_run(engine: FakeEngine, client: InprocClient) -> None:
+async def test_closing_can_wait_for_running_requests(engine: FakeEngine, client: InprocClient) -> None:
     gate = Gate(engine)
     await client.add(make_request([1], 30, "last"))
     closing = asyncio.ensure_future(client.close(drain=60))
@@ -346,7 +346,7 @@ async def test_closing_may_wait_for_those_that_run(engine: FakeEngine, client: I
 # ---- what it shows ----
 
 
-async def test_why_a_request_took_long(client: InprocClient) -> None:
+async def test_describe_lists_what_a_request_waited_for(client: InprocClient) -> None:
     streams = []
     for index in range(9):  # one more than there are slots
         await client.add(make_request([index], LONG, f"r{index}"))
@@ -399,7 +399,7 @@ async def test_observers_come_and_go_between_steps(engine: FakeEngine, client: I
     assert engine.core.observers == before
 
 
-async def test_an_observer_that_fails_is_dropped(
+async def test_failing_observer_is_removed(
     engine: FakeEngine, client: InprocClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     records: list[StepRecord] = []
@@ -469,7 +469,7 @@ async def test_statistics_come_while_a_prompt_is_computed(client: InprocClient) 
     await answered
 
 
-async def test_a_call_that_goes_wrong_ends_neither_the_loop_nor_other_requests(
+async def test_failing_call_stops_neither_the_loop_nor_other_requests(
     engine: FakeEngine, client: InprocClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever leaves a stream waits for no reply that could tell of an error."""

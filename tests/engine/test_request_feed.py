@@ -1,4 +1,4 @@
-"""Requests that are made as steps need them."""
+"""Requests that are created as steps need them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def make_engine(depth: int) -> FakeEngine:
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("longest", [3, 40])
-def test_steps_are_as_full_as_if_all_were_there(longest: int, depth: int) -> None:
+def test_lazy_steps_are_as_full_as_eager_ones(longest: int, depth: int) -> None:
     """Texts so short that slots run out, and longer ones of which one must fit into what is left."""
     lazy, eager = make_engine(depth), make_engine(depth)
     made: list[str] = []
@@ -48,7 +48,7 @@ def test_steps_are_as_full_as_if_all_were_there(longest: int, depth: int) -> Non
     assert sorted(lazy.vectors) == sorted(made)
 
 
-def test_the_first_step_waits_for_its_own_requests_alone() -> None:
+def test_first_step_waits_only_for_its_own_requests() -> None:
     made: list[str] = []
     engine = make_engine(depth=2)
     feed = RequestFeed(engine.core, requests(1000, 20, made), lazily=True)
@@ -57,7 +57,7 @@ def test_the_first_step_waits_for_its_own_requests_alone() -> None:
     assert not feed.is_empty
 
 
-def test_all_at_once() -> None:
+def test_eager_feed_adds_all_requests_at_once() -> None:
     made: list[str] = []
     engine = make_engine(depth=2)
     feed = RequestFeed(engine.core, requests(100, 20, made), lazily=False)
@@ -66,7 +66,7 @@ def test_all_at_once() -> None:
     assert feed.added == made == [str(index) for index in range(100)]
 
 
-def test_no_request_at_all() -> None:
+def test_empty_feed_adds_nothing() -> None:
     engine = make_engine(depth=1)
     feed = RequestFeed(engine.core, iter(()), lazily=True)
     assert run(engine, feed) == []

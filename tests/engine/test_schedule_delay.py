@@ -1,4 +1,4 @@
-"""Scheduling a step as late as the device allows, so that who comes meanwhile is part of it."""
+"""A step is scheduled as late as the device allows, so that more requests can join it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from inflight.engine import InprocClient
 from inflight.engine.core import MARGIN, SURE
-from inflight.engine.engine_loop import EngineLoop
+from inflight.engine.remote.engine_loop import EngineLoop
 from inflight.engine.remote.wire import Abort, Ack, Add, StepOutputs, ToEngine
 from inflight.processes.channel import Message, Stop
 from inflight.request import Request
@@ -37,7 +37,7 @@ def test_the_next_step_waits_for_most_of_the_one_on_the_device() -> None:
     assert engine.runner.now + MARGIN < engine.runner.free_at
 
 
-def test_who_comes_meanwhile_is_part_of_the_next_step() -> None:
+def test_arrival_during_the_delay_joins_the_next_step() -> None:
     engine = decoding(depth=2)
     engine.runner.now += engine.core.schedule_delay() / 2
     name = engine.add(40, 2)
@@ -49,7 +49,7 @@ def test_who_comes_meanwhile_is_part_of_the_next_step() -> None:
 
 
 @pytest.mark.parametrize("case", ["depth 1", "idle", "a new size"])
-def test_there_is_none_where_it_would_not_help(case: str) -> None:
+def test_no_delay_where_it_would_not_help(case: str) -> None:
     engine = decoding(depth=1 if case == "depth 1" else 2)
     match case:
         case "idle":
@@ -122,8 +122,8 @@ def test_the_engine_process_takes_messages_while_it_waits() -> None:
 class Preparation:
     """Of requests, which is over when the test says so."""
 
-    def __init__(self, wanted: bool) -> None:
-        self.future: Future[None] | None = Future() if wanted else None
+    def __init__(self, pending: bool) -> None:
+        self.future: Future[None] | None = Future() if pending else None
 
     def __call__(self, request: Request) -> Future[None] | None:  # noqa: ARG002
         return self.future
@@ -131,7 +131,7 @@ class Preparation:
 
 def test_steps_do_not_wait_for_a_request_that_is_being_prepared() -> None:
     engine, link = decoding(depth=1), Script()
-    engine.core.prepare = preparation = Preparation(wanted=True)
+    engine.core.prepare = preparation = Preparation(pending=True)
     num_steps = len(engine.records)
     loop = EngineLoop(engine.core, link)  # type: ignore[arg-type]
     loop._handle(Add(1, make_request([1, 2, 3], 2).spec))
@@ -148,7 +148,7 @@ def test_steps_do_not_wait_for_a_request_that_is_being_prepared() -> None:
 
 def test_a_request_may_be_aborted_while_it_is_being_prepared() -> None:
     engine, link = FakeEngine(), Script()
-    engine.core.prepare = preparation = Preparation(wanted=True)
+    engine.core.prepare = preparation = Preparation(pending=True)
     link.later.extend((Add(1, make_request([1, 2, 3], 2).spec), Abort(2, 1, "abort"), Stop()))
     EngineLoop(engine.core, link).run()  # type: ignore[arg-type]
     assert not engine.core.has_work

@@ -1,11 +1,11 @@
-"""Engines that are told something beside requests: to forget prefixes, to sleep, to wake up."""
+"""Commands of an engine: reset the prefix cache, sleep, wake up."""
 
 from __future__ import annotations
 
 import pytest
 
-from inflight.engine.core import STEP_SIZES
 from inflight.engine.fake import FakeRunner
+from inflight.engine.stats import STEP_SIZES
 from inflight.errors import EngineAsleepError, EngineError
 from tests.support.requests import FakeEngine, make_request
 
@@ -17,16 +17,16 @@ class FakeSleepSupport:
 
     def __init__(self, engine: FakeEngine) -> None:
         self._engine = engine
-        self.told: list[str] = []
+        self.calls: list[str] = []
 
     def check(self) -> None:
-        self.told.append("check")
+        self.calls.append("check")
 
     def sleep(self) -> None:
-        self.told.append("sleep")
+        self.calls.append("sleep")
 
     def wake(self) -> FakeRunner:
-        self.told.append("wake")
+        self.calls.append("wake")
         return FakeRunner(self._engine.num_blocks, self._engine.block_size)
 
 
@@ -49,45 +49,45 @@ def num_cached(engine: FakeEngine) -> int:
     return engine.finished[request.request_id].record.num_cached_tokens  # type: ignore[union-attr]
 
 
-def test_an_engine_that_slept_gives_the_same_answers_and_knows_no_prefix(engine: FakeEngine) -> None:
+def test_woken_engine_has_the_same_outputs_and_an_empty_cache(engine: FakeEngine) -> None:
     before = run(engine)
     assert num_cached(engine) > 0
     runner = engine.core.runner
-    engine.core.obey("sleep")
+    engine.core.run_command("sleep")
     assert engine.core.stats().is_sleeping
     assert engine.core.stats().kv.num_cached == 0
-    engine.core.obey("sleep")  # again: nothing is left to do
-    engine.core.obey("wake_up")
-    engine.core.obey("wake_up")
+    engine.core.run_command("sleep")  # again: nothing is left to do
+    engine.core.run_command("wake_up")
+    engine.core.run_command("wake_up")
     assert engine.core.runner is not runner
     assert not engine.core.stats().is_sleeping
-    assert engine.core._sleep_support.told == ["check", "sleep", "wake"]  # type: ignore[attr-defined]
+    assert engine.core._sleep_support.calls == ["check", "sleep", "wake"]  # type: ignore[attr-defined]
     assert run(engine) == before
 
 
-def test_who_sleeps_takes_no_requests_and_who_has_requests_does_not_sleep(engine: FakeEngine) -> None:
-    engine.core.obey("sleep")
+def test_sleeping_engine_rejects_requests_and_busy_engine_does_not_sleep(engine: FakeEngine) -> None:
+    engine.core.run_command("sleep")
     with pytest.raises(EngineAsleepError):
         engine.core.add(make_request(PROMPT))
     assert not engine.core.has_work
-    engine.core.obey("wake_up")
+    engine.core.run_command("wake_up")
     engine.add(make_request(PROMPT))
     with pytest.raises(EngineError, match="has requests"):
-        engine.core.obey("sleep")
+        engine.core.run_command("sleep")
     engine.run()
 
 
-def test_one_without_weights_to_put_away_says_so_and_goes_on() -> None:
+def test_engine_that_cannot_sleep_says_so_and_continues() -> None:
     engine = FakeEngine()
     with pytest.raises(EngineError, match="cannot sleep"):
-        engine.core.obey("sleep")
+        engine.core.run_command("sleep")
     assert run(engine)
 
 
-def test_prefixes_can_be_forgotten(engine: FakeEngine) -> None:
+def test_prefix_cache_can_be_reset(engine: FakeEngine) -> None:
     run(engine)
     assert num_cached(engine) > 0
-    engine.core.obey("reset_prefix_cache")
+    engine.core.run_command("reset_prefix_cache")
     assert num_cached(engine) == 0
 
 

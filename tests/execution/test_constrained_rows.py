@@ -27,7 +27,7 @@ NUM_TOKENS = 60
 
 
 class Masks:
-    """A sampler's rows, of which the latest masks are kept."""
+    """The rows of a sampler, recording their latest masks."""
 
     vocab_size = len(vocabulary().pieces)
 
@@ -45,7 +45,7 @@ class Masks:
 def follow(
     rows: ConstrainedRows, state: Masks, regex: str, token_ids: Sequence[int]
 ) -> tuple[list[bytes], dict[int, RequestFailure]]:
-    """Run a request in row 0 that draws these tokens. Returns its masks, and its failure if it has one."""
+    """Run a request in row 0 that samples these tokens. Return its masks, and its failure if it has one."""
     params = SamplingParams(structured_outputs=StructuredOutputs(regex=regex), max_tokens=len(token_ids))
     request = Request.create("r", [1], params, len(token_ids))
     rows.admit([Admission(0, request.current_spec())])
@@ -69,7 +69,7 @@ def letters(seed: int) -> list[int]:
 
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> GrammarCompiler:
-    """One whose lexers are soon full."""
+    """A compiler whose lexers fill up quickly."""
     monkeypatch.setattr(compiling, "MAX_STATES", 200)
     monkeypatch.setattr(compiling, "MAX_LARGE_STATES", 2000)
     return GrammarCompiler(vocabulary)
@@ -125,7 +125,7 @@ def error_when_full(grammar: Grammar) -> str:
     return ""
 
 
-def test_as_many_tokens_can_be_replayed_as_were_drawn_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_many_tokens_can_be_replayed_as_were_sampled_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that is preempted, or that moves to another engine, begins with all its outputs."""
     monkeypatch.setitem(compiling.LIMITS, "step_lexer_fuel", 2000)
     matcher = GrammarCompiler(vocabulary).compile(ASKED).matcher()

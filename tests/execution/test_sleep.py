@@ -1,4 +1,4 @@
-"""Weights can be moved under all who hold them."""
+"""Weights can be moved in place."""
 
 from __future__ import annotations
 

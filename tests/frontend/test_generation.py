@@ -179,9 +179,14 @@ def test_a_resumed_request_can_be_resumed() -> None:
 
 
 def test_a_request_without_outputs_starts_over() -> None:
-    request = make_request([1, 2], 0, params=SamplingParams(), kind="score", splittable=False)
+    request = make_request([1, 2], 0, params=SamplingParams(), kind="prompt_logprobs", splittable=False)
     again = request.resumed([])
-    assert (again.kind, again.splittable, again.token_ids, again.max_tokens) == ("score", False, [1, 2], 0)
+    assert (again.kind, again.splittable, again.token_ids, again.max_tokens) == (
+        "prompt_logprobs",
+        False,
+        [1, 2],
+        0,
+    )
 
 
 # ---- all or none ----

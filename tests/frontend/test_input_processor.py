@@ -154,20 +154,20 @@ def test_whatever_comes_is_taken_or_refused(prompt: Any, priority: Any, tenant: 
 
 def test_params_of_the_wrong_kind() -> None:
     wrong: Any = {"temperature": 0}
-    with pytest.raises(ParameterError, match="they must be SamplingParams"):
+    with pytest.raises(ParameterError, match="it must be SamplingParams"):
         make().requests("r", [5], wrong)
 
 
 def test_a_prompt_that_is_only_scored_may_fill_the_context() -> None:
-    request = one([5] * 64, kind="score")
+    request = one([5] * 64, kind="prompt_logprobs")
     assert (request.kind, request.max_tokens, request.max_total, request.num_to_compute) == (
-        "score",
+        "prompt_logprobs",
         0,
         64,
         64,
     )
     with pytest.raises(PromptError, match="at most 64 are allowed"):
-        one([5] * 65, kind="score")
+        one([5] * 65, kind="prompt_logprobs")
     assert one([5] * 63).num_to_compute == 63, "the last output needs no KV"
     with pytest.raises(PromptError, match="at most 63 are allowed"):
         one([5] * 64)

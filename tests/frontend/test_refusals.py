@@ -202,8 +202,8 @@ def test_templates() -> None:
     [
         "request.py",
         "sampling_params.py",
-        "llm.py",
-        "async_engine.py",
+        "entrypoints/llm.py",
+        "entrypoints/async_engine.py",
         "frontend/input_processor.py",
         "text/stops.py",
     ],

@@ -51,5 +51,5 @@ def test_graphs_depth_preemption_and_chunks_change_nothing(
     expected: list[str], options: dict[str, Any]
 ) -> None:
     found = answers(**{"num_blocks": 400} | options)
-    # A logarithm that rounds the other way may turn one draw in thousands; the answers after it differ.
+    # A logarithm that rounds differently may change one sample in thousands; the rest of that answer then differs.
     assert sum(a == b for a, b in zip(found, expected, strict=True)) >= len(expected) - 1

@@ -1,4 +1,4 @@
-"""A state machine over the block manager: whatever happens, blocks balance and shared content is right."""
+"""A state machine over the block manager: blocks always balance, and shared content is right."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_no_prefix_cache_finds_nothing_and_keeps_nothing() -> None:
     assert blocks.pool.num_empty == 4
 
 
-def test_budget() -> None:
+def test_block_and_context_limits() -> None:
     assert blocks_for_memory(1000, 100, 16, 1, 1 << 20, exact=True) == 10
     assert blocks_for_memory(1 << 40, 100, 16, 4, 33, exact=False) == 12, "no more than can be used"
     with pytest.raises(KVBudgetError, match="99 bytes"):

@@ -1,4 +1,4 @@
-"""Memory of GPUs that several processes share, with the numbers of a fake device."""
+"""KV budgets on a GPU shared by several processes, with a fake device."""
 
 from __future__ import annotations
 
@@ -82,19 +82,19 @@ def test_replicas_start_together_in_any_order_and_restart_one_at_a_time(
 
 
 @given(others=st.integers(0, 40).map(lambda gib: gib << 30), context=st.integers(200 * MIB, CONTEXT_MEMORY))
-def test_other_processes_take_nothing_from_an_engine(others: int, context: int) -> None:
+def test_memory_of_other_processes_does_not_shrink_the_budget(others: int, context: int) -> None:
     total = 80 << 30
     alone = GpuMemory("cuda:0", total, total - WEIGHTS - context, WEIGHTS)
     shared = GpuMemory("cuda:0", total, total - WEIGHTS - context - others, WEIGHTS)
     cache = CacheConfig(gpu_memory_utilization=0.45)
-    assert alone.own == WEIGHTS + context, "measured where nobody else is"
+    assert alone.own == WEIGHTS + context, "measured while no other process is there"
     assert alone.others == 0
     lost = gpu_kv_memory(alone, cache, STEP, BLOCK) - gpu_kv_memory(shared, cache, STEP, BLOCK)
     assert 0 <= lost <= CONTEXT_MEMORY - context
     assert others - CONTEXT_MEMORY <= shared.others <= others
 
 
-def test_a_share_that_others_have_taken_is_refused_with_what_they_hold() -> None:
+def test_error_names_the_memory_that_other_processes_hold() -> None:
     memory = GpuMemory("cuda:0", 80 << 30, 20 << 30, 10 << 30)
     with pytest.raises(
         KVBudgetError, match=r"is 0.9: .* 21,474,836,480 are free on cuda:0; other .* 52,881,784,832$"
@@ -108,7 +108,7 @@ def test_a_share_that_others_have_taken_is_refused_with_what_they_hold() -> None
     assert gpu_kv_memory(memory, CacheConfig(num_blocks=1000), STEP, BLOCK) == 1000 * BLOCK
 
 
-def test_a_share_that_holds_no_block_is_refused() -> None:
+def test_budget_without_room_for_a_block_is_rejected() -> None:
     memory = GpuMemory("cuda:0", 80 << 30, 20 << 30, 40 << 30)
     with pytest.raises(
         KVBudgetError, match=r"is 0.5: .* this process holds 43,\d+.* none are left for KV blocks"

@@ -1,20 +1,20 @@
-"""What is told of a prefix cache is what is in it."""
+"""The reported changes of a prefix cache match its content."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inflight.events import CACHE_NAME_LENGTH, CacheUpdate
+from inflight.events import CACHE_HASH_LENGTH, CacheUpdate
 from inflight.kv import BlockManager, ChainHashCache, NoPrefixCache
-from inflight.kv.cache_changes import CacheChanges
+from inflight.kv.prefix_cache import CacheChanges
 from tests.support.requests import make_request
 
 SIZE = 4
 
 
 def names(packed: bytes) -> list[bytes]:
-    return [packed[at : at + CACHE_NAME_LENGTH] for at in range(0, len(packed), CACHE_NAME_LENGTH)]
+    return [packed[at : at + CACHE_HASH_LENGTH] for at in range(0, len(packed), CACHE_HASH_LENGTH)]
 
 
 def apply(known: set[bytes], update: CacheUpdate | None) -> None:
@@ -26,14 +26,14 @@ def apply(known: set[bytes], update: CacheUpdate | None) -> None:
 
 
 def in_cache(cache: ChainHashCache) -> set[bytes]:
-    return {name[:CACHE_NAME_LENGTH] for name in cache._block_of}
+    return {name[:CACHE_HASH_LENGTH] for name in cache._block_of}
 
 
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
 
 
 @given(st.lists(st.one_of(PROMPTS, st.sampled_from(["take", "clear"])), max_size=30))
-def test_a_list_kept_elsewhere_is_the_cache(events: list[list[int] | str]) -> None:
+def test_reported_changes_add_up_to_the_cache(events: list[list[int] | str]) -> None:
     cache = ChainHashCache(SIZE)
     blocks, changes, known = BlockManager(5, SIZE, cache), CacheChanges(), {b"old entry"}
     cache.report(changes)
@@ -55,7 +55,7 @@ def test_a_list_kept_elsewhere_is_the_cache(events: list[list[int] | str]) -> No
     assert changes.take() is None
 
 
-def test_who_comes_later_is_told_all_that_is_there() -> None:
+def test_late_observer_gets_the_whole_content() -> None:
     cache = ChainHashCache(SIZE)
     blocks = BlockManager(8, SIZE, cache)
     request = make_request(list(range(9)))
@@ -72,7 +72,7 @@ def test_who_comes_later_is_told_all_that_is_there() -> None:
     assert not changes
 
 
-def test_no_cache_tells_nothing() -> None:
+def test_null_cache_reports_nothing() -> None:
     changes = CacheChanges()
     NoPrefixCache().report(changes)
     assert not changes

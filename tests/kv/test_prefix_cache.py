@@ -1,4 +1,4 @@
-"""Names of blocks: the same whether they were hashed or taken from a request that begins alike."""
+"""Block hashes: equal whether computed or copied from a request with a common prefix."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hashlib import sha256
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inflight.kv.block_names import NUM_RECENT, BlockMarks, BlockNamer
+from inflight.kv.block_hashes import NUM_RECENT, BlockHasher, BlockMarks
 from inflight.kv.prefix_cache import ChainHashCache
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
@@ -32,25 +32,25 @@ IDS = st.lists(st.integers(0, 2), min_size=1, max_size=5 * SIZE)
 
 
 @given(st.lists(st.tuples(IDS, IDS, st.sampled_from(["", "a"])), max_size=2 * NUM_RECENT))
-def test_names_depend_on_nobody_else(prompts: list[tuple[list[int], list[int], str]]) -> None:
+def test_hashes_do_not_depend_on_other_requests(prompts: list[tuple[list[int], list[int], str]]) -> None:
     cache = ChainHashCache(SIZE)
     for beginning, rest, salt in prompts:
         for token_ids in (beginning + rest, beginning, beginning + rest[::-1]):
             request = ask(token_ids, salt)
             cache.match(request)
-            found = request.block_hashes
-            assert len(found) >= (len(token_ids) - 1) // SIZE
-            assert found == names(token_ids, salt)[: len(found)]
+            hashes = request.block_hashes
+            assert len(hashes) >= (len(token_ids) - 1) // SIZE
+            assert hashes == names(token_ids, salt)[: len(hashes)]
 
 
 @given(IDS, st.sampled_from(["", "a"]), st.sets(st.integers(1, 5)))
-def test_some_names_are_those_that_all_would_have(token_ids: list[int], salt: str, chosen: set[int]) -> None:
+def test_hashes_at_marks_equal_the_full_list(token_ids: list[int], salt: str, chosen: set[int]) -> None:
     marks = sorted(mark for mark in chosen if mark * SIZE <= len(token_ids))
     every = names(token_ids, salt)
-    assert BlockNamer(SIZE).names_at(ask(token_ids, salt), marks) == [every[mark - 1] for mark in marks]
+    assert BlockHasher(SIZE).hashes_at(ask(token_ids, salt), marks) == [every[mark - 1] for mark in marks]
 
 
-def test_marks_are_the_same_for_all_and_ever_further_apart() -> None:
+def test_marks_are_shared_and_increasingly_sparse() -> None:
     whole = BlockMarks().up_to(70_000)
     assert whole[:66] == [*range(1, 65), 66, 68]
     assert len(whole) < 64 + 32 * 11
@@ -60,7 +60,7 @@ def test_marks_are_the_same_for_all_and_ever_further_apart() -> None:
         assert marks.up_to(num_blocks) == [mark for mark in whole if mark <= num_blocks]
 
 
-def test_outputs_are_named_too() -> None:
+def test_output_blocks_are_hashed_too() -> None:
     cache = ChainHashCache(SIZE)
     cache.match(ask(list(range(9))))
     request = ask(list(range(9)))
@@ -69,16 +69,16 @@ def test_outputs_are_named_too() -> None:
     request.block_ids = list(range(5))
     cache.publish(request, 20)
     assert request.block_hashes == names(request.token_ids, "")
-    # And nobody takes them for a prompt's.
+    # They are not copied to requests with another prompt.
     other = ask([*range(9), 7, 7, 7, 7, 7])
     assert cache.match(other) == [0, 1]
     assert other.block_hashes == names(other.token_ids, "")
 
 
-def test_of_many_that_begin_alike_one_is_remembered() -> None:
+def test_one_recent_request_is_kept_per_prefix() -> None:
     cache = ChainHashCache(SIZE)
     for kind in [*range(NUM_RECENT), *[0] * 20]:
         cache.match(ask([kind] * 9))
-    assert [request.spec.token_ids[0] for request in cache._namer.recent] == [*range(1, NUM_RECENT), 0]
+    assert [request.spec.token_ids[0] for request in cache._hasher.recent] == [*range(1, NUM_RECENT), 0]
     cache.match(ask([99] * 9))
-    assert [request.spec.token_ids[0] for request in cache._namer.recent] == [*range(2, NUM_RECENT), 0, 99]
+    assert [request.spec.token_ids[0] for request in cache._hasher.recent] == [*range(2, NUM_RECENT), 0, 99]

@@ -123,4 +123,4 @@ def test_the_command(tmp_path: Path) -> None:
     assert "a request of full length: --tensor-parallel-size 1 --pipeline-parallel-size 1" in result.output
     assert CliRunner().invoke(app, ["plan", str(tmp_path)]).exit_code == 2  # on what?
     result = CliRunner().invoke(app, ["plan", str(tmp_path), "--gpus", "1x4GB"])
-    assert "no way to share out the model has room" in str(result.exception)
+    assert "no number of ranks has room" in str(result.exception)

@@ -95,7 +95,7 @@ async def test_an_address_where_no_one_is_is_one_line() -> None:
         taken.bind(("127.0.0.1", 0))  # and does not listen
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(
-            ConfigError, match=f"^ray_address is '{address}', where no cluster answers: .*refused"
+            ConfigError, match=f"^ray_address is '{address}', but no cluster answers there: .*refused"
         ):
             await start_router(EngineConfig(), RouterConfig(ray_address=address))
 

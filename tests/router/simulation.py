@@ -15,7 +15,7 @@ from inflight.engine.client import CacheObserver
 from inflight.engine.delta_queue import DeltaQueue, DeltaStream
 from inflight.engine.fake import FakeRunner
 from inflight.events import Delta
-from inflight.kv.cache_changes import CacheChanges
+from inflight.kv.prefix_cache import CacheChanges
 from inflight.request import Request
 from inflight.router import Router
 from inflight.scheduling import Batch, Sampled

@@ -102,7 +102,7 @@ async def test_a_request_that_kills_engines_ends_after_the_second_and_alone() ->
             told, code = last.error, last.error_code
         except EngineError as error:
             told, code = str(error), error.code
-        assert told == "2 engines died while they computed this request: it is not tried again"
+        assert told == "2 engines died while computing this request: it is not retried"
         assert code == "poison_request"
         assert await asyncio.gather(*newcomers) == [expected_tokens([index], 5) for index in range(3)]
         assert await asyncio.gather(*tasks) == [expected_tokens([SLOW, index], 200) for index in range(6)]
@@ -116,7 +116,7 @@ async def test_scores_and_vectors_are_computed_again() -> None:
         prompt = [SLOW, *range(40)]
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
         requests = [
-            Request.create("score", prompt, params, 0, kind="score"),
+            Request.create("score", prompt, params, 0, kind="prompt_logprobs"),
             Request.create("pool", prompt, SamplingParams(temperature=0), 0, kind="pool"),
         ]
         blockers = await open_streams(router, 2, 3000)

@@ -68,7 +68,7 @@ async def test_all_sleep_or_none_and_so_does_who_comes_later() -> None:
         engines[0].core._sleep_support = FakeSleepSupport(engines[0])
         with pytest.raises(EngineError, match="cannot sleep"):
             await router.command("sleep")
-        assert engines[0].core._sleep_support.told == ["check", "sleep", "wake"]
+        assert engines[0].core._sleep_support.calls == ["check", "sleep", "wake"]
         engines[1].core._sleep_support = FakeSleepSupport(engines[1])
         await router.command("sleep")
         assert (await router.stats()).is_sleeping

@@ -1,4 +1,4 @@
-"""Policies that answer nonsense. Whatever they do, everyone must finish with the right tokens."""
+"""Policies with invalid results. Whatever they return, all requests must finish with the right tokens."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Contrary(Policy):
         request.order = -request.arrival
         self.queue.push(request)
 
-    def tokens(self, request: Request, wanted: int, budget: int) -> int:  # noqa: ARG002
-        return min(wanted, max(1, budget // 2))
+    def tokens(self, request: Request, num_remaining: int, budget: int) -> int:  # noqa: ARG002
+        return min(num_remaining, max(1, budget // 2))
 
     def reserved(self, prompts: Sequence[Request], budget: int) -> int:  # noqa: ARG002
         return budget
@@ -45,15 +45,15 @@ class SmallBites(Continuous):
     def __init__(self) -> None:
         super().__init__(headroom=0)
 
-    def tokens(self, request: Request, wanted: int, budget: int) -> int:  # noqa: ARG002
-        return min(wanted, budget, 4)
+    def tokens(self, request: Request, num_remaining: int, budget: int) -> int:  # noqa: ARG002
+        return min(num_remaining, budget, 4)
 
 
 class OutOfRange(Policy):
     """More than there is, and fewer than none."""
 
-    def tokens(self, request: Request, wanted: int, budget: int) -> int:
-        return (wanted, budget, wanted + budget, -wanted)[request.arrival % 4]
+    def tokens(self, request: Request, num_remaining: int, budget: int) -> int:
+        return (num_remaining, budget, num_remaining + budget, -num_remaining)[request.arrival % 4]
 
     def reserve(self, request: Request, running: Sequence[Request]) -> int:  # noqa: ARG002
         return (0, -5, 1 << 40)[request.arrival % 3]
@@ -63,12 +63,12 @@ class OutOfRange(Policy):
 
 
 class Refusing(Policy):
-    """Nobody comes in, nobody gets tokens, nobody leaves."""
+    """Admits no request, grants no tokens and lets none leave."""
 
     def admits(self, request: Request, running: Sequence[Request]) -> bool:  # noqa: ARG002
         return False
 
-    def tokens(self, request: Request, wanted: int, budget: int) -> int:  # noqa: ARG002
+    def tokens(self, request: Request, num_remaining: int, budget: int) -> int:  # noqa: ARG002
         return 0
 
     def leaves(self, request: Request, running: Sequence[Request]) -> bool:  # noqa: ARG002
@@ -78,13 +78,13 @@ class Refusing(Policy):
 QUESTIONS = {name for name, value in vars(Policy).items() if callable(value)} - {"__init__", "__len__"}
 
 
-def _answers(found: Any) -> type[Policy]:
+def _answers(result: Any) -> type[Policy]:
     """A policy that answers every question with the same thing, or raises."""
 
     def respond(*_: object) -> Any:
-        if found is RuntimeError:
+        if result is RuntimeError:
             raise RuntimeError("on purpose")
-        return found
+        return result
 
     return type("Monotonous", (Policy,), dict.fromkeys(QUESTIONS, respond))
 
@@ -95,7 +95,7 @@ class Erratic(Policy):
     def __init__(self, seed: int) -> None:
         super().__init__(headroom=0)
         self._random = random.Random(seed)
-        self._seen: list[Any] = [make_request([1])]  # a stranger, then everyone who ever came
+        self._seen: list[Any] = [make_request([1])]  # an unknown request, then all that ever arrived
 
     def _maybe(self, right: Any) -> Any:
         if self._random.random() < 0.7:
@@ -133,8 +133,8 @@ class Erratic(Policy):
     def admits(self, request: Request, running: Sequence[Request]) -> Any:  # noqa: ARG002
         return self._maybe(self._random.random() < 0.5)
 
-    def tokens(self, request: Request, wanted: int, budget: int) -> Any:  # noqa: ARG002
-        return self._maybe(self._random.randint(0, min(wanted, budget)))
+    def tokens(self, request: Request, num_remaining: int, budget: int) -> Any:  # noqa: ARG002
+        return self._maybe(self._random.randint(0, min(num_remaining, budget)))
 
     def reserve(self, request: Request, running: Sequence[Request]) -> Any:
         return self._maybe(super().reserve(request, running))

@@ -1,4 +1,4 @@
-"""Policies to try at random: without headroom, memory runs out all the time."""
+"""Policies for random tests: without headroom, memory runs out frequently."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A runner that gives several tokens at a time, as one that speculates would."""
+"""A runner that returns several tokens per step, as one with speculative decoding would."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A runner of several stages: a token that is in flight is not there when the next step begins."""
+"""A runner with pipeline stages: a token in flight is not known yet when the next step begins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the time of a request goes, on a clock that only steps move. That the parts add up is in test_machine.py."""
+"""Latency attribution on a clock that only steps advance. test_machine.py checks that the parts add up."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.timed import TimedRunner, timed
 
 
 class TimedScene:
-    """Requests in an engine with these limits; whatever ends is in `found`."""
+    """Requests in an engine with these limits; `breakdowns` has those that ended."""
 
     def __init__(
         self,
@@ -30,11 +30,11 @@ class TimedScene:
         self.runner = TimedRunner(num_blocks, 16, ())
         limits = Limits(max_num_seqs, max_num_batched_tokens, 1 << 30)
         blocks = BlockManager(num_blocks, 16, NoPrefixCache())
-        if policy is None:  # one that nobody waits in is false, too
+        if policy is None:  # not `or`: a policy with an empty queue is falsy
             policy = Policy(headroom=0)
         scheduler = Scheduler(limits, policy, blocks, TokenBudget(max_num_batched_tokens))
         self.core = EngineCore(scheduler, self.runner, clock=lambda: self.runner.now)
-        self.found: dict[str, TimeBreakdown] = {}
+        self.breakdowns: dict[str, TimeBreakdown] = {}
 
     def add(self, name: str, num_prompt: int, max_tokens: int) -> Request:
         request = make_request([3] * num_prompt, max_tokens, name)
@@ -45,63 +45,63 @@ class TimedScene:
         for _ in range(count):
             for delta in self.core.step():
                 if delta.record is not None:
-                    self.found[delta.request_id] = delta.record.breakdown
+                    self.breakdowns[delta.request_id] = delta.record.breakdown
 
     def run(self) -> dict[str, TimeBreakdown]:
         while self.core.has_work:
             self.step()
-        return self.found
+        return self.breakdowns
 
 
-def waited(found: TimeBreakdown) -> dict[str, float]:
-    return {cause: seconds for cause, seconds in found.queue.items() if seconds}
+def waited(breakdown: TimeBreakdown) -> dict[str, float]:
+    return {cause: seconds for cause, seconds in breakdown.queue.items() if seconds}
 
 
-def test_alone_all_time_is_its_own() -> None:
+def test_a_lone_request_waits_for_nothing() -> None:
     scene = TimedScene()
     scene.add("a", 40, 5)
-    found = scene.run()["a"]
-    assert waited(found) == {}
-    assert found.prefill == pytest.approx(timed(40))
-    assert found.decode == pytest.approx(4 * timed(1))
-    assert (found.prefill_of_others, found.preempted, found.held) == (0, 0, 0)
+    breakdown = scene.run()["a"]
+    assert waited(breakdown) == {}
+    assert breakdown.prefill == pytest.approx(timed(40))
+    assert breakdown.decode == pytest.approx(4 * timed(1))
+    assert (breakdown.prefill_of_others, breakdown.preempted, breakdown.held) == (0, 0, 0)
 
 
-def test_prompts_of_others_beside_its_decodes() -> None:
+def test_time_added_by_prompts_of_others_is_attributed_to_them() -> None:
     scene = TimedScene()
     scene.add("a", 10, 8)
     scene.step(3)
     scene.add("b", 200, 1)
-    found = scene.run()
-    assert found["a"].prefill_of_others == pytest.approx(timed(201) - timed(1))
-    assert found["a"].decode == pytest.approx(7 * timed(1))
-    assert found["b"].prefill == pytest.approx(timed(201))
+    breakdowns = scene.run()
+    assert breakdowns["a"].prefill_of_others == pytest.approx(timed(201) - timed(1))
+    assert breakdowns["a"].decode == pytest.approx(7 * timed(1))
+    assert breakdowns["b"].prefill == pytest.approx(timed(201))
 
 
-def test_the_first_step_beside_a_prompt_is_shared_by_tokens() -> None:
+def test_first_step_with_a_prompt_is_divided_by_tokens() -> None:
     """Nothing is known yet of steps without prompts."""
     scene = TimedScene(max_num_batched_tokens=100)
     scene.add("a", 10, 2)
     scene.add("b", 180, 1)
     scene.step(2)
-    assert scene.found["a"].prefill_of_others == pytest.approx(timed(91) * 89 / 91)
+    assert scene.breakdowns["a"].prefill_of_others == pytest.approx(timed(91) * 89 / 91)
 
 
-def test_waiting_for_a_slot() -> None:
+def test_waiting_for_a_row_is_attributed_to_slots() -> None:
     scene = TimedScene(max_num_seqs=1)
     scene.add("a", 10, 3)
     scene.add("b", 10, 1)
     assert waited(scene.run()["b"]) == {"slots": pytest.approx(timed(10) + 2 * timed(1))}
 
 
-def test_waiting_for_tokens_of_a_step() -> None:
+def test_waiting_for_tokens_of_a_step_is_attributed_to_budget() -> None:
     scene = TimedScene(max_num_batched_tokens=100)
     scene.add("a", 150, 1)
     scene.add("b", 10, 1)
     assert waited(scene.run()["b"]) == {"budget": pytest.approx(timed(100))}
 
 
-def test_waiting_for_memory_and_for_a_policy() -> None:
+def test_waiting_for_memory_or_a_policy_is_attributed_to_them() -> None:
     scene = TimedScene(num_blocks=4)
     scene.add("a", 30, 3)
     scene.add("b", 48, 1)
@@ -112,7 +112,7 @@ def test_waiting_for_memory_and_for_a_policy() -> None:
     assert waited(scene.run()["b"]) == {"policy": pytest.approx(timed(30) + 2 * timed(1))}
 
 
-def test_who_comes_while_a_step_is_computed_waits_for_the_next() -> None:
+def test_arrival_during_a_step_waits_for_the_next_step() -> None:
     scene = TimedScene()
     scene.add("a", 10, 3)
     scene.step()
@@ -121,12 +121,12 @@ def test_who_comes_while_a_step_is_computed_waits_for_the_next() -> None:
     scene.runner.now += 0.5  # the loop was busy elsewhere
     scene.step()
     assert b.record.arrived_at == start
-    assert waited(scene.found["b"]) == {"step": pytest.approx(0.5)}
+    assert waited(scene.breakdowns["b"]) == {"step": pytest.approx(0.5)}
 
 
-def test_preempted_and_computed_again() -> None:
+def test_recomputing_after_a_preemption_counts_as_prefill() -> None:
     class Turns(Policy):
-        """The younger one makes way as soon as someone waits."""
+        """Preempts the younger request as soon as another waits."""
 
         def yields(self, running: Sequence[Request]) -> Sequence[Request]:
             return running[1:]
@@ -139,26 +139,26 @@ def test_preempted_and_computed_again() -> None:
     scene.step()
     b = scene.core.scheduler.pool.requests["b"].record
     assert b.num_preemptions == 1
-    found = scene.run()
-    assert found["b"].preempted > 0
-    assert found["b"].prefill > timed(30), "its prompt was computed twice"
+    breakdowns = scene.run()
+    assert breakdowns["b"].preempted > 0
+    assert breakdowns["b"].prefill > timed(30), "its prompt was computed twice"
 
 
-def test_held_by_a_static_batch() -> None:
+def test_time_in_a_static_batch_after_the_last_token_counts_as_held() -> None:
     scene = TimedScene(Static())
     scene.add("a", 10, 2)
     scene.add("b", 10, 6)
-    found = scene.run()
-    assert found["a"].held == pytest.approx(4 * timed(1))
-    assert found["b"].held == 0
+    breakdowns = scene.run()
+    assert breakdowns["a"].held == pytest.approx(4 * timed(1))
+    assert breakdowns["b"].held == 0
 
 
-def test_so_far() -> None:
+def test_breakdown_of_an_unfinished_request_adds_up() -> None:
     scene = TimedScene(max_num_seqs=1)
     scene.add("a", 10, 9)
     b = scene.add("b", 10, 1)
     scene.step(2)
     pool = scene.core.scheduler.pool
     for _ in range(2):  # looking changes nothing
-        found = pool.attribution.breakdown(b, scene.runner.now)
-        assert found.total == pytest.approx(timed(10) + timed(1))
+        breakdown = pool.attribution.breakdown(b, scene.runner.now)
+        assert breakdown.total == pytest.approx(timed(10) + timed(1))

@@ -1,4 +1,4 @@
-"""A batch is plain data: it travels, and a recorded run can be played again."""
+"""A batch is plain data: it can be serialized, and a recorded run can be replayed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def sent(batch: Batch) -> Batch:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_recorded_run_gives_the_same_tokens_again(depth: int) -> None:
+def test_replayed_batches_yield_the_same_tokens(depth: int) -> None:
     engine = FakeEngine(SmallBites, num_blocks=9, max_num_batched_tokens=7, pipeline_depth=depth)
     recorded: list[tuple[bytes, Any]] = []
     launch = engine.runner.launch
@@ -55,7 +55,7 @@ def test_a_recorded_run_gives_the_same_tokens_again(depth: int) -> None:
         assert fresh.collect(fresh.launch(batch)) == sampled
 
 
-def test_all_that_a_request_asks_for_travels() -> None:
+def test_every_field_of_a_request_survives_serialization() -> None:
     params = SamplingParams(
         temperature=0.5,
         seed=2**64 - 1,

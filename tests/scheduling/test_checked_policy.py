@@ -1,4 +1,4 @@
-"""Answers that make no sense: each is told once, and the base policy's stands in."""
+"""Invalid results of policies are logged once and replaced by those of the base policy."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ NONSENSE: dict[str, tuple[Any, ...]] = {
 
 
 def ask(policy: Policy, question: str) -> Any:
-    given: dict[str, tuple[Any, ...]] = {
+    args: dict[str, tuple[Any, ...]] = {
         "reserved": (RUNNING, 5),
         "prompts": (RUNNING,),
         "tokens": (RUNNING[0], 8, 5),
@@ -59,14 +59,14 @@ def ask(policy: Policy, question: str) -> Any:
         "yields": (RUNNING,),
         "reserves_ahead": (),
     }
-    return getattr(policy, question)(*given.get(question, (WAITING[0], RUNNING)))
+    return getattr(policy, question)(*args.get(question, (WAITING[0], RUNNING)))
 
 
 CASES = [(question, answer) for question, answers in NONSENSE.items() for answer in answers]
 
 
 @pytest.mark.parametrize(("question", "answer"), CASES)
-def test_nonsense_is_replaced_and_told_once(
+def test_invalid_results_are_replaced_and_logged_once(
     question: str, answer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     policy = checked(question, answer)
@@ -76,9 +76,9 @@ def test_nonsense_is_replaced_and_told_once(
         assert (
             list(ask(policy, question)) == [] if question == "yields" else ask(policy, question) == expected
         )
-    told = [record for record in caplog.records if record.levelno == logging.WARNING]
-    assert len(told) == 1
-    assert f"policy Odd, {question}" in told[0].getMessage()
+    warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    assert f"policy Odd, {question}" in warnings[0].getMessage()
 
 
 @pytest.mark.parametrize(
@@ -100,34 +100,34 @@ def test_nonsense_is_replaced_and_told_once(
         ("yields", [RUNNING[2], RUNNING[1]]),
     ],
 )
-def test_what_makes_sense_stands(question: str, answer: Any, caplog: pytest.LogCaptureFixture) -> None:
-    found = ask(checked(question, answer), question)
-    assert sorted(found, key=id) == sorted(answer, key=id) if question == "yields" else found == answer
+def test_valid_results_are_used(question: str, answer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    result = ask(checked(question, answer), question)
+    assert sorted(result, key=id) == sorted(answer, key=id) if question == "yields" else result == answer
     assert not caplog.records
 
 
-def test_who_finished_leaves_when_nobody_runs() -> None:
+def test_finished_request_leaves_when_nothing_runs() -> None:
     assert checked("leaves", False).leaves(RUNNING[0], []) is True
 
 
 def offered(candidates: Callable[[], Any], refused: Sequence[Request] = ()) -> list[Request]:
     policy = checked("candidates", None)
     policy.policy.candidates = lambda: candidates()  # type: ignore[method-assign]
-    found = []
+    result = []
     generator = policy.candidates()
     request = next(generator, None)
     while request is not None:
-        found.append(request)
+        result.append(request)
         if request not in refused:
             policy.remove(request)
         try:
             request = generator.send(request not in refused)
         except StopIteration:
             break
-    return found
+    return result
 
 
-def test_candidates_that_make_no_sense_are_replaced() -> None:
+def test_invalid_candidates_are_replaced() -> None:
     first, second, third = WAITING
 
     def breaks_down() -> Generator[Request, bool, None]:
@@ -135,7 +135,7 @@ def test_candidates_that_make_no_sense_are_replaced() -> None:
         raise RuntimeError("no")
 
     assert offered(lambda: [third, first]) == [third, first], "any iterable will do"
-    assert offered(lambda: iter(())) == [], "nobody is an answer"
+    assert offered(lambda: iter(())) == [], "naming no request is valid"
     assert offered(lambda: 7) == WAITING
     assert offered(breaks_down) == [third, first, second]
     assert offered(lambda: [second, RUNNING[0], third]) == [second, first, third], "it is not waiting"
@@ -144,24 +144,24 @@ def test_candidates_that_make_no_sense_are_replaced() -> None:
     assert offered(lambda: [[]]) == WAITING
 
 
-def test_requests_ahead_that_make_no_sense_are_not_replaced(caplog: pytest.LogCaptureFixture) -> None:
+def test_invalid_requests_ahead_are_not_replaced(caplog: pytest.LogCaptureFixture) -> None:
     first, second, _ = WAITING
     for answer in ([second, RUNNING[0], first], [second, [], first]):
         policy = checked("ahead", answer)
-        candidates, found = policy.ahead(RUNNING), []
+        candidates, result = policy.ahead(RUNNING), []
         with contextlib.suppress(StopIteration):
             request = next(candidates)
             while True:
-                found.append(request)
+                result.append(request)
                 policy.remove(request)
                 request = candidates.send(True)
-        assert found == [second], "those behind wait until the queue is asked"
+        assert result == [second], "later ones wait until `candidates` is called"
     assert list(checked("ahead", RuntimeError("no")).ahead(RUNNING)) == []
     assert len(caplog.records) == 3
     assert list(checked("ahead", None).ahead(RUNNING)) == []
 
 
-def test_who_was_not_taken_into_the_queue_waits_all_the_same() -> None:
+def test_request_that_the_policy_failed_to_queue_still_waits() -> None:
     class Picky(Policy):
         def push(self, request: Request, step: int) -> None:
             if request.arrival == 1:
@@ -176,17 +176,17 @@ def test_who_was_not_taken_into_the_queue_waits_all_the_same() -> None:
         assert engine.outputs[request.request_id] == expected_tokens([index], 2)
 
 
-def test_a_policy_that_lets_nobody_run_is_overruled(caplog: pytest.LogCaptureFixture) -> None:
+def test_policy_that_runs_nothing_is_overruled(caplog: pytest.LogCaptureFixture) -> None:
     engine = FakeEngine(Refusing, max_num_batched_tokens=8)
     for index in range(3):
         engine.add(make_request([index] * 20, 3))
     engine.run()
     assert len(engine.finished) == 3
-    assert "lets nobody run" in caplog.text
+    assert "lets no request run" in caplog.text
 
 
 @pytest.mark.parametrize("policy", HOSTILE)
-def test_everyone_finishes_all_the_same(policy: Callable[[], Policy]) -> None:
+def test_all_requests_finish_under_any_policy(policy: Callable[[], Policy]) -> None:
     engine = FakeEngine(policy, num_blocks=8, max_num_batched_tokens=12)
     for index in range(8):
         engine.add(make_request([index] * (1 + 3 * index), 5, request_id=f"r{index}"))
@@ -196,7 +196,7 @@ def test_everyone_finishes_all_the_same(policy: Callable[[], Policy]) -> None:
     assert all(sum(slot.num_tokens for slot in record.slots) <= 12 for record in engine.records)
 
 
-def test_every_question_is_checked() -> None:
+def test_every_method_of_a_policy_is_checked() -> None:
     """One that is new in Policy must be guarded here, too."""
     questions = {name for name, value in vars(Policy).items() if callable(value)}
     assert questions <= vars(CheckedPolicy).keys()

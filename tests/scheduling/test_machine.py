@@ -43,7 +43,7 @@ REQUESTS = st.fixed_dictionaries(
     {
         "prompt": st.lists(st.integers(0, 2), min_size=1, max_size=12),
         "max_tokens": st.sampled_from([0, *range(1, 13)]),  # 0: its prompt is scored
-        "num_given": st.sampled_from(
+        "num_outputs": st.sampled_from(
             [0, 0, 0, 1, 4]
         ),  # outputs that it comes with, resumed from another engine
         "scored": st.booleans(),
@@ -99,10 +99,10 @@ class EngineMachine(RuleBasedStateMachine):
         )
         self.prompts: dict[str, list[int]] = {}
         self.requests: dict[str, Request] = {}
-        self.num_given: dict[str, int] = {}
+        self.num_outputs: dict[str, int] = {}
         self.aborted: set[str] = set()
         self.ordered = False  # the next step is to fail
-        self.num_preemptions_told = 0
+        self.num_preemptions_recorded = 0
         self.num_failed_with: dict[str, int] = {}
         self.alone: set[str] = set()  # who was alone in a step that failed
         PoisonedRunner(self.engine.core, self._fails, method)
@@ -134,21 +134,21 @@ class EngineMachine(RuleBasedStateMachine):
             self.engine.add(request)
             self.prompts[request.request_id] = fields["prompt"]
             self.requests[request.request_id] = request
-            self.num_given[request.request_id] = request.num_output_tokens
+            self.num_outputs[request.request_id] = request.num_output_tokens
 
     def _request(
-        self, prompt: list[int], max_tokens: int, num_given: int, scored: bool, **more: Any
+        self, prompt: list[int], max_tokens: int, num_outputs: int, scored: bool, **more: Any
     ) -> Request:
         params = SamplingParams(
             max_tokens=max_tokens or 1,
             temperature=0,
             prompt_logprobs=0 if scored or not max_tokens else None,
         )
-        kind = "generate" if max_tokens else "score"
+        kind = "generate" if max_tokens else "prompt_logprobs"
         answer = expected_tokens(prompt, max_tokens, stop_ids=more["stop_ids"])
-        given = answer[: min(num_given, len(answer) - 1)] if answer else []
+        outputs = answer[: min(num_outputs, len(answer) - 1)] if answer else []
         return make_request(
-            [*prompt, *given], max_tokens, params=params, kind=kind, num_prompt_tokens=len(prompt), **more
+            [*prompt, *outputs], max_tokens, params=params, kind=kind, num_prompt_tokens=len(prompt), **more
         )
 
     @rule(count=st.integers(1, 12))
@@ -174,7 +174,7 @@ class EngineMachine(RuleBasedStateMachine):
     def limits_hold(self) -> None:
         engine = self.engine
         for record in engine.records:
-            self.num_preemptions_told += len(record.preempted)
+            self.num_preemptions_recorded += len(record.preempted)
             assert sum(slot.num_tokens for slot in record.slots) <= engine.max_num_batched_tokens
             assert len({slot.row for slot in record.slots}) == len(record.slots)
             assert all(slot.num_tokens > 0 for slot in record.slots)
@@ -197,7 +197,7 @@ class EngineMachine(RuleBasedStateMachine):
         for name, tokens in self.engine.outputs.items():
             request = self.requests[name]
             expected = expected_tokens(self.prompts[name], request.max_tokens, stop_ids=request.stop_ids)
-            expected = expected[self.num_given[name] :]
+            expected = expected[self.num_outputs[name] :]
             assert tokens == expected[: len(tokens)]
             if name in self.engine.finished and name not in self.aborted:
                 last = self.engine.finished[name]
@@ -217,22 +217,30 @@ class EngineMachine(RuleBasedStateMachine):
             return
         self.engine.run()
         self.tokens_are_right()
-        assert self.engine.finished.keys() == self.prompts.keys(), "everyone finishes"
+        assert self.engine.finished.keys() == self.prompts.keys(), "every request finishes"
         self.limits_hold()
         usage = self.engine.scheduler.pool.usage()
         assert usage.num_used == usage.num_tokens == 0
         for last in self.engine.finished.values():
             assert last.record is not None
             assert last.record.finished_at is not None
-            found = last.record.breakdown
-            assert found.total == pytest.approx(last.record.finished_at - last.record.arrived_at, abs=1e-12)
-            parts = (found.prefill, found.prefill_of_others, found.decode, found.preempted, found.held)
-            assert min(*found.queue.values(), *parts) >= 0
-            assert found.preempted == 0 or last.record.num_preemptions > 0
+            breakdown = last.record.breakdown
+            assert breakdown.total == pytest.approx(
+                last.record.finished_at - last.record.arrived_at, abs=1e-12
+            )
+            parts = (
+                breakdown.prefill,
+                breakdown.prefill_of_others,
+                breakdown.decode,
+                breakdown.preempted,
+                breakdown.held,
+            )
+            assert min(*breakdown.queue.values(), *parts) >= 0
+            assert breakdown.preempted == 0 or last.record.num_preemptions > 0
         num_preemptions = sum(request.record.num_preemptions for request in self.requests.values())
         assert self.engine.core.stats().num_preemptions == num_preemptions
         if not self.aborted:  # else the last of them may have come when there was nothing left to do
-            assert self.num_preemptions_told == num_preemptions
+            assert self.num_preemptions_recorded == num_preemptions
 
 
 EngineMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=12, deadline=None)

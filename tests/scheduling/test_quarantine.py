@@ -1,4 +1,4 @@
-"""A step that raises costs no one but the request that made it raise."""
+"""A step that raises affects only the request that made it raise."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ def quiet(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("method", ["launch", "collect"])
 @pytest.mark.parametrize("chunk", [3, 64])
-def test_neighbours_do_not_notice(policy: str, depth: int, method: str, chunk: int) -> None:
+def test_failed_step_does_not_change_the_output_of_neighbours(
+    policy: str, depth: int, method: str, chunk: int
+) -> None:
     trouble = Trouble(method=method, policy=policy, pipeline_depth=depth, max_num_batched_tokens=chunk)
     trouble.add([1] * 5, 9)
     trouble.add([2], 1)
@@ -60,7 +62,7 @@ def test_suspects_run_alone_and_oldest_first(depth: int, method: str) -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_those_who_were_not_in_the_failed_step_are_not_tried(depth: int) -> None:
+def test_requests_outside_the_failed_step_are_not_suspects(depth: int) -> None:
     trouble = Trouble(pipeline_depth=depth, max_num_seqs=2)
     trouble.add([1] * 4, 6, "a")
     trouble.add([POISON], 4, "bad")
@@ -75,7 +77,7 @@ def test_those_who_were_not_in_the_failed_step_are_not_tried(depth: int) -> None
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("method", ["launch", "collect"])
-def test_a_long_prompt_is_on_trial_until_its_first_token(depth: int, method: str) -> None:
+def test_long_prompt_stays_suspect_until_its_first_token(depth: int, method: str) -> None:
     """The fault hides in its last chunk: the first ones do not clear it."""
 
     def fault(batch: SeenBatch) -> bool:
@@ -94,7 +96,7 @@ def test_a_long_prompt_is_on_trial_until_its_first_token(depth: int, method: str
 
 @pytest.mark.parametrize("policy", ALL)
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_fault_in_the_middle_of_an_answer(policy: str, depth: int) -> None:
+def test_fault_after_some_tokens_ends_only_its_request(policy: str, depth: int) -> None:
     def fault(batch: SeenBatch) -> bool:
         return bad.num_output_tokens == 5 and any(one.request_id == "bad" for one in batch.requests)
 
@@ -108,8 +110,8 @@ def test_a_fault_in_the_middle_of_an_answer(policy: str, depth: int) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("method", ["launch", "collect"])
-def test_a_request_outlives_any_number_of_bad_neighbours(depth: int, method: str) -> None:
-    """What another was found to be the cause of is held against no one."""
+def test_request_survives_any_number_of_faulty_neighbours(depth: int, method: str) -> None:
+    """A failure whose cause is known does not count against other requests."""
     trouble = Trouble(method=method, pipeline_depth=depth)
     trouble.add([1] * 5, 80, "good")
     bad = {f"bad{number}" for number in range(2 * MAX_FAILURES)}
@@ -122,7 +124,7 @@ def test_a_request_outlives_any_number_of_bad_neighbours(depth: int, method: str
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("method", ["launch", "collect"])
-def test_a_fault_that_shows_only_in_company_comes_to_an_end(depth: int, method: str) -> None:
+def test_fault_of_a_combination_ends_after_max_failures(depth: int, method: str) -> None:
     def fault(batch: SeenBatch) -> bool:
         return {"a", "b"} <= {request.request_id for request in batch.requests}
 
@@ -138,7 +140,7 @@ def test_a_fault_that_shows_only_in_company_comes_to_an_end(depth: int, method: 
     trouble.check(failed={"a", "b"})
 
 
-def test_a_fault_that_passes_costs_nobody_anything() -> None:
+def test_transient_fault_ends_no_request() -> None:
     calls = iter([False, False, True])
     trouble = Trouble(lambda _: next(calls, False))
     for number in range(4):
@@ -150,7 +152,7 @@ def test_a_fault_that_passes_costs_nobody_anything() -> None:
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("name", ["a", "b", "bad", "waiting"])
 @pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 4])
-def test_an_abort_during_the_trial(policy: str, depth: int, name: str, num_steps: int) -> None:
+def test_suspect_can_be_aborted(policy: str, depth: int, name: str, num_steps: int) -> None:
     trouble = Trouble(policy=policy, pipeline_depth=depth, max_num_seqs=3)
     trouble.add([1] * 5, 12, "a")
     trouble.add([2] * 5, 12, "b")
@@ -180,7 +182,7 @@ def test_a_finished_request_leaves_a_static_batch_that_failed() -> None:
     trouble.check(failed=set())
 
 
-def test_a_policy_that_would_keep_a_suspect_waiting_is_not_asked() -> None:
+def test_policy_cannot_keep_a_suspect_waiting() -> None:
     class Choosy(Policy):
         """Only the newest may open the engine, and it wants room for a thousand tokens for anyone else."""
 
@@ -193,8 +195,8 @@ def test_a_policy_that_would_keep_a_suspect_waiting_is_not_asked() -> None:
         def reserve(self, request: Request, running: Sequence[Request]) -> int:
             return request.num_tokens if running or request.arrival else 1000
 
-        def tokens(self, request: Request, wanted: int, budget: int) -> int:
-            return min(wanted, budget) if request.arrival or request.num_output_tokens else 1
+        def tokens(self, request: Request, num_remaining: int, budget: int) -> int:
+            return min(num_remaining, budget) if request.arrival or request.num_output_tokens else 1
 
     trouble = Trouble(policy=Choosy)
     trouble.add([1] * 5, 6, "a")
@@ -207,7 +209,7 @@ def test_a_policy_that_would_keep_a_suspect_waiting_is_not_asked() -> None:
     assert {"a"} == {name for step in trouble.steps[1 : trouble.steps.index(["bad"])] for name in step}
 
 
-def test_accounts_are_kept_through_a_trial() -> None:
+def test_policy_keeps_its_accounts_during_quarantine() -> None:
     """A tenant pays once for a prompt, however often it is computed, and for each token that a step was to give."""
     trouble = Trouble(policy=partial(Fair, prompt_cost=1.0, output_cost=100.0))
     trouble.add([1] * 5, 6, tenant="x")
@@ -218,7 +220,7 @@ def test_accounts_are_kept_through_a_trial() -> None:
     assert fair.counters == {"x": 5 + 3 + 100 * (6 + 3)}, "two tokens failed together, one alone"
 
 
-def test_every_question_is_answered_on_purpose() -> None:
+def test_quarantine_overrides_or_inherits_every_method_deliberately() -> None:
     """A question that is new in Policy must be passed on here, or be listed as the base's to answer."""
     questions = {name for name, value in vars(Policy).items() if callable(value) and name != "__init__"}
     base = {"admits", "reserved", "ahead", "prompts", "tokens", "reserve", "reserves_ahead", "victim"}

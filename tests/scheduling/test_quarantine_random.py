@@ -1,4 +1,4 @@
-"""Any requests, any of them poisonous: exactly those fail, and all others have the tokens they would have alone."""
+"""Random requests, some of them faulty: exactly those fail, and all others get the tokens they would get alone."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def quiet(caplog: pytest.LogCaptureFixture) -> None:
     spare_blocks=st.sampled_from([0, 2, 100]),
     caching=st.booleans(),
 )
-def test_exactly_the_poisonous_fail(
+def test_exactly_the_faulty_requests_fail(
     requests: list[tuple[dict[str, Any], int | None, int]],
     method: str,
     policy: str | Callable[[], Policy],

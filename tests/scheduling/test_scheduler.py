@@ -1,4 +1,4 @@
-"""What the scheduler promises, one promise a test."""
+"""The guarantees of the scheduler, one per test."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_no_request_is_admitted_twice(depth: int, num_blocks: int) -> None:
     assert engine.outputs == expected
 
 
-def test_candidates_of_any_make() -> None:
+def test_candidates_may_be_any_iterator() -> None:
     """Written with the queue looked at after each yield, as a list's iterator, or with the answer that comes back."""
 
     class Looking(Policy):
@@ -204,12 +204,12 @@ def test_candidates_of_any_make() -> None:
     class Answered(Policy):
         def __init__(self) -> None:
             super().__init__()
-            self.told: list[tuple[int, bool]] = []
+            self.admissions: list[tuple[int, bool]] = []
 
         def candidates(self) -> Generator[Request, bool, None]:
             for request in self.queue.head(5):
                 admitted = yield request
-                self.told.append((request.arrival, admitted))
+                self.admissions.append((request.arrival, admitted))
 
     for policy in (Policy, Looking, Listed, Answered):
         engine = FakeEngine(policy, num_blocks=8, max_num_seqs=4)
@@ -217,8 +217,8 @@ def test_candidates_of_any_make() -> None:
             engine.add(make_request([1] * length, 3))
         engine.step()
         if policy is Answered:
-            told = engine.policy_given.told  # type: ignore[attr-defined]
-            assert told == [(0, True), (1, False), (2, False), (3, False)]
+            admissions = engine.policy_given.admissions  # type: ignore[attr-defined]
+            assert admissions == [(0, True), (1, False), (2, False), (3, False)]
         engine.run()
         assert len(engine.finished) == 4
 
@@ -235,7 +235,7 @@ def test_static_batches_form_and_retire_together() -> None:
     assert any(record.idle_rows for record in engine.records), "slots stand idle until the batch retires"
 
 
-def test_static_does_not_take_in_late_arrivals() -> None:
+def test_static_batch_admits_no_late_arrivals() -> None:
     engine = FakeEngine("static", max_num_seqs=4, num_blocks=64)
     engine.add(make_request([1], 6))
     engine.step()
@@ -296,7 +296,7 @@ def test_fair_shares_between_tenants_however_much_they_send() -> None:
     assert "modest" not in share(crowd, 100), "first come first served lets the first tenant fill the engine"
 
 
-def test_fair_weights() -> None:
+def test_fair_divides_by_weight() -> None:
     engine = FakeEngine(lambda: Fair(weights={"gold": 3.0}), max_num_seqs=2, num_blocks=256)
     add_tenants(engine, {"gold": 100, "plain": 100})
     tokens = share(engine, 120)
@@ -347,17 +347,17 @@ def test_surplus_token_of_a_late_stop_is_dropped(depth: int) -> None:
     assert engine.finished[request.request_id].stop_token_id == stop
 
 
-def test_unknown_policies_are_refused() -> None:
+def test_unknown_policies_are_rejected() -> None:
     with pytest.raises(ConfigError, match="choose one of sequential, static"):
         make_policy("lifo")
-    with pytest.raises(ConfigError, match="must make an inflight Policy"):
+    with pytest.raises(ConfigError, match="must return an inflight Policy"):
         make_policy(dict)
     with pytest.raises(ConfigError, match="cannot be imported"):
         make_policy("inflight.scheduling.policy:Nothing")
     assert isinstance(make_policy("inflight.scheduling.policies.fair:Fair"), Fair)
 
 
-def test_duplicate_ids_are_refused() -> None:
+def test_duplicate_ids_are_rejected() -> None:
     engine = FakeEngine()
     engine.add(make_request([1], request_id="same"))
     with pytest.raises(EngineError, match="already in use"):

@@ -19,8 +19,13 @@ BUDGET = 512
 
 
 def make_engine(policy: str | Callable[[], Policy] = "continuous", **options: object) -> FakeEngine:
-    found = {"num_blocks": 8000, "block_size": 16, "max_num_seqs": 64, "max_num_batched_tokens": BUDGET}
-    return FakeEngine(policy, **(found | options))  # type: ignore[arg-type]
+    defaults = {
+        "num_blocks": 8000,
+        "block_size": 16,
+        "max_num_seqs": 64,
+        "max_num_batched_tokens": BUDGET,
+    }
+    return FakeEngine(policy, **(defaults | options))  # type: ignore[arg-type]
 
 
 def add_long(engine: FakeEngine, count: int, length: int = 3500, tenant: str = "a") -> list[Request]:
@@ -177,7 +182,7 @@ def test_scored_prompt_is_long_though_its_chunks_are_short() -> None:
     engine = make_engine()
     scores = SamplingParams(prompt_logprobs=0, temperature=0)
     add_long(engine, 3)
-    scored = engine.add(make_request([3] * 2000, 0, params=scores, kind="score"))
+    scored = engine.add(make_request([3] * 2000, 0, params=scores, kind="prompt_logprobs"))
     engine.step()
     short = engine.add(make_request([4] * 3, 1))
     assert steps_to_first_token(engine, short) == 1

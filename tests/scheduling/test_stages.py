@@ -1,4 +1,4 @@
-"""With stages, steps that are computed at once have no request's tokens in common."""
+"""With pipeline stages, steps that are computed at once share no request."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_every_step_has_its_share_of_the_decodes(num_stages: int, num_requests: 
         assert set(steady) == {num_requests // num_stages}
 
 
-def test_chunks_of_a_prompt_follow_each_other_and_keep_no_one_from_decoding() -> None:
+def test_prompt_chunks_do_not_stall_decodes() -> None:
     engine = staged(2, max_num_batched_tokens=8)
     streams = [engine.add(make_request([index], 30)) for index in range(4)]
     for _ in range(6):
@@ -50,7 +50,7 @@ def test_chunks_of_a_prompt_follow_each_other_and_keep_no_one_from_decoding() ->
         assert engine.outputs[request.request_id] == expected_tokens(prompt, request.max_tokens)
 
 
-def test_nothing_is_put_off_while_a_stage_is_idle() -> None:
+def test_nothing_is_delayed_while_a_stage_is_idle() -> None:
     engine = staged(2)
     engine.add(make_request([1, 2, 3], 4))
     engine.add(make_request([1, 2, 3], 4))

@@ -1,4 +1,4 @@
-"""Steps of a length that those who decode can bear, on a clock that only steps move."""
+"""Step times that decoding requests can tolerate, on a clock that only steps advance."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def sizes_beside_decodes(engine: Timed, decodes: int) -> list[int]:
 
 @pytest.mark.parametrize("target", [8.0, 12.0, 40.0])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_steps_come_to_last_as_long_as_they_should(target: float, depth: int) -> None:
+def test_steps_converge_to_the_target_time(target: float, depth: int) -> None:
     settled = sizes_beside_decodes(Timed(TimedTokenBudget(MAX_TOKENS, target / 1000), depth), 1)[
         :-2
     ]  # the last are shorter
@@ -38,7 +38,7 @@ def test_steps_come_to_last_as_long_as_they_should(target: float, depth: int) ->
     assert all(0.9 * fitting <= size <= 1.1 * fitting for size in settled)
 
 
-def test_tokens_are_the_same_at_any_pace() -> None:
+def test_tokens_do_not_depend_on_step_times() -> None:
     for token_budget in (
         TokenBudget(MAX_TOKENS),
         TimedTokenBudget(MAX_TOKENS, 0.006),
@@ -57,7 +57,7 @@ def test_without_a_target_or_without_decodes_a_step_takes_all_it_may() -> None:
     assert TimedTokenBudget(MAX_TOKENS, 0.001).limit(0, 1) == MAX_TOKENS
 
 
-def test_steps_widen_as_more_prompts_wait() -> None:
+def test_steps_grow_as_more_prompts_wait() -> None:
     token_budget = TimedTokenBudget(MAX_TOKENS, 0.012)
     budgets = [token_budget.limit(1, count) for count in range(1, 200)]
     assert budgets[:PROMPTS_AT_ONCE] == [FIRST_TOKENS] * PROMPTS_AT_ONCE
@@ -89,13 +89,13 @@ def test_a_step_that_was_rounded_up_took_as_long_as_a_full_one() -> None:
 
 
 @pytest.mark.parametrize("decodes", [1, 40])
-def test_filled_steps_last_no_longer_than_they_should(decodes: int) -> None:
+def test_filled_steps_stay_within_the_target_time(decodes: int) -> None:
     settled = sizes_beside_decodes(Timed(TimedTokenBudget(MAX_TOKENS, 0.012, SIZES), 2, SIZES), decodes)
     assert max(settled) == 384  # 11.7 ms; 512 would be 14.2
     assert len(settled) - settled.count(384) <= 2  # the last tokens of a prompt may be fewer
 
 
-def test_prompts_get_on_however_slow_steps_are() -> None:
+def test_prompts_progress_however_slow_steps_are() -> None:
     token_budget = TimedTokenBudget(MAX_TOKENS, 0.001)
     for _ in range(20):
         token_budget.observe(FIRST_TOKENS, 10.0, True)
@@ -119,7 +119,7 @@ def test_one_slow_step_is_soon_forgotten() -> None:
     assert settle() == pytest.approx(usual, rel=0.01)
 
 
-def test_what_any_step_takes_is_not_what_more_tokens_would_take() -> None:
+def test_fixed_cost_of_a_step_is_not_charged_to_tokens() -> None:
     """Without it, a step well below the target looks as if the next larger size were too large."""
     alone, beside = (TimedTokenBudget(MAX_TOKENS, 0.012, SIZES) for _ in range(2))
     beside.observe(1, timed(1), False)
@@ -130,7 +130,7 @@ def test_what_any_step_takes_is_not_what_more_tokens_would_take() -> None:
     assert (alone.limit(1, 1), beside.limit(1, 1)) == (256, 384)
 
 
-def test_no_step_is_trusted_beyond_twice_its_size() -> None:
+def test_estimate_grows_to_at_most_twice_the_measured_step() -> None:
     token_budget = TimedTokenBudget(MAX_TOKENS, 0.012)
     token_budget.observe(1, 0.004, False)
     token_budget.observe(FIRST_TOKENS, 0.004001, True)
@@ -139,14 +139,14 @@ def test_no_step_is_trusted_beyond_twice_its_size() -> None:
     assert token_budget.limit(1, 1) <= 2 * FIRST_TOKENS
 
 
-def test_small_steps_say_nothing() -> None:
+def test_small_steps_do_not_change_the_estimate() -> None:
     token_budget = TimedTokenBudget(MAX_TOKENS, 0.012)
     token_budget.observe(FIRST_TOKENS // 2 - 1, 1e-6, True)
     token_budget.observe(FIRST_TOKENS, 0.0, True)
     assert token_budget.limit(1, 1) == FIRST_TOKENS
 
 
-@pytest.mark.parametrize("given", [-1, float("nan"), float("inf"), "12", True])
-def test_a_target_is_a_number_of_milliseconds(given: Any) -> None:
+@pytest.mark.parametrize("target", [-1, float("nan"), float("inf"), "12", True])
+def test_a_target_is_a_number_of_milliseconds(target: Any) -> None:
     with pytest.raises(ConfigError, match="target_step_ms"):
-        SchedulerConfig(target_step_ms=given)
+        SchedulerConfig(target_step_ms=target)

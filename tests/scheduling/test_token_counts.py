@@ -15,13 +15,13 @@ def counts_of(request: Request) -> tuple[int, int, int]:
     return request.num_computed, request.num_tokens, request.num_in_flight
 
 
-def holding_blocks(prompt: list[int], num_places: int = 16) -> Request:
+def holding_blocks(prompt: list[int], kv_capacity: int = 16) -> Request:
     request = make_request(prompt, 8)
-    request.block_ids, request.num_places = [0], num_places
+    request.block_ids, request.kv_capacity = [0], kv_capacity
     return request
 
 
-def test_chunks_then_decode() -> None:
+def test_counts_through_chunks_and_decodes() -> None:
     counts, request = TokenCounts(), holding_blocks([1, 2, 3, 4, 5])
     assert counts.schedule(request, 3) == (False, False)
     assert counts_of(request) == (3, 5, 0)

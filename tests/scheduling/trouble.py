@@ -1,4 +1,4 @@
-"""An engine in which steps go wrong on purpose."""
+"""An engine whose steps fail on purpose."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ from inflight.engine import InprocClient
 from inflight.engine.fake import FakeRunner
 from inflight.frontend import Frontend
 from inflight.models.builtin import checkpoint_folder
-from inflight.pooling import PairTemplate, PoolingFacts
 from inflight.scheduling import Batch, Sampled
+from inflight.scoring import PairTemplate, PoolingFacts
 from inflight.text import Tokenizer
 from tests.server.live import Backend
 from tests.support.requests import FakeEngine

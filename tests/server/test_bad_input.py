@@ -80,8 +80,8 @@ ROWS: list[tuple[str, dict[str, Any], str | None, str]] = [
     (COMPLETIONS, {"stop_token_ids": [99999]}, "stop_token_ids", "99999"),
     (COMPLETIONS, {"bad_words": [""]}, "bad_words", "non-empty"),
     (COMPLETIONS, {"bad_words": ["x" * 257]}, "bad_words", "at most 256"),
-    (COMPLETIONS, {"allowed_token_ids": [5] * 4000}, "allowed_token_ids", "there are only 3072"),
-    (COMPLETIONS, {"stop_token_ids": [5] * 4000}, "stop_token_ids", "there are only 3072"),
+    (COMPLETIONS, {"allowed_token_ids": [5] * 4000}, "allowed_token_ids", "the vocabulary has only 3072"),
+    (COMPLETIONS, {"stop_token_ids": [5] * 4000}, "stop_token_ids", "the vocabulary has only 3072"),
     (COMPLETIONS, {"stop_token_ids": ["x"] * 100_000}, "stop_token_ids[0]", "valid integer"),
     (COMPLETIONS, {"allowed_token_ids": [0, 2], "min_tokens": 2}, None, "no_token_allowed"),
     (COMPLETIONS, {"allowed_token_ids": [5], "bad_words": ["#"], "stream": False}, None, "no_token_allowed"),
@@ -100,6 +100,55 @@ ROWS: list[tuple[str, dict[str, Any], str | None, str]] = [
     (CHAT, {"messages": [{"role": "user", "content": "word " * 9000}]}, "prompt", "context_length_exceeded"),
     (COMPLETIONS, {"prompt": "a" * 1_000_000}, "prompt", "1000000 characters"),
     (CHAT, {"messages": [{"role": "user", "content": "a" * 1_000_000}]}, "prompt", "1000000 characters"),
+    # None of these is tokenized: refusals that count tokens come after that.
+    (
+        CHAT,
+        {
+            "messages": [
+                USER,
+                {
+                    "role": "assistant",
+                    "tool_calls": [
+                        {
+                            "id": "1",
+                            "type": "function",
+                            "function": {"name": "f", "arguments": "[" * 1_000_000},
+                        }
+                    ],
+                },
+            ]
+        },
+        "prompt",
+        "characters",
+    ),
+    (
+        CHAT,
+        {
+            "messages": [USER],
+            "tools": [
+                {"type": "function", "function": {"name": "f", "parameters": {"enum": [123_456] * 100_000}}}
+            ],
+        },
+        "prompt",
+        "characters",
+    ),
+    (
+        RESPONSES,
+        {
+            "tools": [
+                {"type": "function", "name": "f", "parameters": {}},
+                {"type": "function", "name": "hidden", "parameters": {}, "description": "a" * (1 << 20)},
+            ],
+            "tool_choice": {
+                "type": "allowed_tools",
+                "mode": "auto",
+                "tools": [{"type": "function", "name": "f"}],
+            },
+        },
+        "tools",
+        "at most 1048576",
+    ),
+    (RESPONSES, {"prompt_cache_key": "a" * (1 << 20)}, "tools", "at most 1048576"),
     (CHAT, {"messages": []}, "messages", "at least 1"),
     (CHAT, {"messages": [USER] * 9000}, "messages", "at most 8192"),
     (CHAT, {"messages": [{"role": "king", "content": "x"}]}, "messages[0].role", "king"),
@@ -111,7 +160,7 @@ ROWS: list[tuple[str, dict[str, Any], str | None, str]] = [
         "",
     ),
     # stop strings
-    (COMPLETIONS, {"stop": ""}, "stop", "1 character or more"),
+    (COMPLETIONS, {"stop": ""}, "stop", "at least 1 character"),
     (CHAT, {"max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens is 0: it must be"),
     (RESPONSES, {"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens is 0: it must be"),
     (COMPLETIONS, {"stop": ["x"] * 17}, "stop", "at most 16"),
@@ -209,7 +258,7 @@ def test_other_statuses(live: Live) -> None:
     assert (status, error["code"], error["param"]) == (404, "model_not_found", "model")
     assert refused(live, "/v1/nothing", b"{}")[0] == 404
     assert refused(live, "/v1/completions/", b"{}")[0] == 404
-    assert "it is at /v1/chat/completions" in refused(live, "/chat/completions", b"{}")[1]["message"]
+    assert "use /v1/chat/completions" in refused(live, "/chat/completions", b"{}")[1]["message"]
     assert refused(live, "/v1/models", b"{}")[0] == 405
     assert refused(live, COMPLETIONS, b"prompt=x", **{"content-type": "text/plain"})[0] == 415
     assert live.http.get("/v1/requests/unknown").json()["error"]["code"] == "request_not_found"

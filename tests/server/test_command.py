@@ -160,7 +160,7 @@ def test_an_engine_that_dies_ends_its_streams_and_comes_back_until_it_is_given_u
         assert process.stderr is not None
         said = process.stderr.read()
     assert said.splitlines()[-1] == (
-        "inflight: the engine was given up, and so the server ends: the engine process ended by SIGKILL"
+        "inflight: the engine is dead and the server stops: the engine process ended by SIGKILL"
     )
     assert "Traceback" not in said
 

@@ -1,4 +1,4 @@
-"""What a server is told: its own options, and those of its engine."""
+"""The server's options, and those of its engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from inflight.server.config import SERVE_OPTIONS, ServerConfig
 CERT, KEY = (str(Path(__file__).parent / "tls" / name) for name in ("cert.pem", "key.pem"))
 
 
-def test_every_option_of_the_engine_is_one_of_the_server() -> None:
+def test_engine_options_are_server_options() -> None:
     flags = {name for name, option in ENGINE_OPTIONS.items() if option.panel != PYTHON}
     assert flags < set(SERVE_OPTIONS)
     assert not set(ENGINE_OPTIONS) & set(options_of(ServerConfig))
@@ -26,14 +26,14 @@ def test_every_option_of_the_engine_is_one_of_the_server() -> None:
         assert SERVE_OPTIONS[name] is ENGINE_OPTIONS[name]
 
 
-def test_flat_names_reach_their_parts() -> None:
+def test_flat_names_are_assigned_to_their_configs() -> None:
     config = ServerConfig.create(model="m", block_size=8, max_restarts=1, log_format="json", port=9)
     assert config.engine == EngineConfig.create("m", block_size=8, target_step_ms=None, max_queue=1024)
     assert (config.process.max_restarts, config.process.log_format) == (1, "json")
     assert config.port == 9
 
 
-def test_defaults_are_those_that_are_shown() -> None:
+def test_shown_defaults_are_the_real_ones() -> None:
     config = ServerConfig.create()
     values = {**config.engine.options(), "max_restarts": 3, "kill_stalled_after": 900.0, "log_format": "text"}
     values |= asdict(config.router)
@@ -69,12 +69,12 @@ def test_defaults_are_those_that_are_shown() -> None:
         ({"api_key": (" ",)}, "empty"),
     ],
 )
-def test_what_cannot_work(given: dict[str, Any], message: str) -> None:
+def test_invalid_values_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ServerConfig.create(**given)
 
 
 @pytest.mark.parametrize("name", ["target_step_ms", "max_num_seqs"])
-def test_the_help_has_the_defaults_of_the_devices(name: str) -> None:
+def test_help_shows_device_dependent_defaults(name: str) -> None:
     gpu, cpu = getattr(CudaPlatform, name), getattr(CpuPlatform, name)
     assert SERVE_OPTIONS[name].default_text == f"{gpu:,g} on a GPU, {cpu:,g} on a CPU"

@@ -35,7 +35,7 @@ def keyed(backend: Backend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def validator(live: Live) -> GrammarValidator:
-    return live.state.frontend.input_processor.grammars
+    return live.state.model.frontend.input_processor.grammars
 
 
 def num_trying(live: Live) -> int:

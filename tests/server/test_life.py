@@ -216,7 +216,7 @@ def test_the_story_of_one_that_waits(live: Live, backend: Backend) -> None:
 
 def test_what_is_cancelled_before_it_reaches_the_engine_never_does(live: Live) -> None:
     go_on = threading.Event()
-    held = [live.state.threads.submit(go_on.wait) for _ in range(TEXT_THREADS)]
+    held = [live.state.threads.submit("", go_on.wait) for _ in range(TEXT_THREADS)]
     chat = {"messages": [{"role": "user", "content": "x"}], "request_id": "early"}
     num_requests = live.state.metrics.requests["generate"]
     with ThreadPoolExecutor(1) as asking:

@@ -15,8 +15,10 @@ from inflight.server.config import SERVE_OPTIONS
 from inflight.server.http.body import MAX_PARTS, MAX_VALUES
 from inflight.server.http.limits import MAX_RESERVED, MIN_PROGRESS, ConnectionSlots
 from inflight.server.http.unsent import PIECE
-from inflight.server.openai.responses.input_listing import MAX_PAGE_BYTES
+from inflight.server.openai.responses.conversation import MAX_REPEATED_CHARACTERS
+from inflight.server.openai.responses.store import MAX_PAGE_BYTES
 from inflight.server.openai.schemas import MAX_ARGUMENTS
+from inflight.server.state import TEXT_THREADS
 from inflight.text.chat import MAX_MESSAGES
 from inflight.text.render import RenderLimits
 
@@ -42,12 +44,19 @@ CONSTANTS = {
     "`n`, whatever `--max-answers`": str(MAX_N),
     "bad words": f"{MAX_BAD_WORDS:,}",
     "messages of a conversation": f"{MAX_MESSAGES:,}",
+    "characters of what `/v1/responses` repeats in its answers (`tools`, `tool_choice`, `text`, `prompt_cache_key`)": (
+        f"{MAX_REPEATED_CHARACTERS:,}"
+    ),
     "arguments for a chat template": str(MAX_ARGUMENTS),
     "characters of `user`, and of `cache_salt`": f"{MAX_TENANT_LENGTH}, {MAX_SALT_LENGTH}",
     "a chat template's time, output, and input as JSON": (
         f"{RENDER.seconds:g} s, {RENDER.max_characters >> 20} Mi characters, {RENDER.max_input_bytes >> 20} MiB"
     ),
     "chat templates rendered at the same time": str(RENDER.max_workers),
+    "characters of a prompt, with the tools and calls that its template renders": (
+        "as many as tokens of the context can spell"
+    ),
+    f"threads that render and tokenize, of {TEXT_THREADS}, for one of several keys": str(TEXT_THREADS - 1),
     "CPU time to compile one new grammar, and all that are tried for a request": (
         f"{ATTEMPT_SECONDS:g} s, {TRIAL_SECONDS:g} s"
     ),

@@ -149,7 +149,7 @@ def test_the_address_is_held_from_the_start(file: Path) -> None:
     with loading() as (_, http), started("--port", str(http.base_url.port)) as second:
         assert second.wait(120) == 1
         assert second.stderr is not None
-        assert "Address already in use (--port takes another)" in second.stderr.read()
+        assert "Address already in use (choose another with --port)" in second.stderr.read()
     assert not file.exists()
 
 

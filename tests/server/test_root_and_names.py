@@ -43,14 +43,14 @@ def test_only_whole_names_are_the_root(strict: Live) -> None:
 def test_strict_refuses_what_the_context_has_no_room_for(
     strict: Live, path: str, body: dict[str, object], name: str
 ) -> None:
-    limit = strict.state.frontend.max_model_len
+    limit = strict.state.model.frontend.max_model_len
     response = strict.post(path, {**body, name: limit})
     assert response.status_code == 400
     assert f"{name} is {limit}: together they must be at most {limit}" in response.json()["error"]["message"]
 
 
 def test_strict_takes_what_fits(strict: Live) -> None:
-    room = strict.state.frontend.max_model_len - 2
+    room = strict.state.model.frontend.max_model_len - 2
     assert strict.post("/v1/completions", {**PROMPT, "max_tokens": room + 1}).status_code == 400
     short = {**PROMPT, "stop": [" "], "max_tokens": room}
     assert strict.post("/v1/completions", short).status_code == 200

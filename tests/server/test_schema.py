@@ -17,7 +17,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from inflight.pooling import PoolingFacts
+from inflight.scoring import PoolingFacts
 from inflight.server.openai.schemas import ChatChunk, Completion
 from tests.server.live import Backend, Live, live_server, stream
 from tests.server.pooled import CLASSIFIER, EMBEDDER, PooledBackend

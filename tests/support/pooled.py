@@ -50,7 +50,7 @@ class PooledEngine:
         """Ask for the logprobs of a prompt."""
         self.tokens[name] = []
         params = SamplingParams(temperature=0, prompt_logprobs=0)
-        self.loaded.core.add(Request.create(name, list(token_ids), params, 0, kind="score"))
+        self.loaded.core.add(Request.create(name, list(token_ids), params, 0, kind="prompt_logprobs"))
 
     def run(self) -> None:
         core = self.loaded.core

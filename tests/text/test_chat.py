@@ -210,14 +210,14 @@ def test_rendering_works_after_an_exceeded_limit_and_old_workers_are_gone() -> N
     for number in (1, 2, 1, 3, 1):
         if number == 1:
             assert template.render([USER]) == "fine"
-            (worker,) = template._renderer._idle
+            (worker,) = template._renderer._pool.idle
             process = worker._process
         else:
             with pytest.raises(TemplateError):
                 template.render([USER] * number)
             assert process.returncode is not None  # killed and reaped
     template.close()
-    assert template._renderer._idle == []
+    assert template._renderer._pool.idle == []
     assert template.render([USER]) == "fine"  # a closed template starts a new worker when needed
     template.close()
 
@@ -225,8 +225,8 @@ def test_rendering_works_after_an_exceeded_limit_and_old_workers_are_gone() -> N
 def test_dead_worker_fails_only_one_rendering() -> None:
     template = ChatTemplate("fine")
     assert template.render([USER]) == "fine"
-    template._renderer._idle[0]._process.kill()
-    template._renderer._idle[0]._process.wait()
+    template._renderer._pool.idle[0]._process.kill()
+    template._renderer._pool.idle[0]._process.wait()
     with pytest.raises(TemplateWorkerError, match="process that renders the chat template died"):
         template.render([USER])
     assert template.render([USER]) == "fine"
@@ -254,7 +254,7 @@ def test_many_threads_render_concurrently() -> None:
     with ThreadPoolExecutor(8) as pool:
         texts = list(pool.map(lambda n: template.render([{"role": "user", "content": str(n)}]), range(40)))
     assert texts == [str(number) for number in range(40)]
-    assert len(template._renderer._idle) <= 2
+    assert len(template._renderer._pool.idle) <= 2
     template.close()
 
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from inflight.cli.command import NOTES
 from inflight.cli.main import app
-from inflight.cli.option_sources import gather, unread
+from inflight.cli.option_sources import gather, unused_variables
 from inflight.errors import ConfigError
 from inflight.server.config import SERVE_OPTIONS
 from inflight.vllm_compat.cli_flags import SERVE_RULES
@@ -199,10 +199,10 @@ def test_variables_without_effect_are_reported() -> None:
         "VLLM_QWERTY": "1",
         "OTHER": "x",
     }
-    assert unread(SERVE_OPTIONS, environment) == [
+    assert unused_variables(SERVE_OPTIONS, environment) == [
         "VLLM_QWERTY is set, but has no effect",
         "INFLIGHT_APIKEY is set, but has no effect: did you mean INFLIGHT_API_KEY?",
-        "INFLIGHT_API_KEY is empty: that is as if it were not set",
+        "INFLIGHT_API_KEY is empty and has no effect",
         "INFLIGHT_QWERTY is set, but has no effect",
     ]
 

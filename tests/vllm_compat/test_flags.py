@@ -10,7 +10,7 @@ import typer
 from typer.testing import CliRunner
 
 from inflight.cli.main import app
-from inflight.cli.option_sources import gather, unread
+from inflight.cli.option_sources import gather, unused_variables
 from inflight.errors import ConfigError
 from inflight.server.config import SERVE_OPTIONS
 from inflight.vllm_compat.cli_flags import BENCH_RULES, COMMANDS, SERVE_RULES
@@ -156,7 +156,7 @@ def test_variables_do_what_the_page_says() -> None:
             rule = VARIABLE_RULES.find(name)
             assert rule is not None
             if line.outcome == ABSENT:
-                assert unread(SERVE_OPTIONS, {name: "7"}) == [
+                assert unused_variables(SERVE_OPTIONS, {name: "7"}) == [
                     f"{name} is set, but has no effect: {rule.reason}"
                 ]
                 check_reason(line, rule)
@@ -164,7 +164,7 @@ def test_variables_do_what_the_page_says() -> None:
             else:
                 value = value_of(rule, harmless=line.outcome == ACCEPTED)
             if value != "something":
-                assert unread(SERVE_OPTIONS, {name: value}) == []
+                assert unused_variables(SERVE_OPTIONS, {name: value}) == []
                 options = gather(SERVE_OPTIONS, {}, {name: value}, compat_rules=SERVE_RULES)
                 option = line.code[0].removeprefix("--").replace("-", "_") if line.outcome == SAME else ""
                 assert list(options) == ([option] if option else [])

@@ -12,8 +12,8 @@ import pytest
 from inflight.config import EngineConfig
 from inflight.engine import ModelFacts
 from inflight.frontend import ChatRequest, Frontend
+from inflight.server.app import MISSING_ROUTES
 from inflight.server.http.body import parse_body
-from inflight.server.missing_routes import MISSING_ROUTES
 from inflight.server.openai.schemas import ChatBody, CompletionBody
 from inflight.server.prepare import chat_request
 from tests.server.calling import TEMPLATE
@@ -132,13 +132,13 @@ def test_values_without_effect_are_accepted(live: Live) -> None:
 
 def test_routes_do_what_the_page_says(live: Live) -> None:
     document = live.http.get("/openapi.json").json()["paths"]
-    assert "without the slash at its end" in live.http.get("/metrics/").json()["error"]["message"]
+    assert "without the trailing slash" in live.http.get("/metrics/").json()["error"]["message"]
     for line in section("Routes"):
         for path in line.names:
             if line.outcome == ABSENT:
                 response = live.http.get(path)
                 assert response.status_code == 404
-                assert response.json()["error"]["message"] == f"there is nothing at '{path}': {line.here}"
+                assert response.json()["error"]["message"] == f"unknown path '{path}': {line.here}"
                 assert line.here == MISSING_ROUTES[path]
                 continue
             assert path in document or path == "/openapi.json"

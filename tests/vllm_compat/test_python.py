@@ -171,7 +171,7 @@ def test_llm_options_do_what_the_page_says() -> None:
     assert create(scheduling_policy="fcfs", policy="fcfs", max_model_len=-1) == create()
     assert create(max_model_len="32k", reasoning_parser="qwen3").options()["max_model_len"] == 32000
     assert create(async_scheduling=False).options()["pipeline_depth"] == 1
-    assert_raises("is it max_num_seqs?", ConfigError, lambda: create(max_num_seq=5))
+    assert_raises("did you mean max_num_seqs?", ConfigError, lambda: create(max_num_seq=5))
     assert_raises("chunked prefill is always on", ConfigError, lambda: create(enable_chunked_prefill=False))
 
 

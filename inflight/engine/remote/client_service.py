@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from inflight.engine.client import EngineClient
-from inflight.engine.core import EngineStats
-from inflight.engine.outbox import Outbox
+from inflight.engine.remote.outbox import Outbox
 from inflight.engine.remote.wire import Abort, Ack, Add, Describe, Reply, RunCommand, StepOutputs, Watch
+from inflight.engine.stats import EngineStats
 from inflight.processes.channel import RemoteError
 from inflight.request import Request, RequestSpec
 

@@ -15,7 +15,6 @@ import msgspec
 
 from inflight.config import EngineConfig, ProcessConfig
 from inflight.engine.client import CacheObserver, Health, ModelFacts, RequestState
-from inflight.engine.core import EngineStats
 from inflight.engine.delta_queue import DeltaQueue, DeltaStream
 from inflight.engine.history import History
 from inflight.engine.remote.supervisor import (
@@ -38,6 +37,7 @@ from inflight.engine.remote.wire import (
     encode_add,
 )
 from inflight.engine.sleep import Command
+from inflight.engine.stats import EngineStats
 from inflight.engine.step_records import StepObserver, notify
 from inflight.errors import ConfigError, EngineDeadError, RequestError
 from inflight.events import Delta, RequestRecord, StepRecord

@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 
 from inflight.engine.client import ModelFacts, RequestState
-from inflight.engine.core import EngineStats
 from inflight.engine.sleep import Command
+from inflight.engine.stats import EngineStats
 from inflight.errors import RequestError
 from inflight.events import CacheUpdate, Delta, StepRecord
 from inflight.processes.channel import ChildSockets, Codec, Message, RemoteError, Stop

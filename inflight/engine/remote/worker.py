@@ -20,7 +20,7 @@ import zmq
 from inflight.config import EngineConfig
 from inflight.engine.client import ModelFacts
 from inflight.engine.core import EngineCore
-from inflight.engine.engine_loop import EngineLoop
+from inflight.engine.remote.engine_loop import EngineLoop
 from inflight.engine.remote.wire import EngineSockets, Failed, Progress, Ready, Start, Stopped, ToEngine
 from inflight.logs import configure_logging
 from inflight.processes.channel import ConnectionInfo, RemoteError

@@ -37,7 +37,7 @@ from inflight.models.decoders.shard import GatheringCollective
 from inflight.scheduling import Batch, Sampled
 
 
-class PackedLogprobs(NamedTuple):
+class PendingLogprobs(NamedTuple):
     """Log-probabilities being copied to host memory, packed for `read_logprobs`."""
 
     results: Tensor
@@ -56,9 +56,9 @@ class GpuStepHandle:
     sampling_entries: list[int]
     # [2, S] int32 in host memory, padded: token ids, and 0 or why sampling failed.
     sampled: Tensor | None
-    logprobs: PackedLogprobs | None  # for `logprob_entries`, in order
+    logprobs: PendingLogprobs | None  # for `logprob_entries`, in order
     logprob_entries: list[int]
-    prompt_logprobs: list[tuple[int, PackedLogprobs]]  # by entry, in order of position
+    prompt_logprobs: list[tuple[int, PendingLogprobs]]  # by entry, in order of position
     pooled: StepVectors | None
     done: torch.cuda.Event | None  # None where there is nothing to wait for
     failures: dict[int, RequestFailure] = field(
@@ -205,7 +205,7 @@ class GpuRunner:
         if counts is not None:
             logprob_entries = [entry for entry, count in zip(entries, counts, strict=True) if count >= 0]
             num_logprobs, width = counts[counts >= 0].tolist(), 1 + int(counts.max())
-            logprobs = PackedLogprobs(
+            logprobs = PendingLogprobs(
                 to_host(self.step.logprobs(len(num_logprobs), width)), num_logprobs, width
             )
         handle = GpuStepHandle(
@@ -262,7 +262,7 @@ class GpuRunner:
         else:
             sample_by_ranks(logits, self._vocabulary, samples.batch, state, tokens, workspace)
 
-    def _score_prompts(self, batch: Batch, hidden: Tensor) -> list[tuple[int, PackedLogprobs]]:
+    def _score_prompts(self, batch: Batch, hidden: Tensor) -> list[tuple[int, PendingLogprobs]]:
         """Score the prompt tokens that this step predicts. hidden [T, hidden_size]"""
         scored = []
         for piece in self.scored.pieces(batch, len(self.rows.tokens)):
@@ -270,7 +270,7 @@ class GpuRunner:
             targets = self.rows.tokens[piece.row, piece.targets]
             results = score_all(logits, targets, piece.num_logprobs, self.sampling_workspace)
             counts = [min(piece.num_logprobs, logits.shape[1])] * piece.size
-            scored.append((piece.entry, PackedLogprobs(to_host(results), counts, 1 + counts[0])))
+            scored.append((piece.entry, PendingLogprobs(to_host(results), counts, 1 + counts[0])))
         return scored
 
     def _pool(

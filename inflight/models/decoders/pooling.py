@@ -29,7 +29,7 @@ from inflight.models.pooling_config import (
     read_sentence_files,
 )
 from inflight.models.pooling_head import Head, LayeredHead, head_size, load_head
-from inflight.pooling import PairTemplate, PoolingFacts
+from inflight.scoring import PairTemplate, PoolingFacts
 
 # The two answer tokens, under the config.json field that vLLM uses, too.
 ANSWERS = ("no", "yes")

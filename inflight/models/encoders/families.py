@@ -15,7 +15,7 @@ from inflight.models.encoders.spec import EncoderNames, EncoderSpec
 from inflight.models.hf_config import Fields, read_rope
 from inflight.models.pooling_config import SentenceFiles, classifier_facts, embedding_facts, read_labels
 from inflight.models.pooling_head import DenseLayer, HeadLayer, NormLayer, head_size
-from inflight.pooling import PoolingFacts
+from inflight.scoring import PoolingFacts
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 CLASSIFIER = "ForSequenceClassification"

@@ -1,25 +1,23 @@
-"""Requests join and leave at every step, first come first served, and short prompts do not wait for long ones.
+"""Continuous batching: requests join and leave at every step, and short prompts do not wait for long ones.
 
-A prompt is short while at most `short` of its tokens are left to compute; tokens in the prefix cache are not left. A
-quarter of what decodes leave of a step is reserved for short prompts whenever a long one runs or is first in line, so
-that a short prompt begins in the next step however many long ones there are. Unused tokens of the reserve go to the
-long prompts, and short ones never take more than the reserve from them.
+The order is first-come-first-served. A prompt is short while at most `short` of its tokens are left to compute, not
+counting tokens in the prefix cache. Whenever a long prompt runs or is first in line, a quarter of what decodes leave of
+a step is reserved for short prompts, so a short prompt begins in the next step however many long ones there are. Long
+prompts get the unused part of the reserve, and short ones never take more than the reserve from them.
 
-When the first in line needs more memory than is free, smaller requests close behind it may go first, so that
-memory is not left idle; each time, it ages, and at `ageing` no one passes it any more. `ageing=0` is strict
-first come first served.
+When the first in line needs more memory than is free, smaller requests close behind it may pass it, so that memory is
+not left idle. Once `ageing` requests have passed it, no more may. `ageing=0` is strict first-come-first-served.
 """
 
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 
 from inflight.request import Request
-from inflight.scheduling.policy import HEADROOM, Policy
-from inflight.scheduling.queue import WaitingQueue
+from inflight.scheduling.policy import HEADROOM, Policy, WaitingQueue
 
 LOOKAHEAD = 8
 SHORT = 256
-RESERVED_PART = 4  # one token in so many is reserved for short prompts
+RESERVED_PART = 4  # one token in four is reserved for short prompts
 
 
 class Continuous(Policy):
@@ -27,10 +25,9 @@ class Continuous(Policy):
         super().__init__(headroom)
         self.ageing = ageing
         self.short = short
-        self._short_queue = WaitingQueue()  # the short ones among those in the queue
-        self._unsorted: deque[Request] = (
-            deque()
-        )  # waiting prompts that are short only if they have prefix hits
+        self._short_queue = WaitingQueue()  # the short prompts in the queue
+        # Waiting prompts that are short only if they have prefix hits.
+        self._unsorted: deque[Request] = deque()
         self._num_ahead = 0  # requests that passed the first in line in this step
         self._num_left: Callable[[Request], int] = lambda request: request.num_tokens
 
@@ -41,7 +38,7 @@ class Continuous(Policy):
 
     def push(self, request: Request, step: int) -> None:
         super().push(request, step)
-        # A short request that was preempted would only be preempted again by the prompt that needed its memory.
+        # A short request that was preempted would only be preempted again by the prompt that needs its memory.
         if request.record.num_preemptions == 0:
             if request.num_tokens <= self.short:
                 self._short_queue.push(request)
@@ -58,7 +55,7 @@ class Continuous(Policy):
         yield from super().candidates()
         passed: list[Request] = []
         for request in self.queue.head(LOOKAHEAD):
-            admitted = (yield request) if passed else False  # the first in line has just been refused
+            admitted = (yield request) if passed else False  # the first in line was just tried
             if admitted:
                 for older in passed:
                     older.num_passed += 1
@@ -81,16 +78,16 @@ class Continuous(Policy):
         is_long = first.num_tokens > self.short and first not in self._short_queue
         num_left = [request.num_tokens - request.num_computed for request in prompts]
         if not is_long and max(num_left, default=0) <= self.short:
-            return 0  # there is no long prompt in the way
+            return 0  # no long prompt is in the way
         return max(0, budget // RESERVED_PART - sum(left for left in num_left if left <= self.short))
 
     def _find_short(self) -> None:
-        """Look up prefix hits of the next few prompts, a bounded number in each step: prompts are hashed for it."""
-        num_found = 0
-        while self._unsorted and num_found < LOOKAHEAD:
+        """Look up prefix hits of the next few prompts: a bounded number per step, because it hashes them."""
+        num_checked = 0
+        while self._unsorted and num_checked < LOOKAHEAD:
             request = self._unsorted.popleft()
             if request in self.queue:
-                num_found += 1
+                num_checked += 1
                 if self._num_left(request) <= self.short:
                     self._short_queue.push(request)
 

@@ -1,10 +1,10 @@
-"""Tenants share by service received, not by requests sent.
+"""Fair sharing between tenants by the service they received, not by the requests they sent.
 
-Every tenant has a virtual token counter: prompt tokens as they are first computed or found in the prefix cache,
-output tokens as they come, divided by the tenant's weight. In every step the tenant with the smallest counter goes
-next, whether its prompt is running or waiting, so no tenant waits for the rest of another's prompt. The requests of
-one tenant are served first come first served. A tenant that becomes active is lifted to the least active one, so idle
-time is not saved up.
+Every tenant has a virtual token counter. It counts prompt tokens when they are first computed or found in the prefix
+cache, and output tokens when they are sampled, divided by the tenant's weight. In every step the tenant with the
+smallest counter goes next, whether its prompt is running or waiting, so no tenant waits for the rest of another's
+prompt. The requests of one tenant are served first-come-first-served. The counter of a tenant that becomes active is
+raised to the smallest one of the active tenants, so idle time is not saved up.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from collections.abc import Generator, Mapping, Sequence
 from heapq import heappop, heappush, heapreplace
 
 from inflight.request import Request
-from inflight.scheduling.policy import HEADROOM, Policy
-from inflight.scheduling.queue import WaitingQueue
-from inflight.scheduling.step import ScheduledStep
+from inflight.scheduling.batch import ScheduledStep
+from inflight.scheduling.policy import HEADROOM, Policy, WaitingQueue
 
-MAX_REMEMBERED = 10_000  # tenants whose counters are kept before the meaningless ones are dropped
+MAX_COUNTERS = 10_000  # beyond these, counters without effect are dropped
 
 
 class Fair(Policy):
@@ -33,12 +32,12 @@ class Fair(Policy):
         self.prompt_cost = prompt_cost
         self.output_cost = output_cost
         self.counters: dict[str, float] = {}
-        self._queues: dict[str, WaitingQueue] = {}  # of tenants with a request waiting: the active ones
-        self._heap: list[tuple[float, str]] = []  # (a counter once true, tenant); counters only grow
+        self._queues: dict[str, WaitingQueue] = {}  # by tenant: those with waiting requests
+        self._heap: list[tuple[float, str]] = []  # (a possibly outdated counter, tenant); counters only grow
         self._in_heap: set[str] = set()
-        self._prefilling: set[str] = set()  # tenants whose prompts are partly computed, as of the last step
-        self._next_prefilling: set[str] = set()  # as far as known of the step that is being formed
-        self._last_active = ""  # the tenant whose requests were the last to leave the queue
+        self._prefilling: set[str] = set()  # tenants with partly computed prompts, as of the last step
+        self._next_prefilling: set[str] = set()  # the same for the step being formed, so far
+        self._last_active = ""  # the tenant whose queue became empty last
         self._num_waiting = 0
 
     def __len__(self) -> int:
@@ -64,24 +63,27 @@ class Fair(Policy):
         if not len(queue):
             del self._queues[tenant]
             self._last_active = tenant
-            if len(self.counters) > MAX_REMEMBERED:
+            if len(self.counters) > MAX_COUNTERS:
                 self._forget()
 
     def _forget(self) -> None:
-        """Drop the counters that lifting would override anyway."""
+        """Drop the counters that `push` would raise to the floor anyway."""
         floor = self._floor()
-        kept = {*self._queues, *self._prefilling, self._last_active}
-        self.counters = {t: count for t, count in self.counters.items() if count > floor or t in kept}
+        active = {*self._queues, *self._prefilling, self._last_active}
+        self.counters = {t: count for t, count in self.counters.items() if count > floor or t in active}
 
     def _floor(self) -> float:
-        """What a newly active tenant is lifted to: the least of those who wait or whose prompts run, or the last that
-        was active."""
+        """Return the counter that a newly active tenant starts from.
+
+        It is the smallest one of the tenants with waiting requests or running prompts or, if there are none, that of
+        the tenant that was active last.
+        """
         least = self._least()
         active = self._prefilling if least is None else {*self._prefilling, least}
         return min(self.counters.get(tenant, 0.0) for tenant in active or (self._last_active,))
 
     def _least(self) -> str | None:
-        """The active tenant with the smallest counter."""
+        """Return the tenant with waiting requests that has the smallest counter."""
         heap = self._heap
         while heap:
             count, tenant = heap[0]
@@ -113,8 +115,10 @@ class Fair(Policy):
                 return
 
     def _next_ahead(self, running: set[str]) -> Request | None:
-        """The first request of the active tenant with the smallest counter, unless that tenant or one with a smaller
-        counter has a running prompt."""
+        """Return the first request of the waiting tenant with the smallest counter.
+
+        Return None if that tenant, or one with a smaller counter, has a running prompt.
+        """
         tenant = self._least()
         if not running or tenant is None or tenant in running:
             return None

@@ -1,7 +1,7 @@
-"""Smaller priority values first, with ageing: `ageing` steps of waiting are worth one level.
+"""Smaller priority values first, with ageing: waiting for `ageing` steps is worth one level.
 
-At step t a request that came at step s has the effective priority `priority - (t - s) / ageing`. Comparing two
-of them, t cancels: the order by `priority * ageing + s` never changes while they wait, so a heap keeps it.
+At step t, a request that arrived at step s has the effective priority `priority - (t - s) / ageing`. When two requests
+are compared, t cancels out, so the order by `priority * ageing + s` never changes while they wait: a heap suffices.
 """
 
 from inflight.request import Request

@@ -1,4 +1,4 @@
-"""One request at a time: what serving looks like without batching."""
+"""One request at a time: serving without batching, as a baseline."""
 
 from collections.abc import Sequence
 

@@ -1,7 +1,7 @@
-"""Batches that form, run and retire together: what serving looked like before continuous batching.
+"""Batches that start, run and end together: serving before continuous batching, as a baseline.
 
-Membership is settled when a batch opens: the requests waiting at that moment, as far as slots and memory
-reach. Memory for the full length is taken at once. A finished request keeps its slot until all have finished.
+A batch consists of the requests that are waiting when it opens, as far as rows and memory allow. Memory for the full
+length is allocated at once. A finished request keeps its row until all have finished.
 """
 
 from collections.abc import Generator, Sequence
@@ -22,7 +22,7 @@ class Static(Policy):
 
     def candidates(self) -> Generator[Request, bool, None]:
         yield from super().candidates()
-        if len(self):  # the next in line did not fit: the batch is complete
+        if len(self):  # the next in line does not fit: the batch is complete
             self._last = -1
 
     def admits(self, request: Request, running: Sequence[Request]) -> bool:

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from inflight.errors import ConfigError
 from inflight.logs import request_id as current_request_id
 from inflight.server.access.keys import Caller
-from inflight.server.error_shapes import error_at, is_anthropic
+from inflight.server.anthropic.errors import error_at, is_anthropic
 from inflight.server.errors import ApiError, of_exception
 from inflight.server.http.unsent import PacedSend
 

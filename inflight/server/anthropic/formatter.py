@@ -1,23 +1,90 @@
-"""An answer as /v1/messages writes it, whole or as events."""
+"""Answers in the format of /v1/messages, whole or as events."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 from starlette.responses import Response
 
-from inflight.server.anthropic.blocks import MessageBlocks, event
 from inflight.server.anthropic.errors import error_body, error_response
 from inflight.server.errors import ApiError
-from inflight.server.formatters import Choice, ResponseFormatter, encode, usage_of
+from inflight.server.formatters import Choice, PartKind, PartWriter, ResponseFormatter, encode, usage_of
 
-# By the reason of the end; an answer that was cancelled has none.
+_encode, _decode = msgspec.json.encode, msgspec.json.decode
+# Clients need a signature to send a thinking block back. Nothing here checks it.
+SIGNATURE = "unsigned"
+
+
+def event(kind: str, **fields: Any) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encode({"type": kind, **fields}))
+
+
+class MessageBlocks(PartWriter):
+    """Writes each part as a content block."""
+
+    def __init__(self, shows_thinking: bool) -> None:
+        """Without `shows_thinking`, thinking blocks have no text."""
+        super().__init__()
+        self.blocks: list[dict[str, Any]] = []
+        self._shows_thinking = shows_thinking
+
+    @property
+    def _index(self) -> int:
+        return len(self.blocks) - 1
+
+    def _begun(self, kind: PartKind, name: str, call_id: str) -> bytes:
+        if kind == "reasoning":
+            block: dict[str, Any] = {"type": "thinking", "thinking": "", "signature": ""}
+        elif kind == "text":
+            block = {"type": "text", "text": ""}
+        else:
+            block = {"type": "tool_use", "id": call_id, "name": name, "input": {}}
+        self.blocks.append(block)
+        return event("content_block_start", index=self._index, content_block=block)
+
+    def _delta(self, kind: PartKind, text: str) -> bytes:
+        if kind == "reasoning":
+            return (
+                self._block_delta({"type": "thinking_delta", "thinking": text})
+                if self._shows_thinking
+                else b""
+            )
+        if kind == "text":
+            return self._block_delta({"type": "text_delta", "text": text})
+        return self._block_delta({"type": "input_json_delta", "partial_json": text})
+
+    def _block_delta(self, delta: dict[str, Any]) -> bytes:
+        return event("content_block_delta", index=self._index, delta=delta)
+
+    def _ended(self, kind: PartKind, text: str, complete: bool) -> bytes:  # noqa: ARG002
+        block, signed = self.blocks[-1], b""
+        if kind == "reasoning":
+            block |= {"thinking": text if self._shows_thinking else "", "signature": SIGNATURE}
+            signed = self._block_delta({"type": "signature_delta", "signature": SIGNATURE})
+        elif kind == "text":
+            block["text"] = text
+        else:
+            block["input"] = _object(text)
+        return signed + event("content_block_stop", index=self._index)
+
+
+def _object(arguments: str) -> dict[str, Any]:
+    """Return the arguments of a call, or {} if they are incomplete: the stop reason of the message says why."""
+    try:
+        value = _decode(arguments)
+    except (msgspec.DecodeError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+# By finish reason; a cancelled answer has none.
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class MessagesFormatter(ResponseFormatter):
-    """Of one answer: this API knows no `n`."""
+    """Writes one answer: this API has no `n`."""
 
     def __init__(self, request_id: str, model: str, shows_thinking: bool) -> None:
         self._request_id = request_id
@@ -25,7 +92,7 @@ class MessagesFormatter(ResponseFormatter):
         self._blocks = MessageBlocks(shows_thinking)
 
     def opening(self, choices: list[Choice]) -> bytes:
-        """How much of the prompt is cached is not known yet: the last event says it."""
+        """Return the first events. The number of cached tokens is not known yet: the last event has it."""
         (choice,) = choices
         usage = {"input_tokens": len(choice.prompt.prompt_token_ids), "output_tokens": 0}
         message = self._message(usage | {"cache_read_input_tokens": 0, "cache_creation_input_tokens": 0})
@@ -73,7 +140,7 @@ def _end(choice: Choice) -> dict[str, Any]:
 
 
 def _usage(choice: Choice) -> dict[str, Any]:
-    """Here what was found in the cache is counted apart."""
+    """Return the usage, in which cached tokens are counted separately."""
     used = usage_of([choice])
     num_cached = used["prompt_tokens_details"]["cached_tokens"]
     reader = choice.reader

@@ -1,4 +1,4 @@
-"""/v1/messages, as Anthropic's API has it."""
+"""/v1/messages, as in Anthropic's API."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from inflight.frontend.chat import num_characters
 from inflight.server.access.admission import counted
 from inflight.server.anthropic.conversation import chat_of, check, text_constraint, user_of
 from inflight.server.anthropic.formatter import MessagesFormatter
@@ -19,13 +20,12 @@ from inflight.server.anthropic.schemas import (
     MessagesBody,
     TokenCount,
 )
-from inflight.server.engine_response import RequestHead
-from inflight.server.generation_response import GenerationResponse, GenerationSpec
+from inflight.server.engine_response import EngineResponse
 from inflight.server.http.body import read_json
-from inflight.server.openai.params import conversation_params
 from inflight.server.openapi import documented, respond
+from inflight.server.params import conversation_params
 from inflight.server.prepare import check_tokenizer, prepare_chat
-from inflight.server.routes.service import check_size, num_characters
+from inflight.server.routes.service import check_size, text_limit
 from inflight.server.state import caller_of, state_of
 
 router = APIRouter()
@@ -38,16 +38,15 @@ ROUTE = "/v1/messages"
 )
 async def create_message(request: Request) -> Response:
     """Answer a conversation, given as messages of content blocks."""
-    state, options = state_of(request), state_of(request).options
-    body = await read_json(request, MessagesBody, options)
-    model = state.check_model(body.model)
-    state.check_task("generate")
+    state, caller = state_of(request), caller_of(request)
+    body = await read_json(request, MessagesBody, state.options)
+    model, name = state.find_model(body.model, "generate")
     check(body)
-    caller, user = caller_of(request), user_of(body)
     params = await state.in_thread_if(
         body.is_large,
+        caller,
         lambda: conversation_params(
-            state,
+            model,
             body,
             max_tokens=body.max_tokens,
             stop=body.stop_sequences or (),
@@ -55,40 +54,46 @@ async def create_message(request: Request) -> Response:
             constraint=text_constraint(body),
         ),
     )
-    request_id = body.request_id or f"msg_{secrets.token_hex(12)}"
+    user, request_id = user_of(body), body.request_id or f"msg_{secrets.token_hex(12)}"
     shows_thinking = body.thinking is None or body.thinking.display != "omitted"
-    priority = body.priority or 0
-    spec = GenerationSpec(
-        RequestHead(ROUTE, request_id, model, bool(body.stream), priority, user),
-        num_answers=1,
-        echo=False,
-        prepare=lambda: prepare_chat(
-            *(state, caller, chat_of(body), params),
-            priority=priority,
-            user=user,
-            cache_salt=body.cache_salt or "",
-        ),
-        blamed=params.blamed,
-        is_long=True,  # a template is rendered by another process
-        has_long_answer=False,
-        formatter=lambda _: MessagesFormatter(request_id, model, shows_thinking),
+
+    async def answer(response: EngineResponse) -> None:
+        prepared = await state.in_thread(
+            caller,
+            lambda: prepare_chat(
+                *(model, caller, chat_of(body), params),
+                priority=body.priority or 0,
+                user=user,
+                cache_salt=body.cache_salt or "",
+            ),
+        )
+        await response.generate(prepared, params)
+
+    return EngineResponse(
+        request,
+        model,
+        answer,
+        request_id=request_id,
+        model_name=name,
+        stream=bool(body.stream),
+        priority=body.priority,
+        user=user,
+        formatter=MessagesFormatter(request_id, name, shows_thinking),
     )
-    return GenerationResponse(state, caller, spec)
 
 
 @router.post(f"{ROUTE}/count_tokens", **documented(CountTokensBody, TokenCount, 529, error=MessageErrorBody))
 async def count_tokens(request: Request) -> Response:
-    """How many tokens the prompt of a conversation has."""
-    state, options = state_of(request), state_of(request).options
-    body = await read_json(request, CountTokensBody, options)
-    state.check_model(body.model)
-    state.check_task("generate")
-    check_tokenizer(state)
+    """Count the tokens of a conversation's prompt."""
+    state = state_of(request)
+    body = await read_json(request, CountTokensBody, state.options)
+    model, _ = state.find_model(body.model, "generate")
+    check_tokenizer(model)
 
     def answer() -> Response:
         chat = chat_of(body)
         check_size(state, "messages", num_characters([chat.messages, chat.tools]), "characters")
-        _, token_ids = state.frontend.encode_chat(chat)
+        _, token_ids = model.frontend.encode_chat(chat, text_limit(state))
         return respond(TokenCount(input_tokens=len(token_ids)))
 
     async with counted(state.admission, caller_of(request)):

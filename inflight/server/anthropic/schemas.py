@@ -1,4 +1,4 @@
-"""/v1/messages and /v1/messages/count_tokens, in Anthropic's shape."""
+"""Bodies and answers of /v1/messages and /v1/messages/count_tokens, in Anthropic's format."""
 
 from __future__ import annotations
 
@@ -6,18 +6,27 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, Tag
 
-from inflight.server.schemas.common import Body, Ignored, Items, SampledBody, Unset, missing, ranged
-from inflight.server.schemas.tagged import ReturnedPart, by_type
+from inflight.server.schemas import (
+    Body,
+    Ignored,
+    Items,
+    ReturnedPart,
+    SampledBody,
+    Unset,
+    by_type,
+    missing,
+    ranged,
+)
 from inflight.text.chat import MAX_MESSAGES
 
 
 class CachedPart(ReturnedPart):
-    """Prefixes are cached anyway: what is said of that is taken, and without effect."""
+    """A part that may ask for caching, which has no effect: prefixes are always cached."""
 
     cache_control: dict[str, Any] | None = None
 
 
-# ---- what goes in ----
+# ---- requests ----
 
 
 class TextBlock(CachedPart):
@@ -34,7 +43,7 @@ class ToolUseBlock(CachedPart):
     caller: dict[str, Any] | None = None
 
 
-ResultPart = Annotated[Annotated[TextBlock, Tag("<text>")], by_type("only text is read here")]
+ResultPart = Annotated[Annotated[TextBlock, Tag("<text>")], by_type("only text is supported")]
 
 
 class ToolResultBlock(CachedPart):
@@ -62,7 +71,7 @@ ContentBlock = Annotated[
     | Annotated[ThinkingBlock, Tag("<thinking>")]
     | Annotated[RedactedThinkingBlock, Tag("<redacted_thinking>")],
     by_type(
-        "only text is read here, and no images or documents: "
+        "only text is supported, no images or documents: "
         "its type must be text, tool_use, tool_result, thinking or redacted_thinking"
     ),
 ]
@@ -85,7 +94,7 @@ class CustomTool(CachedPart):
     allowed_callers: Items[Literal["direct"]] | None = None
 
 
-GivenTool = Annotated[
+MessageTool = Annotated[
     Annotated[CustomTool, Tag("<custom>")],
     by_type("only tools with an input_schema can be called; the server runs none of its own", "custom"),
 ]
@@ -118,12 +127,12 @@ class MessageMetadata(Body):
 
 
 class ConversationBody(Body):
-    """What messages and the counting of their tokens have in common."""
+    """The parameters of messages and of counting their tokens."""
 
-    model: str | None = Field(None, description="A name that /v1/models lists; may be left out.")
+    model: str | None = Field(None, description="A name from /v1/models; optional.")
     messages: Annotated[Items[SentMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     system: str | Items[ResultPart] | None = None
-    tools: Items[GivenTool] | None = None
+    tools: Items[MessageTool] | None = None
     tool_choice: MessageToolChoice | None = None
     thinking: ThinkingOptions | None = None
     output_config: OutputOptions | None = None
@@ -139,21 +148,21 @@ class MessagesBody(ConversationBody, SampledBody):
     stop_sequences: Items[str] | None = None
     metadata: MessageMetadata | None = None
 
-    # Taken, and without effect: nothing is left out of a conversation, and no place is chosen.
+    # Accepted and ignored: conversations are never shortened, and there is no choice of region.
     context_management: dict[str, Any] | None = None
     diagnostics: dict[str, Any] | None = None
     inference_geo: str | None = None
 
     service_tier: Ignored = None
 
-    # Accepted as far as they change nothing.
-    speed: Literal["standard"] | None = missing("there is one speed")
+    # Only values without effect are accepted.
+    speed: Literal["standard"] | None = missing("there is only one speed")
     container: Unset = missing("the server runs no code")
-    mcp_servers: Unset = missing("offer their tools as tools, and call them yourself")
-    thread: Unset = missing("no conversation is held, send all of its messages")
+    mcp_servers: Unset = missing("pass their tools as tools, and call them yourself")
+    thread: Unset = missing("conversations are not stored, send all messages")
 
 
-# ---- what comes back ----
+# ---- responses ----
 
 
 class ThinkingDetails(BaseModel):
@@ -161,7 +170,7 @@ class ThinkingDetails(BaseModel):
 
 
 class MessageUsage(BaseModel):
-    """`input_tokens` are those that were not found in the prefix cache."""
+    """Token counts. `input_tokens` excludes those found in the prefix cache."""
 
     input_tokens: int
     output_tokens: int
@@ -194,7 +203,7 @@ class MessageObject(BaseModel):
 
 
 class MessageEvent(BaseModel):
-    """One event of a streamed answer; what else it has depends on its type."""
+    """One event of a streamed answer; its other fields depend on its type."""
 
     type: str
 
@@ -209,7 +218,7 @@ class MessageErrorDetail(BaseModel):
 
 
 class MessageErrorBody(BaseModel):
-    """An error in Anthropic's shape."""
+    """An error in Anthropic's format."""
 
     type: Literal["error"] = "error"
     error: MessageErrorDetail

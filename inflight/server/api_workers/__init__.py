@@ -1,7 +1,7 @@
-"""Several processes that speak HTTP before one that has the engines (`--api-workers`).
+"""API workers (`--api-workers`): several HTTP processes in front of one process with the engines.
 
-front process: HTTP, texts, ServerState ─ ProcessClient, RemoteAdmission, RemoteResponses
-                                                ║ zmq, msgspec: one pair of sockets for each front process
-main process:  Fronts ─ FrontProcess ─ ClientService ─ Router or another engine client
-                        the limits of keys, ids that run, stored responses, the sum of all counts
+API worker:    HTTP, text processing, ServerState ─ ProcessClient, RemoteAdmission, RemoteResponses
+                                                ║ zmq, msgspec: one pair of sockets for each worker
+main process:  ApiWorkerPool ─ ApiWorkerProcess ─ ClientService ─ Router or another engine client
+                        limits of keys, running request ids, stored responses, the sum of all metrics
 """

@@ -1,4 +1,4 @@
-"""HTTP requests that another process must answer: what all front processes have in common, and what one of them has."""
+"""HTTP requests that another process must answer: the main process, or the API worker that has the request."""
 
 from __future__ import annotations
 
@@ -10,23 +10,25 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inflight.errors import EngineDeadError
 from inflight.server.access.middleware import ADMIN, ADMIN_ALONE
-from inflight.server.api_workers.wire import MAIN, RelayedRequest, RelayedResponse
-from inflight.server.error_shapes import error_at
+from inflight.server.anthropic.errors import error_at
+from inflight.server.api_workers.messages import MAIN, RelayedRequest, RelayedResponse
 from inflight.server.errors import ApiError, of_exception
 from inflight.server.http.unsent import PacedSend
 from inflight.server.state import ServerState
 
-# What the main process answers, and what is below ADMIN. No other has the admin key.
+# The main process answers these paths and those below ADMIN. No other process has the admin key.
 COMMON = frozenset({"/health", "/ping", "/ready", "/metrics", "/load", ADMIN}) | ADMIN_ALONE
-REQUESTS = "/v1/requests/"  # and an id: the process that has or had it answers
-RESPONSES = "/v1/responses/"  # and an id: the process that writes it answers, or any once it is stored
+REQUESTS = "/v1/requests/"  # followed by an id; answered by the worker that has or had the request
+RESPONSES = (
+    "/v1/responses/"  # followed by an id; answered by the worker that writes it, or by any once it is stored
+)
 
 Relay = Callable[[RelayedRequest], Awaitable[RelayedResponse]]
 Find = Callable[[str, str, bool], Awaitable[int | None]]  # caller, request id, whether it must be running
 
 
 class RelayMiddleware:
-    """Outermost in a front process. What is passed on has passed no check yet: whoever answers makes them."""
+    """The outermost middleware of an API worker. A relayed request is checked by the process that answers it."""
 
     def __init__(self, app: ASGIApp, state: ServerState, number: int, find: Find, relay: Relay) -> None:
         self._app = app
@@ -42,15 +44,15 @@ class RelayMiddleware:
             target = await self._target(scope)
             if target == self._number:
                 return await self._app(scope, receive, send)
-            found = await self._relay(_relayed(scope, target))
+            relayed = await self._relay(_relayed(scope, target))
         except EngineDeadError:
-            message = "the process that has this has just ended: send the request again"
+            message = "the process that has this request or response has just ended: send the request again"
             error = ApiError(503, message, code="front_unavailable", retry_after=1)
             return await error_at(scope["path"], error)(scope, receive, send)
         except Exception as raised:
             return await error_at(scope["path"], of_exception(raised))(scope, receive, send)
-        response = Response(found.body, found.status)
-        response.raw_headers = found.headers
+        response = Response(relayed.body, relayed.status)
+        response.raw_headers = relayed.headers
         paced = PacedSend(scope, send, self._state.unsent)
         try:
             return await response(scope, receive, paced)
@@ -67,12 +69,12 @@ class RelayMiddleware:
         headers = Headers(scope=scope)
         try:
             caller = self._state.keys.find(headers.get("authorization"), headers.get("x-api-key"))
-        except ApiError:  # it is refused here as well as anywhere
+        except ApiError:  # this process rejects it as well as any other
             return self._number
         request_id = path.removeprefix(own).partition("/")[0]
         scope["inflight.caller"] = caller
-        found = await self._find(caller.name, request_id, own == RESPONSES)
-        return self._number if found is None else found
+        number = await self._find(caller.name, request_id, own == RESPONSES)
+        return self._number if number is None else number
 
 
 def _relayed(scope: Scope, target: int) -> RelayedRequest:
@@ -87,7 +89,7 @@ def _relayed(scope: Scope, target: int) -> RelayedRequest:
 
 
 async def answer_with(app: ASGIApp, request: RelayedRequest) -> RelayedResponse:
-    """What an application of this process says to a request of another one's."""
+    """Return the response of this process's application to a request that another process relayed."""
     scope: Scope = {
         "type": "http",
         "asgi": {"version": "3.0"},

@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from inflight.server.config import ServerConfig
 from inflight.server.errors import ApiError, of_validation
-from inflight.server.schemas.common import Body
+from inflight.server.schemas import Body
 
 T = TypeVar("T", bound=Body)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from starlette.types import Message, Scope, Send
 
 from inflight.server.access.keys import Caller
-from inflight.server.error_shapes import error_at
+from inflight.server.anthropic.errors import error_at
 from inflight.server.errors import ApiError
 
 PIECE = 64 << 10  # bytes written at a time; smaller responses are not counted

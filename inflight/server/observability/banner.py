@@ -6,17 +6,17 @@ from typing import Any
 
 from inflight import __version__
 from inflight.engine import ModelFacts
-from inflight.pooling import Task
+from inflight.scoring import Task
 from inflight.server.state import ServerState
 
 
 def banner(state: ServerState, sockname: Any) -> str:
     """Return the text to print once the server takes requests; `sockname` is the address it listens on."""
-    facts, options = state.client.facts, state.options
+    facts, options = state.model.client.facts, state.options
     url = _base_url(state, sockname)
     rows = [
-        ("Model", f"{', '.join(state.names)} ({facts.dtype}, context length {facts.max_model_len:,})"),
-        ("Tasks", ", ".join(state.tasks)),
+        ("Model", f"{', '.join(state.model.names)} ({facts.dtype}, context length {facts.max_model_len:,})"),
+        ("Tasks", ", ".join(state.model.tasks)),
         ("Device", f"{facts.device}, {_engines(state)}"),
         *_capacity(facts),
         ("Scheduling", f"policy {options.policy}, at most {options.max_queue:,} requests waiting"),
@@ -29,7 +29,7 @@ def banner(state: ServerState, sockname: Any) -> str:
     ]
     lines = [f"inflight {__version__}", *(f"  {name:<13}  {text}" for name, text in rows), "", "  Try it:"]
     key = " -H 'Authorization: Bearer KEY'" if state.keys.required else ""
-    for route, body in (example for task, example in _EXAMPLES if task in state.tasks):
+    for route, body in (example for task, example in _EXAMPLES if task in state.model.tasks):
         lines.append(f"    curl -N {url}{route}{key} -H 'Content-Type: application/json' -d '{body}'")
     return "\n".join([*lines, ""])
 
@@ -42,11 +42,11 @@ def _base_url(state: ServerState, sockname: Any) -> str:
 
 
 def _engines(state: ServerState) -> str:
-    if state.replicas is None:
+    if state.model.replicas is None:
         return f"engine in {'this process' if state.options.in_process else 'its own process'}"
     router = state.options.router
     cluster = "" if router.ray_address is None else " on a Ray cluster"
-    return f"{len(state.replicas.members)} replicas{cluster}, routing {router.routing}"
+    return f"{len(state.model.replicas.members)} replicas{cluster}, routing {router.routing}"
 
 
 def _capacity(facts: ModelFacts) -> list[tuple[str, str]]:

@@ -19,8 +19,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from inflight import __version__
 from inflight.engine import EngineStats
-from inflight.engine.core import STEP_SIZES
-from inflight.engine.metrics import ENGINE_METRICS
+from inflight.engine.stats import ENGINE_METRICS, STEP_SIZES
 from inflight.events import RequestRecord
 from inflight.router import Replica
 from inflight.server.access.keys import Caller, KeyUsage

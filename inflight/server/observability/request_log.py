@@ -10,7 +10,7 @@ from typing import Literal
 
 from inflight.events import RequestRecord
 from inflight.frontend import Generation
-from inflight.pooling import Task
+from inflight.scoring import Task
 from inflight.server.access.admission import QueuePace
 from inflight.server.access.keys import Caller
 from inflight.server.cancel_scope import CancelScope

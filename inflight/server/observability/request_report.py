@@ -9,7 +9,7 @@ from inflight.engine import RequestState
 from inflight.errors import EngineError
 from inflight.events import RequestRecord
 from inflight.server.observability.request_log import LoggedRequest
-from inflight.server.schemas.service import AnswerReport, Breakdown, RequestReport, Status, Waited
+from inflight.server.routes.schemas import AnswerReport, Breakdown, RequestReport, Status, Waited
 from inflight.server.state import ServerState
 
 
@@ -50,7 +50,7 @@ async def _lost(state: ServerState, logged: LoggedRequest, answers: list[AnswerR
         return f"The engine died {when}, so the timing of this request is unknown."
     if logged.outcome is not None or len(answers) == len(logged.engine_ids):
         return None
-    health = await state.client.health()
+    health = await state.model.client.health()
     if health.healthy:
         return None
     since = health.seconds_since_step
@@ -59,7 +59,7 @@ async def _lost(state: ServerState, logged: LoggedRequest, answers: list[AnswerR
 
 async def _describe(state: ServerState, logged: LoggedRequest, engine_id: str) -> RequestState | None:
     try:
-        request_state = await state.client.describe(engine_id)
+        request_state = await state.model.client.describe(engine_id)
     except EngineError:  # the engine is gone, but the record of a finished answer is kept here
         request_state = None
     if request_state is None and engine_id in logged.records:

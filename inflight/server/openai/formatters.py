@@ -1,7 +1,7 @@
-"""Completions and chats as OpenAI's API writes them.
+"""Completions and chats in OpenAI's format.
 
-An event of the common kind is three byte strings joined: what comes before the text was made once for the answer,
-what comes after it once for the request.
+A common event is three byte strings joined. The one before the text is encoded once per answer, the one after it once
+per request.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class OpenAIFormatter(ResponseFormatter):
-    """What both share."""
+    """The parts that completions and chats share."""
 
     object_whole = ""
     object_event = ""
@@ -37,10 +37,10 @@ class OpenAIFormatter(ResponseFormatter):
     def __init__(
         self,
         request_id: str,
-        created: int,
         model: str,
-        tokenizer: Tokenizer | None,
         *,
+        created: int,
+        tokenizer: Tokenizer | None,
         fingerprint: str,
         num_logprobs: int | None = None,
         with_ids: bool = False,
@@ -68,8 +68,8 @@ class OpenAIFormatter(ResponseFormatter):
         return b"".join([self._begin(choice) for choice in choices])
 
     def _begin(self, choice: Choice) -> bytes:
-        """Make what its events have in common. Returns the event that opens it, if there is one."""
-        if self._plain:  # an event is cut where its text goes
+        """Encode what the answer's events have in common. Return the event that opens it, or b"" if there is none."""
+        if self._plain:  # encode an event and cut it where the text goes
             echoes, choice.echoes = choice.echoes, False
             choice.prefix, self._suffix = self._event([self._fields(choice, "\0")]).split(encode("\0"))
             choice.echoes = echoes
@@ -138,7 +138,7 @@ class CompletionFormatter(OpenAIFormatter):
         }
 
     def _tokens(self, choice: Choice) -> tuple[list[int], list[Any]]:
-        """Token ids and their positions' logprobs, as far as they are new."""
+        """Return the token ids that were not sent yet, and the logprobs at their positions."""
         output = choice.answer.output
         ids: list[int] = output.token_ids[choice.num_sent :]
         positions: list[Any] = choice.answer.positions[choice.num_sent :]
@@ -183,10 +183,10 @@ class ChatFormatter(OpenAIFormatter):
         if choice.reader is None:
             return super().more(choice)
         events = [self._message_event(choice, event) for event in choice.reader.take()]
-        found = b"".join(events)
-        if not found and not self._plain and choice.num_sent < choice.num_tokens:
-            return self._text_event(choice, "")  # tokens of what is held back, or of a marker
-        return found
+        data = b"".join(events)
+        if not data and not self._plain and choice.num_sent < choice.num_tokens:
+            return self._text_event(choice, "")  # tokens of held-back text, or of a marker
+        return data
 
     def _message_event(self, choice: Choice, event: ParserEvent) -> bytes:
         if isinstance(event, ContentDelta):
@@ -259,12 +259,12 @@ class ChatFormatter(OpenAIFormatter):
 
     def _message(self, choice: Choice) -> dict[str, Any]:
         message = choice.answer.message()
-        found: dict[str, Any] = {"role": "assistant", "content": message.content, "refusal": None}
+        fields: dict[str, Any] = {"role": "assistant", "content": message.content, "refusal": None}
         if message.reasoning and self._with_reasoning:
-            found |= {"reasoning_content": message.reasoning, "reasoning": message.reasoning}
+            fields |= {"reasoning_content": message.reasoning, "reasoning": message.reasoning}
         if message.tool_calls:
-            found["tool_calls"] = message.as_dict()["tool_calls"]
-        return found
+            fields["tool_calls"] = message.as_dict()["tool_calls"]
+        return fields
 
 
 def _prompt_text(choice: Choice, tokenizer: Tokenizer | None) -> str:
@@ -280,8 +280,8 @@ def _prompt_text(choice: Choice, tokenizer: Tokenizer | None) -> str:
 T = TypeVar("T")
 
 LEAST = -9999.0  # JSON has no infinity
-MAX_BATCH = 1024  # candidates whose JSON is made in one go
-MAX_KEPT_TOKENS = 16384  # whose JSON is kept
+MAX_BATCH = 1024  # candidates that are encoded together
+MAX_CACHED_TOKENS = 16384  # tokens whose JSON is cached
 
 
 def _finite(value: float) -> float:
@@ -293,11 +293,11 @@ def _most_likely(position: PositionLogprobs, count: int) -> list[tuple[int, floa
     that likely."""
     ids, logprobs, ranks = logprob_columns(position)
     own = ids[0]
-    places = sorted(range(len(ids)), key=ranks.__getitem__)
+    order = sorted(range(len(ids)), key=ranks.__getitem__)
     return [
-        (ids[place], logprobs[place])
-        for place in places
-        if ranks[place] <= count and (not place or ids[place] != own)
+        (ids[index], logprobs[index])
+        for index in order
+        if ranks[index] <= count and (not index or ids[index] != own)
     ][:count]
 
 
@@ -347,7 +347,7 @@ def completion_logprobs(
 def chat_logprobs(
     positions: Sequence[PositionLogprobs], count: int, tokenizer: Tokenizer | None
 ) -> dict[str, Any]:
-    """Return an object for each token, each with the most likely others."""
+    """Return one object per token, each with the most likely tokens at its position."""
 
     def write(batch: Sequence[PositionLogprobs]) -> Iterator[bytes]:
         for position in batch:
@@ -361,14 +361,14 @@ def chat_logprobs(
 def prompt_logprobs(
     positions: Sequence[PositionLogprobs | None] | None, count: int, tokenizer: Tokenizer | None
 ) -> Iterator[msgspec.Raw] | None:
-    """Return objects by token id, as the engine has them."""
+    """Return one object per position, keyed by token id."""
     if positions is None:
         return None
 
     def write(batch: Sequence[PositionLogprobs | None]) -> Iterator[bytes]:
         for position in batch:
             candidates = () if position is None else unpack_logprobs(position)
-            found = {
+            by_id = {
                 str(token_id): {
                     "logprob": _finite(logprob),
                     "rank": rank,
@@ -376,7 +376,7 @@ def prompt_logprobs(
                 }
                 for token_id, logprob, rank in candidates
             }
-            yield b"null" if position is None else encode(found)
+            yield b"null" if position is None else encode(by_id)
 
     return _batches(positions, 1 + count, write)
 
@@ -390,15 +390,15 @@ def _token_json(token_id: int, logprob: float, tokenizer: Tokenizer | None) -> b
     return before + encode(_finite(logprob)) + after
 
 
-@lru_cache(MAX_KEPT_TOKENS)
+@lru_cache(MAX_CACHED_TOKENS)
 def _around_logprob(token_id: int, tokenizer: Tokenizer | None) -> tuple[bytes, bytes]:
-    """The JSON of a token before its logprob and after it: the same tokens come over and over."""
+    """Return the JSON of a token before and after its logprob, cached since the same tokens occur again and again."""
     before = b'{"token":%b,"logprob":' % encode(_text(token_id, tokenizer))
     return before, b',"bytes":%b}' % encode(_bytes(token_id, tokenizer))
 
 
 def _bytes(token_id: int, tokenizer: Tokenizer | None) -> list[int] | None:
-    """A token may be part of a character: only its bytes tell all of it."""
+    """Return the bytes of a token: it may be a part of a character, which has no text."""
     if tokenizer is None:
         return None
     if tokenizer.byte_decoder is not None:

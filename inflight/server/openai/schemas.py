@@ -1,4 +1,4 @@
-"""/v1/completions."""
+"""Bodies and answers of /v1/completions and /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -6,15 +6,23 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, WithJsonSchema
 
-from inflight.frontend.chat import CLIENT_NOTES, MAX_TOOLS
+from inflight.frontend.chat import CLIENT_FIELDS, MAX_TOOLS
 from inflight.sampling_params import MAX_LOGPROBS
-from inflight.server.schemas.common import Body, FinishReason, Items, Unset, Usage, missing, ranged
-from inflight.server.schemas.constraints import ConstrainedBody
+from inflight.server.schemas import (
+    Body,
+    ConstrainedBody,
+    FinishReason,
+    Items,
+    Unset,
+    Usage,
+    missing,
+    ranged,
+)
 from inflight.text.chat import MAX_MESSAGES
 
 _TEXT = {"type": "string", "minLength": 1}
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
-# Read by hand: a union of four lists would report four mistakes where there is one.
+# Validated in prepare.py: a union of four lists would report four errors for one mistake.
 Prompts = Annotated[
     Any,
     WithJsonSchema(
@@ -33,15 +41,19 @@ Prompts = Annotated[
 
 class CompletionBody(ConstrainedBody):
     prompt: Prompts
-    max_tokens: int | None = ranged(minimum=0, description="0 only with echo: to score the prompt.")
+    max_tokens: int | None = ranged(
+        minimum=0, description="0 is allowed with echo: it returns only the prompt's logprobs."
+    )
     logprobs: int | None = ranged(minimum=0, maximum=MAX_LOGPROBS)
     echo: bool | None = None
 
-    add_special_tokens: bool | None = Field(None, description="To a text; true unless told otherwise.")
+    add_special_tokens: bool | None = Field(
+        None, description="Add special tokens to a text prompt; true by default."
+    )
 
-    suffix: Unset = missing("put what follows into the prompt, in the form that the model was trained on")
-    best_of: Literal[1] | None = missing("ask for n answers and choose by their logprobs")
-    prompt_embeds: Unset = missing("send a text or token ids")
+    suffix: Unset = missing("put the suffix into the prompt, in the format that the model was trained on")
+    best_of: Literal[1] | None = missing("request n answers and choose by their logprobs")
+    prompt_embeds: Unset = missing("send text or token ids")
 
 
 class CompletionLogprobs(BaseModel):
@@ -63,7 +75,7 @@ class CompletionChoice(BaseModel):
 
 
 class Completion(BaseModel):
-    """An answer; streamed, each event is one, with what is new."""
+    """An answer. In a stream, each event is one, with the new text."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"
@@ -83,7 +95,7 @@ class TextPart(Body):
 
 
 class ChatMessage(Body):
-    """One message. Fields that answers have may be sent back with the next question."""
+    """One message. The fields of an answer may be sent back with the next request."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Items[TextPart] | None = None
@@ -97,37 +109,37 @@ class ChatMessage(Body):
     audio: None = None
     annotations: Nothing | None = None
 
-    # Clients' own notes on an answer, which they send back with it: those of openai's helpers, those of litellm.
+    # Fields that openai's helpers and litellm add to an answer, and send back with it.
     parsed: Any = None
     provider_specific_fields: Any = None
 
-    def given(self) -> dict[str, Any]:
-        """What of it was given and is for the model."""
-        return self.model_dump(exclude_none=True, exclude=set(CLIENT_NOTES))
+    def set_fields(self) -> dict[str, Any]:
+        """Return the fields that are set and meant for the model."""
+        return self.model_dump(exclude_none=True, exclude=set(CLIENT_FIELDS))
 
 
 Messages = Annotated[Items[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
 
 
 Tools = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MAX_TOOLS)]
-MAX_ARGUMENTS = 64  # of a template, more than any knows
+MAX_ARGUMENTS = 64  # more than any chat template has
 
 
-def _check_few(given: Any) -> Any:
-    """Before each is looked at: every wrong one would be four mistakes."""
-    if isinstance(given, dict) and len(given) > MAX_ARGUMENTS:
-        raise ValueError(f"it has {len(given)} arguments, at most {MAX_ARGUMENTS} are allowed")
-    return given
+def _check_count(arguments: Any) -> Any:
+    """Refuse too many arguments before each is validated: every wrong one would be four errors."""
+    if isinstance(arguments, dict) and len(arguments) > MAX_ARGUMENTS:
+        raise ValueError(f"it has {len(arguments)} arguments, at most {MAX_ARGUMENTS} are allowed")
+    return arguments
 
 
-TemplateArguments = Annotated[dict[str, str | int | float | bool | None], BeforeValidator(_check_few)]
+TemplateArguments = Annotated[dict[str, str | int | float | bool | None], BeforeValidator(_check_count)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class ChatBody(ConstrainedBody):
     messages: Messages
     max_completion_tokens: int | None = ranged(minimum=1)
-    max_tokens: int | None = ranged(minimum=1, description="max_completion_tokens, where that is not given.")
+    max_tokens: int | None = ranged(minimum=1, description="The older name of max_completion_tokens.")
     logprobs: bool | None = None
     top_logprobs: int | None = ranged(minimum=0, maximum=MAX_LOGPROBS)
     add_generation_prompt: bool | None = None
@@ -140,28 +152,28 @@ class ChatBody(ConstrainedBody):
     )
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = Field(
-        None, description="For templates that know it; none: no reasoning."
+        None, description="For templates that support it; none disables reasoning."
     )
-    max_reasoning_tokens: int | None = Field(None, ge=0, description="Then the reasoning is ended.")
+    max_reasoning_tokens: int | None = Field(
+        None, ge=0, description="The reasoning ends after this many tokens."
+    )
     thinking_token_budget: int | None = Field(
-        None, ge=-1, description="vLLM's name of max_reasoning_tokens; -1: no limit."
+        None, ge=-1, description="vLLM's name for max_reasoning_tokens; -1 is no limit."
     )
-    include_reasoning: bool | None = Field(
-        None, description="Whether answers show it; true unless told otherwise."
-    )
+    include_reasoning: bool | None = Field(None, description="Return the reasoning; true by default.")
 
-    # Accepted as far as they change nothing.
-    modalities: Items[Literal["text"]] | None = missing("only text is written")
+    # Only values without effect are accepted.
+    modalities: Items[Literal["text"]] | None = missing("only text output is supported")
     functions: Nothing | None = missing("send them as tools")
     function_call: Literal["none", "auto"] | None = missing("use tool_choice")
-    verbosity: Literal["medium"] | None = missing("ask for it in a message")
-    audio: None = missing("only text is read and written")
-    web_search_options: None = missing("put what was found into a message")
-    moderation: None = missing("no one looks at what is written here")
+    verbosity: Literal["medium"] | None = missing("say so in a message")
+    audio: None = missing("only text input and output are supported")
+    web_search_options: None = missing("put search results into a message")
+    moderation: None = missing("content is not moderated")
     chat_template: Unset = missing("templates come with the checkpoint, never with a request")
-    documents: Unset = missing("put them into a message")
-    echo: Unset = missing("put the message before the answer, or set continue_final_message")
-    add_special_tokens: Unset = missing("the chat template has them")
+    documents: Unset = missing("put their text into a message")
+    echo: Unset = missing("prepend the message yourself, or set continue_final_message")
+    add_special_tokens: Unset = missing("the chat template adds them")
 
 
 class TopLogprob(BaseModel):
@@ -192,10 +204,10 @@ class AnswerToolCall(BaseModel):
 
 class AnswerMessage(BaseModel):
     role: Literal["assistant"] = "assistant"
-    content: str | None = Field(description="Null if there are only calls.")
+    content: str | None = Field(description="Null if there are only tool calls.")
     refusal: None = None
     reasoning_content: str | None = None
-    reasoning: str | None = Field(None, description="The same.")
+    reasoning: str | None = Field(None, description="The same as reasoning_content.")
     tool_calls: list[AnswerToolCall] | None = None
 
 
@@ -231,7 +243,7 @@ class FunctionDelta(BaseModel):
 
 
 class ToolCallDelta(BaseModel):
-    """The first one of a call has its id, type and name, those after it more of its arguments."""
+    """Part of a tool call: the first has the id, type and name, later ones have more of the arguments."""
 
     index: int
     id: str | None = None

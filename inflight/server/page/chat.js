@@ -63,19 +63,19 @@ function showButtons() {
 }
 
 async function ask(text) {
-  const mine = new AbortController(), asked = messages;
-  asked.push({ role: "user", content: text });
+  const mine = new AbortController(), conversation = messages;
+  conversation.push({ role: "user", content: text });
   showUser(text);
   setRunning(mine);
-  const failed = await answerAll(asked, mine.signal);
+  const failed = await answerAll(conversation, mine.signal);
   if (running !== mine) return;
   setRunning(null);
-  if (failed) giveUp(asked, failed.code, failed.message);
+  if (failed) giveUp(conversation, failed.code, failed.message);
   sendNext();
 }
 
-function giveUp(asked, code, message) {
-  const unanswered = asked.at(-1).role === "user" ? [asked.pop().content] : [];
+function giveUp(conversation, code, message) {
+  const unanswered = conversation.at(-1).role === "user" ? [conversation.pop().content] : [];
   restore([...unanswered, ...queue.splice(0)]);
   showQueue();
   if (code === "tools_unavailable") {
@@ -89,23 +89,23 @@ function giveUp(asked, code, message) {
 }
 
 // Requests answers and runs their tool calls until an answer has none. Returns the error, if any.
-async function answerAll(asked, signal) {
+async function answerAll(conversation, signal) {
   for (let round = 0; round <= MAX_ROUNDS; round++) {
     const view = new AnswerView(), answer = new Answer(view);
     try {
-      const response = await call("v1/chat/completions", requestBody(asked), signal);
+      const response = await call("v1/chat/completions", requestBody(conversation), signal);
       for await (const event of events(response)) answer.add(event);
     } catch (failed) {
       const stopped = failed.name === "AbortError";
-      if (answer.content) asked.push({ role: "assistant", content: answer.content });
+      if (answer.content) conversation.push({ role: "assistant", content: answer.content });
       view.end(stopped ? "stopped" : failed.message, !stopped);
       return failed;
     }
-    asked.push(answer.message());
+    conversation.push(answer.message());
     for (const [index, { id, function: { name, arguments: text } }] of answer.calls.entries()) {
       const content = resultOf(name, text);
       view.showResult(index, content);
-      asked.push({ role: "tool", tool_call_id: id, content });
+      conversation.push({ role: "tool", tool_call_id: id, content });
     }
     const isLast = answer.calls.length && round === MAX_ROUNDS;
     view.end(answer.figures() + (isLast ? ` · stopped after ${MAX_ROUNDS} rounds of tool calls` : ""));
@@ -114,8 +114,8 @@ async function answerAll(asked, signal) {
   return null;
 }
 
-function requestBody(asked) {
-  const body = { messages: asked, stream: true, stream_options: { include_usage: true } };
+function requestBody(conversation) {
+  const body = { messages: conversation, stream: true, stream_options: { include_usage: true } };
   const tools = chosenTools();
   if (tools.length) body.tools = tools;
   if (!$("think-switch").hidden) Object.assign(body, thinking($("think").checked));

@@ -15,7 +15,7 @@ from inflight.errors import EngineDeadError, EngineError
 from inflight.server.errors import ApiError
 from inflight.server.openapi import documented, respond
 from inflight.server.pages import docs_page
-from inflight.server.schemas.service import Done, ServerInfo, ServerLoad, Sleeping
+from inflight.server.routes.schemas import Done, ServerInfo, ServerLoad, Sleeping
 from inflight.server.state import ServerState, state_of
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ async def server_info(request: Request) -> Response:
     """Return the version and the engine's options, without keys. Needs the admin key."""
     state = state_of(request)
     config = {name: _serializable(value) for name, value in state.options.engine.options().items()}
-    return respond(ServerInfo(version=__version__, config=config, models=list(state.names)))
+    return respond(ServerInfo(version=__version__, config=config, models=list(state.model.names)))
 
 
 @router.post("/reset_prefix_cache", **documented(None, Done, 503))
@@ -70,7 +70,7 @@ async def wake_up(request: Request) -> Response:
 @router.get("/is_sleeping", **documented(None, Sleeping, 503))
 async def is_sleeping(request: Request) -> Response:
     """Return whether the engine is asleep. Needs the admin key."""
-    stats = await state_of(request).client.stats()
+    stats = await state_of(request).model.client.stats()
     return respond(Sleeping(is_sleeping=stats.is_sleeping))
 
 
@@ -78,7 +78,7 @@ async def _command(request: Request, command: Command) -> Response:
     state: ServerState = state_of(request)
     logger.info("running the admin command %s", command)
     try:
-        await state.client.command(command)
+        await state.model.client.command(command)
     except EngineDeadError:
         raise
     except EngineError as error:

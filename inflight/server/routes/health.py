@@ -11,7 +11,7 @@ from inflight.errors import EngineError
 from inflight.server.observability.metrics import CONTENT_TYPE, with_counts
 from inflight.server.openapi import documented, respond
 from inflight.server.pages import page_at
-from inflight.server.schemas.service import HealthStatus
+from inflight.server.routes.schemas import HealthStatus
 from inflight.server.state import ServerState, state_of
 
 router = APIRouter()
@@ -19,13 +19,13 @@ router = APIRouter()
 
 async def _stats(state: ServerState) -> EngineStats | None:
     try:
-        return await state.client.stats()
+        return await state.model.client.stats()
     except EngineError:
         return None
 
 
 async def _health(state: ServerState, is_readiness: bool) -> Response:
-    health = await state.client.health()
+    health = await state.model.client.health()
     stats = await _stats(state) if health.healthy else None
     waiting = stats.num_waiting if stats is not None else 0
     status: str = "ok" if health.healthy else health.state
@@ -33,7 +33,7 @@ async def _health(state: ServerState, is_readiness: bool) -> Response:
         status = "draining"
     elif is_readiness and status == "ok" and stats is not None and stats.is_sleeping:
         status = "sleeping"
-    elif is_readiness and status == "ok" and waiting >= state.max_waiting:
+    elif is_readiness and status == "ok" and waiting >= state.model.max_waiting:
         status = "queue full"
     report = HealthStatus(
         status=status,
@@ -47,7 +47,7 @@ async def _health(state: ServerState, is_readiness: bool) -> Response:
 
 def _degraded(state: ServerState) -> list[str]:
     """Describe the replicas that are not running."""
-    replicas = [] if state.replicas is None else state.replicas.members
+    replicas = [] if state.model.replicas is None else state.model.replicas.members
     return [f"replica {item.replica_id} is {item.state}" for item in replicas if item.state != "running"]
 
 
@@ -77,8 +77,8 @@ async def ready(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     """Return the metrics in Prometheus format."""
     state = state_of(request)
-    num_restarts = (await state.client.health()).num_restarts
-    replicas = [] if state.replicas is None else state.replicas.members
+    num_restarts = (await state.model.client.health()).num_restarts
+    replicas = [] if state.model.replicas is None else state.model.replicas.members
     counts, callers = state.metrics, state.keys.callers
     if state.counts_of_others is not None:
         counts, callers = with_counts(counts, callers, await state.counts_of_others())

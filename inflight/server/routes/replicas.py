@@ -16,7 +16,7 @@ from inflight.errors import CheckpointChangedError, ConfigError, EngineError
 from inflight.router import Replica, Replicas
 from inflight.server.errors import ApiError
 from inflight.server.openapi import documented, respond
-from inflight.server.schemas.service import ReplicaReport, ReplicaReports
+from inflight.server.routes.schemas import ReplicaReport, ReplicaReports
 from inflight.server.state import ServerState, state_of
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ async def remove_replica(request: Request) -> Response:
 
 
 def _replicas(request: Request) -> Replicas:
-    replicas = state_of(request).replicas
+    replicas = state_of(request).model.replicas
     if replicas is None:
         message = "there are no replicas to change: the server was started without --replicas"
         raise ApiError(400, message, code="no_replicas")
@@ -108,19 +108,19 @@ async def _change(
 
 
 async def _list(state: ServerState) -> Response:
-    if state.replicas is None:
+    if state.model.replicas is None:
         return respond(ReplicaReports(routing=None, data=[await _only_engine(state)]))
-    data = [_report(replica) for replica in state.replicas.members]
-    data += [ReplicaReport(id=name, state="starting") for name in state.replicas.starting]
+    data = [_report(replica) for replica in state.model.replicas.members]
+    data += [ReplicaReport(id=name, state="starting") for name in state.model.replicas.starting]
     return respond(ReplicaReports(routing=state.options.router.routing, data=data))
 
 
 async def _only_engine(state: ServerState) -> ReplicaReport:
-    health = await state.client.health()
+    health = await state.model.client.health()
     report = ReplicaReport(id="0", **_health_fields(health, health.state))
     if not health.healthy:
         return report
-    stats = await state.client.stats()
+    stats = await state.model.client.stats()
     return report.model_copy(update=_stats_fields(stats))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -10,15 +10,26 @@ from starlette.responses import Response
 
 from inflight import __version__
 from inflight.errors import PromptError
+from inflight.frontend.chat import num_characters
 from inflight.server.access.admission import counted
 from inflight.server.errors import ApiError
 from inflight.server.http.body import read_json
 from inflight.server.observability.request_report import report_of
 from inflight.server.openapi import documented, respond
 from inflight.server.prepare import check_tokenizer, tokenized_chat
-from inflight.server.schemas.service import Cancelled, Model, Models, PoolingHead, RequestReport, Version
-from inflight.server.schemas.tokens import DetokenizeBody, DetokenizedText, TokenizeBody, Tokens
-from inflight.server.state import ServerState, caller_of, state_of
+from inflight.server.routes.schemas import (
+    Cancelled,
+    DetokenizeBody,
+    DetokenizedText,
+    Model,
+    Models,
+    PoolingHead,
+    RequestReport,
+    TokenizeBody,
+    Tokens,
+    Version,
+)
+from inflight.server.state import ServedModel, ServerState, caller_of, state_of
 from inflight.text import Tokenizer
 
 router = APIRouter()
@@ -28,18 +39,18 @@ router = APIRouter()
 async def models(request: Request) -> Response:
     """List the names of the served model."""
     state = state_of(request)
-    return respond(Models(data=[_model(state, name) for name in state.names]))
+    return respond(Models(data=[_model(state.model, name, state.started) for name in state.model.names]))
 
 
 @router.get("/v1/models/{model:path}", **documented(None, Model, 404))
 async def model(request: Request) -> Response:
     """Return one served model."""
     state = state_of(request)
-    return respond(_model(state, state.check_model(request.path_params["model"])))
+    return respond(_model(*state.find_model(request.path_params["model"]), state.started))
 
 
-def _model(state: ServerState, name: str) -> Model:
-    facts = state.client.facts.pooling
+def _model(model: ServedModel, name: str, created: int) -> Model:
+    facts = model.client.facts.pooling
     pooling = None
     if facts is not None:
         pooling = PoolingHead(
@@ -49,10 +60,8 @@ def _model(state: ServerState, name: str) -> Model:
             dimensions=None if facts.dimensions is None else list(facts.dimensions),
             prompts=list(facts.prompts),
         )
-    length = state.frontend.max_model_len
-    return Model(
-        id=name, created=state.started, max_model_len=length, tasks=list(state.tasks), pooling=pooling
-    )
+    length = model.frontend.max_model_len
+    return Model(id=name, created=created, max_model_len=length, tasks=list(model.tasks), pooling=pooling)
 
 
 @router.get("/version", **documented(None, Version))
@@ -69,18 +78,18 @@ async def tokenize(request: Request) -> Response:
     """Return the token ids of a prompt or of messages."""
     state, options = state_of(request), state_of(request).options
     body = await read_json(request, TokenizeBody, options)
-    state.check_model(body.model)
-    tokenizer = _tokenizer(state)
+    model, _ = state.find_model(body.model)
+    tokenizer = _tokenizer(model)
 
     def answer() -> Response:
         check_size(state, *_characters(body))
         if body.prompt is not None:
             token_ids = tokenizer.encode(body.prompt, body.add_special_tokens is not False)
         else:
-            check_tokenizer(state)
-            _, token_ids = state.frontend.encode_chat(tokenized_chat(body))
+            check_tokenizer(model)
+            _, token_ids = model.frontend.encode_chat(tokenized_chat(body), text_limit(state))
         token_strs = [tokenizer.token(token_id) for token_id in token_ids] if body.return_token_strs else None
-        length = state.frontend.max_model_len
+        length = model.frontend.max_model_len
         return respond(
             Tokens(count=len(token_ids), max_model_len=length, tokens=token_ids, token_strs=token_strs)
         )
@@ -94,8 +103,8 @@ async def detokenize(request: Request) -> Response:
     """Return the text of token ids."""
     state, options = state_of(request), state_of(request).options
     body = await read_json(request, DetokenizeBody, options)
-    state.check_model(body.model)
-    tokenizer, size = _tokenizer(state), state.frontend.input_processor.vocab_size
+    model, _ = state.find_model(body.model)
+    tokenizer, size = _tokenizer(model), model.frontend.input_processor.vocab_size
     check_size(state, "tokens", len(body.tokens), "ids")
 
     def answer() -> Response:
@@ -113,17 +122,13 @@ async def detokenize(request: Request) -> Response:
 def _characters(body: TokenizeBody) -> tuple[str, int, str]:
     if body.prompt is not None:
         return "prompt", len(body.prompt), "characters"
-    messages = [message.given() for message in body.messages or ()]
+    messages = [message.set_fields() for message in body.messages or ()]
     return "messages", num_characters([messages, body.tools, body.chat_template_kwargs]), "characters"
 
 
-def num_characters(value: Any) -> int:
-    """Count the characters of everything that a template may put into the prompt, not only message contents."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, dict):
-        return sum(map(num_characters, (*value, *value.values())))
-    return sum(map(num_characters, value)) if isinstance(value, list) else 0
+def text_limit(state: ServerState) -> Callable[[int], None]:
+    """Return a check of the characters of a rendered conversation, where numbers may have many digits."""
+    return lambda num_characters: check_size(state, "messages", num_characters, "characters")
 
 
 def check_size(state: ServerState, name: str, size: int, unit: str) -> None:
@@ -133,10 +138,10 @@ def check_size(state: ServerState, name: str, size: int, unit: str) -> None:
         raise ApiError(400, message, code="text_too_long", param=name)
 
 
-def _tokenizer(state: ServerState) -> Tokenizer:
-    if state.frontend.tokenizer is None:
+def _tokenizer(model: ServedModel) -> Tokenizer:
+    if model.frontend.tokenizer is None:
         raise ApiError(400, "the model is served without a tokenizer", code="no_tokenizer")
-    return state.frontend.tokenizer
+    return model.frontend.tokenizer
 
 
 # ---- requests ----

@@ -1,5 +1,7 @@
-"""Embeddings, classes, scores and rankings as JSON. Numbers go from arrays to text a vector at a time: a thread that
-writes a thousand of them lets others go on in between."""
+"""Embeddings, classes, scores and rankings as JSON.
+
+Arrays are encoded one vector at a time, so that a thread that encodes thousands of them lets others run in between.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ LITTLE_ENDIAN = np.dtype("<f4")
 
 @dataclass(frozen=True, slots=True)
 class AnswerHead:
-    """What every answer begins with."""
+    """The first fields of every answer."""
 
     request_id: str
     created: int
@@ -32,46 +34,46 @@ class AnswerHead:
 Pooled = Embeddings | Classifications | Scores | Ranking
 
 
-def usage_of(found: Pooled) -> dict[str, Any]:
+def usage_of(pooled: Pooled) -> dict[str, Any]:
     return {
-        "prompt_tokens": found.num_prompt_tokens,
+        "prompt_tokens": pooled.num_prompt_tokens,
         "completion_tokens": 0,
-        "total_tokens": found.num_prompt_tokens,
-        "prompt_tokens_details": {"cached_tokens": found.num_cached_tokens},
+        "total_tokens": pooled.num_prompt_tokens,
+        "prompt_tokens_details": {"cached_tokens": pooled.num_cached_tokens},
     }
 
 
-def write_embeddings(head: AnswerHead, found: Embeddings, base64: bool) -> bytes:
+def write_embeddings(head: AnswerHead, pooled: Embeddings, base64: bool) -> bytes:
     write = _base64 if base64 else _numbers
     items = [
         b'{"object":"embedding","index":%d,"embedding":%b}' % (index, write(vector))
-        for index, vector in enumerate(found.vectors)
+        for index, vector in enumerate(pooled.vectors)
     ]
-    return _join({**head.fields(), "usage": usage_of(found)}, items)
+    return _join({**head.fields(), "usage": usage_of(pooled)}, items)
 
 
-def write_classes(head: AnswerHead, found: Classifications) -> bytes:
-    names = [_encode(label) for label in found.labels]
-    best = found.vectors.argmax(axis=1).tolist()
+def write_classes(head: AnswerHead, pooled: Classifications) -> bytes:
+    names = [_encode(label) for label in pooled.labels]
+    best = pooled.vectors.argmax(axis=1).tolist()
     items = [
         b'{"index":%d,"label":%b,"probs":%b,"num_classes":%d}'
         % (index, names[best[index]], _numbers(vector), len(names))
-        for index, vector in enumerate(found.vectors)
+        for index, vector in enumerate(pooled.vectors)
     ]
-    shared = {"scale": found.scale, "labels": found.labels, "usage": usage_of(found)}
+    shared = {"scale": pooled.scale, "labels": pooled.labels, "usage": usage_of(pooled)}
     return _join({**head.fields(), **shared}, items)
 
 
-def write_scores(head: AnswerHead, found: Scores) -> bytes:
-    scores = enumerate(found.values.tolist())
+def write_scores(head: AnswerHead, pooled: Scores) -> bytes:
+    scores = enumerate(pooled.values.tolist())
     items = [{"object": "score", "index": index, "score": score} for index, score in scores]
-    return _encode({**head.fields(), "scale": found.scale, "data": items, "usage": usage_of(found)})
+    return _encode({**head.fields(), "scale": pooled.scale, "data": items, "usage": usage_of(pooled)})
 
 
-def write_ranking(head: AnswerHead, found: Ranking, documents: Sequence[Any] | None) -> bytes:
-    """The documents as they were given are part of the answer where they are wanted."""
+def write_ranking(head: AnswerHead, pooled: Ranking, documents: Sequence[Any] | None) -> bytes:
+    """Return the JSON of a ranking, with the documents of the request unless they are None."""
     items = []
-    for result in found.results:
+    for result in pooled.results:
         item: dict[str, Any] = {"index": result.index, "relevance_score": result.relevance_score}
         if documents is not None:
             document = documents[result.index]
@@ -82,12 +84,12 @@ def write_ranking(head: AnswerHead, found: Ranking, documents: Sequence[Any] | N
             "id": head.request_id,
             "model": head.model,
             "results": items,
-            "scale": found.scale,
-            "usage": usage_of(found),
+            "scale": pooled.scale,
+            "usage": usage_of(pooled),
             "meta": {
                 "api_version": {"version": "2"},
-                "tokens": {"input_tokens": found.num_prompt_tokens, "output_tokens": 0},
-                "cached_tokens": found.num_cached_tokens,
+                "tokens": {"input_tokens": pooled.num_prompt_tokens, "output_tokens": 0},
+                "cached_tokens": pooled.num_cached_tokens,
             },
         }
     )

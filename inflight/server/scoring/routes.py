@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import secrets
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -10,12 +13,22 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from inflight.pooling import Task
-from inflight.server.engine_response import RequestHead
+from inflight.errors import EngineError, RequestError
+from inflight.events import RequestRecord
+from inflight.scoring import Task
+from inflight.server.engine_response import EngineResponse
+from inflight.server.errors import ApiError
 from inflight.server.http.body import read_json
+from inflight.server.observability.request_log import MAX_RECORDS
 from inflight.server.openapi import documented
-from inflight.server.scoring.formatters import write_classes, write_embeddings, write_ranking, write_scores
-from inflight.server.scoring.response import PoolingResponse, PoolingSpec
+from inflight.server.scoring.formatters import (
+    AnswerHead,
+    Pooled,
+    write_classes,
+    write_embeddings,
+    write_ranking,
+    write_scores,
+)
 from inflight.server.scoring.schemas import (
     ClassifyAnswer,
     ClassifyBody,
@@ -28,79 +41,77 @@ from inflight.server.scoring.schemas import (
     ScoreBody,
     ScoringBody,
 )
-from inflight.server.state import caller_of, state_of
-from inflight.server.texts import read_documents, read_inputs, read_texts
+from inflight.server.state import ServedModel, state_of
 
 router = APIRouter()
 
 T = TypeVar("T", bound=PoolingBody)
 ERRORS = (409, 429, 500, 504)
+LONG_ANSWER = 1 << 14  # numbers above which they are encoded in a thread
 
 
 @router.post("/v1/embeddings", **documented(EmbeddingsBody, EmbeddingsAnswer, *ERRORS))
 async def embeddings(request: Request) -> Response:
-    """The embeddings of texts, or of token ids."""
-    state = state_of(request)
-    body = await _read(request, EmbeddingsBody, "embed")
-    texts = read_inputs(body.input, state.options.max_documents)
+    """Compute the embeddings of texts, given as text or token ids."""
+    body, model, name = await _read(request, EmbeddingsBody, "embed")
+    texts = read_inputs(body.input, model.options.max_documents)
     call = partial(
-        state.engine.embed,
+        model.engine.embed,
         texts,
         prompt_name=body.prompt_name,
         dimensions=body.dimensions,
         **_truncation(body),
     )
     write = partial(write_embeddings, base64=body.encoding_format == "base64")
-    return _response(request, body, "embed", len(texts), call, write, texts="input")
+    pooling = PoolingCall("embed", len(texts), body.cache_salt, call, write, {"texts": "input"})
+    return _response(request, model, name, body, pooling)
 
 
 @router.post("/classify", **documented(ClassifyBody, ClassifyAnswer, *ERRORS))
 @router.post("/v1/classify", **documented(ClassifyBody, ClassifyAnswer, *ERRORS))
 async def classify(request: Request) -> Response:
-    """One number for each of the model's labels, for each text."""
-    state = state_of(request)
-    body = await _read(request, ClassifyBody, "classify")
-    texts = read_inputs(body.input, state.options.max_documents)
-    call = partial(state.engine.classify, texts, scale=body.scale, **_truncation(body))
-    return _response(request, body, "classify", len(texts), call, write_classes, texts="input")
+    """Compute a number for each of the model's labels, for each text."""
+    body, model, name = await _read(request, ClassifyBody, "classify")
+    texts = read_inputs(body.input, model.options.max_documents)
+    call = partial(model.engine.classify, texts, scale=body.scale, **_truncation(body))
+    pooling = PoolingCall("classify", len(texts), body.cache_salt, call, write_classes, {"texts": "input"})
+    return _response(request, model, name, body, pooling)
 
 
 @router.post("/score", **documented(ScoreBody, ScoreAnswer, *ERRORS))
 @router.post("/v1/score", **documented(ScoreBody, ScoreAnswer, *ERRORS))
 async def score(request: Request) -> Response:
-    """How well each text answers another: one for all, or one for each."""
-    state = state_of(request)
-    body = await _read(request, ScoreBody, "score")
+    """Score how well each document answers a query: the same query for all, or one for each."""
+    body, model, name = await _read(request, ScoreBody, "score")
     first, second = ("queries", "documents") if body.text_1 is None else ("text_1", "text_2")
-    limit = state.options.max_documents
+    limit = model.options.max_documents
     queries = read_texts(first, getattr(body, first), limit)
     documents = read_texts(second, getattr(body, second), limit)
     query = queries[0] if len(queries) == 1 else queries
-    call = partial(state.engine.score, query, documents, **_scoring(body))
-    names = {"query": first, "documents": second}
-    return _response(request, body, "score", len(documents), call, write_scores, **names)
+    call = partial(model.engine.score, query, documents, **_scoring(body))
+    params = {"query": first, "documents": second}
+    pooling = PoolingCall("score", len(documents), body.cache_salt, call, write_scores, params)
+    return _response(request, model, name, body, pooling)
 
 
 @router.post("/rerank", **documented(RerankBody, RerankAnswer, *ERRORS))
 @router.post("/v1/rerank", **documented(RerankBody, RerankAnswer, *ERRORS))
 @router.post("/v2/rerank", **documented(RerankBody, RerankAnswer, *ERRORS))
 async def rerank(request: Request) -> Response:
-    """Documents by how well they answer a query, the best first."""
-    state = state_of(request)
-    body = await _read(request, RerankBody, "rerank")
-    documents = read_documents(body.documents, state.options.max_documents)
-    call = partial(state.engine.rerank, body.query, documents, body.top_n, **_scoring(body))
+    """Sort documents by how well they answer a query, best first."""
+    body, model, name = await _read(request, RerankBody, "rerank")
+    documents = read_documents(body.documents, model.options.max_documents)
+    call = partial(model.engine.rerank, body.query, documents, body.top_n, **_scoring(body))
     write = partial(write_ranking, documents=body.documents if body.return_documents else None)
-    return _response(request, body, "rerank", len(documents), call, write)
+    pooling = PoolingCall("rerank", len(documents), body.cache_salt, call, write, {})
+    return _response(request, model, name, body, pooling)
 
 
-async def _read(request: Request, schema: type[T], task: Task) -> T:
-    """A body for a task that the model can do."""
-    state, options = state_of(request), state_of(request).options
-    body = await read_json(request, schema, options)
-    state.check_model(body.model)
-    state.check_task(task)
-    return body
+async def _read(request: Request, schema: type[T], task: Task) -> tuple[T, ServedModel, str]:
+    """Return the body, its model and the model's name. Raise if the model cannot do the task."""
+    state = state_of(request)
+    body = await read_json(request, schema, state.options)
+    return body, *state.find_model(body.model, task)
 
 
 def _truncation(body: EmbeddingsBody | ClassifyBody) -> dict[str, Any]:
@@ -120,17 +131,147 @@ def _scoring(body: ScoringBody) -> dict[str, Any]:
 
 
 def _response(
-    request: Request, body: PoolingBody, task: Task, num_texts: int, call: Any, write: Any, **names: str
+    request: Request, model: ServedModel, name: str, body: PoolingBody, pooling: PoolingCall
 ) -> Response:
-    state, caller = state_of(request), caller_of(request)
-    request_id = body.request_id or f"{task}-{secrets.token_hex(16)}"
-    head = RequestHead(
-        request.scope["route"].path,
-        request_id,
-        state.check_model(body.model),
-        stream=False,
-        priority=body.priority or 0,
+    return EngineResponse(
+        request,
+        model,
+        pooling.answer,
+        request_id=body.request_id or f"{pooling.task}-{secrets.token_hex(16)}",
+        model_name=name,
+        priority=body.priority,
         user=body.user,
+        awaited="result",
     )
-    spec = PoolingSpec(head, task, num_texts, body.cache_salt or "", call, write, names)
-    return PoolingResponse(state, caller, spec)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingCall:
+    """One call of the engine for several texts. All results are sent at once when the last one is computed."""
+
+    task: Task
+    num_texts: int
+    cache_salt: str | None
+    call: Callable[..., Awaitable[Pooled]]  # a method of the engine, with the arguments of this task
+    write: Callable[[AnswerHead, Any], bytes]
+    params: dict[str, str]  # the body's names of the call's parameters, where they differ
+
+    async def answer(self, response: EngineResponse) -> None:
+        state, model, logged = response.state, response.model, response.logged
+        engine_id = model.next_id("p")
+        logged.task, logged.num_answers = self.task, self.num_texts
+        engine_ids = [f"{engine_id}/{index}" for index in range(min(self.num_texts, MAX_RECORDS))]
+        state.request_log.set_engine_ids(logged, engine_ids)
+        logged.abort = partial(self._abort, response, engine_id)
+        try:
+            pooled = await self.call(
+                request_id=engine_id,
+                priority=logged.priority,
+                tenant=logged.tenant,
+                cache_salt=response.caller.salt(self.cache_salt or ""),
+                on_record=partial(self._count, response),
+            )
+        except RequestError as error:
+            param = None if error.param is None else self.params.get(error.param, error.param)
+            raise ApiError(400, str(error), code=error.code, param=param) from None
+        except EngineError:
+            if logged.outcome != "cancelled":
+                raise
+            disconnected = response.cancel_scope.reason == "disconnect"
+            raise response.interruption("disconnect" if disconnected else "cancelled") from None
+        head = AnswerHead(logged.request_id, logged.created, response.model_name)
+        is_long = self.num_texts * model.pooling_size > LONG_ANSWER
+        content = await state.in_thread_if(is_long, response.caller, lambda: self.write(head, pooled))
+        await response.respond(Response(content, media_type="application/json"))
+
+    async def _abort(self, response: EngineResponse, engine_id: str) -> int:
+        """Abort the texts in the engine, and interrupt the request also if none is there yet."""
+        num_freed = await response.model.engine.abort(engine_id)
+        if response.cancel_scope.reason != "disconnect":
+            response.cancel_scope.end("cancelled")
+        return num_freed
+
+    def _count(self, response: EngineResponse, record: RequestRecord) -> None:
+        """Count a text that is finished."""
+        state, logged, usage = response.state, response.logged, response.caller.usage
+        if not logged.queued:
+            logged.queued, logged.first_token_at = True, time.perf_counter()
+            response.cancel_scope.first_token()
+            usage.add_request(0)
+            state.metrics.requests[self.task] += 1
+        usage.num_prompt_tokens += record.num_prompt_tokens
+        usage.add_queue_time(record, 0.0)
+        logged.num_pooled_tokens += record.num_prompt_tokens
+        state.request_log.answer_ended(logged, record)
+        state.metrics.record_text(self.task, record)
+
+
+# ---- reading texts ----
+# Bodies leave them unvalidated: their number and kind are checked here before anything else is done with them.
+
+_NAMES = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
+
+
+def read_inputs(value: Any, limit: int) -> list[str | list[int]]:
+    """Return the texts of an `input`: one or several, each as text or as token ids."""
+    allowed = "a text, a list of token ids, or a list of either"
+    if not isinstance(value, str | list):
+        raise _wrong("input", value, allowed)
+    if (
+        value
+        and isinstance(value, list)
+        and isinstance(value[0], int | float)
+        and list not in map(type, value)
+    ):
+        return [value]  # token ids, each of which is checked later
+    items = [value] if isinstance(value, str) else value
+    _check_items("input", items, limit, (str, list), allowed)
+    return items
+
+
+def read_texts(name: str, value: Any, limit: int) -> list[str]:
+    """Return one or several texts."""
+    if isinstance(value, str):
+        return [value]
+    allowed = "a text, or a list of texts"
+    if not isinstance(value, list):
+        raise _wrong(name, value, allowed)
+    _check_items(name, value, limit, (str,), allowed)
+    return value
+
+
+def read_documents(value: Any, limit: int) -> list[str]:
+    """Return the texts of documents, which are texts or objects with a text."""
+    allowed = "a list of texts, or of objects with a text"
+    if not isinstance(value, list):
+        raise _wrong("documents", value, allowed)
+    _check_items("documents", value, limit, (str, dict), allowed)
+    return [_text_of(number, document) for number, document in enumerate(value)]
+
+
+def _text_of(number: int, document: str | Mapping[str, Any]) -> str:
+    if isinstance(document, str):
+        return document
+    text = document.get("text")
+    if not isinstance(text, str):
+        message = f"documents[{number}] has no text: an object must have it under 'text'"
+        raise ApiError(400, message, code="invalid_value", param="documents")
+    return text
+
+
+def _check_items(name: str, items: list[Any], limit: int, kinds: tuple[type, ...], allowed: str) -> None:
+    if not items:
+        message = f"{name} is an empty list: it must be {allowed}"
+        raise ApiError(400, message, code="invalid_value", param=name)
+    if len(items) > limit:
+        message = f"{name} has {len(items)} items: at most {limit} are allowed in one request"
+        raise ApiError(400, message, code="too_many_documents", param=name)
+    if not {*map(type, items)} <= {*kinds}:
+        number = next(number for number, item in enumerate(items) if type(item) not in kinds)
+        raise _wrong(name, items[number], allowed, number)
+
+
+def _wrong(name: str, value: Any, allowed: str, number: int | None = None) -> ApiError:
+    path = name if number is None else f"{name}[{number}]"
+    kind = _NAMES.get(type(value), "a number")
+    return ApiError(400, f"{path} is {kind}: {name} must be {allowed}", code="invalid_value", param=name)

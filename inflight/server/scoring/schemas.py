@@ -1,4 +1,4 @@
-"""What the bodies of embeddings, classifications, scores and rankings share."""
+"""Bodies and answers of /v1/embeddings, /classify, /score and /rerank."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
 
-from inflight.pooling import Scale
 from inflight.request import MAX_SALT_LENGTH
-from inflight.server.schemas.common import REQUEST_ID, Body, Ignored, Unset, Usage, missing, ranged
+from inflight.scoring import Scale
+from inflight.server.schemas import REQUEST_ID, Body, Ignored, Unset, Usage, missing, ranged
 
 _TEXT = {"type": "string"}
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
@@ -19,7 +19,7 @@ def _one_or_many(*kinds: dict[str, Any], description: str) -> WithJsonSchema:
     return WithJsonSchema({"anyOf": [*kinds, *lists], "description": description})
 
 
-# Read by hand: a union would report several mistakes where there is one, and millions of them.
+# Validated in routes.py: a union would report several errors for one mistake, and millions for a long list.
 Inputs = Annotated[Any, _one_or_many(_TEXT, _IDS, description="A text, its token ids, or a list of either.")]
 Texts = Annotated[Any, _one_or_many(_TEXT, description="A text, or a list of texts.")]
 DOCUMENT = {"anyOf": [_TEXT, {"type": "object", "properties": {"text": _TEXT}, "required": ["text"]}]}
@@ -37,25 +37,33 @@ Documents = Annotated[
 
 
 class PoolingBody(Body):
-    model: str | None = Field(None, description="A name that /v1/models lists; may be left out.")
-    user: str | None = Field(None, max_length=256, description="Whom fair scheduling counts this against.")
-    priority: int | None = Field(None, description="Smaller goes first, with --policy priority.")
-    cache_salt: str | None = Field(None, max_length=MAX_SALT_LENGTH, description="Separates cached prefixes.")
-    request_id: Annotated[str, Field(pattern=f"^{REQUEST_ID.pattern}$")] | None = Field(
-        None, description="The answer's id, and its name under /v1/requests."
+    model: str | None = Field(None, description="A name from /v1/models; optional.")
+    user: str | None = Field(
+        None, max_length=256, description="The user that fair scheduling counts this request against."
     )
-    truncate: bool | None = Field(None, description="Cut what is too long at its end, else it is refused.")
+    priority: int | None = Field(None, description="With --policy priority, smaller values go first.")
+    cache_salt: str | None = Field(
+        None,
+        max_length=MAX_SALT_LENGTH,
+        description="Cached prefixes are shared only between requests with the same salt.",
+    )
+    request_id: Annotated[str, Field(pattern=f"^{REQUEST_ID.pattern}$")] | None = Field(
+        None, description="The id of the answer, also for /v1/requests."
+    )
+    truncate: bool | None = Field(
+        None, description="Truncate texts that are too long instead of refusing them."
+    )
 
-    # They inform, or choose where there is no choice.
+    # These have no effect here.
     metadata: Ignored = None
     safety_identifier: Ignored = None
     additional_data: Ignored = None
-    add_special_tokens: Literal[True] | None = missing("send token ids, which are taken as they are")
-    mm_processor_kwargs: Unset = missing("only text is read")
+    add_special_tokens: Literal[True] | None = missing("send token ids to control them")
+    mm_processor_kwargs: Unset = missing("only text input is supported")
 
 
 class PooledAnswer(BaseModel):
-    """What every answer has."""
+    """The fields of every answer."""
 
     id: str
     object: Literal["list"] = "list"
@@ -65,7 +73,7 @@ class PooledAnswer(BaseModel):
 
 
 class ScaledAnswer(PooledAnswer):
-    """`scale` says what the numbers are: "logit" (as the head gave them), "sigmoid", "softmax", or "cosine"."""
+    """An answer with a `scale`: "logit" (the head's raw output), "sigmoid", "softmax" or "cosine"."""
 
     scale: Scale
 
@@ -74,12 +82,12 @@ class ClassifyBody(PoolingBody):
     input: Inputs
     scale: Scale | None = None
     truncate_prompt_tokens: int | None = ranged(
-        minimum=-1, description="Cut each text to so many tokens; -1: to as many as the model takes."
+        minimum=-1, description="Truncate each text to this many tokens; -1: to the model's maximum."
     )
 
 
 class Classification(BaseModel):
-    """`probs` has one number for each label, on the answer's scale."""
+    """The result of one text. `probs` has one number per label, on the answer's scale."""
 
     index: int
     label: str
@@ -95,17 +103,19 @@ class ClassifyAnswer(ScaledAnswer):
 class EmbeddingsBody(PoolingBody):
     input: Inputs
     encoding_format: Literal["float", "base64"] | None = Field(
-        None, description="float unless told otherwise; base64 is that of float32, the smaller byte first."
+        None, description="float by default; base64 encodes little-endian float32."
     )
-    dimensions: int | None = ranged(minimum=1, description="Of models that were trained to be cut.")
-    prompt_name: str | None = Field(None, description="One of the model's own prompts.")
+    dimensions: int | None = ranged(
+        minimum=1, description="For models trained to have their embeddings truncated."
+    )
+    prompt_name: str | None = Field(None, description="The name of one of the model's own prompts.")
     truncate_prompt_tokens: int | None = ranged(
-        minimum=-1, description="Cut each text to so many tokens; -1: to as many as the model takes."
+        minimum=-1, description="Truncate each text to this many tokens; -1: to the model's maximum."
     )
 
     messages: Unset = missing("send their text as input")
     embed_dtype: Literal["float32"] | None = missing("numbers are float32")
-    endianness: Literal["native", "little"] | None = missing("the smaller byte comes first")
+    endianness: Literal["native", "little"] | None = missing("numbers are little-endian")
 
 
 class Embedding(BaseModel):
@@ -119,15 +129,17 @@ class EmbeddingsAnswer(PooledAnswer):
 
 
 class ScoringBody(PoolingBody):
-    """What scores and rankings share."""
+    """The parameters of scores and rankings."""
 
-    scale: Scale | None = Field(None, description="The model's own unless told otherwise.")
-    instruction: str | None = Field(None, description="Of models whose template has one.")
-    max_tokens_per_doc: int | None = ranged(minimum=1, description="Cut each document to so many tokens.")
+    scale: Scale | None = Field(None, description="The model's own scale by default.")
+    instruction: str | None = Field(None, description="For models whose template has an instruction.")
+    max_tokens_per_doc: int | None = ranged(
+        minimum=1, description="Truncate each document to this many tokens."
+    )
 
 
 class ScoreBody(ScoringBody):
-    """`text_1` and `text_2`, or `queries` and `documents`: one for all of the others, or as many."""
+    """Either `text_1` and `text_2`, or `queries` and `documents`: one query for all documents, or one for each."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -142,10 +154,10 @@ class ScoreBody(ScoringBody):
 
     @model_validator(mode="after")
     def _one_pair(self) -> ScoreBody:
-        given = [
+        names = [
             name for name in ("text_1", "text_2", "queries", "documents") if getattr(self, name) is not None
         ]
-        if given not in (["text_1", "text_2"], ["queries", "documents"]):
+        if names not in (["text_1", "text_2"], ["queries", "documents"]):
             raise ValueError("give either text_1 and text_2, or queries and documents")
         return self
 
@@ -163,11 +175,13 @@ class ScoreAnswer(ScaledAnswer):
 class RerankBody(ScoringBody):
     query: str
     documents: Documents
-    top_n: int | None = ranged(minimum=1, description="How many of the best are returned; all unless given.")
-    return_documents: bool | None = Field(None, description="With the documents; false unless given.")
+    top_n: int | None = ranged(
+        minimum=1, description="How many of the best documents are returned; all by default."
+    )
+    return_documents: bool | None = Field(None, description="Return the documents too; false by default.")
 
-    rank_fields: Unset = missing("put what is to be read into each document's text")
-    max_chunks_per_doc: Unset = missing("documents are read as one: max_tokens_per_doc cuts them")
+    rank_fields: Unset = missing("put those fields into each document's text")
+    max_chunks_per_doc: Unset = missing("documents are not split; max_tokens_per_doc truncates them")
 
 
 class RerankItem(BaseModel):
@@ -182,7 +196,7 @@ class RerankTokens(BaseModel):
 
 
 class RerankMeta(BaseModel):
-    """As Cohere's clients read it."""
+    """Metadata that Cohere's clients read."""
 
     api_version: dict[str, str]
     tokens: RerankTokens
@@ -190,7 +204,7 @@ class RerankMeta(BaseModel):
 
 
 class RerankAnswer(BaseModel):
-    """The best document first."""
+    """The documents, best first."""
 
     id: str
     model: str

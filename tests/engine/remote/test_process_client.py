@@ -36,7 +36,7 @@ from inflight.errors import (
     QueueFullError,
     RequestError,
 )
-from inflight.events import CACHE_NAME_LENGTH, CacheUpdate, Delta, StepRecord
+from inflight.events import CACHE_HASH_LENGTH, CacheUpdate, Delta, StepRecord
 from inflight.processes import child, connected_process, parent_watch
 from inflight.processes.channel import RemoteError
 from inflight.scheduling.policies.continuous import Continuous
@@ -226,9 +226,9 @@ async def test_changes_of_the_prefix_cache_are_told_to_who_asks(client: ProcessC
     await answer(client, [*range(9)], 1, "before")
     client.watch_cache(told.append)
     await until(lambda: as_awaitable(len(told) == 1))
-    assert (told[0].cleared, len(told[0].stored), told[0].evicted) == (True, 2 * CACHE_NAME_LENGTH, b"")
+    assert (told[0].cleared, len(told[0].stored), told[0].evicted) == (True, 2 * CACHE_HASH_LENGTH, b"")
     await answer(client, [*range(13)], 1, "after")
-    assert [(update.cleared, len(update.stored)) for update in told[1:]] == [(False, CACHE_NAME_LENGTH)]
+    assert [(update.cleared, len(update.stored)) for update in told[1:]] == [(False, CACHE_HASH_LENGTH)]
     os.kill(process_id(client), signal.SIGKILL)
     await until(lambda: as_awaitable(len(told) == 3))
     assert told[2] == (True, b"", b"")

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from inflight import errors
 from inflight.engine.client import ModelFacts, RequestState
-from inflight.engine.core import EngineStats
 from inflight.engine.remote.wire import (
     LARGEST,
     Abort,
@@ -27,6 +26,7 @@ from inflight.engine.remote.wire import (
     ToEngine,
     encode_add,
 )
+from inflight.engine.stats import EngineStats
 from inflight.errors import EngineError, InflightError, RequestError
 from inflight.events import (
     AbortRecord,

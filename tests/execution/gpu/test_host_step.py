@@ -64,7 +64,7 @@ def test_the_last_token_of_a_prompt_is_as_good_as_a_decode() -> None:
     assert host.num_decodes == 2
 
 
-def test_entries_that_end_with_a_vector_are_the_last_samples_and_draw_nothing() -> None:
+def test_entries_that_end_with_a_vector_come_last_and_sample_nothing() -> None:
     entries = (2, 6, 1, True), (1, 0, 3, False), (0, 4, 2, True)
     host = host_step(batch(*entries, admitted=2), TABLES, BLOCK_SIZE, pooled=[1])
     assert host.num_decodes == 1

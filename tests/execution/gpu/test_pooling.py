@@ -67,7 +67,7 @@ def test_vectors_and_tokens_of_one_batch_are_those_of_the_cpu(
     assert answer == on_cpu.tokens["generates 0"]
 
 
-def test_a_model_that_only_classifies_draws_nothing(
+def test_a_classifier_samples_nothing(
     tmp_path: Path, interpreted: InterpretedPlatform, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_classifier(tmp_path, "llama", 3, **SHAPE | {"vocab_size": 320})

@@ -86,7 +86,7 @@ def greedy(**more: Any) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False, **more)
 
 
-def drawn(**more: Any) -> SamplingParams:
+def sampled(**more: Any) -> SamplingParams:
     return SamplingParams(
         temperature=0.9, top_p=0.8, seed=3, max_tokens=3, ignore_eos=True, detokenize=False, **more
     )
@@ -152,18 +152,18 @@ def test_short_contexts_have_a_tile_of_their_own(
         {"allowed_token_ids": list(range(0, 96, 5)), "min_tokens": 2, "stop_token_ids": [0, 5, 10, 15]},
     ],
 )
-def test_the_step_draws_and_tells_what_the_cpu_does(
+def test_a_step_samples_and_scores_as_the_cpu_does(
     folder: Path, interpreted: InterpretedPlatform, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
 ) -> None:
     """Whatever requests ask for, in steps of the same shapes, two in flight."""
-    found = answers(folder, drawn(**more))
+    found = answers(folder, sampled(**more))
     assert interpreted.runners[0].step.shapes_met
     monkeypatch.setattr(load, "platform", platform)
-    expected = answers(folder, drawn(**more), device="cpu")
+    expected = answers(folder, sampled(**more), device="cpu")
     assert [ids for ids, _ in found] == [ids for ids, _ in expected]
-    for (_, told), (_, wanted) in zip(found, expected, strict=True):
-        assert (told is None) == (wanted is None) == ("logprobs" not in more)
-        for position, other in zip(told or (), wanted or (), strict=True):
+    for (_, logprobs), (_, expected_logprobs) in zip(found, expected, strict=True):
+        assert (logprobs is None) == (expected_logprobs is None) == ("logprobs" not in more)
+        for position, other in zip(logprobs or (), expected_logprobs or (), strict=True):
             assert position.keys() == other.keys()
             assert [p.logprob for p in position.values()] == pytest.approx(
                 [p.logprob for p in other.values()], abs=1e-4
@@ -184,7 +184,7 @@ class AllTokens:
         return x.masked_fill(wanted[:, None] == 0, torch.nan)
 
 
-def test_a_rank_draws_from_what_all_ranks_offer(
+def test_a_rank_samples_from_the_candidates_of_all_ranks(
     folder: Path, interpreted: InterpretedPlatform, on_the_cpu: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     create = GpuRunner.__init__

@@ -55,11 +55,11 @@ class TwoStages:
         assert not first.samples
         self._first = StageRank(first)
         self._last = last
-        self._drawn: list[SampledIds] = []
+        self._sampled: list[SampledIds] = []
 
     def launch(self, batch: Batch) -> tuple[int, GpuStepHandle]:
-        self._first.run(batch, self._drawn)
-        self._drawn = []
+        self._first.run(batch, self._sampled)
+        self._sampled = []
         return batch.step, self._last.launch(batch)
 
     def collect(self, handle: tuple[int, GpuStepHandle]) -> Sampled:
@@ -67,7 +67,7 @@ class TwoStages:
         sampled = self._last.collect(of_last)
         token_ids = [ids[0] for ids in sampled.token_ids if ids]
         if token_ids:
-            self._drawn.append(SampledIds(step, token_ids))
+            self._sampled.append(SampledIds(step, token_ids))
         return sampled
 
     def close(self) -> None:
@@ -76,7 +76,7 @@ class TwoStages:
 
 
 class StagedPlatform(InterpretedPlatform):
-    """Whose runner has the layers of the decoder that it is given in two stages."""
+    """A platform whose runner splits the decoder's layers into two stages."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class StagedPlatform(InterpretedPlatform):
 
 
 def test_two_stages_give_the_tokens_of_one(deep: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt in chunks, and a row that is given to another request."""
+    """A prompt is chunked, and a row is reused by another request."""
     monkeypatch.setattr(rope_write, "FEW_TOKENS", rope_write.HeadTile(tokens=32, heads=8, num_warps=4))
     prompts = [[12] * 10, [5, 6]]
     asked = [replace(greedy(), max_tokens=2), replace(greedy(), max_tokens=2, temperature=0.9, seed=3)]

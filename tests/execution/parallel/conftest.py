@@ -1,4 +1,4 @@
-"""Ranks as threads, for all tests here that do not ask for processes."""
+"""Ranks as threads, for all tests here that do not use processes."""
 
 from __future__ import annotations
 

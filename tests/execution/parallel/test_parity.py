@@ -1,4 +1,4 @@
-"""Several ranks give the tokens of one, whatever is asked for and however it was scheduled."""
+"""Several ranks give the tokens of one, with any parameters and any schedule."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def check(found: list[RequestOutput], expected: list[RequestOutput]) -> None:
 # The most ranks of either kind, and both: what fewer of one kind do, the schedules below try with one family.
 @pytest.mark.parametrize("shape", ["tp4", "pp3", "tp2-pp2"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family(family: str, shape: str, folder: Folder) -> None:
+def test_every_family_gives_the_tokens_of_one_rank(family: str, shape: str, folder: Folder) -> None:
     path = folder(family)
     check(run(LLM(path, show_progress=False, **SHAPES[shape])), of_one_rank(path))
 
@@ -109,7 +109,7 @@ def test_every_family(family: str, shape: str, folder: Folder) -> None:
         *((scene, "tp2-pp2") for scene in ("chunked", "scarce")),
     ],
 )
-def test_every_schedule(scene: str, shape: str, folder: Folder) -> None:
+def test_every_schedule_gives_the_tokens_of_one_rank(scene: str, shape: str, folder: Folder) -> None:
     expected = of_one_rank(folder("qwen3"))
     outputs = run(LLM(folder("qwen3"), show_progress=False, **SHAPES[shape], **SCENES[scene]), rounds=2)
     check(outputs, expected)
@@ -120,7 +120,7 @@ def test_every_schedule(scene: str, shape: str, folder: Folder) -> None:
 
 
 def test_neighbours_change_no_bit(folder: Folder) -> None:
-    """Of a given number of ranks: sums are taken in their order, whatever else is in the step."""
+    """For a given number of ranks, sums are taken in the same order whatever else is in the step."""
     llm = LLM(folder("qwen3"), show_progress=False, tensor_parallel_size=2, enable_prefix_caching=False)
     wanted = replace(PARAMS[3], logprobs=5)
     (alone,) = llm.generate(PROMPTS[3], wanted, use_tqdm=False)
@@ -130,7 +130,7 @@ def test_neighbours_change_no_bit(folder: Folder) -> None:
     assert logprobs(crowd[-1]) == logprobs(alone)
 
 
-def test_biases_and_odd_sizes(folder: Folder) -> None:
+def test_biases_count_once_and_uneven_parts_are_complete(folder: Folder) -> None:
     """A bias of a summed product counts once; a vocabulary and inner features that do not divide are cut unevenly."""
     fields: dict[str, Any] = {
         "attention_bias": True,
@@ -150,7 +150,7 @@ def test_biases_and_odd_sizes(folder: Folder) -> None:
 
 
 @pytest.mark.parametrize("shape", ["tp2", "pp2"])
-def test_constrained_answers(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_constrained_answers_are_those_of_one_rank(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever rank samples knows the grammars, and the others wait for it to compile them: the first one may have
     them already, since it is where constraints are validated."""
     allowed: list[float] = []
@@ -170,7 +170,7 @@ def test_constrained_answers(shape: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("shape", ["tp2", "tp2-pp2"])
-def test_vectors_of_a_decoder(shape: str, tmp_path: Path) -> None:
+def test_vectors_of_a_decoder_are_those_of_one_rank(shape: str, tmp_path: Path) -> None:
     path = write_reranker(tmp_path / "Qwen3-Reranker-Tiny")
     scores = []
     for options in ({}, SHAPES[shape]):
@@ -190,23 +190,23 @@ def test_dummy_weights_do_not_depend_on_the_ranks(folder: Folder) -> None:
     assert answers[2] == answers[0]
 
 
-def test_every_rank_tells_its_share_before_it_is_taken(
+def test_the_share_of_every_rank_is_logged_before_it_is_allocated(
     folder: Folder, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "inflight")
     llm = LLM(folder("qwen3"), show_progress=False, num_blocks=64, **SHAPES["tp2-pp2"])
     llm.close()
-    told = [record.getMessage() for record in caplog.records if record.getMessage().startswith("rank")]
-    assert len(told) == 8
-    assert told[0].startswith("rank 0 of 4, layers 0 to ")
-    assert told[3].startswith("rank 3 of 4, layers ")
-    assert told[3].endswith("GiB of weights")
-    assert told[7].endswith("GiB of KV memory")
+    messages = [record.getMessage() for record in caplog.records if record.getMessage().startswith("rank")]
+    assert len(messages) == 8
+    assert messages[0].startswith("rank 0 of 4, layers 0 to ")
+    assert messages[3].startswith("rank 3 of 4, layers ")
+    assert messages[3].endswith("GiB of weights")
+    assert messages[7].endswith("GiB of KV memory")
 
 
-def test_ranks_that_all_sample(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As GPUs do it, here with the runner of a CPU: sums go through the host, every rank has all logits, and nobody is
-    told what was drawn."""
+def test_mirrored_ranks_give_the_tokens_of_one(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks sample, as on GPUs, here with the runner of a CPU: sums go through the host, every rank has all logits,
+    and tokens are not exchanged."""
     expected = run(LLM(folder("qwen3"), show_progress=False))
 
     def shard_of_rank(spec: DecoderSpec, memory: RankMemory, place: Platform) -> Shard:
@@ -231,7 +231,7 @@ def test_ranks_that_all_sample(folder: Folder, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("size", ["tensor_parallel_size", "pipeline_parallel_size"])
-def test_another_engine_over_the_same_ranks_and_one_that_slept(folder: Folder, size: str) -> None:
+def test_ranks_serve_another_policy_and_wake_from_sleep(folder: Folder, size: str) -> None:
     expected = run(LLM(folder("qwen3"), show_progress=False))
     llm = LLM(folder("qwen3"), show_progress=False, **{size: 2})
     llm.generate(PROMPTS, BASE, use_tqdm=False)

@@ -21,7 +21,7 @@ EPS = 1e-5
 
 
 class OneOfSeveral:
-    """A rank, and the buffers of all."""
+    """A rank and the buffers of all ranks."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
@@ -66,7 +66,7 @@ def test_sums_are_taken_in_the_order_of_the_ranks(rank: int, size: int) -> None:
     assert ranks.collective.sum(torch.empty(0, 33, device=DEVICE)).shape == (0, 33)
 
 
-def test_what_does_not_fit_a_slot_is_exchanged_in_pieces() -> None:
+def test_tensors_larger_than_a_slot_are_exchanged_in_pieces() -> None:
     ranks = OneOfSeveral(1, 2)
     parts = torch.randn(2, 5, 64, device=DEVICE)
     ranks.others_give(parts[:, :4], parts[:, 4:])
@@ -76,7 +76,7 @@ def test_what_does_not_fit_a_slot_is_exchanged_in_pieces() -> None:
 
 
 @pytest.mark.parametrize("with_norm", [False, True])
-def test_the_residual_and_half_of_the_next_norm_in_the_same_pass(with_norm: bool) -> None:
+def test_a_sum_adds_the_residual_and_half_of_the_next_norm(with_norm: bool) -> None:
     ranks = OneOfSeveral(0, 2)
     torch.manual_seed(0)
     parts, hidden = (torch.randn(*shape, device=DEVICE).bfloat16() for shape in ((2, 3, 40), (3, 40)))
@@ -96,8 +96,8 @@ def test_the_residual_and_half_of_the_next_norm_in_the_same_pass(with_norm: bool
 
 
 @pytest.mark.parametrize(("rank", "size", "num_columns"), [(0, 2, 9), (1, 2, 9), (2, 3, 8), (1, 2, 60)])
-def test_columns_side_by_side(rank: int, size: int, num_columns: int) -> None:
-    """Shared out evenly, as far as that is possible; of many, some rows at a time."""
+def test_a_gather_returns_the_columns_of_all_ranks(rank: int, size: int, num_columns: int) -> None:
+    """Columns are divided as evenly as possible; many rows are gathered in pieces."""
     ranks = OneOfSeveral(rank, size)
     whole = torch.randn(12, num_columns, device=DEVICE)
     parts = list(whole.tensor_split(size, dim=1))
@@ -107,7 +107,7 @@ def test_columns_side_by_side(rank: int, size: int, num_columns: int) -> None:
     assert torch.equal(ranks.collective.gather(parts[rank], widths), whole)
 
 
-def test_columns_that_nobody_wants_are_not_gathered() -> None:
+def test_unwanted_columns_are_not_gathered() -> None:
     ranks = OneOfSeveral(0, 2)
     parts = torch.randn(2, 4, 5, device=DEVICE)
     ranks.others_give(parts)
@@ -119,8 +119,8 @@ def test_columns_that_nobody_wants_are_not_gathered() -> None:
     assert not torch.equal(found[2], given[2])
 
 
-def test_where_nothing_is_wanted_nobody_is_waited_for() -> None:
-    """Also among rows that are gathered piece by piece, and it is no exchange."""
+def test_a_gather_of_nothing_does_not_wait() -> None:
+    """The same holds for a piece of a larger gather, and it does not count as an exchange."""
     ranks = OneOfSeveral(1, 2)
     rows = SLOT // (4 * 5)
     parts = torch.randn(2, 2 * rows, 5, device=DEVICE)
@@ -134,14 +134,14 @@ def ints(values: list[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
 
-def test_a_rank_that_is_lost_is_not_waited_for() -> None:
+def test_waiting_ends_when_a_rank_is_lost() -> None:
     ranks = OneOfSeveral(0, 2)
     ranks.lost.fill_(1)
     ranks.collective.sum(torch.ones(1, 8, device=DEVICE))
 
 
 def test_a_sharded_layer_adds_in_the_pass_of_the_sum() -> None:
-    """What it leaves for the next layer is what a layer of one rank leaves."""
+    """Its output for the next layer is that of a layer of one rank."""
     ranks = OneOfSeveral(0, 2)
     torch.manual_seed(0)
     kernels = TritonKernels(torch.float32, DEVICE)

@@ -171,7 +171,7 @@ def test_progress_of_any_rank_counts_and_the_slowest_is_given_up(monkeypatch: py
         found.close()
 
 
-def test_ranks_that_are_ready_are_not_asked_for_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ready_ranks_need_not_make_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(rank_processes, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(rank_processes, "RankProcess", SilentRank)
@@ -233,7 +233,7 @@ async def test_the_supervisor_brings_all_ranks_back(folder: Folder, expected: li
     await engine.close()
 
 
-def test_sizes_that_do_not_divide(folder: Folder) -> None:
+def test_sizes_that_do_not_divide_are_rejected(folder: Folder) -> None:
     with pytest.raises(
         ConfigError,
         match="tensor_parallel_size is 3: the model has 4 attention heads and 2 key/value heads, "
@@ -247,11 +247,11 @@ def test_sizes_that_do_not_divide(folder: Folder) -> None:
         match="pipeline_parallel_size is 4: the model has 3 layers, and every stage needs one",
     ):
         LLM(folder("qwen3"), pipeline_parallel_size=4)
-    with pytest.raises(ConfigError, match="that makes 128 ranks, and 64 is the limit"):
+    with pytest.raises(ConfigError, match="that makes 128 ranks, and at most 64 are allowed"):
         LLM(folder("qwen3"), tensor_parallel_size=16, pipeline_parallel_size=8)
 
 
-def test_what_a_rank_cannot_do_at_start_is_one_line(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_a_starting_rank_is_one_line(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 reads good weights, its neighbour a file that is cut off."""
     from inflight.execution.parallel import starting
 

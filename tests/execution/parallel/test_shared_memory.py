@@ -1,4 +1,4 @@
-"""Sums, gathers and streams through shared memory, between threads that stand for ranks."""
+"""Sums and streams through shared memory, between threads that act as ranks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def memories(layout: RankLayout) -> list[RankMemory]:
 
 
 def together(size: int, work: Callable[[int, SharedCollective], Any], slot: int = 4096) -> list[Any]:
-    """What `work` returns on each rank."""
+    """Run `work` on each rank, and return the results."""
     collectives = [m.collective() for m in memories(RankLayout(size, 1, 1, slot, 0, ()))]
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(work, range(size), collectives))
@@ -46,7 +46,7 @@ def together(size: int, work: Callable[[int, SharedCollective], Any], slot: int 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_sums_are_taken_in_the_order_of_the_ranks(size: int) -> None:
-    """Also where they are larger than what is exchanged at once."""
+    """This includes sums that are larger than a slot."""
     torch.manual_seed(0)
     parts = torch.randn(size, 300, 17) * 10.0 ** torch.randint(-6, 6, (size, 300, 17))
     expected = parts[0]
@@ -56,7 +56,7 @@ def test_sums_are_taken_in_the_order_of_the_ranks(size: int) -> None:
         assert all(torch.equal(each, expected) for each in found)
 
 
-def test_what_takes_others_longer_is_allowed_once() -> None:
+def test_extra_patience_applies_to_one_exchange() -> None:
     (memory, _) = memories(RankLayout(2, 1, 1, 4096, 0, ()))
     seat = memory.collective()
     assert seat is not None
@@ -86,9 +86,9 @@ def test_a_late_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_loss_ends_every_wait() -> None:
     first, second = memories(RankLayout(2, 1, 1, 4096, 0, ()))
-    told: list[str] = []
-    second.when_lost(lambda: told.append("lost"))  # for waits elsewhere
-    second.when_lost(lambda: told.remove("a mistake"))  # which raises, and keeps no one waiting
+    calls: list[str] = []
+    second.when_lost(lambda: calls.append("lost"))  # for waits elsewhere
+    second.when_lost(lambda: calls.remove("a mistake"))  # which raises, and keeps no one waiting
     collective, steps = first.collective(), second.steps()
     assert collective is not None
     threading.Timer(0.1, second.lose).start()
@@ -97,10 +97,10 @@ def test_a_loss_ends_every_wait() -> None:
     with pytest.raises(LostError, match="-1"):
         steps.receive(0)
     second.lose()
-    assert told == ["lost"]
+    assert calls == ["lost"]
 
 
-def test_messages_larger_than_the_ring() -> None:
+def test_messages_may_be_larger_than_the_ring() -> None:
     """The writer waits for the slowest of its readers."""
     ranks = memories(RankLayout(3, 1, 1, 4096, 0, ()))
     messages = [os.urandom(size) for size in (10, 3 << 20, 0, 1 << 20, 77)]

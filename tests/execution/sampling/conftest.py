@@ -1,4 +1,4 @@
-"""All samplers of a CPU: in torch, compiled, and that of several ranks."""
+"""All samplers of a CPU: in torch, compiled, and compiled with several ranks."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def adjusted(job: Job) -> Floats:
 
 
 def kept(x: Floats, params: SamplingParams, slack: float) -> set[int]:
-    """Who takes part in the draw; x is tempered. `slack` moves the thresholds that rounding may move."""
+    """Return which tokens may be sampled; x is tempered. `slack` moves the thresholds that rounding may move."""
     order = np.lexsort((np.arange(len(x)), -x))
     order = order[x[order] > -np.inf]
     top = x[order[0]]

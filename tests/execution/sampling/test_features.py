@@ -23,7 +23,7 @@ def greedy(logits: list[float], **fields: Any) -> int:
 
 
 def support(num: int = 300, **fields: Any) -> set[int]:
-    """The tokens that many seeds draw."""
+    """Return the tokens that many seeds sample."""
     jobs = [job(seed=seed, **fields) for seed in range(num)]
     return set(Bench(jobs, max_rows=num).sample().token_ids.tolist())
 

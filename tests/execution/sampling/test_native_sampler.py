@@ -1,4 +1,4 @@
-"""The compiled sampler where it differs in kind from the torch one: blocks, bits, pruned races, and memory."""
+"""The compiled sampler where it differs in kind from the torch one: blocks, bits, pruned Gumbel noise, and memory."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_tokens_and_logprobs_are_those_of_the_torch_sampler(vocab: int) -> None:
 
 @pytest.mark.parametrize("temperature", [1.1e-5, 1e-3, 0.05, 1.0, 40.0, 1e30])
 @pytest.mark.parametrize("scale", [0.0, 1e-3, 1.0, 10.0, 1e4])
-def test_no_token_that_would_win_is_left_out_of_the_race(temperature: float, scale: float) -> None:
+def test_pruning_never_drops_the_winner(temperature: float, scale: float) -> None:
     rng = np.random.default_rng(8)
     logits = rng.normal(scale=scale, size=1500) + rng.choice([-50.0, 0.0, 300.0])
     jobs = [job(logits, temperature=temperature, seed=seed) for seed in range(40)]

@@ -1,4 +1,4 @@
-"""The hash, the uniforms made of it, and the distribution of the draws."""
+"""The hash, the uniforms made of it, and the distribution of the samples."""
 
 from __future__ import annotations
 
@@ -108,8 +108,8 @@ def test_uniforms_lie_strictly_inside_and_keep_their_resolution() -> None:
     assert torch.isfinite((-torch.log1p(-found)).log()).all()
 
 
-def draws(kind: str, params: SamplingParams, logits: list[float], num: int) -> Tensor:
-    """`num` draws: 256 seeds times num / 256 positions."""
+def samples(kind: str, params: SamplingParams, logits: list[float], num: int) -> Tensor:
+    """`num` samples: 256 seeds times num / 256 positions."""
     sampler = oracle.make_sampler(kind, 256, len(logits))
     for row in range(256):
         request = Request.create("r", [0], params, max_tokens=1, seed=1000 + row)
@@ -140,7 +140,7 @@ def test_draws_follow_the_distribution(each_sampler: str, options: dict[str, flo
     probs = torch.tensor(logits, dtype=torch.float64).div(params.temperature).softmax(0)
     probs[probs.argsort(descending=True)[kept:]] = 0
     expected = num * probs / probs.sum()
-    counts = torch.bincount(draws(each_sampler, params, logits, num), minlength=8).double()
+    counts = torch.bincount(samples(each_sampler, params, logits, num), minlength=8).double()
     assert (counts[expected == 0] == 0).all()
     likely = expected > 0
     statistic = ((counts - expected)[likely] ** 2 / expected[likely]).sum()
@@ -158,7 +158,7 @@ def test_draws_of_many_tokens_follow_the_distribution(each_sampler: str, options
     x = logits.astype(np.float64) / params.temperature
     kept = sorted(oracle.kept(x, params, 0.0))
     probs = np.exp(x[kept]) / np.exp(x[kept]).sum()
-    counts = torch.bincount(draws(each_sampler, params, logits.tolist(), num), minlength=300).numpy()
+    counts = torch.bincount(samples(each_sampler, params, logits.tolist(), num), minlength=300).numpy()
     assert counts[kept].sum() == num
     likely = num * probs >= 8  # the others are taken together
     expected = np.append(num * probs[likely], num * probs[~likely].sum() + 1e-9)
@@ -171,7 +171,7 @@ def test_a_rare_token_of_a_large_vocabulary_is_drawn_as_often_as_it_should_be(ea
     """Half of the mass lies on 20,000 tokens of 25e-6 each, which must all have their chance."""
     size = 20_000
     logits = [0.0] * size + [float(np.log(size))]
-    found = draws(each_sampler, SamplingParams(), logits, 256 * 2)
+    found = samples(each_sampler, SamplingParams(), logits, 256 * 2)
     rare = found[found < size]
     assert abs(len(rare) / len(found) - 0.5) < 0.13  # deviation 0.022
     assert abs(rare.double().mean() / size - 0.5) < 0.11  # deviation 0.018

@@ -1,4 +1,4 @@
-"""Hosts that are answered, and a page of another name that is not."""
+"""The `Host` header: allowed hosts are answered, and rebound names are not."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ def allowed(hosts: Hosts, *headers: bytes) -> bool:
         (b"x" * 5000, False),
     ],
 )
-def test_headers(header: bytes, expected: bool) -> None:
+def test_host_header_is_matched_in_any_spelling(header: bytes, expected: bool) -> None:
     hosts = Hosts.for_server((), "Local.Example", "127.0.0.1", has_keys=False)
     assert allowed(hosts, header) is expected
     assert allowed(Hosts(), header)
 
 
-def test_a_request_has_one_host() -> None:
+def test_request_must_have_exactly_one_host() -> None:
     hosts = Hosts.for_server((), "127.0.0.1", "127.0.0.1", has_keys=False)
     assert not allowed(hosts)
     assert not allowed(hosts, b"localhost", b"localhost")
@@ -95,7 +95,7 @@ def test_a_request_has_one_host() -> None:
         (("Some.Example.",), "127.0.0.1", False, True),
     ],
 )
-def test_what_is_allowed_unless_told(
+def test_default_hosts_depend_on_address_and_keys(
     names: tuple[str, ...], bound: str, has_keys: bool, answered: bool
 ) -> None:
     hosts = Hosts.for_server(names, "name-of-this-machine", bound, has_keys)
@@ -107,13 +107,13 @@ def test_what_is_allowed_unless_told(
 
 
 @pytest.mark.parametrize("name", ["localhost:80", "[::1]:80", "", "*.example", "http://x", "a b"])
-def test_names_that_cannot_be(name: str) -> None:
+def test_invalid_host_names_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="without a port"):
         Hosts((name,))
 
 
 @pytest.mark.parametrize("name", ["::1", "[::1]", "[0::1]"])
-def test_an_address_may_be_in_brackets(name: str) -> None:
+def test_addresses_in_brackets_are_accepted(name: str) -> None:
     assert allowed(Hosts((name,)), b"[::1]:8000")
 
 
@@ -143,7 +143,7 @@ def any_host(backend: Backend) -> Iterator[Live]:
         yield live
 
 
-def test_every_route_is_closed_to_other_hosts(live: Live) -> None:
+def test_every_route_refuses_other_hosts(live: Live) -> None:
     for path in ("/", "/health", "/ready", "/metrics", "/v1/models", "/openapi.json", "/nothing"):
         status, answer = ask(live, f"GET {path} HTTP/1.1\r\nhost: evil.example")
         assert (status, answer["error"]["code"]) == (403, "host_not_allowed"), path
@@ -153,7 +153,7 @@ def test_every_route_is_closed_to_other_hosts(live: Live) -> None:
     assert ask(live, "POST /v1/completions HTTP/1.1\r\nhost: evil.example\r\ncontent-length: 0")[0] == 403
 
 
-def test_odd_headers(live: Live) -> None:
+def test_malformed_host_headers_are_refused(live: Live) -> None:
     for head in (
         "GET /health HTTP/1.1",
         "GET /health HTTP/1.0",
@@ -174,24 +174,24 @@ def test_two_host_headers_are_refused_whatever_hosts_are_allowed(any_host: Live,
     assert ask(any_host, "GET /health HTTP/1.1\r\nhost: evil.example")[0] == 200
 
 
-def test_a_second_host_header_among_the_trailers_is_not_read(any_host: Live) -> None:
+def test_host_header_in_trailers_is_ignored(any_host: Live) -> None:
     head = "POST /health HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\nconnection: close"
     assert ask(any_host, f"{head}\r\n\r\n0\r\nhost: evil.example")[0] == 405
 
 
-def test_refusals_are_counted(live: Live) -> None:
+def test_refused_hosts_are_counted(live: Live) -> None:
     refused = live.state.metrics.refused
     before = refused["host_not_allowed"]
     assert live.http.get("/health", headers={"host": "evil.example"}).status_code == 403
     assert refused["host_not_allowed"] == before + 1
 
 
-def test_names_replace_the_default(named: Live) -> None:
+def test_allowed_hosts_replace_the_default(named: Live) -> None:
     assert named.http.get("/health").status_code == 403
     assert named.http.get("/health", headers={"host": "llm.example:443"}).status_code == 200
     assert named.http.get("/v1/models", headers={"host": "llm.example"}).status_code == 401
 
 
-def test_a_server_with_keys_answers_all(backend: Backend) -> None:
+def test_server_with_keys_accepts_all_hosts(backend: Backend) -> None:
     with live_server(backend, api_key=("k",)) as live:
         assert live.http.get("/health", headers={"host": "any.example"}).status_code == 200

@@ -1,9 +1,10 @@
-"""Who may call, how much, and that ids are a caller's own."""
+"""API keys: access, limits, and isolation between callers."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from inflight.errors import ConfigError
 from inflight.server.access.keys import Caller, Keys, load_keys
 from inflight.server.errors import ApiError
+from inflight.server.state import TEXT_THREADS
 from tests.server.live import Backend, Live, live_server
 
 PATH = "/v1/completions"
@@ -63,7 +65,7 @@ def bearer(key: str) -> dict[str, str]:
         ({"x-api-key": "alice-secret", "authorization": "Bearer wrong"}, "invalid_api_key"),
     ],
 )
-def test_every_route_but_health_is_closed(headers: Any, code: str, keyed: Live) -> None:
+def test_routes_except_health_need_a_key(headers: Any, code: str, keyed: Live) -> None:
     paths = ["/v1/models", "/version", "/metrics", "/openapi.json", "/v1/requests/x", "/nothing"]
     paths += ["/health/", "/health/../v1/models", "/%68ealth/x", "/v1/models?path=/health", "/docs"]
     for path in paths:
@@ -75,17 +77,17 @@ def test_every_route_but_health_is_closed(headers: Any, code: str, keyed: Live) 
         assert keyed.post(path, GOOD, headers=headers).status_code == 401
 
 
-def test_what_is_open(keyed: Live) -> None:
+def test_health_checks_and_pages_need_no_key(keyed: Live) -> None:
     for path in ("/health", "/ready", "/"):
         assert keyed.http.get(path).status_code == 200
 
 
 @pytest.mark.parametrize("key", ["alice-secret", "bob-secret", "carol-secret", "plain"])
-def test_each_key_is_let_in(key: str, keyed: Live) -> None:
+def test_every_key_is_accepted(key: str, keyed: Live) -> None:
     assert keyed.http.get("/v1/models", headers=bearer(key)).status_code == 200
 
 
-def test_concurrency(keyed: Live) -> None:
+def test_concurrency_limit_of_a_key_is_enforced(keyed: Live) -> None:
     headers = bearer("carol-secret")
     with keyed.http.stream("POST", PATH, json=ENDLESS, headers=headers) as running:
         assert running.status_code == 200
@@ -99,7 +101,21 @@ def test_concurrency(keyed: Live) -> None:
     assert keyed.post(PATH, GOOD, headers=headers).status_code == 200
 
 
-def test_rate(keyed: Live) -> None:
+def test_one_key_leaves_a_thread_to_the_others(keyed: Live) -> None:
+    """Tokenizing long texts takes seconds, which no disconnect ends."""
+    go_on = threading.Event()
+    held = [keyed.state.threads.submit("alice", go_on.wait) for _ in range(2 * TEXT_THREADS)]
+    try:
+        chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+        answer = keyed.http.post("/v1/chat/completions", json=chat, headers=bearer("plain"))
+        assert answer.status_code == 200
+        assert not any(future.done() for future in held)
+    finally:
+        go_on.set()
+    assert all(future.result(30) for future in held)
+
+
+def test_rate_limit_of_a_key_is_enforced(keyed: Live) -> None:
     headers = bearer("bob-secret")
     statuses = [keyed.post(PATH, GOOD, headers=headers).status_code for _ in range(3)]
     response = keyed.post(PATH, GOOD, headers=headers)
@@ -111,7 +127,9 @@ def test_rate(keyed: Live) -> None:
 
 
 @pytest.mark.parametrize(("path", "body"), [("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [5]})])
-def test_what_asks_about_tokens_counts_too(path: str, body: Any, backend: Backend, tmp_path: Path) -> None:
+def test_tokenize_counts_against_the_limits_of_a_key(
+    path: str, body: Any, backend: Backend, tmp_path: Path
+) -> None:
     (tmp_path / "keys.yaml").write_text(FILE.replace("key_env: BOBS_KEY", "key: bob-secret"))
     with live_server(backend, keys=str(tmp_path / "keys.yaml")) as live:
         answers = [live.post(path, body, headers=bearer("bob-secret")) for _ in range(4)]
@@ -126,7 +144,7 @@ def test_what_asks_about_tokens_counts_too(path: str, body: Any, backend: Backen
         assert not any(caller.num_running for caller in live.state.keys.callers)
 
 
-def test_prefixes_are_a_keys_own_unless_shared(keyed: Live) -> None:
+def test_cached_prefixes_belong_to_a_key_unless_shared(keyed: Live) -> None:
     def cached(key: str, prompt: list[int], **more: str) -> int:
         response = keyed.post(PATH, {**GOOD, "prompt": prompt, **more}, headers=bearer(key))
         found: int = response.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
@@ -141,7 +159,7 @@ def test_prefixes_are_a_keys_own_unless_shared(keyed: Live) -> None:
     assert cached("plain", [9] * 40, cache_salt=alices) == 32
 
 
-def test_ids_are_a_keys_own(keyed: Live) -> None:
+def test_request_ids_belong_to_a_key(keyed: Live) -> None:
     alice, carol = bearer("alice-secret"), bearer("carol-secret")
     with keyed.http.stream("POST", PATH, json={**ENDLESS, "request_id": "mine"}, headers=alice) as running:
         assert running.headers["x-request-id"] == "mine"
@@ -162,7 +180,7 @@ def test_ids_are_a_keys_own(keyed: Live) -> None:
     assert keyed.http.get("/v1/requests/mine", headers=alice).json()["status"] == "cancelled"
 
 
-def test_tenants(keyed: Live) -> None:
+def test_tenant_is_the_key_name_or_user(keyed: Live) -> None:
     def tenant(key: str, **more: str) -> str:
         keyed.post(PATH, {**GOOD, "request_id": "t", **more}, headers=bearer(key))
         found: str = keyed.http.get("/v1/requests/t", headers=bearer(key)).json()["tenant"]
@@ -176,7 +194,7 @@ def test_tenants(keyed: Live) -> None:
 # ---- without a server ----
 
 
-def test_the_bucket_fills_evenly() -> None:
+def test_rate_allowance_refills_evenly() -> None:
     now = 100.0
     caller = Caller(requests_per_minute=60, clock=lambda: now)
     for _ in range(60):
@@ -192,14 +210,14 @@ def test_the_bucket_fills_evenly() -> None:
     assert caller.num_running == 62
 
 
-def test_weights_go_to_the_scheduler(tmp_path: Path) -> None:
+def test_weights_are_passed_to_the_scheduler(tmp_path: Path) -> None:
     file = tmp_path / "keys.json"
     entries = [{"name": "a", "key": "1", "weight": 3}, {"name": "b", "key": "2"}]
     file.write_text(json.dumps({"keys": entries}))
     assert load_keys(["x"], str(file)).weights() == {"a": 3.0, "b": 1.0}
 
 
-def test_without_keys_everyone_is_the_same() -> None:
+def test_without_keys_there_is_one_caller() -> None:
     keys = Keys()
     assert not keys.required
     assert keys.find(None) is keys.find("Bearer x")
@@ -225,7 +243,7 @@ def test_without_keys_everyone_is_the_same() -> None:
         ("keys: [", "is not YAML"),
     ],
 )
-def test_keys_files_that_cannot_work(content: str, message: str, tmp_path: Path) -> None:
+def test_invalid_keys_files_are_refused(content: str, message: str, tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
     file.write_text(content)
     with pytest.raises(ConfigError, match=message):
@@ -235,7 +253,9 @@ def test_keys_files_that_cannot_work(content: str, message: str, tmp_path: Path)
 @pytest.mark.parametrize(
     "key", [" secret", "secret ", "secret\n", "\tsecret", "sécret", "sec\u00a0ret", "sec\x00ret"]
 )
-def test_keys_that_no_client_could_send(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_that_no_client_could_send_are_refused(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ConfigError, match="API key 2 has surrounding spaces") as caught:
         load_keys(["good", key], None)
     assert key.strip() not in str(caught.value)
@@ -251,12 +271,12 @@ def test_keys_that_no_client_could_send(key: str, tmp_path: Path, monkeypatch: p
     load_keys(["with a space inside ~!"], None)
 
 
-def test_a_missing_keys_file() -> None:
+def test_missing_keys_file_is_refused() -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         load_keys([], "/nowhere/keys.yaml")
 
 
-def test_cross_origin_pages(backend: Backend) -> None:
+def test_cors_headers_are_sent_to_allowed_origins_only(backend: Backend) -> None:
     """A browser asks first, without a key; the answer to the request itself must be readable too."""
     with live_server(backend, api_key=("k",), allowed_origins=("https://a.example",)) as live:
         asked = {"origin": "https://a.example", "access-control-request-method": "POST"}

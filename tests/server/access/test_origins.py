@@ -1,4 +1,4 @@
-"""Pages of other sites, which make a browser send what they like."""
+"""Cross-site requests, which a browser sends for any page."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def allowed(origins: Origins, method: str = "POST", **headers: str) -> bool:
         ({"sec_fetch_site": "cross-site", "host": "x", "origin": "http://x"}, False),
     ],
 )
-def test_who_may_post(headers: dict[str, str], expected: bool) -> None:
+def test_cross_site_post_is_refused(headers: dict[str, str], expected: bool) -> None:
     assert allowed(Origins(), **headers) is expected
     assert allowed(Origins(), "DELETE", **headers) is expected
     assert allowed(Origins(), "GET", **headers)
     assert allowed(Origins(("*",)), **headers)
 
 
-def test_those_named_may() -> None:
+def test_allowed_origins_may_post() -> None:
     named = Origins((PAGE,))
     assert allowed(named, origin=PAGE, sec_fetch_site="cross-site")
     assert allowed(named, origin=PAGE)
@@ -62,7 +62,7 @@ def test_those_named_may() -> None:
     assert not allowed(named, sec_fetch_site="cross-site")
 
 
-def test_a_page_of_another_site(live: Live) -> None:
+def test_page_of_another_site_is_refused(live: Live) -> None:
     refused = live.state.metrics.refused
     before = refused["origin_not_allowed"]
     for headers in ({"origin": PAGE}, {"sec-fetch-site": "cross-site"}):
@@ -77,7 +77,7 @@ def test_a_page_of_another_site(live: Live) -> None:
     assert live.post(PATH, GOOD, headers={"origin": live.url}).status_code == 200
 
 
-def test_a_page_that_is_allowed(backend: Backend) -> None:
+def test_page_of_an_allowed_origin_is_answered(backend: Backend) -> None:
     with live_server(backend, allowed_origins=(PAGE,)) as live:
         headers = {"origin": PAGE, "sec-fetch-site": "cross-site"}
         response = live.post(PATH, GOOD, headers=headers)
@@ -87,7 +87,7 @@ def test_a_page_that_is_allowed(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("path", [PATH, "/v1/chat/completions", "/tokenize", "/detokenize"])
-def test_a_body_must_be_said_to_be_json(path: str, live: Live) -> None:
+def test_body_must_have_the_json_content_type(path: str, live: Live) -> None:
     response = live.http.post(path, content=b'{"prompt": [5, 6]}')  # as browsers send a Blob
     assert response.status_code == 415
     assert response.json()["error"]["code"] == "unsupported_media_type"

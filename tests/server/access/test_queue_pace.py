@@ -1,4 +1,4 @@
-"""What a client is told to wait when the queue is full."""
+"""The `Retry-After` estimate of a full queue."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def logged(num_tokens: int, max_tokens: int, first_token_at: float | None) -> Lo
     return found
 
 
-def test_nothing_is_known() -> None:
+def test_estimate_without_history_is_the_time_waited() -> None:
     clock = Clock()
     pace = QueuePace(clock)
     assert pace.seconds_to_free_slot([]) == 1
@@ -41,7 +41,7 @@ def test_nothing_is_known() -> None:
     assert pace.seconds_to_free_slot([logged(0, 100, None)]) == 7
 
 
-def test_the_time_between_ends() -> None:
+def test_estimate_follows_the_intervals_between_ends() -> None:
     clock = Clock()
     pace = QueuePace(clock)
     for _ in range(50):
@@ -59,7 +59,7 @@ def test_the_time_between_ends() -> None:
     assert pace.seconds_to_free_slot([]) == 3
 
 
-def test_idle_time_is_no_ones_time() -> None:
+def test_idle_time_does_not_count_as_an_interval() -> None:
     clock = Clock()
     pace = QueuePace(clock)
     for _ in range(50):
@@ -70,7 +70,7 @@ def test_idle_time_is_no_ones_time() -> None:
     assert pace.seconds_to_free_slot([]) == 2
 
 
-def test_what_the_running_may_still_have_to_come() -> None:
+def test_estimate_uses_the_remaining_tokens_of_running_answers() -> None:
     clock = Clock()
     pace = QueuePace(clock)
     slow, fast = logged(11, 68, 90.0), logged(101, 150, 90.0)  # 1 s and 0.1 s for each token

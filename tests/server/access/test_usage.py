@@ -1,4 +1,4 @@
-"""What each key of a keys file has used."""
+"""Usage of each key in the keys file."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def used(live: Live) -> dict[str, list[float]]:
     return found
 
 
-def test_each_key_has_its_own_figures(keyed: Live) -> None:
+def test_usage_is_counted_per_key(keyed: Live) -> None:
     assert used(keyed) == {name: [0, 0, 0, 0] for name in ("alice", 'bob "the', "carol")}
     assert post(keyed, "alice-secret") == 200
     assert post(keyed, "alice-secret", n=2) == 200
@@ -60,7 +60,7 @@ def test_each_key_has_its_own_figures(keyed: Live) -> None:
     assert all(found[name][3] > 0 for name in ("alice", 'bob "the'))
 
 
-def test_no_one_else_makes_a_label(keyed: Live) -> None:
+def test_only_named_keys_are_labels(keyed: Live) -> None:
     for user in ("x", "alice", None):
         assert post(keyed, "plain", user=user) == 200
     assert post(keyed, "carol-secret", user="mallory") == 200
@@ -71,13 +71,13 @@ def test_no_one_else_makes_a_label(keyed: Live) -> None:
     assert found["carol"][0] == 1
 
 
-def test_what_is_refused_does_not_count(keyed: Live) -> None:
+def test_refused_requests_do_not_count(keyed: Live) -> None:
     assert post(keyed, "alice-secret", top_p=7) == 400
     assert post(keyed, "alice-secret", prompt=[5] * 5000) == 400
     assert used(keyed)["alice"] == [0, 0, 0, 0]
 
 
-def test_what_is_cut_short_counts(keyed: Live) -> None:
+def test_requests_cut_short_count(keyed: Live) -> None:
     body = {**BODY, "max_tokens": 2000, "stream": True}
     headers = {"authorization": "Bearer alice-secret"}
     with keyed.http.stream("POST", PATH, json=body, headers=headers) as response:
@@ -88,7 +88,7 @@ def test_what_is_cut_short_counts(keyed: Live) -> None:
     assert 1 <= generated <= 2000
 
 
-def test_without_a_keys_file_there_are_none(backend: Backend) -> None:
+def test_without_a_keys_file_there_are_no_key_metrics(backend: Backend) -> None:
     with live_server(backend, api_key=("plain",)) as live:
         assert post(live, "plain", user="x") == 200
         assert used(live) == {}
@@ -105,13 +105,13 @@ def test_without_a_keys_file_there_are_none(backend: Backend) -> None:
         ({}, 0.0),
     ],
 )
-def test_the_time_in_the_queue(times: dict[str, Any], expected: float) -> None:
+def test_queue_time_ends_with_admission_or_the_end(times: dict[str, Any], expected: float) -> None:
     usage = KeyUsage()
     usage.add_queue_time(RequestRecord("r", "", 0, 3, arrived_at=10.0, **times), 99.0)
     assert usage.queue_seconds == expected
 
 
-def test_what_no_one_told_of_has_waited_all_the_time() -> None:
+def test_answer_without_a_record_counts_as_queued() -> None:
     usage = KeyUsage()
     usage.add_queue_time(None, 1.5)
     usage.add_queue_time(None, 0.5)

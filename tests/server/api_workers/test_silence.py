@@ -1,4 +1,4 @@
-"""A front process that says nothing any more: killed, so that another one takes the connections that wait for it."""
+"""A silent API worker is killed, so that its replacement takes the connections that wait for it."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from types import SimpleNamespace
 from typing import Any
 
 from inflight.server.access.keys import load_keys
-from inflight.server.api_workers.fronts import Fronts
+from inflight.server.api_workers.pool import ApiWorkerPool
 from inflight.server.config import ServerConfig
 
 
 class SilentProcess:
-    """Is there, and says nothing."""
+    """A process that runs and sends nothing."""
 
     def __init__(self) -> None:
         self.exited, self.unread = asyncio.Event(), False
         self.reasons: list[str] = []
 
-    async def greet(self, _: Any) -> None:
+    async def send_first(self, _: Any) -> None:
         await self.exited.wait()
 
     async def receive(self, _: float) -> None:
@@ -29,13 +29,13 @@ class SilentProcess:
         self.exited.set()
 
 
-async def test_one_that_is_open_is_soon_given_up_and_one_that_starts_is_not() -> None:
+async def test_open_worker_is_killed_sooner_than_a_starting_one() -> None:
     options = ServerConfig.create(silent_after=0.01)
     listeners: Any = [None, None]
-    fronts = Fronts(options, load_keys((), None), listeners)
-    front: Any = SimpleNamespace(process=SilentProcess(), is_open=False)
-    assert fronts._patience_with(front) == options.process.kill_silent_after == 60
-    front.is_open = True
+    pool = ApiWorkerPool(options, load_keys((), None), listeners)
+    worker: Any = SimpleNamespace(process=SilentProcess(), is_open=False)
+    assert pool._silence_limit(worker) == options.process.kill_silent_after == 60
+    worker.is_open = True
     async with asyncio.timeout(60):
-        await fronts._follow(front)
-    assert "silent for too long" in front.process.reasons[0]
+        await pool._follow(worker)
+    assert "silent for too long" in worker.process.reasons[0]

@@ -1,4 +1,4 @@
-"""Bodies with so many parts, or mistakes, that reading or listing them would hold up everyone else."""
+"""Bodies so complex, or with so many errors, that parsing them would delay other requests."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ def commas(value: Any) -> int:
 
 
 @given(VALUES.filter(parts), st.booleans(), st.sampled_from([(",", ":"), (" ,\n", "\t : ")]))
-def test_parts_are_told_from_text(value: Any, ascii_only: bool, separators: tuple[str, str]) -> None:
+def test_keys_and_brackets_inside_strings_do_not_count(
+    value: Any, ascii_only: bool, separators: tuple[str, str]
+) -> None:
     text = json.dumps(value, ensure_ascii=ascii_only, separators=separators).encode()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "MAX_PARTS", parts(value))
@@ -45,7 +47,7 @@ def test_parts_are_told_from_text(value: Any, ascii_only: bool, separators: tupl
 
 
 @given(VALUES, st.booleans())
-def test_values_are_told_from_text(value: Any, ascii_only: bool) -> None:
+def test_commas_inside_strings_do_not_count(value: Any, ascii_only: bool) -> None:
     text = json.dumps([value, "a, b"], ensure_ascii=ascii_only).encode()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "MAX_VALUES", commas([value, ""]) + 1)
@@ -89,14 +91,16 @@ def refusals() -> Iterator[tuple[str, str, str, str]]:
 
 
 @pytest.mark.parametrize(("path", "content", "code", "message"), list(refusals()), ids=range(16))
-def test_refusals(path: str, content: str, code: str, message: str, live: Live) -> None:
+def test_complex_or_invalid_bodies_are_refused(
+    path: str, content: str, code: str, message: str, live: Live
+) -> None:
     response = live.http.post(path, content=content, headers={"content-type": "application/json"})
     error = response.json()["error"]
     assert (response.status_code, error.get("code", error["type"])) == (400, code)
     assert message in error["message"]
 
 
-def test_the_longest_conversation_is_not_refused_for_its_parts() -> None:
+def test_longest_conversation_is_not_too_complex() -> None:
     part = {"type": "text", "text": "x"}
     body = {"messages": [{"role": "user", "content": [part]}] * 8192}
     assert not module._has_too_many_parts(json.dumps(body).encode())

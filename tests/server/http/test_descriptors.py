@@ -1,4 +1,4 @@
-"""Room for connections among the open files."""
+"""The number of connections that fit into the limit of open files."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], list[tuple[i
         (20, 20, 1, [(20, 20)]),
     ],
 )
-def test_what_fits(
+def test_connections_fit_into_the_raised_file_limit(
     soft: int,
     hard: int,
     fitting: int,
@@ -52,7 +52,7 @@ def test_what_fits(
     assert all("--max-connections 4096" in line and "ulimit -n" in line for line in said)
 
 
-def test_a_limit_that_cannot_be_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_limit_that_cannot_be_raised_reduces_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise ValueError("not allowed")
 

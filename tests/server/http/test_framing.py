@@ -1,4 +1,4 @@
-"""Requests on one connection, whatever pieces they come in."""
+"""Framing of requests on one connection, in whatever pieces they arrive."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def requests(draw: st.DrawFn) -> tuple[bytes, bytes]:
 
 
 @given(st.lists(requests(), max_size=5), st.data())
-def test_one_request_at_a_time(asked: list[tuple[bytes, bytes]], data: st.DataObject) -> None:
+def test_parser_gets_one_request_at_a_time(asked: list[tuple[bytes, bytes]], data: st.DataObject) -> None:
     sent = b"".join(request for request, _ in asked)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(sent)), max_size=20)))
     parsed = Parsed()
@@ -81,7 +81,7 @@ def test_one_request_at_a_time(asked: list[tuple[bytes, bytes]], data: st.DataOb
     assert parsed.num_ended == len(asked)
 
 
-def test_sizes_are_nothing_extra() -> None:
+def test_chunk_sizes_do_not_count_as_extra_bytes() -> None:
     framing = RequestFraming()
     framing.headers_complete([(b"transfer-encoding", b"chunked")])
     for _ in range(1000):
@@ -96,7 +96,7 @@ def test_sizes_are_nothing_extra() -> None:
     assert framing.in_headers
 
 
-def test_it_stops_where_too_much_came() -> None:
+def test_framing_stops_after_too_many_extra_bytes() -> None:
     framing = RequestFraming()
     framing.headers_complete([(b"transfer-encoding", b"chunked")])
     data = b"0\r\n" + b"x: y\r\n" * 10_000

@@ -1,4 +1,4 @@
-"""Anything at all on the socket: every answer is a whole one that is known, and the server is as before afterwards."""
+"""Random input on the socket: every answer is well-formed, and the server is unaffected afterwards."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def fuzzed(backend: Backend) -> Iterator[Live]:
         yield live
 
 
-def test_anything_on_the_socket(fuzzed: Live) -> None:
+def test_random_bytes_get_well_formed_answers(fuzzed: Live) -> None:
     ends_at = time.monotonic() + SECONDS
     errors = Errors()
 

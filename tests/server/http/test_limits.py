@@ -1,4 +1,4 @@
-"""What is bounded on the wire and in time."""
+"""Limits on sizes, connections, queues and time."""
 
 from __future__ import annotations
 
@@ -52,19 +52,19 @@ def reply(connection: socket.socket) -> bytes:
     return found
 
 
-def test_a_large_body_is_refused(small: Live) -> None:
+def test_large_body_is_refused(small: Live) -> None:
     response = small.post(PATH, {"prompt": "x" * 5000})
     assert response.status_code == 413
     assert response.json()["error"]["code"] == "body_too_large"
 
 
-def test_a_large_chunked_body_is_refused(small: Live) -> None:
+def test_large_chunked_body_is_refused(small: Live) -> None:
     parts = (b'{"prompt": "', *[b"x" * 1000] * 20, b'"}')
     response = small.http.post(PATH, content=iter(parts), headers={"content-type": "application/json"})
     assert response.status_code == 413
 
 
-def test_a_body_without_end_is_refused_while_it_comes(small: Live) -> None:
+def test_endless_body_is_refused_while_it_arrives(small: Live) -> None:
     with connect(small) as connection:
         connection.sendall(f"{POST}transfer-encoding: chunked\r\n\r\n".encode())
         try:
@@ -75,13 +75,13 @@ def test_a_body_without_end_is_refused_while_it_comes(small: Live) -> None:
         raise AssertionError("ten megabytes were taken")
 
 
-def test_a_declared_length_is_not_waited_for(small: Live) -> None:
+def test_body_with_too_large_content_length_is_refused_before_it_arrives(small: Live) -> None:
     with connect(small) as connection:
         connection.sendall(f"{POST}content-length: 99999999999\r\n\r\n".encode())
         assert reply(connection).startswith(b"HTTP/1.1 413 ")
 
 
-def test_a_body_that_does_not_come(small: Live) -> None:
+def test_body_that_does_not_arrive_times_out(small: Live) -> None:
     with connect(small) as connection:
         connection.sendall(f"{POST}content-length: 10\r\n\r\n{{".encode())
         assert reply(connection).startswith(b"HTTP/1.1 408 ")
@@ -94,7 +94,7 @@ def send_slowly(connection: socket.socket) -> None:
 
 
 @pytest.mark.parametrize("head", ["GET /health", "POST /nothing"])
-def test_a_body_that_goes_on_after_its_answer(head: str, small: Live) -> None:
+def test_body_that_continues_after_its_answer_is_cut_off(head: str, small: Live) -> None:
     with connect(small) as connection:
         connection.sendall(f"{head} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99999\r\n\r\n".encode())
         with pytest.raises(ConnectionError):
@@ -102,7 +102,9 @@ def test_a_body_that_goes_on_after_its_answer(head: str, small: Live) -> None:
     small.wait_until("no connection", lambda: len(small.server.server_state.connections) <= 1)
 
 
-def test_who_leaves_before_the_body_is_there(small: Live, caplog: pytest.LogCaptureFixture) -> None:
+def test_client_that_leaves_before_its_body_is_complete_logs_no_error(
+    small: Live, caplog: pytest.LogCaptureFixture
+) -> None:
     responses = small.state.metrics.responses
     before = responses[PATH, "499"]
     with connect(small) as connection:
@@ -111,13 +113,13 @@ def test_who_leaves_before_the_body_is_there(small: Live, caplog: pytest.LogCapt
     assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
 
 
-def test_another_protocol_is_not_spoken(small: Live, caplog: pytest.LogCaptureFixture) -> None:
+def test_upgrade_to_another_protocol_is_ignored(small: Live, caplog: pytest.LogCaptureFixture) -> None:
     headers = {"connection": "upgrade", "upgrade": "websocket", "sec-websocket-version": "13"}
     assert small.http.get("/health", headers=headers).status_code == 200
     assert not caplog.records
 
 
-def test_who_would_like_http_2_gets_an_answer(small: Live) -> None:
+def test_http_2_upgrade_request_is_answered_over_http_1_1(small: Live) -> None:
     """As Java's client and curl may, in their first request."""
     headers = {"connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c", "http2-settings": "AAMAAABk"}
     for _ in range(2):
@@ -126,7 +128,7 @@ def test_who_would_like_http_2_gets_an_answer(small: Live) -> None:
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
 @pytest.mark.parametrize("streamed", [True, False])
-def test_http_1_0_gets_no_chunks(version: str, streamed: bool, small: Live) -> None:
+def test_http_1_0_response_is_not_chunked(version: str, streamed: bool, small: Live) -> None:
     body = json.dumps({**GOOD, "stream": streamed}).encode()
     head = (
         POST.replace("HTTP/1.1", f"HTTP/{version}")
@@ -182,7 +184,7 @@ def test_trailers_and_chunk_extensions_count_as_headers(lines: bytes, small: Liv
 
 
 @pytest.mark.parametrize("path", [PATH, "/nothing"])
-def test_trailers_without_end_are_not_read(path: str, small: Live) -> None:
+def test_endless_trailers_are_not_read(path: str, small: Live) -> None:
     with connect(small) as connection:
         connection.sendall(CHUNKED.replace(PATH.encode(), path.encode()) + b"0\r\n")
         with pytest.raises(ConnectionError):
@@ -194,7 +196,7 @@ def send_lines(connection: socket.socket) -> None:
         connection.sendall(b"x-trailer: " + b"y" * 1024 + b"\r\n")
 
 
-def test_many_small_chunks_and_a_trailer_are_fine(small: Live) -> None:
+def test_many_small_chunks_and_a_trailer_are_accepted(small: Live) -> None:
     body = json.dumps(GOOD).encode().ljust(3000)
     chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body)
     with connect(small) as connection:
@@ -202,11 +204,11 @@ def test_many_small_chunks_and_a_trailer_are_fine(small: Live) -> None:
         assert connection.recv(12) == b"HTTP/1.1 200"
 
 
-def test_a_long_url_is_refused(small: Live) -> None:
+def test_long_url_is_refused(small: Live) -> None:
     assert small.http.get("/health?" + "x" * 3000).status_code == 431
 
 
-def test_headers_that_do_not_come(small: Live) -> None:
+def test_headers_that_do_not_arrive_close_the_connection(small: Live) -> None:
     with connect(small) as connection:
         connection.sendall(b"GET /health HT")
         assert reply(connection) == b""
@@ -214,7 +216,7 @@ def test_headers_that_do_not_come(small: Live) -> None:
         assert reply(connection) == b""
 
 
-def test_what_is_not_http(small: Live) -> None:
+def test_invalid_http_is_refused(small: Live) -> None:
     with connect(small) as connection:
         connection.sendall(b"\x16\x03\x01 nonsense\r\n\r\n")
         head, _, body = reply(connection).partition(b"\r\n\r\n")
@@ -229,7 +231,7 @@ def patient(backend: Backend) -> Iterator[Live]:
         yield live
 
 
-def test_too_many_connections(patient: Live) -> None:
+def test_connections_over_the_limit_are_refused_but_probes_are_answered(patient: Live) -> None:
     patient.http.get("/health")
     with contextlib.ExitStack() as held:
         for _ in range(6):  # seven in all; the eighth is kept for probes
@@ -258,7 +260,7 @@ def test_too_many_connections(patient: Live) -> None:
     patient.wait_until("room", lambda: len(patient.server.server_state.connections) < 7)
 
 
-def test_several_requests_on_one_connection(small: Live) -> None:
+def test_connection_serves_several_requests(small: Live) -> None:
     body = json.dumps(GOOD).encode()
     one = f"{POST}content-length: {len(body)}\r\n\r\n".encode() + body
     with connect(small) as connection:
@@ -283,7 +285,7 @@ def test_several_requests_on_one_connection(small: Live) -> None:
         {"allowed_token_ids": [*range(30)], "prompt": ["a", "b", "c"]},
     ],
 )
-def test_lists_are_bounded_times_the_answers(body: dict[str, Any], backend: Backend) -> None:
+def test_token_lists_are_bounded_times_the_answers(body: dict[str, Any], backend: Backend) -> None:
     with live_server(backend, max_listed_tokens=64) as live:
         response = live.post(PATH, {**GOOD, **body})
         assert response.status_code == 400
@@ -339,7 +341,7 @@ def test_logprobs_of_chats_are_bounded(backend: Backend) -> None:
 # ---- the queue and time ----
 
 
-def test_a_full_queue_refuses_at_once(backend: Backend) -> None:
+def test_full_queue_refuses_at_once(backend: Backend) -> None:
     core = backend.core
     with live_server(backend, max_queue=1) as live:
         core.max_queue, before = 1, core.max_queue
@@ -368,7 +370,7 @@ def test_a_full_queue_refuses_at_once(backend: Backend) -> None:
             core.scheduler.pool._free_rows[:] = rows
 
 
-def test_a_refusal_tells_when_a_place_will_be_free(backend: Backend) -> None:
+def test_full_queue_refusal_estimates_retry_after(backend: Backend) -> None:
     """However many were refused before it: a refusal is no end of anything."""
     core, pool = backend.core, backend.core.scheduler.pool
     with live_server(backend, max_queue=1) as live:
@@ -396,7 +398,7 @@ async def _set(pace: QueuePace, between_ends: float) -> None:
     pace._between_ends = between_ends
 
 
-def test_answers_that_can_run_at_once_need_no_place_in_the_queue(backend: Backend) -> None:
+def test_answers_that_can_run_at_once_need_no_queue_slot(backend: Backend) -> None:
     core = backend.core
     with live_server(backend, max_queue=16) as live:
         core.max_queue, before = 16, core.max_queue
@@ -406,7 +408,7 @@ def test_answers_that_can_run_at_once_need_no_place_in_the_queue(backend: Backen
             refused = live.post(PATH, {**ENDLESS, "temperature": 1.0, "n": 64 + 16 + 1})
             assert refused.status_code == 429
             message = refused.json()["error"]["message"]
-            assert "16 places (max_queue)" in message
+            assert "max_queue is 16" in message
             assert "(max_num_seqs)" in message
         finally:
             live.wait_until_idle()
@@ -414,7 +416,7 @@ def test_answers_that_can_run_at_once_need_no_place_in_the_queue(backend: Backen
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_time_limits(streamed: bool, backend: Backend) -> None:
+def test_requests_over_their_time_limit_fail(streamed: bool, backend: Backend) -> None:
     with slow_steps(backend, 0.05):
         for first, whole, status, code in (
             (0.02, 60.0, 503, "first_token_timeout"),
@@ -426,7 +428,7 @@ def test_time_limits(streamed: bool, backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_time_limit_within_an_answer(streamed: bool, backend: Backend) -> None:
+def test_time_limit_within_an_answer_ends_it(streamed: bool, backend: Backend) -> None:
     """On a busy machine a second may be over before a stream has begun."""
     with slow_steps(backend, 0.05):
         seconds = iter((1.0, 4.0, 16.0))

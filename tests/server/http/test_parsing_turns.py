@@ -1,4 +1,4 @@
-"""Connections that parse in turn leave the loop to others."""
+"""Connections that parse in turns leave time in the event loop for others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from time import perf_counter
 from inflight.server.http.limits import PARSING_SECONDS, ParsingTurns
 
 
-async def test_everyone_else_gets_a_round_of_the_loop_in_between() -> None:
+async def test_other_callbacks_run_between_parsing_turns() -> None:
     turns = ParsingTurns(asyncio.get_running_loop())
     order: list[str] = []
 
@@ -28,7 +28,7 @@ async def test_everyone_else_gets_a_round_of_the_loop_in_between() -> None:
     assert order == ["a", "others", "b", "others"] * 2
 
 
-async def test_one_that_fails_does_not_stop_the_others() -> None:
+async def test_parser_that_fails_does_not_stop_others() -> None:
     loop = asyncio.get_running_loop()
     turns, seen = ParsingTurns(loop), asyncio.Event()
     loop.set_exception_handler(lambda _loop, _context: None)

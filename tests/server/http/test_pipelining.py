@@ -1,4 +1,4 @@
-"""Requests behind one that is being answered: few are taken, in order, and the client's end is still seen."""
+"""Pipelined requests: few are read, they are answered in order, and a disconnect is still noticed."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def flood(connection: socket.socket, data: bytes) -> None:
         connection.setblocking(True)
 
 
-def test_a_flood_waits_in_the_socket(own: Live) -> None:
+def test_flood_of_requests_stays_in_the_socket(own: Live) -> None:
     with connect(own) as connection:
         connection.sendall(post(**ENDLESS, request_id="endless"))
         own.wait_until("a start", lambda: len(own.state.request_log) == 1)
@@ -73,7 +73,7 @@ def test_a_flood_waits_in_the_socket(own: Live) -> None:
     assert httpx.delete(f"{own.url}/v1/requests/endless").status_code == 200
 
 
-def test_all_are_answered_in_order(own: Live) -> None:
+def test_pipelined_requests_are_answered_in_order(own: Live) -> None:
     paths = [b"/health", b"/version", b"/nothing"] * 100
     gets = b"".join(b"GET %s HTTP/1.1\r\nhost: localhost\r\n\r\n" % path for path in paths)
     with connect(own) as connection:
@@ -84,7 +84,7 @@ def test_all_are_answered_in_order(own: Live) -> None:
     assert statuses == [b"200", *[b"200", b"200", b"404"] * 100, b"200", b"200"]
 
 
-def test_bodies_of_many_chunks_are_answered_in_order(own: Live) -> None:
+def test_pipelined_chunked_requests_are_answered_in_order(own: Live) -> None:
     head, _, content = post(prompt=[5, 6], max_tokens=4, user="x" * 200).partition(b"\r\n\r\n")
     head = head.partition(b"content-length")[0] + b"transfer-encoding: chunked\r\n\r\n"
     small = b"".join(b"1\r\n%c\r\n" % byte for byte in content + b" " * 1000)
@@ -96,7 +96,7 @@ def test_bodies_of_many_chunks_are_answered_in_order(own: Live) -> None:
     assert statuses == [b"200"] * (len(asked) + 1)
 
 
-def test_who_is_not_read_by_the_app_goes_on(own: Live) -> None:
+def test_body_that_the_app_does_not_read_is_skipped(own: Live) -> None:
     """What has no route is answered at once, and its body is passed over."""
     head = b"POST /nothing HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
     with connect(own) as connection:
@@ -107,7 +107,7 @@ def test_who_is_not_read_by_the_app_goes_on(own: Live) -> None:
 
 @pytest.mark.parametrize("num_behind", [1, 2, 1000])
 @pytest.mark.parametrize("streamed", [False, True])
-def test_who_leaves_is_seen(num_behind: int, streamed: bool, own: Live) -> None:
+def test_disconnect_is_noticed_behind_pipelined_requests(num_behind: int, streamed: bool, own: Live) -> None:
     metrics = own.state.metrics
     before = metrics.num_disconnects
     with connect(own) as connection:
@@ -122,7 +122,7 @@ def test_who_leaves_is_seen(num_behind: int, streamed: bool, own: Live) -> None:
     ("behind", "status"),
     [(b"nonsense\r\n\r\n", b"400"), (b"GET /" + b"x" * 3000, b"431"), (GET + b"nonsense\r\n\r\n", b"400")],
 )
-def test_what_is_refused_waits_for_the_answers_before_it(behind: bytes, status: bytes, own: Live) -> None:
+def test_refusal_follows_earlier_answers(behind: bytes, status: bytes, own: Live) -> None:
     with connect(own) as connection:
         connection.sendall(post(prompt=[5, 6], max_tokens=40, ignore_eos=True))
         own.wait_until("a start", lambda: len(own.state.request_log) == 1)
@@ -132,7 +132,7 @@ def test_what_is_refused_waits_for_the_answers_before_it(behind: bytes, status: 
     assert json.loads(answers[0].partition(b"\r\n\r\n")[2])["usage"]["completion_tokens"] == 40
 
 
-def test_who_leaves_after_nonsense_is_seen(own: Live) -> None:
+def test_disconnect_is_noticed_behind_invalid_data(own: Live) -> None:
     metrics = own.state.metrics
     before = metrics.num_disconnects
     with connect(own) as connection:

@@ -1,4 +1,4 @@
-"""Connections over TLS are bounded as others are, also before they have shaken hands."""
+"""TLS connections have the same limits as others, even before their handshake."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def get(live: Live, path: str) -> httpx.Response:
     return httpx.get(f"{live.url}{path}", verify=TRUSTED, timeout=SECONDS)
 
 
-def test_what_is_not_tls(small: Live) -> None:
+def test_plain_http_on_a_tls_port_is_refused(small: Live) -> None:
     with connect(small) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\n\r\n")
         assert b"HTTP" not in connection.recv(1024)

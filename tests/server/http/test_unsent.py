@@ -1,4 +1,4 @@
-"""Answers that nobody reads hold few bytes, and count against limits until they are read."""
+"""Unread responses use little memory and count against limits until they are read."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from starlette.types import Message
 from inflight.server.access.keys import Caller
 from inflight.server.errors import ApiError
 from inflight.server.http.unsent import ENGINE_RESPONSE, PIECE, PacedSend, UnsentBytes
+from inflight.server.openai.responses import conversation
 from tests.server.calling import CallingBackend
 from tests.server.live import Live, live_server
 
@@ -29,7 +30,7 @@ SIZE = 4 << 20  # of an answer: more than sockets on both ends take
 MAX_UNSENT = 8 * SIZE
 
 
-def test_a_key_may_have_half() -> None:
+def test_key_may_use_half_of_the_limit() -> None:
     unsent = UnsentBytes(1000)
     unsent.take(ALICE, 300)
     with pytest.raises(ApiError) as refused:
@@ -46,7 +47,7 @@ def test_a_key_may_have_half() -> None:
     assert unsent.num_bytes == 0
 
 
-def test_the_only_answer_may_be_of_any_size() -> None:
+def test_only_response_may_have_any_size() -> None:
     unsent = UnsentBytes(1000)
     unsent.take(ALICE, 5000)
     with pytest.raises(ApiError):
@@ -73,7 +74,7 @@ async def sent(size: int, unsent: UnsentBytes, **scope: Any) -> tuple[list[Messa
     return messages, paced, counted
 
 
-async def test_large_bodies_are_sent_in_pieces_and_counted_meanwhile() -> None:
+async def test_large_bodies_are_sent_in_pieces_and_counted() -> None:
     unsent = UnsentBytes(1 << 30)
     (start, *pieces), _, counted = await sent(2 * PIECE + 5, unsent)
     assert start["status"] == 200
@@ -88,7 +89,7 @@ async def test_large_bodies_are_sent_in_pieces_and_counted_meanwhile() -> None:
 @pytest.mark.parametrize(
     ("size", "scope"), [(PIECE, {}), (3 * PIECE, {ENGINE_RESPONSE: True})], ids=["small", "paid"]
 )
-async def test_small_answers_and_those_of_the_engine_are_sent_at_once(size: int, scope: Any) -> None:
+async def test_small_responses_and_engine_responses_are_sent_at_once(size: int, scope: Any) -> None:
     unsent = UnsentBytes(0)
     unsent.take(ALICE, 1)
     messages, paced, counted = await sent(size, unsent, **scope)
@@ -97,7 +98,7 @@ async def test_small_answers_and_those_of_the_engine_are_sent_at_once(size: int,
     assert paced.refusal is None
 
 
-async def test_an_answer_without_room_is_refused_in_its_place() -> None:
+async def test_response_over_the_limit_is_replaced_by_a_refusal() -> None:
     unsent = UnsentBytes(1000)
     unsent.take(ALICE, 1)
     (start, body), paced, _ = await sent(2 * PIECE, unsent)
@@ -128,7 +129,9 @@ def bearer(name: str) -> dict[str, str]:
 def stored(server: Live, name: str) -> str:
     """The path of a large response of this key."""
     body = {"input": "Why?", "prompt_cache_key": "x" * SIZE}
-    response = server.post("/v1/responses", body, headers=bearer(name))
+    with pytest.MonkeyPatch.context() as patch:  # no field of a stored response may be this large otherwise
+        patch.setattr(conversation, "MAX_REPEATED_CHARACTERS", 2 * SIZE)
+        response = server.post("/v1/responses", body, headers=bearer(name))
     assert response.status_code == 200, response.text[:500]
     return f"/v1/responses/{response.json()['id']}"
 
@@ -151,7 +154,7 @@ def unread(server: Live, path: str, name: str, times: int = 1) -> Iterator[list[
     server.wait_until("all is let go", lambda: server.state.unsent.num_bytes == 0)
 
 
-def test_unread_answers_wait_once_and_not_in_their_connections(server: Live) -> None:
+def test_unread_responses_are_not_copied_into_connection_buffers(server: Live) -> None:
     path = stored(server, "alice")
     with unread(server, path, "alice", 3):
 
@@ -165,7 +168,7 @@ def test_unread_answers_wait_once_and_not_in_their_connections(server: Live) -> 
         assert server.http.get("/v1/models", headers=bearer("alice")).status_code == 200
 
 
-def test_unread_answers_are_bounded_for_a_key(server: Live) -> None:
+def test_unread_responses_are_bounded_per_key(server: Live) -> None:
     path = stored(server, "alice")
     with unread(server, path, "alice", 3):
         refused = server.http.get(path, headers=bearer("alice"))
@@ -180,7 +183,7 @@ def test_unread_answers_are_bounded_for_a_key(server: Live) -> None:
     assert read.json()["prompt_cache_key"] == "x" * SIZE
 
 
-def test_unread_answers_are_requests_of_their_key(server: Live) -> None:
+def test_unread_responses_count_as_requests_of_their_key(server: Live) -> None:
     path = stored(server, "bob")
     for asked in (path, f"{path}/input_items"):
         assert server.http.get(asked, headers=bearer("bob")).status_code == 200

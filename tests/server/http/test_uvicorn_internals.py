@@ -108,10 +108,10 @@ def test_the_lists_are_complete() -> None:
     }
     assert imports == IMPORTS
     for base, *own in ((HttpToolsProtocol, bounded, secure), (FlowControl, held), (uvicorn.Server, server)):
-        overridden = set().union(*map(methods, own)) & OVERRIDDEN[base]  # type: ignore[arg-type, index]
-        assert overridden == OVERRIDDEN[base], "the list has methods that are not overridden"  # type: ignore[index]
-        existing = set().union(*map(methods, own)) & set(dir(base))  # type: ignore[arg-type]
-        assert existing <= OVERRIDDEN[base]  # type: ignore[index]
+        overridden = set().union(*map(methods, own)) & OVERRIDDEN[base]
+        assert overridden == OVERRIDDEN[base], "the list has methods that are not overridden"
+        existing = set().union(*map(methods, own)) & set(dir(base))
+        assert existing <= OVERRIDDEN[base]
     assert inherited(bounded, secure) == USED[HttpToolsProtocol]
     assert inherited(server) == USED[uvicorn.Server]
     flow = attributes_of(protocol, *FLOWS) | inherited(held)

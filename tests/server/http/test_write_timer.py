@@ -1,4 +1,4 @@
-"""Clients that do not read what they are sent."""
+"""Clients that do not read their responses."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _Pipe:
         self.aborted = True
 
 
-async def test_whoever_reads_a_little_is_waited_for() -> None:
+async def test_client_that_makes_progress_is_not_disconnected() -> None:
     pipe = _Pipe()
     timer = WriteTimer(asyncio.get_running_loop(), cast(Any, pipe), 1000.0)
     pipe.size = 10 * MIN_PROGRESS
@@ -77,14 +77,14 @@ GET = "GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n{}\r\n"
         GET.format("") + "GET /he",
     ],
 )
-def test_an_answer_that_no_one_reads(requests: str, impatient: Live) -> None:
+def test_client_that_does_not_read_its_response_is_disconnected(requests: str, impatient: Live) -> None:
     with connect(impatient) as connection:
         connection.sendall(requests.encode())
         impatient.wait_until("its end", lambda: not impatient.server.server_state.connections)
         impatient.wait_until("that of its requests", lambda: not impatient.server.server_state.tasks)
 
 
-def test_a_stream_that_no_one_reads(impatient: Live) -> None:
+def test_client_that_does_not_read_its_stream_is_disconnected(impatient: Live) -> None:
     body = (
         '{"prompt": [5, 6], "max_tokens": 2000, "ignore_eos": true, "n": 16, "stream": true, "logprobs": 20}'
     )
@@ -96,7 +96,7 @@ def test_a_stream_that_no_one_reads(impatient: Live) -> None:
     impatient.wait_until_idle()
 
 
-def test_an_answer_that_takes_longer_is_not_cut(impatient: Live, backend: Backend) -> None:
+def test_slow_answer_is_not_cut_off(impatient: Live, backend: Backend) -> None:
     """Nothing is unread while nothing is sent."""
     with slow_steps(backend, 0.01):
         found = impatient.complete([5, 6], max_tokens=40, ignore_eos=True)

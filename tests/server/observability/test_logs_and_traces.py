@@ -1,4 +1,4 @@
-"""Log lines and spans."""
+"""Log lines and OpenTelemetry spans."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_no_prompt_and_no_key_in_the_log(backend: Backend, caplog: pytest.LogCap
     assert ids[1].startswith("req-")
 
 
-def test_spans(backend: Backend) -> None:
+def test_request_has_a_span_with_its_usage(backend: Backend) -> None:
     exporter = InMemorySpanExporter()
     with live_server(backend, tracer=OtelTracer("", exporter)) as live:
         trace = "0af7651916cd43dd8448eb211c80319c"
@@ -52,7 +52,7 @@ def test_spans(backend: Backend) -> None:
     assert not bad.status.is_ok
 
 
-def test_spans_need_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tracing_without_opentelemetry_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(ConfigError, match=r"pip install 'inflight-llm\[otel\]'"):
         OtelTracer("http://localhost:4318")

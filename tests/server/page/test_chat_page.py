@@ -1,4 +1,4 @@
-"""The chat page in a real browser: questions and answers, and what may be wrong with them."""
+"""The chat page in a real browser: questions, answers and errors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def wait_for_text(page: Page) -> None:
     page.wait_for("[...document.querySelectorAll('.assistant')].at(-1)?.innerText.length > 10")
 
 
-def test_a_question_is_answered(page: Page, live: Live, llm: LLM) -> None:
+def test_question_is_answered(page: Page, live: Live, llm: LLM) -> None:
     open_chat(page, live)
     assert page.text("#model") == "inflight-builtin · context length 4,096"
     look(page, "empty")
@@ -47,7 +47,7 @@ def test_a_question_is_answered(page: Page, live: Live, llm: LLM) -> None:
     look(page, "answers")
 
 
-def test_the_page_beside_it_says_that_there_is_one_engine(page: Page, live: Live) -> None:
+def test_replicas_page_shows_a_single_engine(page: Page, live: Live) -> None:
     open_chat(page, live)
     page.click("header a")
     page.wait_for("document.querySelectorAll('#replicas li').length === 1")
@@ -57,7 +57,7 @@ def test_the_page_beside_it_says_that_there_is_one_engine(page: Page, live: Live
     page.wait_for("document.querySelector('#model')?.innerText.includes('context')")
 
 
-def test_an_example_and_a_new_chat(page: Page, live: Live, backend: Backend) -> None:
+def test_example_question_and_new_chat(page: Page, live: Live, backend: Backend) -> None:
     open_chat(page, live)
     page.click("#empty button")
     wait_for_figures(page)
@@ -73,7 +73,7 @@ def test_an_example_and_a_new_chat(page: Page, live: Live, backend: Backend) -> 
     assert page.run("document.querySelector('#text').value") == ""
 
 
-def test_text_streams_and_can_be_stopped(page: Page, live: Live, backend: Backend) -> None:
+def test_answer_streams_and_can_be_stopped(page: Page, live: Live, backend: Backend) -> None:
     open_chat(page, live)
     stops: list[Callable[[], None]] = [lambda: page.click("#stop"), lambda: page.press("Escape")]
     with slow_steps(backend):
@@ -89,7 +89,7 @@ def test_text_streams_and_can_be_stopped(page: Page, live: Live, backend: Backen
     assert "tokens/s" in wait_for_figures(page, 3)
 
 
-def test_what_is_sent_during_an_answer_waits(page: Page, live: Live, backend: Backend) -> None:
+def test_message_sent_during_an_answer_is_queued(page: Page, live: Live, backend: Backend) -> None:
     open_chat(page, live)
     with slow_steps(backend):
         ask(page, STORY)
@@ -120,7 +120,7 @@ def test_what_is_sent_during_an_answer_waits(page: Page, live: Live, backend: Ba
     assert not page.text("#queue")
 
 
-def test_markup_is_only_text(page: Page, live: Live) -> None:
+def test_markup_is_shown_as_text(page: Page, live: Live) -> None:
     open_chat(page, live)
     ask(page, "<img src=x onerror=document.title='bad'><b>bold</b>")
     wait_for_figures(page)
@@ -129,7 +129,7 @@ def test_markup_is_only_text(page: Page, live: Live) -> None:
     assert page.run("document.title") == "inflight"
 
 
-def test_a_key_is_asked_for(page: Page, backend: Backend) -> None:
+def test_page_asks_for_the_api_key(page: Page, backend: Backend) -> None:
     with live_server(backend, api_key=("secret",)) as live:
         page.open(live.url)
         page.wait_for("document.querySelector('#model').innerText === 'API key required'")
@@ -158,7 +158,7 @@ def test_a_key_is_asked_for(page: Page, backend: Backend) -> None:
     page.excuse("401")
 
 
-def test_an_error_is_seen_however_long_the_message_is(page: Page, live: Live) -> None:
+def test_error_is_visible_after_a_long_message(page: Page, live: Live) -> None:
     open_chat(page, live)
     page.show_as("light", NARROW, 780)
     ask(page, "word " * 5000)
@@ -170,7 +170,7 @@ def test_an_error_is_seen_however_long_the_message_is(page: Page, live: Live) ->
     page.excuse("400")
 
 
-def test_a_server_that_loads_is_waited_for(page: Page, backend: Backend) -> None:
+def test_page_waits_for_a_loading_server(page: Page, backend: Backend) -> None:
     with live_server(backend, is_open=False) as live:
         live.server.loading_app.progress(25, 100)
         page.open(live.url)
@@ -188,7 +188,7 @@ def test_a_server_that_loads_is_waited_for(page: Page, backend: Backend) -> None
     page.excuse("503")
 
 
-def test_a_server_that_is_gone_is_told_and_waited_for(page: Page, backend: Backend) -> None:
+def test_page_waits_for_an_unreachable_server(page: Page, backend: Backend) -> None:
     with live_server(backend) as live:
         open_chat(page, live)
         port = int(live.url.rpartition(":")[2])
@@ -196,7 +196,7 @@ def test_a_server_that_is_gone_is_told_and_waited_for(page: Page, backend: Backe
             ask(page, STORY)
             wait_for_text(page)
             live.stop()
-            assert wait_for_figures(page) == "the server stopped before this was done"
+            assert wait_for_figures(page) == "the server shut down before the request was finished"
     page.wait_for("document.querySelector('#notice').innerText.includes('continues when it is back')")
     assert page.text("#model") == "not reachable"
     ask(page, QUESTION)

@@ -1,4 +1,4 @@
-"""The chat page in a real browser: thoughts, calls, and the tools that it runs itself."""
+"""The chat page in a real browser: reasoning, tool calls, and the tools that it runs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def model(served: tuple[Live, ScriptedClient]) -> ScriptedClient:
 
 
 def prompt(live: Live, model: ScriptedClient, number: int = -1) -> str:
-    tokenizer = live.state.frontend.tokenizer
+    tokenizer = live.state.model.frontend.tokenizer
     assert tokenizer is not None
     return tokenizer.decode(model.requests[number].token_ids, skip_special_tokens=False)
 
@@ -58,7 +58,7 @@ def texts(page: Page, selector: str) -> Any:
     return page.run(f"[...document.querySelectorAll({selector!r})].map((one) => one.innerText)")
 
 
-def test_thoughts_are_seen_while_they_come_and_then_put_away(
+def test_reasoning_is_shown_while_it_streams_and_then_folded(
     page: Page, live: Live, model: ScriptedClient
 ) -> None:
     model.script, model.num_allowed = f"{THOUGHTS}It is fine.", 30
@@ -87,7 +87,7 @@ def test_thinking_can_be_switched_off(page: Page, live: Live, model: ScriptedCli
     assert not page.text(".thinking")
 
 
-def test_an_agent_calls_tools_until_it_knows(page: Page, live: Live, model: ScriptedClient) -> None:
+def test_tools_are_called_until_the_model_answers(page: Page, live: Live, model: ScriptedClient) -> None:
     switch_on(page, "get_weather", "calculate")
     assert page.text("#tools summary") == "Tools · 2 on"
     look(page, "tools")
@@ -116,7 +116,7 @@ def test_an_agent_calls_tools_until_it_knows(page: Page, live: Live, model: Scri
     assert "It is 14, and the weather is fine.<|im_end|>\n<|im_start|>user\nThanks." in prompt(live, model)
 
 
-def test_arguments_are_seen_while_they_come(page: Page, live: Live, model: ScriptedClient) -> None:  # noqa: ARG001
+def test_arguments_are_shown_while_they_stream(page: Page, live: Live, model: ScriptedClient) -> None:  # noqa: ARG001
     switch_on(page, "lookup")
     model.script, model.num_allowed = call("lookup", query="a long question about octopus arms"), 75
     ask(page, QUESTION)
@@ -127,11 +127,11 @@ def test_arguments_are_seen_while_they_come(page: Page, live: Live, model: Scrip
     assert page.run("document.querySelector('#text').value") == QUESTION
 
 
-def test_an_agent_that_never_ends_is_ended(page: Page, live: Live, model: ScriptedClient) -> None:  # noqa: ARG001
+def test_endless_tool_calls_are_stopped(page: Page, live: Live, model: ScriptedClient) -> None:  # noqa: ARG001
     switch_on(page, "calculate")
     model.script = call("calculate", expression="1 + 1")
     ask(page, QUESTION)
-    assert f"ended after {MAX_ROUNDS} rounds of calls" in wait_for_figures(page, MAX_ROUNDS + 1)
+    assert f"stopped after {MAX_ROUNDS} rounds of tool calls" in wait_for_figures(page, MAX_ROUNDS + 1)
     assert len(model.requests) == MAX_ROUNDS + 1
     assert not page.run("Boolean(running)")
 
@@ -153,7 +153,7 @@ RESULTS: list[tuple[str, str, str]] = [
 ]
 
 
-def test_what_the_tools_return(page: Page, live: Live) -> None:  # noqa: ARG001
+def test_toy_tools_return_results_and_errors(page: Page, live: Live) -> None:  # noqa: ARG001
     for name, given, expected in RESULTS:
         assert expected in page.run(f"resultOf({name!r}, {given!r})"), (name, given)
     again = [page.run(f"resultOf('get_weather', '{{\"city\": \"{city}\"}}')") for city in ("Rome", "ROME")]
@@ -166,23 +166,23 @@ def test_what_the_tools_return(page: Page, live: Live) -> None:  # noqa: ARG001
     assert len(times[1]) == len("12:34")
 
 
-def test_a_model_that_knows_no_tools(page: Page, tmp_path: Path) -> None:
+def test_model_without_tool_support_disables_the_switches(page: Page, tmp_path: Path) -> None:
     with scripted_server(write_folder(tmp_path, CHATML)) as (live, _):
         open_chat(page, live)
         page.click("#tools summary")
-        page.wait_for("document.querySelector('#tools-note').innerText.includes('does not show tools')")
+        page.wait_for("document.querySelector('#tools-note').innerText.includes('does not support tools')")
         assert page.run("document.querySelectorAll('#tools input:enabled').length") == 0
         assert page.run("document.querySelector('#think-switch').hidden")
         look(page, "no-tools")
 
 
-def test_tools_that_the_server_refuses(page: Page, tmp_path: Path) -> None:
+def test_refused_tools_disable_the_switches(page: Page, tmp_path: Path) -> None:
     shows = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML
     with scripted_server(write_folder(tmp_path, shows)) as (live, _):
         open_chat(page, live)
         switch_on(page, "lookup")
         ask(page, QUESTION)
-        assert "does not tell how it writes calls" in wait_for_figures(page)
+        assert "the format of this model's tool calls is unknown" in wait_for_figures(page)
         assert "This model cannot call tools: " in page.text("#tools-note")
         assert is_seen(page, ".figures.error")
         look(page, "refused")

@@ -1,4 +1,4 @@
-"""What a server can be told and asked beside requests, and by whom."""
+"""Administration routes, and who may use them."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def cached(live: Live) -> int:
     return found
 
 
-def test_the_prefix_cache_can_be_reset(served: Live) -> None:
+def test_prefix_cache_can_be_reset(served: Live) -> None:
     cached(served)
     assert cached(served) == 96
     assert served.http.post("/reset_prefix_cache", headers=ADMIN).json() == {"success": True}
     assert cached(served) == 0
 
 
-def test_an_engine_sleeps_and_wakes_up(served: Live) -> None:
+def test_engine_sleeps_and_wakes_up(served: Live) -> None:
     before = served.complete(PROMPT, max_tokens=4)["choices"]
     assert served.http.post("/sleep?level=1", headers=ADMIN).status_code == 200
     assert served.http.get("/is_sleeping", headers=ADMIN).json() == {"is_sleeping": True}
@@ -71,7 +71,7 @@ def test_only_the_admin_key_opens_these(served: Live, live: Live) -> None:
         assert (closed.status_code, closed.json()["error"]["code"]) == (403, "admin_disabled")
 
 
-def test_what_it_says_about_itself(served: Live) -> None:
+def test_server_info_has_no_keys(served: Live) -> None:
     info = served.http.get("/server_info", headers=ADMIN)
     assert info.json()["config"]["block_size"] == 16
     assert "the-admin-key" not in info.text
@@ -79,7 +79,7 @@ def test_what_it_says_about_itself(served: Live) -> None:
     assert served.http.get("/ping").status_code == served.http.post("/ping").status_code == 200
 
 
-def test_the_page_of_the_api_needs_nothing_else(served: Live) -> None:
+def test_docs_page_is_self_contained(served: Live) -> None:
     page = served.http.get("/docs")
     assert page.headers["content-type"].startswith("text/html")
     assert "default-src 'none'" in page.headers["content-security-policy"]

@@ -1,4 +1,4 @@
-"""A server over replicas: real processes of a small engine, seen and changed over HTTP."""
+"""A server with replicas: real processes of a small engine, listed and changed over HTTP."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def states(live: Live) -> dict[str, str]:
 
 
 def until_running(live: Live, count: int) -> None:
-    live.wait_until("replicas that run", lambda: len(live.state.replicas.available) == count)  # type: ignore[union-attr]
+    live.wait_until("replicas that run", lambda: len(live.state.model.replicas.available) == count)  # type: ignore[union-attr]
 
 
 def kill_busy(backend: ReplicaBackend) -> str:
@@ -90,7 +90,7 @@ def kill(backend: ReplicaBackend, replica_id: str) -> None:
     os.kill(process_id(backend.router.replicas.find(replica_id).client), signal.SIGKILL)
 
 
-def test_a_stream_outlives_its_engine_and_the_report_says_so(live: Live, backend: ReplicaBackend) -> None:
+def test_stream_survives_its_engine_and_the_report_says_so(live: Live, backend: ReplicaBackend) -> None:
     whole = live.complete(**LONG)
     live.wait_until_idle()
     lines: list[str] = []
@@ -124,7 +124,7 @@ def test_a_stream_outlives_its_engine_and_the_report_says_so(live: Live, backend
     assert float(total[1]) > 300
 
 
-def test_who_may_look_and_who_may_change(live: Live) -> None:
+def test_listing_needs_a_key_and_changing_needs_the_admin_key(live: Live) -> None:
     assert live.http.get("/v1/replicas", headers=ADMIN).status_code == 200
     assert live.http.get("/v1/replicas").json()["routing"] == "prefix_aware"
     assert live.http.get("/v1/replicas", headers={"authorization": "Bearer x"}).status_code == 401
@@ -142,7 +142,7 @@ def test_who_may_look_and_who_may_change(live: Live) -> None:
         assert (missing.status_code, missing.json()["error"]["code"]) == (404, "replica_not_found")
 
 
-def test_replicas_come_and_go_by_command(
+def test_commands_add_and_remove_replicas(
     live: Live, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def command(*arguments: str) -> list[list[str]]:
@@ -166,11 +166,11 @@ def test_replicas_come_and_go_by_command(
     with pytest.raises(SystemExit, match="1"):
         main()
     assert "is the last one that takes requests" in capsys.readouterr().err
-    before = [replica.client.process_id for replica in live.state.replicas.members]  # type: ignore[union-attr]
+    before = [replica.client.process_id for replica in live.state.model.replicas.members]  # type: ignore[union-attr]
     command("add")
     command("roll")
     assert sorted(states(live).values()) == ["running", "running"]
-    after = [replica.client.process_id for replica in live.state.replicas.members]  # type: ignore[union-attr]
+    after = [replica.client.process_id for replica in live.state.model.replicas.members]  # type: ignore[union-attr]
     assert not set(before) & set(after)
     assert live.complete(**LONG)["usage"]["completion_tokens"] == 200
 
@@ -179,7 +179,7 @@ class ImpatientBackend(ReplicaBackend):
     max_restarts = 1
 
 
-def test_a_restart_that_fails_is_told_and_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_restart_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = Script(tmp_path / "script")
     script.say("weights:old")
     with (
@@ -217,7 +217,7 @@ def test_a_restart_that_fails_is_told_and_seen(tmp_path: Path, monkeypatch: pyte
         assert live.complete(**LONG)["usage"]["completion_tokens"] == 200
 
 
-def test_one_engine_is_shown_and_not_changed(llm_server: Live) -> None:
+def test_single_engine_is_listed_and_cannot_be_changed(llm_server: Live) -> None:
     (only,) = replicas(llm_server).values()
     assert (only["id"], only["state"]) == ("0", "running")
     refused = llm_server.http.post("/v1/replicas", headers=ADMIN)
@@ -242,14 +242,14 @@ class _OneEngine(Backend):
 
 
 @pytest.mark.parametrize("key", ["", " x", "ä"])
-def test_an_admin_key_must_be_one_that_can_be_sent(key: str) -> None:
+def test_admin_key_that_cannot_be_sent_is_refused(key: str) -> None:
     with pytest.raises(ConfigError, match="admin_key"):
         AdminKey(key)
     with pytest.raises(ConfigError, match="also an API key"):
         AdminKey("same", Keys([("same", Caller("of the keys file"))]))
 
 
-def test_a_page_shows_each_replica(page: Page, live: Live, backend: ReplicaBackend) -> None:
+def test_page_shows_each_replica(page: Page, live: Live, backend: ReplicaBackend) -> None:
     until_running(live, 2)
     page.open(f"{live.url}/replicas")
     page.wait_for("document.querySelector('#notice').innerText.includes('API key')")

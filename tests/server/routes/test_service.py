@@ -1,4 +1,4 @@
-"""The routes around generation: models, tokens, metrics, the page, the document."""
+"""The routes around generation: models, tokens, metrics, the chat page, the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from inflight.server.state import SERVICE_THREADS
 from tests.server.live import Backend, Live, live_server, stream
 
 
-def test_models(live: Live) -> None:
+def test_model_is_listed(live: Live) -> None:
     (found,) = live.http.get("/v1/models").json()["data"]
     assert (found["id"], found["object"], found["max_model_len"]) == ("inflight-builtin", "model", 4096)
     assert live.http.get("/v1/models/inflight-builtin").json() == found
 
 
-def test_several_names(backend: Backend) -> None:
+def test_model_can_have_several_names(backend: Backend) -> None:
     with live_server(backend, served_model_name=("org/model", "short")) as live:
         names = [model["id"] for model in live.http.get("/v1/models").json()["data"]]
         assert names == ["org/model", "short"]
@@ -31,7 +31,7 @@ def test_several_names(backend: Backend) -> None:
         assert live.complete([5], max_tokens=1)["model"] == "org/model"
 
 
-def test_a_folder_is_never_a_name() -> None:
+def test_path_is_never_a_listed_name() -> None:
     from inflight.models.builtin import checkpoint_folder
     from inflight.server.state import default_name
 
@@ -39,7 +39,7 @@ def test_a_folder_is_never_a_name() -> None:
     assert default_name("org/model") == "org/model"
 
 
-def test_version_health_and_ready(live: Live) -> None:
+def test_version_health_and_ready_answer(live: Live) -> None:
     assert live.http.get("/version").json() == {"version": inflight.__version__}
     for path in ("/health", "/ready"):
         response = live.http.get(path)
@@ -50,7 +50,7 @@ def test_version_health_and_ready(live: Live) -> None:
         assert (bare.status_code, bare.content) == (200, b"")
 
 
-def test_tokens_there_and_back(live: Live, llm: LLM) -> None:
+def test_tokenize_and_detokenize_round_trip(live: Live, llm: LLM) -> None:
     text = "Once upon a time, there was a fox: 12 €!"
     found = live.post("/tokenize", {"prompt": text}).json()
     assert found["tokens"] == llm.get_tokenizer().encode(text)
@@ -60,7 +60,7 @@ def test_tokens_there_and_back(live: Live, llm: LLM) -> None:
     assert len(spelled["token_strs"]) == spelled["count"]
 
 
-def test_tokens_of_messages(live: Live) -> None:
+def test_tokenize_renders_messages(live: Live) -> None:
     messages = [{"role": "user", "content": "Hello"}]
     tokens = live.post("/tokenize", {"messages": messages}).json()["tokens"]
     body = {"messages": messages, "max_tokens": 1, "return_token_ids": True}
@@ -80,15 +80,18 @@ def test_tokens_of_messages(live: Live) -> None:
         ("/detokenize", {}, "missing parameter: tokens"),
     ],
 )
-def test_refusals(path: str, body: dict[str, Any], message: str, live: Live) -> None:
+def test_invalid_tokenize_requests_are_refused(
+    path: str, body: dict[str, Any], message: str, live: Live
+) -> None:
     response = live.post(path, body)
     assert response.status_code == 400
     assert message in response.json()["error"]["message"]
 
 
-def test_texts_that_are_too_long(backend: Backend) -> None:
+def test_too_long_texts_are_refused(backend: Backend) -> None:
     message = {"role": "user", "content": "x"}
     hidden = {"role": "assistant", "tool_calls": [{"function": {"arguments": {"y" * 101: 1}}}]}
+    numbers = [{"type": "function", "function": {"name": "f", "parameters": {"enum": [5] * 50}}}]
     with live_server(backend, max_tokenize_size=100) as live:
         for path, body, param in (
             ("/tokenize", {"prompt": "x" * 101}, "prompt"),
@@ -96,6 +99,7 @@ def test_texts_that_are_too_long(backend: Backend) -> None:
             ("/tokenize", {"messages": [{**message, "name": "x" * 101}]}, "messages"),
             ("/tokenize", {"messages": [message, hidden]}, "messages"),
             ("/tokenize", {"messages": [message], "chat_template_kwargs": {"x": "y" * 101}}, "messages"),
+            ("/tokenize", {"messages": [message], "tools": numbers}, "messages"),
             ("/detokenize", {"tokens": [5] * 101}, "tokens"),
         ):
             response = live.post(path, body)
@@ -106,7 +110,7 @@ def test_texts_that_are_too_long(backend: Backend) -> None:
         assert live.post("/detokenize", {"tokens": [5] * 100}).status_code == 200
 
 
-def test_chats_do_not_wait_for_what_asks_about_tokens(backend: Backend) -> None:
+def test_chats_do_not_wait_for_tokenize_requests(backend: Backend) -> None:
     with live_server(backend) as live:
         go_on = threading.Event()
         state = live.state
@@ -125,7 +129,7 @@ def test_chats_do_not_wait_for_what_asks_about_tokens(backend: Backend) -> None:
         assert all(future.result() for future in held)
 
 
-def test_the_page_needs_nothing_else(live: Live) -> None:
+def test_chat_page_is_self_contained(live: Live) -> None:
     response = live.http.get("/")
     assert response.headers["content-type"] == "text/html; charset=utf-8"
     policy = response.headers["content-security-policy"]
@@ -177,7 +181,7 @@ def value(families: dict[str, Any], name: str, **labels: str) -> float:
     raise AssertionError(f"no sample {name} {labels}")
 
 
-def test_metrics_count(backend: Backend) -> None:
+def test_metrics_count_requests_and_tokens(backend: Backend) -> None:
     with live_server(backend) as live:
         before = metrics(live)
         assert {name.removeprefix("inflight:") for name in before} >= NAMES
@@ -219,7 +223,7 @@ def test_metrics_count(backend: Backend) -> None:
         assert counts[-1] == value(after, "inflight:inter_token_latency_seconds_count")
 
 
-def test_names_of_other_dashboards(backend: Backend) -> None:
+def test_metrics_have_vllm_names_too(backend: Backend) -> None:
     with live_server(backend, metrics_compat="vllm", served_model_name=("m",)) as live:
         live.complete([5], max_tokens=2)
         found = metrics(live)
@@ -235,7 +239,7 @@ def test_names_of_other_dashboards(backend: Backend) -> None:
 # ---- the document ----
 
 
-def test_the_document_tells_of_every_route(live: Live) -> None:
+def test_openapi_document_has_every_route(live: Live) -> None:
     document = live.http.get("/openapi.json").json()
     assert set(document["paths"]) == {
         *("/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/models/{model}", "/tokenize"),

@@ -1,1 +1,1 @@
-"""/v1/responses: from its items to a conversation, from the answer to its events, and what is kept of both."""
+"""OpenAI's Responses API: /v1/responses."""

@@ -1,29 +1,46 @@
-"""What a body of /v1/responses asks for, as any other chat would ask."""
+"""The conversation of a request to /v1/responses: from its body and stored items to a `ChatRequest`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import secrets
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from inflight.frontend.chat import ChatRequest, NamedTool, ToolChoice, checked_tools
-from inflight.server.constraints import ContentConstraint
+from inflight.frontend import OutputProcessor
+from inflight.frontend.chat import ChatRequest, NamedTool, ToolChoice, checked_tools, num_characters
+from inflight.server.access.keys import Caller
 from inflight.server.conversation import Conversation
 from inflight.server.errors import ApiError
+from inflight.server.formatters import encode
 from inflight.server.openai.responses.schemas import (
     AllowedTools,
     ChosenFunction,
     InputItem,
     InputMessage,
+    ItemReference,
     ResponsesBody,
     TextObjectFormat,
     TextSchemaFormat,
 )
-from inflight.server.openai.responses.stored_items import ConversationItem, StoredText
+from inflight.server.openai.responses.store import (
+    NOT_STORED,
+    ConversationItem,
+    ResponseContent,
+    StoredItem,
+    StoredResponse,
+    StoredText,
+    check_conversation,
+)
+from inflight.server.params import ContentConstraint, GenerationParams
+from inflight.server.prepare import prepare_chat
+from inflight.server.state import ServedModel, ServerState
+
+MAX_REPEATED_CHARACTERS = 1 << 20
 
 
 def chat_of(body: ResponsesBody, items: Iterable[ConversationItem]) -> ChatRequest:
-    """The conversation of all items, those of earlier responses first. Raises ApiError where it makes no sense."""
-    tools, choice = _offered(body)
+    """Return the conversation of all items, earlier responses first. Raise ApiError if it is not valid."""
+    tools, choice = _tools(body)
     return ChatRequest(
         messages=_messages(body.instructions, items),
         tools=tools,
@@ -34,6 +51,17 @@ def chat_of(body: ResponsesBody, items: Iterable[ConversationItem]) -> ChatReque
     )
 
 
+def check_repeated(body: ResponsesBody) -> None:
+    """Bound what every event with the whole response repeats, though the model may never see it."""
+    size = num_characters(body.model_dump(include={"tools", "tool_choice", "text", "prompt_cache_key"}))
+    if size > MAX_REPEATED_CHARACTERS:
+        message = (
+            f"tools, tool_choice, text and prompt_cache_key have {size} characters: together they may have at most "
+            f"{MAX_REPEATED_CHARACTERS}"
+        )
+        raise ApiError(400, message, code="invalid_value", param="tools")
+
+
 def input_items(body: ResponsesBody) -> list[InputItem]:
     if isinstance(body.input, str):
         return [InputMessage(role="user", content=body.input)]
@@ -41,17 +69,17 @@ def input_items(body: ResponsesBody) -> list[InputItem]:
 
 
 def user_of(body: ResponsesBody) -> str | None:
-    """Whom fair scheduling counts this against."""
+    """Return the user that fair scheduling counts this request against."""
     return body.user or body.safety_identifier
 
 
 def text_constraint(body: ResponsesBody) -> ContentConstraint | None:
-    """What `text.format` demands of the answer's text."""
-    wanted = None if body.text is None else body.text.format
-    if isinstance(wanted, TextObjectFormat):
+    """Return the constraint that `text.format` puts on the answer."""
+    text_format = None if body.text is None else body.text.format
+    if isinstance(text_format, TextObjectFormat):
         return ContentConstraint("json_object", True, "text.format", "text.format")
-    if isinstance(wanted, TextSchemaFormat):
-        return ContentConstraint("json", wanted.schema_, "text.format", "text.format.schema")
+    if isinstance(text_format, TextSchemaFormat):
+        return ContentConstraint("json", text_format.schema_, "text.format", "text.format.schema")
     return None
 
 
@@ -70,11 +98,10 @@ def _add(conversation: Conversation, item: ConversationItem) -> None:
             conversation.user(_text(item.content))
         case "message" if item.role == "assistant":
             conversation.answer(_text(item.content))
-        case "message":  # a developer's are instructions too, and few templates know that role
+        case "message":  # developer messages are instructions too, and few templates know that role
             conversation.system(_text(item.content))
         case "reasoning":
-            # A client that has nothing but a summary sends that.
-            parts = item.content or item.summary
+            parts = item.content or item.summary  # some clients only have a summary
             if parts:
                 conversation.reasoning("\n\n".join(map(_part_text, parts)))
         case "function_call":
@@ -91,18 +118,88 @@ def _part_text(part: StoredText) -> str:
     return part.text or part.refusal or ""
 
 
-def _offered(body: ResponsesBody) -> tuple[list[dict[str, Any]], ToolChoice]:
-    """Tools as chats have them, and which of them may be called."""
-    given, choice = body.tools or [], body.tool_choice
-    functions = [tool.model_dump(include={"name", "description", "parameters", "strict"}) for tool in given]
+def _tools(body: ResponsesBody) -> tuple[list[dict[str, Any]], ToolChoice]:
+    """Return the tools in the format of chats, and which of them may be called."""
+    choice, fields = body.tool_choice, {"name", "description", "parameters", "strict"}
+    functions = [tool.model_dump(include=fields) for tool in body.tools or ()]
     tools = checked_tools([{"type": "function", "function": function} for function in functions])
     if isinstance(choice, ChosenFunction):
         return tools, NamedTool(choice.name)
     if not isinstance(choice, AllowedTools):
         return tools, choice or "auto"
     allowed = {tool.name for tool in choice.tools}
-    unknown = allowed - {tool.name for tool in given}
+    unknown = allowed - {function["name"] for function in functions}
     if unknown:
         message = f"tool_choice names {', '.join(sorted(unknown)):.200}: there are no such tools"
         raise ApiError(400, message, code="invalid_value", param="tool_choice")
     return [tool for tool in tools if tool["function"]["name"] in allowed], choice.mode
+
+
+class ResponseTurn:
+    """One request: its conversation, and what is stored of it.
+
+    Call `look_up` once it is admitted, then `prepare`, and after the answer `set_ended` and `store`.
+    """
+
+    def __init__(self, state: ServerState, model: ServedModel, caller: Caller, body: ResponsesBody) -> None:
+        self._state, self._model, self._caller, self._body = state, model, caller, body
+        self._input = input_items(body)
+        self._earlier: Sequence[StoredItem] = ()  # the conversation that this request continues
+        self._referenced: dict[str, StoredItem] = {}
+        self._conversation: list[StoredItem] = []  # all items before the answer, if they will be stored
+        self._ended: StoredResponse | None = None
+
+    async def look_up(self) -> None:
+        """Fetch the stored items that the body refers to. Raise ApiError if they are not stored."""
+        responses, response_id = self._state.responses, self._body.previous_response_id
+        if response_id is not None:
+            earlier = await responses.conversation(self._caller, response_id)
+            if earlier is None:
+                message = f"previous_response_id is {response_id!r:.200}: {NOT_STORED}"
+                raise ApiError(400, message, code="previous_response_not_found", param="previous_response_id")
+            self._earlier = earlier
+        item_ids = list(dict.fromkeys(item.id for item in self._input if isinstance(item, ItemReference)))
+        if item_ids:
+            items = await responses.find_items(self._caller, item_ids, self._state.options.max_body_size)
+            for item_id, item in items.items():
+                if item is None:
+                    message = (
+                        f"there is no item {item_id!r:.200}: its response was never stored, or was evicted"
+                    )
+                    raise ApiError(400, message, code="item_not_found", param="input")
+                self._referenced[item_id] = item
+
+    def prepare(self, params: GenerationParams) -> list[OutputProcessor]:
+        """Render the conversation. Takes long: call it in a thread."""
+        body = self._body
+        check_repeated(body)
+        items = [*self._earlier, *self._own_items()]
+        if self._earlier or self._referenced:  # otherwise it is the body, whose size is checked
+            param = "previous_response_id" if self._earlier else "input"
+            check_conversation(items, self._state.options.max_body_size, param)
+        if body.store is not False:
+            self._conversation = items
+        return prepare_chat(
+            # Items are decoded one by one, so that no other thread waits long for the GIL.
+            *(self._model, self._caller, chat_of(body, (item.read() for item in items)), params),
+            priority=body.priority or 0,
+            user=user_of(body),
+            cache_salt=body.cache_salt or "",
+        )
+
+    def _own_items(self) -> Iterator[StoredItem]:
+        """Yield the items of the body, with references replaced by the items that they refer to."""
+        for item in self._input:
+            yield self._referenced[item.id] if isinstance(item, ItemReference) else StoredItem.of_input(item)
+
+    def set_ended(self, response: dict[str, Any]) -> None:
+        """Set the finished response, for `store`."""
+        outputs = tuple(map(StoredItem.of_output, response["output"]))
+        content = ResponseContent(encode(response), secrets.token_hex(8))
+        items = (*self._conversation, *outputs)
+        self._ended = StoredResponse(response["id"], content, items, len(outputs))
+
+    async def store(self) -> None:
+        """Store the response. The client sees its end only afterwards, so that it can be continued in any process."""
+        if self._ended is not None:
+            await self._state.responses.add(self._caller, self._ended)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Awaitable, Callable
 
 from fastapi import APIRouter
@@ -11,16 +12,13 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from inflight.server.access.admission import counted
-from inflight.server.engine_response import RequestHead
+from inflight.server.engine_response import EngineResponse
 from inflight.server.errors import ApiError
 from inflight.server.formatters import encode
-from inflight.server.generation_response import GenerationResponse, GenerationSpec
 from inflight.server.http.body import read_json
 from inflight.server.observability.request_log import LoggedRequest
-from inflight.server.openai.params import conversation_params
-from inflight.server.openai.responses.conversation import text_constraint, user_of
+from inflight.server.openai.responses.conversation import ResponseTurn, text_constraint, user_of
 from inflight.server.openai.responses.formatter import ResponsesFormatter, head_of
-from inflight.server.openai.responses.input_listing import PageQuery
 from inflight.server.openai.responses.schemas import (
     DeletedResponse,
     InputItemList,
@@ -28,9 +26,9 @@ from inflight.server.openai.responses.schemas import (
     ResponseObject,
     ResponsesBody,
 )
-from inflight.server.openai.responses.store import ResponseContent, not_stored
-from inflight.server.openai.responses.turn import ResponseTurn
+from inflight.server.openai.responses.store import PageQuery, ResponseContent, not_stored
 from inflight.server.openapi import documented, respond
+from inflight.server.params import conversation_params
 from inflight.server.state import caller_of, state_of
 
 router = APIRouter()
@@ -40,56 +38,55 @@ ROUTE = "/v1/responses"
 
 @router.post(ROUTE, **documented(ResponsesBody, ResponseObject, events=ResponseEvent))
 async def create_response(request: Request) -> Response:
-    """Answer a conversation, given as items, perhaps as what follows on an earlier response."""
-    state, options = state_of(request), state_of(request).options
-    body = await read_json(request, ResponsesBody, options)
-    model = state.check_model(body.model)
-    state.check_task("generate")
-    caller = caller_of(request)
+    """Answer a conversation, given as items; it may continue an earlier response."""
+    state, caller = state_of(request), caller_of(request)
+    body = await read_json(request, ResponsesBody, state.options)
+    model, name = state.find_model(body.model, "generate")
     params = await state.in_thread_if(
         body.is_large,
+        caller,
         lambda: conversation_params(
-            state,
+            model,
             body,
             max_tokens=body.max_output_tokens,
             max_tokens_name="max_output_tokens",
             constraint=text_constraint(body),
         ),
     )
-    turn = ResponseTurn(state, caller, body)
+    turn = ResponseTurn(state, model, caller, body)
     response_id = body.request_id or f"resp_{secrets.token_hex(24)}"
+    head = head_of(response_id, int(time.time()), name, body, params.sampling)
 
-    def formatter(created: int) -> ResponsesFormatter:
-        head = head_of(response_id, created, model, body, params.sampling)
-        return ResponsesFormatter(head, turn.ended if body.store is not False else None)
+    async def answer(response: EngineResponse) -> None:
+        await turn.look_up()
+        prepared = await state.in_thread(caller, lambda: turn.prepare(params))
+        await response.generate(prepared, params, before_end=turn.store)
 
-    spec = GenerationSpec(
-        RequestHead(ROUTE, response_id, model, bool(body.stream), body.priority or 0, user_of(body)),
-        num_answers=1,
-        echo=False,
-        prepare=lambda: turn.prepare(params),
-        blamed=params.blamed,
-        is_long=True,
-        has_long_answer=False,
-        formatter=formatter,
-        before_prepare=turn.look_up,
-        before_end=turn.keep,
+    return EngineResponse(
+        request,
+        model,
+        answer,
+        request_id=response_id,
+        model_name=name,
+        stream=bool(body.stream),
+        priority=body.priority,
+        user=user_of(body),
+        formatter=ResponsesFormatter(head, turn.set_ended if body.store is not False else None),
     )
-    return GenerationResponse(state, caller, spec)
 
 
 @router.get(f"{ROUTE}/{{response_id}}", **documented(None, ResponseObject, 400, 404, 429))
 async def response(request: Request) -> Response:
-    """A response of yours that is stored, or as far as it is."""
+    """Return one of your responses: stored, or in progress with the output so far."""
     if request.query_params.get("stream", "false") != "false":
-        message = "stream is not supported here: a stream is told once, to whoever asked the question"
+        message = "stream is not supported here: a stored response cannot be streamed again"
         raise ApiError(400, message, code="unsupported_parameter", param="stream")
-    return CountedResponse(request, lambda: _found(request))
+    return CountedResponse(request, lambda: _content(request))
 
 
 @router.get(f"{ROUTE}/{{response_id}}/input_items", **documented(None, InputItemList, 400, 404, 429))
 async def list_input_items(request: Request) -> Response:
-    """List what a stored response of yours was made from: `limit`, `order` and `after` choose the page."""
+    """List the input items of one of your stored responses; `limit`, `order` and `after` choose the page."""
     query, response_id = PageQuery.of(request.query_params), request.path_params["response_id"]
 
     async def read() -> ResponseContent:
@@ -103,7 +100,7 @@ async def list_input_items(request: Request) -> Response:
 
 @router.delete(f"{ROUTE}/{{response_id}}", **documented(None, DeletedResponse, 404))
 async def delete_response(request: Request) -> Response:
-    """Forget a response of yours. Those that went on from it have what they need."""
+    """Delete one of your responses. Responses that continue it are not affected."""
     response_id = request.path_params["response_id"]
     await state_of(request).responses.remove(caller_of(request), response_id)
     return respond(DeletedResponse(id=response_id))
@@ -111,17 +108,17 @@ async def delete_response(request: Request) -> Response:
 
 @router.post(f"{ROUTE}/{{response_id}}/cancel", **documented(None, ResponseObject, 404, 429, 503))
 async def cancel_response(request: Request) -> Response:
-    """End a response of yours; one that has ended stays as it is."""
+    """Cancel one of your responses; one that has ended stays as it is."""
     running = _running(request)
     if running is not None:
         logged, formatter = running
         await state_of(request).request_log.cancel(logged)
         return Response(encode(formatter.so_far("cancelled")), media_type="application/json")
-    return CountedResponse(request, lambda: _found(request))
+    return CountedResponse(request, lambda: _content(request))
 
 
 def _running(request: Request) -> tuple[LoggedRequest, ResponsesFormatter] | None:
-    """Return the response that is being written, even if an earlier one of the same id is stored."""
+    """Return the response in progress, even if an earlier one of the same id is stored."""
     response_id = request.path_params["response_id"]
     logged = state_of(request).request_log.find_running(caller_of(request), response_id)
     if logged is None or not isinstance(logged.formatter, ResponsesFormatter):
@@ -129,8 +126,8 @@ def _running(request: Request) -> tuple[LoggedRequest, ResponsesFormatter] | Non
     return logged, logged.formatter
 
 
-async def _found(request: Request) -> ResponseContent:
-    """Return a response that is being written or stored. Raises ApiError 404 where there is none."""
+async def _content(request: Request) -> ResponseContent:
+    """Return a response that is in progress or stored. Raise ApiError 404 if there is none."""
     running = _running(request)
     if running is not None:
         return ResponseContent(encode(running[1].so_far()))

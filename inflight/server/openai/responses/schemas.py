@@ -1,4 +1,4 @@
-"""What a conversation of /v1/responses is made of."""
+"""Bodies and answers of /v1/responses."""
 
 from __future__ import annotations
 
@@ -6,8 +6,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, Tag
 
-from inflight.server.schemas.common import Body, Ignored, Items, SampledBody, Unset, missing, ranged
-from inflight.server.schemas.tagged import ReturnedPart, by_type
+from inflight.server.schemas import (
+    Body,
+    Ignored,
+    Items,
+    ReturnedPart,
+    SampledBody,
+    Unset,
+    by_type,
+    missing,
+    ranged,
+)
 from inflight.text.chat import MAX_MESSAGES
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
@@ -39,10 +48,10 @@ MessagePart = Annotated[
     Annotated[InputText, Tag("<input_text>")]
     | Annotated[OutputText, Tag("<output_text>")]
     | Annotated[Refusal, Tag("<refusal>")],
-    by_type("only text is read here, as input_text or output_text"),
+    by_type("only text is supported, as input_text or output_text"),
 ]
 OutputPart = Annotated[
-    Annotated[InputText, Tag("<input_text>")], by_type("only text is read here, as input_text")
+    Annotated[InputText, Tag("<input_text>")], by_type("only text is supported, as input_text")
 ]
 
 
@@ -56,7 +65,7 @@ class InputMessage(ReturnedPart):
 
 
 class DirectCaller(Body):
-    """The model itself."""
+    """Marks a call made by the model itself."""
 
     type: Literal["direct"]
 
@@ -125,13 +134,13 @@ class FunctionTool(ReturnedPart):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
-    # Taken, and without effect: every tool is shown, and the model itself calls it.
+    # Accepted and ignored: every tool is in the prompt, and the model itself calls it.
     defer_loading: bool | None = None
     allowed_callers: Items[Literal["direct"]] | None = None
     output_schema: dict[str, Any] | None = None
 
 
-OfferedTool = Annotated[
+ResponseTool = Annotated[
     Annotated[FunctionTool, Tag("<function>")],
     by_type("only tools of type function can be called; the server runs none of its own"),
 ]
@@ -143,7 +152,7 @@ class ChosenFunction(Body):
 
 
 class AllowedTools(Body):
-    """Of the tools, only these may be called."""
+    """A tool choice that allows only some of the tools."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
@@ -186,14 +195,14 @@ TextFormatChoice = Annotated[
 class TextOptions(Body):
     format: TextFormatChoice | None = None
     verbosity: Literal["low", "medium", "high"] | None = Field(
-        None, description="Taken, and without effect: templates know no such thing."
+        None, description="Ignored: chat templates do not support it."
     )
 
 
 class ReasoningOptions(Body):
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     summary: Literal["auto", "concise", "detailed"] | None = Field(
-        None, description="Taken, and without effect: the reasoning itself is in the answer."
+        None, description="Ignored: the answer has the reasoning itself."
     )
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
@@ -221,11 +230,11 @@ class ResponsesBody(SampledBody):
     instructions: str | None = None
     previous_response_id: str | None = Field(None, max_length=128)
     store: bool | None = Field(
-        None, description="Whether the answer can be asked for later; true unless told."
+        None, description="Store the response so that it can be read and continued later; true by default."
     )
     max_output_tokens: int | None = ranged(minimum=1)
     max_reasoning_tokens: int | None = ranged(minimum=0)
-    tools: Items[OfferedTool] | None = None
+    tools: Items[ResponseTool] | None = None
     tool_choice: ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
@@ -233,31 +242,31 @@ class ResponsesBody(SampledBody):
     metadata: Metadata | None = None
     stream_options: ResponseStreamOptions | None = None
 
-    # Taken, and without effect on the answer.
+    # These have no effect on the answer.
     include: Items[Included] | None = None
     safety_identifier: str | None = Field(
-        None, max_length=256, description="As user, where that is not given."
+        None, max_length=256, description="Used in place of a missing user."
     )
     prompt_cache_key: str | None = None
     prompt_cache_retention: Literal["in_memory", "24h"] | None = None
-    max_tool_calls: int | None = Field(None, description="Of tools that the server runs: it has none.")
+    max_tool_calls: int | None = Field(None, description="Ignored: the server runs no tools.")
 
     service_tier: Ignored = None
 
-    # Accepted as far as they change nothing.
-    background: Unset = missing("leave it out, and read the answer as a stream")
+    # Only values without effect are accepted.
+    background: Unset = missing("leave it out, and stream the answer")
     truncation: Literal["disabled"] | None = missing(
-        "leave out what is no longer needed; what does not fit is refused"
+        "remove old items from the input; a conversation that does not fit is refused"
     )
-    top_logprobs: Unset = missing("use /v1/chat/completions, which tells them")
+    top_logprobs: Unset = missing("use /v1/chat/completions, which returns them")
     conversation: Unset = missing("use previous_response_id")
     prompt: Unset = missing("put it into instructions and input")
-    context_management: Unset = missing("leave out what is no longer needed")
-    moderation: None = missing("no one looks at what is written here")
-    mm_processor_kwargs: Unset = missing("only text is read")
+    context_management: Unset = missing("remove old items from the input")
+    moderation: None = missing("content is not moderated")
+    mm_processor_kwargs: Unset = missing("only text input is supported")
 
 
-# ---- what comes back ----
+# ---- responses ----
 
 
 class OutputTextPart(BaseModel):
@@ -268,7 +277,7 @@ class OutputTextPart(BaseModel):
 
 
 class OutputItem(BaseModel):
-    """A message, a call of a function, or the reasoning before them."""
+    """A message, a function call, or the reasoning before them."""
 
     type: Literal["message", "function_call", "reasoning"]
     id: str
@@ -299,7 +308,7 @@ class ResponseUsage(BaseModel):
 
 
 class ResponseObject(BaseModel):
-    """An answer, and what was asked for."""
+    """An answer, together with the parameters of its request."""
 
     id: str
     object: Literal["response"] = "response"
@@ -334,14 +343,14 @@ class ResponseObject(BaseModel):
 
 
 class ResponseEvent(BaseModel):
-    """One event of a streamed answer; what else it has depends on its type."""
+    """One event of a streamed answer; its other fields depend on its type."""
 
     type: str
     sequence_number: int
 
 
 class InputItemList(BaseModel):
-    """Items that a response was made from: those of earlier responses that it went on from, and its own input."""
+    """The input items of a response: those of the earlier responses that it continues, and its own."""
 
     object: Literal["list"] = "list"
     data: list[dict[str, Any]]

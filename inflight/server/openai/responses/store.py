@@ -1,28 +1,206 @@
-"""Responses that clients may go on from. In memory, and so few that it stays small."""
+"""Stored responses: the encoded items of their conversations, pages of these, and the bounded store in memory."""
 
 from __future__ import annotations
 
+import secrets
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 
 from inflight.server.access.keys import Caller
 from inflight.server.errors import ApiError
-from inflight.server.openai.responses.input_listing import InputPage, PageQuery
-from inflight.server.openai.responses.stored_items import StoredItem, conversation_too_large
+from inflight.server.http.body import MAX_PARTS
+from inflight.server.openai.responses.schemas import (
+    FunctionCallItem,
+    FunctionCallOutput,
+    InputItem,
+    InputMessage,
+    ItemReference,
+    OutputText,
+    ReasoningItem,
+    Refusal,
+)
 
-OVERHEAD = 1024  # bytes that a response takes beside its content and its items
-ITEM_OVERHEAD = 256  # bytes that an item takes beside its JSON
+NOT_STORED = "it was never stored, or has been deleted or evicted"
+_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+
+
+class StoredText(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+    annotations: list[Any] | None = None  # always empty, but clients expect the field in an output_text
+
+
+class ConversationItem(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """An item without the fields that no template renders (annotations, logprobs, encrypted content)."""
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning"]
+    id: str
+    status: str
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[StoredText] | None = None
+    summary: list[StoredText] | None = None
+    content: list[StoredText] | None = None
+
+
+class StoredItem(msgspec.Struct, frozen=True, array_like=True):
+    """One encoded item. Conversations share these, so a follow-up neither copies nor parses earlier turns."""
+
+    item_id: str
+    data: bytes  # JSON, in the form in which clients list it
+    num_parts: int  # counted as in a request's body: keys, objects and lists
+
+    @classmethod
+    def of_input(cls, item: InputItem) -> StoredItem:
+        return cls._of(_reduced(item))
+
+    @classmethod
+    def of_output(cls, item: dict[str, Any]) -> StoredItem:
+        """Encode an item of a response's output."""
+        return cls._of(msgspec.convert(item, ConversationItem))
+
+    @classmethod
+    def _of(cls, item: ConversationItem) -> StoredItem:
+        lists = (value for value in (item.output, item.summary, item.content) if isinstance(value, list))
+        return cls(item.id, msgspec.json.encode(item), 5 + 3 * sum(map(len, lists)))
+
+    def read(self) -> ConversationItem:
+        return _DECODER.decode(self.data)
+
+
+_DECODER = msgspec.json.Decoder(ConversationItem)
+
+
+def check_conversation(items: Sequence[StoredItem], max_bytes: int, param: str) -> None:
+    """Raise ApiError 400 if a conversation is larger than the body of a request may be."""
+    num_bytes = sum(len(item.data) for item in items)
+    if num_bytes > max_bytes:
+        raise conversation_too_large(f"{num_bytes} bytes", f"{max_bytes} (--max-body-size)", param)
+    num_parts = sum(item.num_parts for item in items)
+    if num_parts > MAX_PARTS:
+        raise conversation_too_large(f"{num_parts} keys, objects and lists", str(MAX_PARTS), param)
+
+
+def conversation_too_large(size: str, limit: str, param: str) -> ApiError:
+    message = f"the conversation, with all that {param} refers to, has {size}: at most {limit} are allowed"
+    return ApiError(400, message, code="conversation_too_large", param=param)
+
+
+def _reduced(item: InputItem) -> ConversationItem:
+    """Return the item with an id, and without the fields that are never rendered."""
+    assert not isinstance(item, ItemReference)  # references are resolved before
+    item_id = f"{_PREFIXES[item.type]}_{secrets.token_hex(24)}" if item.id is None else item.id
+    common: Any = {"type": item.type, "id": item_id, "status": item.status or "completed"}
+    match item:
+        case InputMessage(role=role, content=str(text)):
+            part = _output_text(text) if role == "assistant" else StoredText("input_text", text)
+            return ConversationItem(**common, role=role, content=[part])
+        case InputMessage():
+            return ConversationItem(**common, role=item.role, content=list(map(_part, item.content)))
+        case FunctionCallItem():
+            call_id, name, arguments = item.call_id, item.name, item.arguments
+            return ConversationItem(**common, call_id=call_id, name=name, arguments=arguments)
+        case FunctionCallOutput(call_id=call_id, output=str(text)):
+            return ConversationItem(**common, call_id=call_id, output=text)
+        case FunctionCallOutput(call_id=call_id):
+            return ConversationItem(**common, call_id=call_id, output=list(map(_part, item.output)))
+        case ReasoningItem(content=[_, *_] as parts):
+            return ConversationItem(**common, summary=[], content=list(map(_part, parts)))
+        case ReasoningItem():  # a summary is rendered only where there is nothing else
+            return ConversationItem(**common, summary=list(map(_part, item.summary or ())))
+
+
+def _part(part: Any) -> StoredText:
+    if isinstance(part, OutputText):
+        return _output_text(part.text)
+    if isinstance(part, Refusal):
+        return StoredText("refusal", refusal=part.refusal)
+    return StoredText(part.type, part.text)
+
+
+def _output_text(text: str) -> StoredText:
+    return StoredText("output_text", text, annotations=[])
+
+
+DEFAULT_LIMIT, MAX_LIMIT = 20, 100
+MAX_PAGE_BYTES = 1 << 20  # a page ends before the item that would exceed it, but has at least one
+
+
+class PageQuery(msgspec.Struct, frozen=True):
+    limit: int
+    order: str
+    after: str | None
+
+    @classmethod
+    def of(cls, query: Mapping[str, str]) -> PageQuery:
+        """Read the query of a request. Raise ApiError if it is not valid."""
+        limit = query.get("limit", str(DEFAULT_LIMIT))
+        if not (limit.isascii() and limit.isdigit() and len(limit) < 4 and 1 <= int(limit) <= MAX_LIMIT):
+            raise _wrong("limit", f"limit is {limit!r:.100}: it must be an integer from 1 to {MAX_LIMIT}")
+        order = query.get("order", "desc")
+        if order not in ("asc", "desc"):
+            raise _wrong("order", f"order is {order!r:.100}: allowed are asc and desc")
+        return cls(int(limit), order, query.get("after"))
+
+
+class InputPage(msgspec.Struct, frozen=True):
+    items: list[StoredItem]
+    has_more: bool
+
+    @classmethod
+    def of(cls, items: Sequence[StoredItem], query: PageQuery) -> InputPage:
+        """Return the page that a query asks for. Raise ApiError if no item has the id after which it starts.
+
+        Items with the same id are listed once: `after` could not tell them apart, and pages would repeat forever.
+        """
+        unique = list({item.item_id: item for item in items}.values())
+        ordered = unique if query.order == "asc" else unique[::-1]
+        start = 0 if query.after is None else _index(ordered, query.after) + 1
+        page: list[StoredItem] = []
+        num_bytes = 0
+        for item in ordered[start : start + query.limit]:
+            num_bytes += len(item.data)
+            if page and num_bytes > MAX_PAGE_BYTES:
+                break
+            page.append(item)
+        return cls(page, len(ordered) > start + len(page))
+
+    def encode(self) -> bytes:
+        """Return the JSON of an `InputItemList`; the items are JSON already."""
+        first_id, last_id = (self.items[0].item_id, self.items[-1].item_id) if self.items else (None, None)
+        return b'{"object":"list","data":[%b],"first_id":%b,"last_id":%b,"has_more":%b}' % (
+            b",".join([item.data for item in self.items]),
+            *map(msgspec.json.encode, (first_id, last_id, self.has_more)),
+        )
+
+
+def _index(items: Sequence[StoredItem], item_id: str) -> int:
+    for index, item in enumerate(items):
+        if item.item_id == item_id:
+            return index
+    raise _wrong("after", f"after is {item_id!r:.200}: there is no such item in this response's input")
+
+
+def _wrong(param: str, message: str) -> ApiError:
+    return ApiError(400, message, code="invalid_value", param=param)
+
+
+OVERHEAD = 1024  # bytes of a response in addition to its content and items
+ITEM_OVERHEAD = 256  # bytes of an item in addition to its JSON
 
 
 class ResponseContent(msgspec.Struct, frozen=True, weakref=True):
-    """The JSON of a response. All who read it at the same time share one copy."""
+    """The JSON of a response. Concurrent readers share one copy."""
 
     data: bytes
-    version: str = ""  # of a stored one: another response of the same id has another
+    version: str = ""  # differs between stored responses of the same id
 
 
 class StoredResponse(msgspec.Struct, frozen=True):
@@ -31,7 +209,7 @@ class StoredResponse(msgspec.Struct, frozen=True):
     response_id: str
     content: ResponseContent
     items: tuple[StoredItem, ...]  # shared with the conversation that it continues
-    num_outputs: int  # the last of the items, which are its own
+    num_outputs: int  # how many of the items, at the end, are the response's output
 
     @property
     def size(self) -> int:
@@ -48,11 +226,11 @@ class StoredResponse(msgspec.Struct, frozen=True):
 
 
 @dataclass(eq=False, slots=True)
-class _Shelf:
-    """One caller's, the oldest first."""
+class _CallerResponses:
+    """The stored responses of one caller, the oldest first."""
 
     responses: OrderedDict[str, StoredResponse] = field(default_factory=OrderedDict)
-    outputs: dict[str, StoredItem] = field(default_factory=dict)  # of all of them, by id
+    outputs: dict[str, StoredItem] = field(default_factory=dict)  # of all responses, by id
     size: int = 0
 
     def put(self, stored: StoredResponse) -> None:
@@ -69,12 +247,15 @@ class _Shelf:
 
 
 class ResponseStore:
-    """Callers see their own alone. Who has the most gives way first: no one can push out what others have."""
+    """Responses in memory. Callers see only their own.
+
+    When the store is full, the caller with the most loses its oldest: nobody can evict the responses of others.
+    """
 
     def __init__(self, max_responses: int, max_bytes: int) -> None:
         self._max_responses = max_responses
         self._max_bytes = max_bytes
-        self._shelves: defaultdict[str, _Shelf] = defaultdict(_Shelf)  # by the caller's name
+        self._by_caller: defaultdict[str, _CallerResponses] = defaultdict(_CallerResponses)
         self._num_responses = 0
         self._size = 0
 
@@ -83,56 +264,56 @@ class ResponseStore:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """The size of all responses in bytes."""
         return self._size
 
     def add(self, caller: Caller, stored: StoredResponse) -> None:
-        if self.find(caller, stored.response_id) is not None:  # a client may choose its ids
+        if self.find(caller, stored.response_id) is not None:  # clients may choose their ids
             self._remove(caller.name, stored.response_id)
         if stored.size > self._max_bytes:
             return
-        self._shelves[caller.name].put(stored)
+        self._by_caller[caller.name].put(stored)
         self._num_responses += 1
         self._size += stored.size
         while self._num_responses > self._max_responses:
-            self._remove_oldest(max(self._shelves, key=lambda name: len(self._shelves[name].responses)))
+            self._remove_oldest(max(self._by_caller, key=lambda name: len(self._by_caller[name].responses)))
         while self._size > self._max_bytes:
-            self._remove_oldest(max(self._shelves, key=lambda name: self._shelves[name].size))
+            self._remove_oldest(max(self._by_caller, key=lambda name: self._by_caller[name].size))
 
     def find(self, caller: Caller, response_id: str) -> StoredResponse | None:
-        shelf = self._shelves.get(caller.name)
-        return None if shelf is None else shelf.responses.get(response_id)
+        own = self._by_caller.get(caller.name)
+        return None if own is None else own.responses.get(response_id)
 
     def find_items(
         self, caller: Caller, item_ids: Iterable[str], max_bytes: int
     ) -> dict[str, StoredItem | None]:
-        """Find output items by their ids. Raises ApiError where together they have more bytes than allowed."""
-        shelf = self._shelves.get(caller.name)
-        items = {item_id: None if shelf is None else shelf.outputs.get(item_id) for item_id in item_ids}
+        """Find output items by their ids. Raise ApiError if together they have more than `max_bytes`."""
+        own = self._by_caller.get(caller.name)
+        items = {item_id: None if own is None else own.outputs.get(item_id) for item_id in item_ids}
         num_bytes = sum(len(item.data) for item in items.values() if item is not None)
         if num_bytes > max_bytes:
             raise conversation_too_large(f"{num_bytes} bytes", f"{max_bytes} (--max-body-size)", "input")
         return items
 
     def remove(self, caller: Caller, response_id: str) -> None:
-        """Raises ApiError 404 where there is none."""
+        """Remove a response. Raise ApiError 404 if there is none."""
         if self.find(caller, response_id) is None:
             raise not_stored(response_id)
         self._remove(caller.name, response_id)
 
     def _remove_oldest(self, name: str) -> None:
-        self._remove(name, next(iter(self._shelves[name].responses)))
+        self._remove(name, next(iter(self._by_caller[name].responses)))
 
     def _remove(self, name: str, response_id: str) -> None:
-        shelf = self._shelves[name]
-        self._size -= shelf.take(response_id).size
+        own = self._by_caller[name]
+        self._size -= own.take(response_id).size
         self._num_responses -= 1
-        if not shelf.responses:
-            del self._shelves[name]
+        if not own.responses:
+            del self._by_caller[name]
 
 
 class Responses(Protocol):
-    """A store that may be in another process. Each question is answered with no more than it asks for."""
+    """A store that may be in another process: each method transfers no more than it needs."""
 
     async def content(self, caller: Caller, response_id: str) -> ResponseContent | None: ...
 
@@ -180,5 +361,5 @@ class LocalResponses:
 
 
 def not_stored(response_id: str) -> ApiError:
-    message = f"there is no response {response_id!r:.200}: it was not stored, or is forgotten by now"
+    message = f"there is no response {response_id!r:.200}: {NOT_STORED}"
     return ApiError(404, message, code="response_not_found")

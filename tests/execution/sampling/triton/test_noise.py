@@ -1,4 +1,4 @@
-"""The kernels' random numbers: the same bits as on the CPU, and the same race but for rounding."""
+"""The kernels' random numbers: the same bits as on the CPU, and the same Gumbel noise but for rounding."""
 
 # mypy: disallow_untyped_decorators=False, disallow_untyped_defs=False, disallow_incomplete_defs=False
 # ruff: noqa: N803

@@ -1,4 +1,4 @@
-"""Ranks that have the logits of some tokens each draw what one rank batch that has all of them."""
+"""Ranks that have parts of the logits sample the tokens that one rank samples from all of them."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ NEEDS_ALL = {"top_p", "min_p"}  # without a small top_k
 
 @dataclass
 class RanksInTurn:
-    """Ranks are threads that take turns: one goes on until it needs the others. Nobody sees what is not wanted."""
+    """Ranks are threads that take turns: each runs until it needs the others. Unwanted columns are NaN."""
 
     size: int
-    wanted: list[list[int]] = field(default_factory=list)  # of rank 0's gathers, in order
+    num_columns: list[list[int]] = field(default_factory=list)  # of rank 0's gathers, in order
     _one: threading.Lock = field(default_factory=threading.Lock)
-    _given: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # by number of the gather, and rank
+    _parts: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # by number of the gather, and rank
 
     def __post_init__(self) -> None:
         self._all_came = threading.Barrier(self.size)
@@ -45,22 +45,22 @@ class RanksInTurn:
     def together(self, work: Any) -> list[Any]:
         def turn(rank: int) -> Any:
             with self._one:
-                return work(rank, Seat(self, rank))
+                return work(rank, TurnCollective(self, rank))
 
         with ThreadPoolExecutor(self.size) as pool:
             return list(pool.map(turn, range(self.size)))
 
     def give(self, number: int, rank: int, x: Tensor) -> list[Tensor]:
-        self._given[number, rank] = x.clone()
+        self._parts[number, rank] = x.clone()
         self._one.release()
         self._all_came.wait(60)
         self._one.acquire()
-        return [self._given[number, peer] for peer in range(self.size)]
+        return [self._parts[number, peer] for peer in range(self.size)]
 
 
 @dataclass
-class Seat:
-    """One rank's way to the others."""
+class TurnCollective:
+    """One rank's collective."""
 
     turns: RanksInTurn
     rank: int
@@ -74,7 +74,7 @@ class Seat:
         assert wanted is not None
         assert x.shape[1] == widths[self.rank]
         if self.rank == 0:
-            self.turns.wanted.append(wanted.tolist())
+            self.turns.num_columns.append(wanted.tolist())
         self.number += 1
         parts = self.turns.give(self.number, self.rank, x)
         return torch.cat([part.where(_columns(part) < wanted[:, None], torch.nan) for part in parts], dim=1)
@@ -88,43 +88,43 @@ def _columns(part: Tensor) -> Tensor:
 class Answers:
     one: Results
     ranks: list[Results]
-    wanted: list[list[int]]  # columns of each rank by entry: of offers, of logits, of counts
+    num_columns: list[list[int]]  # read of each rank, by entry: candidates, logits, counts
 
 
-def ask(jobs: list[Job], num_ranks: int) -> Answers:
-    """One rank and several, each with rows and a workspace of its own; there is an entry of padding in the middle."""
+def sample(jobs: list[Job], num_ranks: int) -> Answers:
+    """Sample with one rank and with several, each with its own rows and workspace; one entry is padding."""
     bench = Bench(jobs, max_rows=len(jobs) + 1)
     entries = [*range(3), -1, *range(3, len(jobs))]
     turns = RanksInTurn(num_ranks)
 
-    def work(rank: int, seat: Seat) -> Results:
+    def work(rank: int, collective: TurnCollective) -> Results:
         kernels = KernelBench(bench, GROUP)
-        batch, logits, counts = kernels.asked(entries)
+        batch, logits, counts = kernels.inputs(entries)
         parts = logits.tensor_split(num_ranks, dim=1)
         sizes = [part.shape[1] for part in parts]
-        part = RankTokens(sum(sizes[:rank]), sizes, seat)
+        part = RankTokens(sum(sizes[:rank]), sizes, collective)
         sample_by_ranks(
             parts[rank].contiguous(), part, batch, kernels.rows, kernels.tokens, kernels.workspace
         )
-        return kernels.found(batch, counts)
+        return kernels.results(batch, counts)
 
-    one = KernelBench(bench, GROUP).draw(entries)
-    return Answers(one, turns.together(work), turns.wanted)
+    one = KernelBench(bench, GROUP).sample(entries)
+    return Answers(one, turns.together(work), turns.num_columns)
 
 
-def check(found: Results, expected: Results) -> None:
-    assert found.ids == expected.ids
-    assert found.bad == expected.bad
-    assert torch.equal(found.tokens, expected.tokens)
-    assert found.logprobs.keys() == expected.logprobs.keys()
-    for entry, position in found.logprobs.items():
+def check(answers: Results, expected: Results) -> None:
+    assert answers.ids == expected.ids
+    assert answers.bad == expected.bad
+    assert torch.equal(answers.tokens, expected.tokens)
+    assert answers.logprobs.keys() == expected.logprobs.keys()
+    for entry, position in answers.logprobs.items():
         same_logprobs(position, expected.logprobs[entry])
 
 
 def same_logprobs(position: PositionLogprobs, other: PositionLogprobs) -> None:
-    found, expected = unpack_logprobs(position), unpack_logprobs(other)
-    assert [(t.token_id, t.rank) for t in found] == [(t.token_id, t.rank) for t in expected]
-    assert [t.logprob for t in found] == pytest.approx([t.logprob for t in expected], abs=1e-5)
+    answers, expected = unpack_logprobs(position), unpack_logprobs(other)
+    assert [(t.token_id, t.rank) for t in answers] == [(t.token_id, t.rank) for t in expected]
+    assert [t.logprob for t in answers] == pytest.approx([t.logprob for t in expected], abs=1e-5)
 
 
 def some_jobs(rng: np.random.Generator, kind: str, options: Sequence[dict[str, Any]]) -> list[Job]:
@@ -140,8 +140,8 @@ def some_jobs(rng: np.random.Generator, kind: str, options: Sequence[dict[str, A
     ]
 
 
-# What the other lists do not have together.
-TOLD: list[dict[str, Any]] = [
+# Combinations that the other lists lack.
+LOGPROBS: list[dict[str, Any]] = [
     {"logprobs": 4, "top_k": 30, "top_p": 0.9},
     {"logprobs": 20, "top_k": 6, "repetition_penalty": 1.4, "bad_words": ((3,),)},
     {"logprobs": 3, "temperature": 0, "allowed_token_ids": [600]},
@@ -152,19 +152,19 @@ TOLD: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize(("num_ranks", "kind"), [(2, "ties"), (3, "holes"), (4, "plain")])
-def test_any_mixture_of_rows(num_ranks: int, kind: str) -> None:
+def test_ranks_sample_any_mixture_of_rows_as_one_rank_does(num_ranks: int, kind: str) -> None:
     rng = np.random.default_rng(num_ranks)
-    options = [*MIXTURE[num_ranks % 3 :: 3], *SPECIAL[num_ranks % 2 :: 2], *TOLD]
-    found = ask(some_jobs(rng, kind, options), num_ranks)
-    for rank in found.ranks:
-        check(rank, found.one)
-    _, logits, _ = found.wanted
-    for option, wanted in zip(options, [*logits[:3], *logits[4:]], strict=True):
+    options = [*MIXTURE[num_ranks % 3 :: 3], *SPECIAL[num_ranks % 2 :: 2], *LOGPROBS]
+    answers = sample(some_jobs(rng, kind, options), num_ranks)
+    for rank in answers.ranks:
+        check(rank, answers.one)
+    _, logits, _ = answers.num_columns
+    for option, num_logits in zip(options, [*logits[:3], *logits[4:]], strict=True):
         greedy, k = option.get("temperature") == 0, option.get("top_k", 0)
-        assert (wanted > 0) == (not greedy and not 0 < k <= 128 and bool(option.keys() & NEEDS_ALL))
+        assert (num_logits > 0) == (not greedy and not 0 < k <= 128 and bool(option.keys() & NEEDS_ALL))
 
 
-def test_a_row_moves_no_more_than_it_asks_for() -> None:
+def test_rows_transfer_only_what_their_parameters_need() -> None:
     options: list[dict[str, Any]] = [
         {"temperature": 0},
         {"repetition_penalty": 1.3},
@@ -173,16 +173,16 @@ def test_a_row_moves_no_more_than_it_asks_for() -> None:
         {"logprobs": 4, "top_k": 5},
         {"top_p": 0.5, "logprobs": 1},
     ]
-    found = ask(some_jobs(np.random.default_rng(0), "plain", options), 2)
-    offers, logits, counts = found.wanted
-    assert offers == [3, 3, 6 + 2 * 5, 0, 6 + 2 * 4, 6 + 2 * 4 + 3 * 5, 0]
+    answers = sample(some_jobs(np.random.default_rng(0), "plain", options), 2)
+    candidates, logits, counts = answers.num_columns
+    assert candidates == [3, 3, 6 + 2 * 5, 0, 6 + 2 * 4, 6 + 2 * 4 + 3 * 5, 0]
     assert logits[:6] == [0] * 6
     assert logits[6] >= VOCAB
     assert counts == [0, 0, 0, 0, 2, 2, 0]
 
 
-def test_rows_without_a_token_and_rows_that_are_not_finite() -> None:
-    """Whichever rank has the logit that is not finite, and where one rank's tokens are all forbidden."""
+def test_rows_without_a_token_and_non_finite_rows_fail_on_every_rank() -> None:
+    """It does not matter which rank has the non-finite logit, or whether all tokens of a rank are forbidden."""
     options: list[dict[str, Any]] = [
         {"temperature": 0},
         {"top_k": 4},
@@ -197,13 +197,13 @@ def test_rows_without_a_token_and_rows_that_are_not_finite() -> None:
     jobs[2].logits[3] = -np.inf
     jobs[5].logits[:400] = -np.inf  # all of the first rank, and some of the second
     jobs[5].logits[405:] = -np.inf
-    found = ask(jobs, 3)
-    assert found.one.bad[:2] == [IS_NOT_FINITE] * 2
-    assert found.one.bad[2] == HAS_NO_TOKEN
-    for rank in found.ranks:
-        assert rank.bad == found.one.bad
+    answers = sample(jobs, 3)
+    assert answers.one.bad[:2] == [IS_NOT_FINITE] * 2
+    assert answers.one.bad[2] == HAS_NO_TOKEN
+    for rank in answers.ranks:
+        assert rank.bad == answers.one.bad
         assert all(0 <= i < VOCAB for i in [*rank.ids[:3], *rank.ids[4:]])
-        assert rank.ids[4:] == found.one.ids[4:]
+        assert rank.ids[4:] == answers.one.ids[4:]
         for entry in (4, 5, 6):
-            same_logprobs(rank.logprobs[entry], found.one.logprobs[entry])
-    assert found.one.ids[5] == 590
+            same_logprobs(rank.logprobs[entry], answers.one.logprobs[entry])
+    assert answers.one.ids[5] == 590

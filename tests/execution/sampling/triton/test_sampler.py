@@ -76,7 +76,7 @@ SPECIAL: list[dict[str, Any]] = [
 
 @dataclass
 class Results:
-    """What the kernels leave behind."""
+    """The results of the kernels."""
 
     ids: list[int]
     bad: list[int]
@@ -96,14 +96,14 @@ class KernelBench:
         self.rows.set_many(requests, self.tokens)
         self.workspace = SamplingWorkspace.allocate(len(bench.jobs) + 2, self.vocab_size, DEVICE, group)
 
-    def draw(self, entries: list[int]) -> Results:
-        """For these jobs, from where they are; -1 is a padding entry."""
-        batch, logits, counts = self.asked(entries)
+    def sample(self, entries: list[int]) -> Results:
+        """Sample the next token of these jobs; -1 is a padding entry."""
+        batch, logits, counts = self.inputs(entries)
         sample_tokens(logits, batch, self.rows, self.tokens, self.workspace)
-        return self.found(batch, counts)
+        return self.results(batch, counts)
 
-    def asked(self, entries: list[int]) -> tuple[SamplingBatch, Tensor, list[int]]:
-        """Also their logits, and how many log-probabilities they want told."""
+    def inputs(self, entries: list[int]) -> tuple[SamplingBatch, Tensor, list[int]]:
+        """Return the batch, its logits, and the number of log-probabilities of each entry."""
         jobs, rows = self.bench.jobs, self.bench.rows
         nothing = np.full(self.vocab_size, np.nan, dtype=np.float32)
         logits = np.stack([jobs[i].logits if i >= 0 else nothing for i in entries])
@@ -114,13 +114,13 @@ class KernelBench:
             ints(lengths),
             ints([UNTOUCHED] * len(entries)),
             ints([UNTOUCHED] * len(entries)),
-            wanted_logprobs(counts),
+            logprob_buffers(counts),
         )
         return batch, torch.from_numpy(logits).to(DEVICE), counts
 
-    def found(self, batch: SamplingBatch, counts: list[int]) -> Results:
+    def results(self, batch: SamplingBatch, counts: list[int]) -> Results:
         return Results(
-            batch.ids.tolist(), batch.bad.tolist(), self.tokens.cpu(), told(batch.logprobs, counts)
+            batch.ids.tolist(), batch.bad.tolist(), self.tokens.cpu(), unpack(batch.logprobs, counts)
         )
 
 
@@ -128,32 +128,32 @@ def ints(values: list[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
 
-def wanted_logprobs(counts: list[int]) -> LogprobBuffers:
+def logprob_buffers(counts: list[int]) -> LogprobBuffers:
     places = np.cumsum([count >= 0 for count in counts]) - 1
     width = 1 + max(0, *counts)
     results = ints([UNTOUCHED] * (len(counts) * 3 * width))
     return LogprobBuffers(ints(counts), ints(places.tolist()), ints([width]), results)
 
 
-def told(wanted: LogprobBuffers, counts: list[int]) -> dict[int, PositionLogprobs]:
-    asking = [entry for entry, count in enumerate(counts) if count >= 0]
+def unpack(buffers: LogprobBuffers, counts: list[int]) -> dict[int, PositionLogprobs]:
+    entries = [entry for entry, count in enumerate(counts) if count >= 0]
     positions = read_logprobs(
-        wanted.results.cpu(), [counts[entry] for entry in asking], int(wanted.width.item())
+        buffers.results.cpu(), [counts[entry] for entry in entries], int(buffers.width.item())
     )
-    return dict(zip(asking, positions, strict=True))
+    return dict(zip(entries, positions, strict=True))
 
 
-def draw_jobs(bench: Bench, entries: list[int], group: int) -> tuple[list[int], list[int], Tensor]:
-    """Ids, bad flags and the table of tokens after the kernels drew for these jobs; -1 is a padding entry."""
-    found = KernelBench(bench, group).draw(entries)
+def sample_jobs(bench: Bench, entries: list[int], group: int) -> tuple[list[int], list[int], Tensor]:
+    """Return ids, bad flags and the table of tokens after sampling these jobs; -1 is a padding entry."""
+    found = KernelBench(bench, group).sample(entries)
     return found.ids, found.bad, found.tokens
 
 
 def agree(jobs: list[Job], group: int) -> list[int]:
-    """The torch sampler and the kernels choose and tell the same."""
+    """Check that the torch sampler and the kernels give the same tokens and log-probabilities."""
     bench = Bench(jobs, max_rows=len(jobs) + 1, device=DEVICE)
     wanted = bench.sample().to_host()
-    found = KernelBench(bench, group).draw(list(range(len(jobs))))
+    found = KernelBench(bench, group).sample(list(range(len(jobs))))
     assert found.ids == wanted.token_ids
     assert found.bad == wanted.bad
     assert found.logprobs.keys() == wanted.logprobs.keys()
@@ -185,7 +185,7 @@ def some_logits(rng: np.random.Generator, vocab_size: int, kind: str) -> NDArray
         (3001, 64, "plain"),
     ],
 )
-def test_any_mixture_of_rows_draws_what_the_torch_sampler_draws(
+def test_any_mixture_of_rows_samples_what_the_torch_sampler_does(
     vocab_size: int, group: int, kind: str
 ) -> None:
     rng = np.random.default_rng(vocab_size + group)
@@ -213,7 +213,7 @@ def test_of_equal_logits_the_lower_ids_are_allowed() -> None:
     assert len(set(ids)) > 1
 
 
-def test_one_possible_token_is_drawn_however_it_is_asked_for() -> None:
+def test_the_only_possible_token_is_sampled_with_any_parameters() -> None:
     alone = np.full(700, -np.inf)
     alone[613] = -3.0
     assert set(agree([job(alone, seed=i, **options) for i, options in enumerate(MIXTURE[::2])], 8)) == {613}
@@ -226,7 +226,7 @@ def test_logits_that_are_not_finite_are_bad_and_still_give_a_token() -> None:
     options: list[dict[str, Any]] = [{"temperature": 0}, {}, {"top_k": 3, "top_p": 0.9, "min_p": 0.1}]
     jobs = [job(x, **option) for x, option in zip(logits, options * 4, strict=True)]
     bench = Bench(jobs, device=DEVICE)
-    ids, bad, tokens = draw_jobs(bench, list(range(12)), 8)
+    ids, bad, tokens = sample_jobs(bench, list(range(12)), 8)
     assert bad == [0] * 3 + [IS_NOT_FINITE] * 9
     assert all(0 <= i < 130 for i in ids)
     assert [int(tokens[row, 1]) for row in bench.rows] == ids
@@ -236,13 +236,13 @@ def test_tokens_are_written_behind_the_row_and_padding_writes_nothing() -> None:
     rng = np.random.default_rng(1)
     jobs = [job(rng.normal(size=90), outputs=[1] * i, seed=i, top_p=0.7) for i in range(3)]
     bench = Bench(jobs, device=DEVICE)
-    ids, bad, tokens = draw_jobs(bench, [2, -1, 0, 1, -1], 8)
+    ids, bad, tokens = sample_jobs(bench, [2, -1, 0, 1, -1], 8)
     assert ids[1] == ids[4] == UNTOUCHED
     assert bad == [0, UNTOUCHED, 0, 0, UNTOUCHED]
     wanted = bench.tokens.clone()
-    for entry, drawn in ((2, ids[0]), (0, ids[2]), (1, ids[3])):
-        wanted[bench.rows[entry], 1 + entry] = drawn
-        assert drawn != GARBAGE
+    for entry, token_id in ((2, ids[0]), (0, ids[2]), (1, ids[3])):
+        wanted[bench.rows[entry], 1 + entry] = token_id
+        assert token_id != GARBAGE
     assert torch.equal(tokens, wanted)
 
 
@@ -250,13 +250,13 @@ def test_tokens_are_written_behind_the_row_and_padding_writes_nothing() -> None:
 def test_a_workspace_that_is_too_small_is_refused(shape: tuple[int, int]) -> None:
     zeros = ints([0] * shape[0])
     rows, workspace = TritonSamplingRows(1, 512, DEVICE), SamplingWorkspace.allocate(2, 512, DEVICE, group=8)
-    batch = SamplingBatch(zeros, zeros, zeros, zeros, wanted_logprobs([-1] * shape[0]))
+    batch = SamplingBatch(zeros, zeros, zeros, zeros, logprob_buffers([-1] * shape[0]))
     with pytest.raises(EngineError, match="at most 2 x 512"):
         sample_tokens(torch.zeros(shape, device=DEVICE), batch, rows, zeros, workspace)
 
 
-def test_what_is_seen_and_forbidden_is_kept_up_by_the_steps() -> None:
-    """Several tokens in a row, each against the torch sampler that is told of all that came before."""
+def test_steps_update_seen_and_forbidden_tokens() -> None:
+    """Several tokens in a row, each compared with the torch sampler that knows all tokens before."""
     rng = np.random.default_rng(11)
     options: list[dict[str, Any]] = [
         {"repetition_penalty": 1.8, "temperature": 0},
@@ -271,13 +271,13 @@ def test_what_is_seen_and_forbidden_is_kept_up_by_the_steps() -> None:
     kernels = KernelBench(Bench(jobs, max_rows=8, device=DEVICE), group=8)
     for _ in range(6):
         wanted = Bench(jobs, max_rows=8, device=DEVICE).sample().to_host()
-        assert kernels.draw(list(range(len(jobs)))).ids == wanted.token_ids
+        assert kernels.sample(list(range(len(jobs)))).ids == wanted.token_ids
         for each, token_id in zip(jobs, wanted.token_ids, strict=True):
             each.outputs.append(token_id)
 
 
 def test_many_equals_and_many_in_one_group_are_ranked_all_the_same() -> None:
-    """More candidates than there is room for."""
+    """There are more candidates than fit."""
     flat, heap = np.zeros(900), np.zeros(900)
     heap[:400] = np.linspace(5, 6, 400)
     jobs = [
@@ -286,7 +286,7 @@ def test_many_equals_and_many_in_one_group_are_ranked_all_the_same() -> None:
     agree(jobs, 64)
 
 
-def test_logits_that_nothing_is_drawn_from_are_scored() -> None:
+def test_logits_are_scored_without_sampling() -> None:
     rng = np.random.default_rng(12)
     for kind in ("plain", "ties"):
         logits = np.stack([some_logits(rng, 700, kind) for _ in range(6)])
@@ -312,19 +312,19 @@ def test_a_row_does_not_know_its_neighbours() -> None:
         for i, options in enumerate((*MIXTURE[::3], *SPECIAL[::2]))
     ]
     bench = Bench(jobs, max_rows=16, device=DEVICE)
-    together, _, _ = draw_jobs(bench, list(range(len(jobs))), 8)
-    backwards, _, _ = draw_jobs(bench, [-1, *reversed(range(len(jobs)))], 8)
+    together, _, _ = sample_jobs(bench, list(range(len(jobs))), 8)
+    backwards, _, _ = sample_jobs(bench, [-1, *reversed(range(len(jobs)))], 8)
     assert backwards[1:] == together[::-1]
     for entry in (1, 5, 8):
-        assert draw_jobs(bench, [entry], 8)[0] == [together[entry]]
+        assert sample_jobs(bench, [entry], 8)[0] == [together[entry]]
 
 
 @pytest.mark.parametrize(("options", "kept"), [({"temperature": 0.8}, 8), ({"top_p": 0.8}, 3)])
-def test_draws_follow_the_distribution(options: dict[str, Any], kept: int) -> None:
+def test_samples_follow_the_distribution(options: dict[str, Any], kept: int) -> None:
     logits = np.array([0.0, 2.0, -1.0, 1.5, 0.25, -3.0, 1.0, -0.5])
     num = 4096 if DEVICE == "cuda" else 64
     bench = Bench([job(logits, seed=seed, **options) for seed in range(num)], max_rows=num, device=DEVICE)
-    ids, _, _ = draw_jobs(bench, list(range(num)), 4)
+    ids, _, _ = sample_jobs(bench, list(range(num)), 4)
     probs = np.exp(logits / options.get("temperature", 1.0))
     probs[np.argsort(-logits)[kept:]] = 0
     expected = num * probs / probs.sum()

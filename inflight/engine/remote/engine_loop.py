@@ -1,0 +1,199 @@
+"""The main loop of an engine process: messages in, steps, outputs out. No text, JSON or HTTP."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+from concurrent.futures import Future
+from typing import Any
+
+from inflight.engine.core import EngineCore
+from inflight.engine.history import request_state
+from inflight.engine.remote.outbox import Outbox
+from inflight.engine.remote.wire import (
+    Abort,
+    Ack,
+    Add,
+    Describe,
+    EngineSockets,
+    Heartbeat,
+    Reply,
+    RunCommand,
+    ToEngine,
+    Watch,
+    WatchCache,
+)
+from inflight.engine.sleep import Command
+from inflight.errors import EngineError, InflightError
+from inflight.kv.prefix_cache import CacheChanges
+from inflight.processes.channel import RemoteError, Stop, Unreadable
+from inflight.request import Request
+
+logger = logging.getLogger(__name__)
+
+MAX_MESSAGES = 128  # handled between two steps: a flood of requests must not keep the engine from stepping
+STEPS_PER_COLLECTION = 1 << 14  # steps between garbage collections while the engine is busy
+REST_AFTER = 1 << 10  # steps after which garbage is collected as soon as the engine is idle
+PREPARING_POLL = 0.001  # seconds between polls while requests are only being prepared
+CHECK_EVERY = 1.0  # seconds between checks of the device while the engine is idle
+
+
+class EngineLoop:
+    """Runs an engine core, driven by messages."""
+
+    def __init__(self, core: EngineCore, sockets: EngineSockets) -> None:
+        self._core = core
+        self._sockets = sockets
+        self._outbox = Outbox(sockets.send, core.stats, core.clock)
+        # Requests that wait for their preparation before they are added to the core, by handle.
+        self._preparing: dict[int, tuple[Request, Future[Any]]] = {}
+        self._stopped = False
+        self._num_steps_since_collection = 0
+        self.last_progress = core.clock()
+
+    def run(self) -> None:
+        core = self._core
+        while not self._stopped:
+            if core.has_work or self._preparing:
+                self._take_messages()
+            else:
+                self._wait_for_message()
+            if self._preparing:
+                self._add_prepared()
+            if self._outbox.has_replies:  # replies need not wait for a step
+                self._outbox.flush(idle=not core.has_work)
+            stepped = core.has_work and not self._stopped
+            if stepped:
+                if self._sockets.wait(core.schedule_delay()):
+                    continue  # a message arrived that may affect the next step
+                deltas = core.step()
+                self.last_progress = core.clock()
+                self._outbox.put(deltas)
+                self._count_step()
+            elif self._preparing:
+                self._sockets.wait(PREPARING_POLL)
+            self._outbox.flush(idle=not core.has_work, stepped=stepped)
+
+    def heartbeat(self) -> Heartbeat:
+        """Return the progress of the loop. Called from another thread."""
+        working = self._core.has_work  # read first: work that arrives now has not waited since the last step
+        since = self._core.clock() - self.last_progress
+        return Heartbeat(since, working, self._sockets.incoming.num_dropped)
+
+    def _take_messages(self) -> None:
+        for _ in range(MAX_MESSAGES):
+            message = self._sockets.receive(wait=False)
+            if message is None:
+                return
+            self._handle(message)
+
+    def _wait_for_message(self) -> None:
+        """Collect garbage if due, then wait for a message."""
+        if self._num_steps_since_collection >= REST_AFTER:
+            self._collect_garbage(2)
+        while not self._sockets.wait(CHECK_EVERY):
+            self._core.check()
+        message = self._sockets.receive(wait=True)
+        self.last_progress = self._core.clock()
+        if message is not None:
+            self._handle(message)
+            self._take_messages()
+
+    def _count_step(self) -> None:
+        self._num_steps_since_collection += 1
+        if self._num_steps_since_collection >= STEPS_PER_COLLECTION:
+            self._collect_garbage(1)
+
+    def _collect_garbage(self, generation: int) -> None:
+        self._num_steps_since_collection = 0
+        gc.collect(generation)
+
+    # ---- messages ----
+
+    def _handle(self, message: ToEngine | Unreadable) -> None:
+        match message:
+            case Add() | Abort() | Describe():
+                self._handle_request(message)
+            case Unreadable(call, error):
+                self._outbox.reply(Reply(call, remote_error=RemoteError.of(error)))
+            case RunCommand(call, command):
+                self._run_command(call, command)
+            case Ack(num_read):
+                self._outbox.taken(num_read)
+            case Watch(enabled):
+                observers = self._core.observers
+                with contextlib.suppress(ValueError):
+                    observers.remove(self._outbox.observe)
+                if enabled:
+                    observers.append(self._outbox.observe)
+            case WatchCache(enabled):
+                self._outbox.cache_changes = changes = CacheChanges() if enabled else None
+                self._core.scheduler.blocks.cache.report(changes)
+            case Stop():
+                self._stopped = True
+            case _:
+                logger.warning("dropped an unexpected %s message", type(message).__name__)
+
+    def _handle_request(self, message: Add | Abort | Describe) -> None:
+        """Handle a message about one request. Errors are reported only to its owner."""
+        try:
+            match message:
+                case Add():
+                    self._add(message)
+                case Abort():
+                    self._abort(message)
+                case Describe(call, handle):
+                    request_id = self._outbox.id_of(handle)
+                    state = None if request_id is None else request_state(self._core, request_id)
+                    self._outbox.reply(Reply(call, state=state))
+        except Exception as error:
+            if not isinstance(error, InflightError):
+                logger.exception("failed to handle a %s message", type(message).__name__)
+            if message.call is not None:
+                self._outbox.reply(Reply(message.call, remote_error=RemoteError.of(error)))
+
+    def _add(self, message: Add) -> None:
+        self._core.check_queue_limit(len(self._preparing))
+        request = Request(message.request)
+        prepared = self._core.prepare(request)
+        if prepared is None:
+            self._enter(message.call, request)
+        else:
+            self._preparing[message.call] = request, prepared
+
+    def _add_prepared(self) -> None:
+        """Add the requests whose preparation is done, in order of arrival."""
+        done = [handle for handle, (_, prepared) in self._preparing.items() if prepared.done()]
+        for handle in done:  # a failed preparation will show in a step
+            self._enter(handle, self._preparing.pop(handle)[0])
+
+    def _enter(self, handle: int, request: Request) -> None:
+        try:
+            self._core.add(request)
+        except Exception as error:  # reported only to the owner of the request
+            self._outbox.reply(Reply(handle, remote_error=RemoteError.of(error)))
+            return
+        self._outbox.open(request.request_id, handle)
+        self._outbox.reply(Reply(handle))
+
+    def _run_command(self, call: int, command: Command) -> None:
+        try:
+            self._core.run_command(command)
+        except EngineError as error:  # the engine continues unchanged
+            self._outbox.reply(Reply(call, remote_error=RemoteError.of(error)))
+        else:
+            self._outbox.reply(Reply(call))
+
+    def _abort(self, message: Abort) -> None:
+        if message.handle in self._preparing:
+            request, prepared = self._preparing.pop(message.handle)
+            prepared.cancel()
+            self._enter(message.handle, request)
+        request_id = self._outbox.id_of(message.handle)
+        num_freed = 0
+        if request_id is not None:
+            num_freed, deltas = self._core.abort(request_id, message.reason)
+            self._outbox.put(deltas)
+        if message.call is not None:
+            self._outbox.reply(Reply(message.call, num_freed))

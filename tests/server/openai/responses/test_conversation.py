@@ -1,0 +1,165 @@
+"""Items of /v1/responses become the conversation that a chat would have."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from openai.types.responses import (
+    ResponseFunctionToolCall,
+    ResponseOutputMessage,
+    ResponseOutputText,
+    ResponseReasoningItem,
+)
+
+from inflight.frontend.chat import NamedTool
+from inflight.server.errors import ApiError
+from inflight.server.http.body import parse_body
+from inflight.server.openai.responses.conversation import chat_of, input_items, text_constraint
+from inflight.server.openai.responses.schemas import ResponsesBody
+from inflight.server.openai.responses.store import StoredItem
+
+TOOL = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": True}
+CALL = {"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a": 1}'}
+RESULT = {"type": "function_call_output", "call_id": "c1", "output": "3"}
+ANSWER = ResponseOutputMessage(
+    id="msg_1",
+    type="message",
+    role="assistant",
+    status="completed",
+    content=[ResponseOutputText(type="output_text", text="Let me add.", annotations=[])],
+)
+THOUGHT = ResponseReasoningItem.model_validate(
+    {"id": "rs_1", "type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm"}]}
+)
+
+
+def body_of(**given: Any) -> ResponsesBody:
+    return parse_body(ResponsesBody, json.dumps(given).encode())
+
+
+def chat(**given: Any) -> Any:
+    body = body_of(**given)
+    return chat_of(body, [StoredItem.of_input(item).read() for item in input_items(body)])
+
+
+def test_a_text_is_what_the_user_says() -> None:
+    assert chat(input="Hello", instructions="Be short.").messages == [
+        {"role": "system", "content": "Be short."},
+        {"role": "user", "content": "Hello"},
+    ]
+
+
+def test_instructions_of_whoever_are_one_message() -> None:
+    items = [
+        {"role": "developer", "content": "Be short."},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Hello"}]},
+    ]
+    assert chat(input=items, instructions="You add.").messages == [
+        {"role": "system", "content": "You add.\n\nBe short."},
+        {"role": "user", "content": "Hello"},
+    ]
+
+
+def test_an_answer_may_be_sent_back_as_it_came() -> None:
+    call = ResponseFunctionToolCall.model_validate({**CALL, "id": "fc_1", "status": "completed"})
+    sent = [item.model_dump(by_alias=True) for item in (THOUGHT, ANSWER, call)]
+    messages = chat(input=[{"role": "user", "content": "1 + 2?"}, *sent, RESULT]).messages
+    arguments = {"name": "add", "arguments": '{"a": 1}'}
+    assert messages[1:] == [
+        {
+            "role": "assistant",
+            "reasoning_content": "Hm",
+            "content": "Let me add.",
+            "tool_calls": [{"id": "c1", "type": "function", "function": arguments}],
+        },
+        {"role": "tool", "tool_call_id": "c1", "name": "add", "content": "3"},
+    ]
+
+
+def test_calls_in_a_row_are_of_one_message_and_what_comes_after_is_of_another() -> None:
+    second = {**CALL, "call_id": "c2"}
+    items = [CALL, second, ANSWER.model_dump(), RESULT]
+    first, answer, result = chat(input=items).messages
+    assert [call["id"] for call in first["tool_calls"]] == ["c1", "c2"]
+    assert answer == {"role": "assistant", "content": "Let me add."}
+    assert result["role"] == "tool"
+
+
+def test_a_result_without_a_call_is_refused() -> None:
+    with pytest.raises(ApiError, match="'c1': no earlier call has this id"):
+        chat(input=[RESULT, CALL])
+
+
+def test_tools_are_those_of_chats() -> None:
+    found = chat(input="x", tools=[TOOL], parallel_tool_calls=False)
+    function = {"name": "add", "parameters": {"type": "object"}, "strict": True}
+    assert found.tools == [{"type": "function", "function": function}]
+    assert (found.tool_choice, found.parallel_tool_calls) == ("auto", False)
+    named = chat(input="x", tools=[TOOL], tool_choice={"type": "function", "name": "add"})
+    assert named.tool_choice == NamedTool("add")
+
+
+def test_allowed_tools_are_those_that_are_offered() -> None:
+    choice = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "add"}]}
+    found = chat(input="x", tools=[TOOL, {"type": "function", "name": "sub"}], tool_choice=choice)
+    assert [tool["function"]["name"] for tool in found.tools] == ["add"]
+    assert found.tool_choice == "required"
+    with pytest.raises(ApiError, match="tool_choice names add"):
+        chat(input="x", tool_choice=choice)
+
+
+def test_the_form_of_the_text() -> None:
+    assert text_constraint(body_of(input="x")) is None
+    assert text_constraint(body_of(input="x", text={"format": {"type": "text"}})) is None
+    any_object = text_constraint(body_of(input="x", text={"format": {"type": "json_object"}}))
+    assert any_object is not None
+    assert any_object.kind == "json_object"
+    schema = {"type": "object", "properties": {}}
+    wanted = {"type": "json_schema", "name": "n", "schema": schema, "strict": True}
+    found = text_constraint(body_of(input="x", text={"format": wanted}))
+    assert found is not None
+    assert (found.kind, found.value) == ("json", schema)
+
+
+@pytest.mark.parametrize(
+    ("given", "param", "message"),
+    [
+        ({"tools": [{"type": "web_search"}]}, "tools[0]", "web_search.*only tools of type function"),
+        ({"input": [{"type": "computer_call"}]}, "input[0]", "computer_call.*its type must be message"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "input[0].content[0]",
+            "input_image.*only text is supported",
+        ),
+        ({"input": [{**CALL, "arguments": 1}]}, "input[0].arguments", "should be a valid string"),
+        ({"input": [{**CALL, "colour": 1}]}, "input[0].colour", "unknown parameter"),
+        ({"background": True}, "background", "stream the answer"),
+        ({"truncation": "auto"}, "truncation", "does not fit is refused"),
+        ({"include": ["message.output_text.logprobs"]}, "include[0]", "input should be"),
+        ({"prompt": {"id": "p"}}, "prompt", "put it into instructions"),
+        ({"nonsense": 1}, "nonsense", "unknown parameter"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(given: dict[str, Any], param: str, message: str) -> None:
+    with pytest.raises(ApiError, match=message) as refused:
+        body_of(**{"input": "x", **given})
+    assert (refused.value.status, refused.value.param) == (400, param)
+
+
+def test_what_changes_nothing_is_taken() -> None:
+    body_of(
+        input="x",
+        background=False,
+        truncation="disabled",
+        service_tier="auto",
+        include=["reasoning.encrypted_content"],
+        text={"verbosity": "low"},
+        reasoning={"effort": "low", "summary": "auto"},
+        prompt_cache_key="k",
+        safety_identifier="s",
+        stream_options={"include_obfuscation": False},
+        metadata={"a": "b"},
+        max_tool_calls=3,
+    )

@@ -1,0 +1,415 @@
+"""/v1/responses over HTTP, by the openai package."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import openai
+import pytest
+from openai.types.responses import Response
+from pydantic import BaseModel
+
+from inflight.server.access.keys import Caller
+from inflight.server.openai.responses.store import LocalResponses, ResponseStore, StoredResponse
+from tests.server.calling import CALLS, CallingBackend
+from tests.server.live import Backend, Live, live_server
+
+MODEL = "inflight-builtin"
+KEYS = "keys:\n  - {name: alice, key: alice-secret}\n  - {name: bob, key: bob-secret}\n"
+TOOL: Any = {
+    "type": "function",
+    "name": "add",
+    "description": "Adds numbers.",
+    "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+    "strict": False,
+}
+
+
+@pytest.fixture(scope="module")
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CallingBackend]:
+    found = CallingBackend(tmp_path_factory.mktemp("tokenizer"))
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="module")
+def server(scripted: CallingBackend, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    keys = tmp_path_factory.mktemp("keys") / "keys.yaml"
+    keys.write_text(KEYS)
+    options: Any = {"keys": str(keys), "served_model_name": ("m",), "max_stored_responses": 8}
+    with live_server(scripted, **options) as live:
+        yield live
+        live.wait_until_idle()
+
+
+@pytest.fixture(scope="module")
+def client(server: Live) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="alice-secret", max_retries=0) as found:
+        yield found
+
+
+def validated(found: Any) -> Response:
+    """Against the package's own types, which its client does not check."""
+    return Response.model_validate(found.model_dump(by_alias=True))
+
+
+def test_a_text(client: openai.OpenAI, scripted: CallingBackend) -> None:
+    scripted.say("Because of clouds.")
+    found = validated(
+        client.responses.create(model="m", input="Why?", instructions="Be short.", metadata={"a": "b"})
+    )
+    assert found.output_text == "Because of clouds."
+    assert [item.type for item in found.output] == ["message"]
+    assert (found.status, found.instructions, found.metadata) == ("completed", "Be short.", {"a": "b"})
+    assert found.usage is not None
+    assert found.usage.total_tokens == found.usage.input_tokens + found.usage.output_tokens
+    assert found.usage.output_tokens_details.reasoning_tokens == 0
+    assert "<|im_start|>system\nBe short.<|im_end|>\n<|im_start|>user\nWhy?" in scripted.prompt
+
+
+def test_thoughts_and_calls(client: openai.OpenAI, scripted: CallingBackend) -> None:
+    scripted.say(CALLS)
+    found = validated(client.responses.create(model="m", input="1 + 2, 3 + 4?", tools=[TOOL]))
+    thought, message, *calls = [item.to_dict() for item in found.output]
+    assert thought["content"] == [{"type": "reasoning_text", "text": "I should add."}]
+    assert message["content"][0]["text"] == "Let me add."
+    assert [json.loads(str(one["arguments"])) for one in calls] == [{"a": 1, "b": 2}, {"a": 3, "b": 4}]
+    assert found.usage is not None
+    assert 0 < found.usage.output_tokens_details.reasoning_tokens < found.usage.output_tokens
+    assert found.tools[0].to_dict().items() >= TOOL.items()
+    scripted.say("3 and 7.")
+    outputs: Any = [
+        {"type": "function_call_output", "call_id": one["call_id"], "output": str(index)}
+        for index, one in enumerate(calls)
+    ]
+    sent: Any = [{"role": "user", "content": "1 + 2, 3 + 4?"}, *found.output, *outputs]
+    by_items = validated(client.responses.create(model="m", input=sent, tools=[TOOL]))
+    prompt = scripted.prompt
+    assert CALLS in prompt
+    by_id = validated(
+        client.responses.create(model="m", input=outputs, tools=[TOOL], previous_response_id=found.id)
+    )
+    assert scripted.prompt == prompt
+    assert by_items.output_text == by_id.output_text == "3 and 7."
+
+
+def test_a_stream_adds_up_to_the_response(client: openai.OpenAI, scripted: CallingBackend) -> None:
+    scripted.say(CALLS)
+    with client.responses.stream(model="m", input="1 + 2?", tools=[TOOL]) as stream:
+        told = list(stream)
+        final = validated(stream.get_final_response())
+    assert [event.sequence_number for event in told] == list(range(len(told)))
+    kinds = [event.type for event in told]
+    assert kinds[:2] == ["response.created", "response.in_progress"]
+    assert kinds[-1] == "response.completed"
+    done: list[Any] = [event for event in told if event.type == "response.output_item.done"]
+    assert [event.item.id for event in done] == [item.id for item in final.output]
+    assert [item.type for item in final.output] == ["reasoning", "message", "function_call", "function_call"]
+    arguments = [e.delta for e in told if e.type == "response.function_call_arguments.delta"]
+    assert "".join(arguments) == "".join(getattr(item, "arguments", "") for item in final.output)
+    assert final.output_text == "Let me add."
+    stored = validated(client.responses.retrieve(final.id))
+    assert stored.usage == final.usage
+    assert [item.id for item in stored.output] == [item.id for item in final.output]
+
+
+def test_an_answer_that_is_cut_short(client: openai.OpenAI, scripted: CallingBackend) -> None:
+    scripted.say("Once upon a time there was a fox.")
+    asked: Any = {"model": "m", "input": "Tell.", "max_output_tokens": 4}
+    found = validated(client.responses.create(**asked))
+    assert found.status == "incomplete"
+    assert found.incomplete_details is not None
+    assert found.incomplete_details.reason == "max_output_tokens"
+    assert found.output[0].status == "incomplete"
+    *_, last = client.responses.create(**asked, stream=True)
+    assert last.type == "response.incomplete"
+
+
+def test_broken_call_is_never_a_completed_item(client: openai.OpenAI, scripted: CallingBackend) -> None:
+    scripted.say(CALLS.removesuffix("4}}\n</tool_call>"))
+    asked: Any = {"model": "m", "input": "1 + 2?", "tools": [TOOL]}
+    whole = validated(client.responses.create(**asked))
+    with client.responses.stream(**asked) as events:
+        streamed = validated(events.get_final_response())
+    for found in (whole, streamed):
+        assert [item.status for item in found.output if item.type == "function_call"] == [
+            "completed",
+            "incomplete",
+        ]
+
+
+def test_an_error_is_the_end_of_a_stream(client: openai.OpenAI, scripted: CallingBackend) -> None:
+    scripted.say("Once upon a time there was a fox.")
+    scripted.client.error = "broken", "told to fail"
+    try:
+        *_, error, failed = client.responses.create(model="m", input="Tell.", stream=True)
+    finally:
+        scripted.client.error = None
+    assert error.type == "error"
+    assert error.code == "engine_error"
+    assert failed.type == "response.failed"
+    assert validated(failed.response).error is not None
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(failed.response.id)
+
+
+def test_stored_responses_are_their_callers_own(client: openai.OpenAI, scripted: CallingBackend) -> None:
+    scripted.say("Yes.")
+    found = client.responses.create(model="m", input="Well?")
+    bob = client.with_options(api_key="bob-secret")
+    for response_id, who in ((found.id, bob), ("resp_unknown", client)):
+        with pytest.raises(openai.NotFoundError) as unknown:
+            who.responses.retrieve(response_id)
+        assert unknown.value.code == "response_not_found"
+        with pytest.raises(openai.BadRequestError, match="previous_response_id is") as refused:
+            who.responses.create(model="m", input="And?", previous_response_id=response_id)
+        assert refused.value.code == "previous_response_not_found"
+    client.responses.delete(found.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(found.id)
+    kept = client.responses.create(model="m", input="Well?", store=False)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(kept.id)
+
+
+def test_the_items_that_a_response_was_made_from(client: openai.OpenAI, scripted: CallingBackend) -> None:
+    scripted.say("One.")
+    first = client.responses.create(model="m", input="first question")
+    call = {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "c", "output": "3"}
+    more: Any = [{"role": "user", "content": [{"type": "input_text", "text": "second"}]}, call, result]
+    scripted.say("Two.")
+    second = client.responses.create(model="m", input=more, previous_response_id=first.id)
+
+    (only,) = client.responses.input_items.list(first.id).data
+    assert only.model_dump(exclude_none=True)["content"] == [{"type": "input_text", "text": "first question"}]
+    page = client.responses.input_items.list(second.id, order="asc", limit=2)
+    assert page.has_more
+    items = list(page)  # the package asks for the pages that follow
+    assert [item.type for item in items] == [*3 * ["message"], "function_call", "function_call_output"]
+    assert [item.id for item in items[:2]] == [only.id, first.output[0].id]
+    assert len({item.id for item in items}) == 5
+    latest = list(client.responses.input_items.list(second.id))
+    assert [item.id for item in latest] == [item.id for item in reversed(items)]
+    for item in items:
+        type(item).model_validate(item.model_dump(by_alias=True))
+    for query, param in (({"limit": 0}, "limit"), ({"order": "up"}, "order"), ({"after": "none"}, "after")):
+        with pytest.raises(openai.BadRequestError) as wrong:
+            client.responses.input_items.list(second.id, extra_query=query)
+        assert wrong.value.param == param
+    with pytest.raises(openai.NotFoundError):
+        client.responses.input_items.list("resp_unknown")
+
+
+def test_references_to_items(client: openai.OpenAI, scripted: CallingBackend) -> None:
+    scripted.say("A fox.")
+    found = client.responses.create(model="m", input="Who?")
+    reference: Any = {"type": "item_reference", "id": found.output[0].id}
+    client.responses.create(model="m", input=[reference, {"role": "user", "content": "Why?"}])
+    assert "<|im_start|>assistant\nA fox.<|im_end|>\n<|im_start|>user\nWhy?" in scripted.prompt
+    with pytest.raises(openai.BadRequestError, match="there is no item 'msg_1'"):
+        client.responses.create(model="m", input=[{"type": "item_reference", "id": "msg_1"}])
+
+
+def store_of(server: Live) -> ResponseStore:
+    assert isinstance(server.state.responses, LocalResponses)
+    return server.state.responses._store
+
+
+def find(server: Live, response_id: str) -> StoredResponse:
+    stored = store_of(server).find(Caller("alice"), response_id)
+    assert stored is not None
+    return stored
+
+
+def test_what_is_never_rendered_is_not_stored(
+    server: Live, client: openai.OpenAI, scripted: CallingBackend
+) -> None:
+    unseen = "not rendered " * 100_000
+    said = {"type": "output_text", "text": "A fox.", "annotations": [{"type": unseen}], "logprobs": [unseen]}
+    thought = {"type": "reasoning", "summary": [], "encrypted_content": unseen}
+    sent: Any = [{"role": "assistant", "content": [said]}, thought, {"role": "user", "content": "Why?"}]
+    scripted.say("Because.")
+    first = client.responses.create(model="m", input=sent)
+    assert find(server, first.id).size < 10_000
+    second = client.responses.create(model="m", input="And?", previous_response_id=first.id)
+    assert "<|im_start|>assistant\nA fox.<|im_end|>\n<|im_start|>user\nWhy?" in scripted.prompt
+    assert find(server, second.id).size < 20_000
+    # What the response itself has is there, as it was told.
+    assert client.responses.retrieve(first.id).model_dump() == first.model_dump()
+    listed = list(client.responses.input_items.list(first.id, order="asc"))
+    assert [item.type for item in listed] == ["message", "reasoning", "message"]
+    assert listed[0].model_dump()["content"][0].items() >= {"text": "A fox.", "annotations": []}.items()
+
+
+def test_conversations_share_the_items_of_earlier_turns(
+    server: Live, client: openai.OpenAI, scripted: CallingBackend
+) -> None:
+    scripted.say("One.")
+    first = client.responses.create(model="m", input="first")
+    second = client.responses.create(model="m", input="second", previous_response_id=first.id)
+    earlier, later = find(server, first.id).items, find(server, second.id).items
+    assert (len(earlier), len(later)) == (2, 4)
+    for mine, theirs in zip(earlier, later, strict=False):
+        assert mine is theirs
+
+
+def test_a_conversation_is_bounded_as_a_whole(scripted: CallingBackend) -> None:
+    with live_server(scripted, max_body_size=3072) as live:
+        text = {"input": [{"role": "user", "content": "x" * 1000}]}
+
+        def answer(**body: Any) -> Any:
+            return live.post("/v1/responses", {**text, **body}).json()
+
+        first = answer()
+        second = answer(previous_response_id=first["id"])
+        refused = answer(previous_response_id=second["id"])["error"]
+        assert (refused["code"], refused["param"]) == ("conversation_too_large", "previous_response_id")
+        assert "at most 3072 (--max-body-size) are allowed" in refused["message"]
+        scripted.say("y" * 500)
+        item = {"type": "item_reference", "id": answer()["output"][0]["id"]}
+        answer(input=[item, item])
+        refused = answer(input=[item] * 9)["error"]
+        assert (refused["code"], refused["param"]) == ("conversation_too_large", "input")
+        live.wait_until_idle()
+
+
+class WatchedResponses(LocalResponses):
+    """Tells what is asked for, and how many requests the caller has running at that time."""
+
+    def __init__(self, store: ResponseStore, caller: Caller) -> None:
+        super().__init__(store)
+        self.asked: list[Any] = []
+        self.num_running: list[int] = []
+        self.held: asyncio.Event | None = None  # what look-ups wait for
+        self._owner = caller
+
+    async def _note(self, what: Any) -> None:
+        self.asked.append(what)
+        self.num_running.append(self._owner.num_running)
+        if self.held is not None:
+            await self.held.wait()
+
+    async def conversation(self, caller: Caller, response_id: str) -> Any:
+        await self._note(response_id)
+        return await super().conversation(caller, response_id)
+
+    async def find_items(self, caller: Caller, item_ids: Any, max_bytes: int) -> Any:
+        await self._note(list(item_ids))
+        return await super().find_items(caller, item_ids, max_bytes)
+
+
+@pytest.fixture
+def watched(server: Live, monkeypatch: pytest.MonkeyPatch) -> WatchedResponses:
+    found = WatchedResponses(store_of(server), server.state.keys.named("alice"))
+    monkeypatch.setattr(server.state, "responses", found)
+    return found
+
+
+def test_each_referenced_item_is_fetched_once_and_after_admission(
+    server: Live,
+    client: openai.OpenAI,
+    scripted: CallingBackend,
+    watched: WatchedResponses,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scripted.say("A fox.")
+    first, second = (client.responses.create(model="m", input="Who?") for _ in range(2))
+    ids = [first.output[0].id, second.output[0].id]
+    references: Any = [{"type": "item_reference", "id": item_id} for item_id in ids] * 3
+    body: Any = {"model": "m", "input": references, "previous_response_id": first.id}
+    client.responses.create(**body)
+    assert scripted.prompt.count("A fox.") == 7
+    assert watched.asked == [first.id, ids]
+    assert watched.num_running == [1, 1]
+    alice = server.state.keys.named("alice")
+    monkeypatch.setattr(alice, "max_concurrent", 0)
+    with pytest.raises(openai.RateLimitError):
+        client.responses.create(**body)
+    assert len(watched.asked) == 2
+
+
+def test_a_request_that_looks_up_can_be_cancelled(
+    server: Live, client: openai.OpenAI, watched: WatchedResponses
+) -> None:
+    first = client.responses.create(model="m", input="Who?")
+    watched.held = asyncio.Event()
+    body = {"input": "And?", "previous_response_id": first.id, "request_id": "held"}
+    headers = {"authorization": "Bearer alice-secret"}
+    with ThreadPoolExecutor(1) as thread:
+        answer = thread.submit(server.post, "/v1/responses", body, headers=headers)
+        server.wait_until("a look-up", lambda: watched.asked)
+        assert server.http.delete("/v1/requests/held", headers=headers).json()["cancelled"]
+        assert answer.result().status_code == 409
+    assert server.state.keys.named("alice").num_running == 0
+
+
+def test_errors(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="is not served here"):
+        client.responses.create(model="gpt", input="x")
+    with pytest.raises(openai.BadRequestError, match="web_search") as refused:
+        client.responses.create(model="m", input="x", tools=[{"type": "web_search"}])
+    assert refused.value.param == "tools[0]"
+    with pytest.raises(openai.AuthenticationError):
+        client.with_options(api_key="wrong").responses.create(model="m", input="x")
+
+
+class Fox(BaseModel):
+    name: str
+    age: int
+
+
+# ---- with weights ----
+
+
+@pytest.fixture(scope="module")
+def builtin(backend: Backend) -> Iterator[openai.OpenAI]:
+    with live_server(backend) as live:
+        with openai.OpenAI(base_url=f"{live.url}/v1", api_key="any", max_retries=0) as found:
+            yield found
+        live.wait_until_idle()
+
+
+def test_text_of_a_wanted_form(builtin: openai.OpenAI) -> None:
+    asked: Any = {"model": MODEL, "input": "A fox?", "text_format": Fox, "temperature": 0}
+    found = builtin.responses.parse(**asked)
+    assert isinstance(found.output_parsed, Fox)
+    with builtin.responses.stream(**asked) as stream:
+        streamed = stream.get_final_response() if list(stream) else None
+    assert streamed is not None
+    assert streamed.output_parsed == found.output_parsed
+    schema: Any = {"type": "json_schema", "name": "n", "schema": {"type": "array", "contains": {}}}
+    with pytest.raises(openai.BadRequestError, match=r"text\.format\.schema.*contains") as refused:
+        builtin.responses.create(model=MODEL, input="x", text={"format": schema})
+    assert refused.value.param == "text.format"
+
+
+def test_what_was_said_before_is_found_in_the_cache(builtin: openai.OpenAI) -> None:
+    first = builtin.responses.create(model=MODEL, input="Why does it rain? " * 8, max_output_tokens=20)
+    second = builtin.responses.create(
+        model=MODEL, input="Why?", previous_response_id=first.id, max_output_tokens=4
+    )
+    assert first.usage is not None
+    assert second.usage is not None
+    assert second.usage.input_tokens_details.cached_tokens > first.usage.input_tokens - 16
+
+
+def test_cancelling(builtin: openai.OpenAI) -> None:
+    # An id may be used again: the response that runs is meant, not the one that is stored.
+    again: Any = {"request_id": "again", "ignore_eos": True}
+    builtin.responses.create(model=MODEL, input="Go.", max_output_tokens=1, extra_body=again)
+    endless: Any = {"model": MODEL, "input": "Go.", "extra_body": again}
+    with builtin.responses.create(**endless, stream=True) as stream:
+        events = iter(stream)
+        first: Any = next(events)
+        running = builtin.responses.retrieve(first.response.id)
+        assert validated(running).status == "in_progress"
+        assert validated(builtin.responses.cancel(first.response.id)).status == "cancelled"
+        *_, last = events
+    assert last.type == "response.incomplete"
+    assert validated(last.response).status == "cancelled"
+    assert builtin.responses.cancel(first.response.id).output == last.response.output

@@ -1,0 +1,281 @@
+"""Bad input, limits, cancelling and counting, for requests of many texts."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from inflight.server.observability.tracing import OtelTracer
+from tests.server.http.test_limits import connect
+from tests.server.live import Live, live_server
+from tests.server.pooled import EMBEDDER, TOKENIZER, PooledBackend
+
+MANY = ["a text"] * 300
+
+
+@pytest.fixture(scope="module")
+def backend() -> Iterator[PooledBackend]:
+    found = PooledBackend(EMBEDDER, max_queue=4)
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="module")
+def server(backend: PooledBackend) -> Iterator[Live]:
+    with live_server(backend) as live:
+        yield live
+        live.wait_until_idle()
+
+
+@contextlib.contextmanager
+def slow_steps(backend: PooledBackend, seconds: float = 0.1) -> Iterator[None]:
+    backend.runner.step_seconds = seconds
+    try:
+        yield
+    finally:
+        backend.runner.step_seconds = 0.0
+
+
+def refused(live: Live, path: str, body: Any, **options: Any) -> tuple[int, str | None, str | None]:
+    response = live.post(path, body, **options)
+    error = response.json()["error"]
+    assert error["message"]
+    return response.status_code, error["code"], error["param"]
+
+
+# ---- bad input ----
+
+INVALID = (400, "invalid_value")
+EMBED, RERANK, SCORE = "/v1/embeddings", "/v2/rerank", "/score"
+BAD = [
+    (EMBED, {}, (400, "missing_parameter", "input")),
+    (EMBED, {"input": []}, (*INVALID, "input")),
+    (EMBED, {"input": [[]]}, (400, None, "input")),
+    (EMBED, {"input": None}, (*INVALID, "input")),
+    (EMBED, {"input": 5}, (*INVALID, "input")),
+    (EMBED, {"input": {"text": "a"}}, (*INVALID, "input")),
+    (EMBED, {"input": ["a", None]}, (*INVALID, "input")),
+    (EMBED, {"input": ["a", 5]}, (*INVALID, "input")),
+    (EMBED, {"input": [5, [6]]}, (*INVALID, "input")),
+    (EMBED, {"input": [True]}, (400, None, "input")),
+    (EMBED, {"input": [1.5]}, (400, None, "input")),
+    (EMBED, {"input": [[1, "a"]]}, (400, None, "input")),
+    (EMBED, {"input": [-1]}, (400, None, "input")),
+    (EMBED, {"input": [TOKENIZER.vocab_size]}, (400, None, "input")),
+    (EMBED, {"input": [2**70]}, (400, None, "input")),
+    (EMBED, {"input": "a", "dimensions": 5}, (400, None, "dimensions")),
+    (EMBED, {"input": "a", "dimensions": 0}, (400, None, "dimensions")),
+    (EMBED, {"input": "a", "dimensions": True}, (*INVALID, "dimensions")),
+    (EMBED, {"input": "a", "dimensions": 4.5}, (*INVALID, "dimensions")),
+    (EMBED, {"input": "a", "encoding_format": "int8"}, (*INVALID, "encoding_format")),
+    (EMBED, {"input": "a", "prompt_name": "other"}, (400, None, "prompt_name")),
+    (EMBED, {"input": "a", "truncate": "yes"}, (*INVALID, "truncate")),
+    (EMBED, {"input": "a", "truncate_prompt_tokens": 0}, (400, None, "truncate_prompt_tokens")),
+    (EMBED, {"input": "a", "priority": 2**40}, (400, None, "priority")),
+    (EMBED, {"input": "a", "other": 1}, (400, "unknown_parameter", "other")),
+    (EMBED, {"input": "a", "model": "other"}, (404, "model_not_found", "model")),
+    (RERANK, {"query": "a"}, (400, "missing_parameter", "documents")),
+    (RERANK, {"documents": ["a"]}, (400, "missing_parameter", "query")),
+    (RERANK, {"query": 5, "documents": ["a"]}, (*INVALID, "query")),
+    (RERANK, {"query": "a", "documents": []}, (*INVALID, "documents")),
+    (RERANK, {"query": "a", "documents": "b"}, (*INVALID, "documents")),
+    (RERANK, {"query": "a", "documents": ["b", 5]}, (*INVALID, "documents")),
+    (RERANK, {"query": "a", "documents": [{"title": "b"}]}, (*INVALID, "documents")),
+    (RERANK, {"query": "a", "documents": [{"text": 5}]}, (*INVALID, "documents")),
+    (RERANK, {"query": "a", "documents": ["b"], "top_n": 0}, (400, None, "top_n")),
+    (RERANK, {"query": "a", "documents": ["b"], "max_tokens_per_doc": 0}, (400, None, "max_tokens_per_doc")),
+    (RERANK, {"query": "a", "documents": ["b"], "scale": "percent"}, (*INVALID, "scale")),
+    (RERANK, {"query": "a", "documents": ["b"], "instruction": "c"}, (400, None, "instruction")),
+    (
+        *(RERANK, {"query": "a", "documents": ["b"], "rank_fields": ["title"]}),
+        (400, "unsupported_parameter", "rank_fields"),
+    ),
+    (SCORE, {"text_1": "a"}, (*INVALID, None)),
+    (SCORE, {"text_1": "a", "documents": ["b"]}, (*INVALID, None)),
+    (SCORE, {"text_1": ["a", "b"], "text_2": ["c"]}, (400, None, "text_1")),
+    (SCORE, {"queries": ["a", "b"], "documents": ["c"]}, (400, None, "queries")),
+    (SCORE, {"text_1": "a", "text_2": [5]}, (*INVALID, "text_2")),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "expected"), BAD)
+def test_bad_input_is_refused_and_costs_nothing(
+    server: Live, backend: PooledBackend, path: str, body: Any, expected: tuple[Any, ...]
+) -> None:
+    num_steps = backend.runner.num_steps
+    assert refused(server, path, body) == expected
+    assert backend.runner.num_steps == num_steps
+
+
+def test_not_a_number(server: Live) -> None:
+    headers = {"content-type": "application/json"}
+    for value in ("NaN", "Infinity", "[NaN]", '["a", NaN]'):
+        content = f'{{"input": {value}}}'
+        response = server.http.post(EMBED, content=content, headers=headers)
+        assert (response.status_code, response.json()["error"]["param"]) in [(400, "input"), (400, None)]
+
+
+def test_a_million_documents_are_refused_before_anything_is_made_of_them(
+    server: Live, backend: PooledBackend
+) -> None:
+    num_steps = backend.runner.num_steps
+    content = json.dumps({"query": "a", "documents": ["b"] * 10**6}).encode()
+    headers = {"content-type": "application/json"}
+    response = server.http.post(RERANK, content=content, headers=headers)
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "too_many_documents"
+    assert "at most 2048" in response.json()["error"]["message"]
+    assert backend.runner.num_steps == num_steps
+
+
+def test_max_documents(backend: PooledBackend) -> None:
+    with live_server(backend, max_documents=2) as live:
+        assert live.post(EMBED, {"input": ["a", "b"]}).status_code == 200
+        assert live.post(EMBED, {"input": [5, 6, 7]}).status_code == 200  # one text
+        too_many = (400, "too_many_documents")
+        assert refused(live, EMBED, {"input": ["a", "b", "c"]}) == (*too_many, "input")
+        assert refused(live, SCORE, {"text_1": ["a"] * 3, "text_2": "b"}) == (*too_many, "text_1")
+        assert refused(live, RERANK, {"query": "a", "documents": ["b"] * 3}) == (*too_many, "documents")
+
+
+# ---- many texts, and others beside them ----
+
+
+def test_many_documents_pass_a_short_queue(server: Live) -> None:
+    found = server.post(EMBED, {"input": MANY, "encoding_format": "base64"})
+    assert found.status_code == 200
+    assert len({item["embedding"] for item in found.json()["data"]}) == 1
+    assert [item["index"] for item in found.json()["data"]] == list(range(len(MANY)))
+
+
+def test_a_full_queue(server: Live, backend: PooledBackend) -> None:
+    with slow_steps(backend), later(server, EMBED, {"input": MANY}) as first:
+        server.wait_until("a full queue", lambda: _is_full(server))
+        # Between two steps there is a place for a moment, until the first one's next text has it.
+        while (response := server.post(EMBED, {"input": "a"})).status_code == 200:
+            pass
+        assert (response.status_code, response.json()["error"]["code"]) == (429, "queue_full")
+        assert int(response.headers["retry-after"]) >= 1
+        backend.runner.step_seconds = 0.0
+        assert first().status_code == 200
+
+
+async def _is_full(live: Live) -> bool:
+    return (await live.backend.engine.stats()).num_waiting >= 4
+
+
+@contextlib.contextmanager
+def later(live: Live, path: str, body: Any) -> Iterator[Any]:
+    """Send it from a thread; what is yielded waits for the answer."""
+    found: list[httpx.Response] = []
+    thread = threading.Thread(target=lambda: found.append(httpx.post(live.url + path, json=body, timeout=60)))
+    thread.start()
+
+    def wait() -> httpx.Response:
+        thread.join(60)
+        return found[0]
+
+    yield wait
+    thread.join(60)
+
+
+def test_a_client_that_leaves_frees_everything(server: Live, backend: PooledBackend) -> None:
+    num_before = server.state.metrics.num_disconnects
+    num_texts = server.state.metrics.num_texts["embed"]
+    with slow_steps(backend):
+        with connect(server) as connection:
+            content = json.dumps({"input": MANY}).encode()
+            head = f"POST {EMBED} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+            connection.sendall(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
+            server.wait_until("a full queue", lambda: _is_full(server))
+        server.wait_until("its end", lambda: server.state.metrics.num_disconnects > num_before)
+    server.wait_until_idle()
+    assert server.state.metrics.num_texts["embed"] - num_texts < len(MANY) // 2
+
+
+def test_cancelling_by_id(server: Live, backend: PooledBackend) -> None:
+    with slow_steps(backend), later(server, EMBED, {"input": MANY, "request_id": "mine"}) as answer:
+        server.wait_until("a full queue", lambda: _is_full(server))
+        assert refused(server, EMBED, {"input": "a", "request_id": "mine"})[1] == "request_id_in_use"
+        report = server.http.get("/v1/requests/mine").json()
+        assert (report["task"], report["num_answers"], report["route"]) == ("embed", len(MANY), EMBED)
+        assert len(report["answers"]) <= 16
+        cancelled = server.http.delete("/v1/requests/mine").json()
+        assert cancelled["cancelled"] is True
+        response = answer()
+        assert (response.status_code, response.json()["error"]["code"]) == (409, "cancelled")
+    server.wait_until_idle()
+    assert server.http.get("/v1/requests/mine").json()["status"] == "cancelled"
+
+
+def test_the_first_result_must_come_in_time(backend: PooledBackend) -> None:
+    with live_server(backend, first_token_timeout=0.05) as live, slow_steps(backend, 0.5):
+        response = live.post(EMBED, {"input": "a"})
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "first_token_timeout")
+        assert "no result was computed" in response.json()["error"]["message"]
+
+
+# ---- what is told ----
+
+
+def test_why_it_took_so_long(server: Live) -> None:
+    server.post(EMBED, {"input": ["a text", "another"], "request_id": "slow"})
+    report = server.http.get("/v1/requests/slow").json()
+    assert report["status"] == "finished"
+    assert [answer["finish_reason"] for answer in report["answers"]] == ["stop", "stop"]
+    assert report["answers"][0]["num_prompt_tokens"] == len(TOKENIZER.encode("a text"))
+    assert report["answers"][0]["prefill_seconds"] is not None
+    assert "for the prompt" in report["why"]
+
+
+def test_metrics(server: Live) -> None:
+    def total(name: str) -> float:
+        lines = server.http.get("/metrics").text.splitlines()
+        return sum(
+            float(line.split()[-1]) for line in lines if line.startswith(name) and 'task="rerank"' in line
+        )
+
+    names = [f"inflight:{name}_total" for name in ("requests", "pooled_texts", "pooled_tokens")]
+    before = [total(name) for name in names]
+    found = server.post(RERANK, {"query": "a", "documents": ["b", "c"]}).json()
+    after = [total(name) for name in names]
+    num_tokens = found["usage"]["total_tokens"]
+    assert [now - then for now, then in zip(after, before, strict=True)] == [1, 3, num_tokens]
+
+
+def test_spans(backend: PooledBackend) -> None:
+    exporter = InMemorySpanExporter()
+    with live_server(backend, tracer=OtelTracer("", exporter)) as live:
+        found = live.post(EMBED, {"input": ["a text"] * 20, "request_id": "traced"}).json()
+        live.post(EMBED, {"input": [TOKENIZER.vocab_size]})
+    good, bad = exporter.get_finished_spans()
+    assert good.attributes is not None
+    assert good.name == "embed"
+    assert good.attributes["gen_ai.operation.name"] == "embeddings"
+    assert good.attributes["gen_ai.usage.input_tokens"] == found["usage"]["total_tokens"]
+    assert good.attributes["inflight.num_answers"] == 20
+    assert not bad.status.is_ok
+
+
+def test_keys_count_and_limit(backend: PooledBackend, tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    file.write_text("keys: [{name: alice, key: secret, requests_per_minute: 2}]")
+    with live_server(backend, keys=str(file)) as live:
+        assert refused(live, EMBED, {"input": "a"})[:2] == (401, "missing_api_key")
+        live.http.headers["authorization"] = "Bearer secret"
+        num_tokens = 0
+        for texts in (["a text"] * 10, "a"):
+            num_tokens += live.post(EMBED, {"input": texts}).json()["usage"]["total_tokens"]
+        usage = live.state.keys.callers[0].usage
+        assert (usage.num_requests, usage.num_prompt_tokens) == (2, num_tokens)
+        response = live.post(EMBED, {"input": "a"})
+        assert response.json()["error"]["code"] == "rate_limit_exceeded"
+        assert "retry-after" in response.headers
