@@ -173,9 +173,9 @@ def choose_kernel(
     # Update the state that the row's next step reads.
     if flags & PENALTIES:
         known = seen + row.to(tl.int64) * padded(vocab_size) + token_id
-        count = tl.load(known).to(tl.int32)
+        times_seen = tl.load(known).to(tl.int32)
         tl.debug_barrier()  # wait until all threads have read it
-        tl.store(known, tl.where((count & COUNT) < COUNT, count + 1, count).to(tl.int16))
+        tl.store(known, tl.where((times_seen & COUNT) < COUNT, times_seen + 1, times_seen).to(tl.int16))
     if flags & FORBID:
         update_forbidden(row, length + 1, table, at, forbidden, vocab_size)
 
