@@ -133,7 +133,7 @@ def _write_ranked(
     _write_target(target, logit, above, top, log_mass, result, width)
     if count > 0:
         keys, ids, num_found = best_listed(rank_candidates, entry, LISTS, count, space, RANKS, CANDIDATES)
-        _write_most_likely(top_keys, ids, num_found, space, top, log_mass, result, width, CANDIDATES)
+        _write_most_likely(keys, ids, num_found, space, top, log_mass, result, width, CANDIDATES)
 
 
 @triton.jit
@@ -144,7 +144,7 @@ def _write_target(target, logit, above, top, log_mass, result, width):
 
 
 @triton.jit
-def _write_most_likely(top_keys, ids, num_found, space, top, log_mass, result, width, CANDIDATES: tl.constexpr):
+def _write_most_likely(keys, ids, num_found, space, top, log_mass, result, width, CANDIDATES: tl.constexpr):
     """Write keys and ids [CANDIDATES] in order, as `sorted_top` leaves them in `space`."""
     c = tl.arange(0, CANDIDATES)
     ranks = tl.full((CANDIDATES,), 1, tl.int32)
