@@ -49,7 +49,7 @@ def url() -> Iterator[str]:
         assert server.stderr is not None
         try:
             for line in server.stderr:
-                if match := re.search(r"(http://\S+)/ to chat", line):
+                if match := re.search(r"(http://\S+)/metrics", line):
                     break
             assert match, "the server did not print its URL"
             yield match[1]

@@ -296,7 +296,9 @@ def test_extreme_but_legal_params_run(llm: LLM) -> None:
 def test_a_full_queue_refuses_and_forgets(folder: Folder) -> None:
     llm = LLM(folder(), max_queue=2, max_num_seqs=1)
     expected = llm.generate([PROMPT] * 3, GREEDY)
-    with pytest.raises(QueueFullError, match="2 places"):
+    with pytest.raises(
+        QueueFullError, match="3 requests are waiting, and max_queue is 2, plus 1 that can run at once"
+    ):
         llm.generate([PROMPT] * 4, GREEDY)
     again = llm.generate([PROMPT] * 3, GREEDY)
     assert [o.outputs[0].token_ids for o in again] == [o.outputs[0].token_ids for o in expected]

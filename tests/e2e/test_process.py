@@ -74,5 +74,5 @@ async def test_errors_of_the_start_are_the_same() -> None:
     for in_process in (True, False):
         with pytest.raises(InflightError) as caught:
             await AsyncEngine.start(in_process=in_process, num_blocks=2**40)
-        found.append((type(caught.value), str(caught.value).partition(", and ")[0]))
+        found.append((type(caught.value), str(caught.value).partition(", but only ")[0]))
     assert found[0] == found[1]

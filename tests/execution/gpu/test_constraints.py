@@ -9,7 +9,7 @@ import pytest
 
 from inflight import LLM, SamplingParams, StructuredOutputs
 from inflight.attention.triton import rope_write
-from inflight.loading import load
+from inflight.execution import platforms
 from tests.e2e.policies import GREEDY_CONTINUOUS
 from tests.execution.gpu.interpreted import InterpretedPlatform
 from tests.execution.gpu.test_runner import SHAPE, pytestmark  # noqa: F401
@@ -46,7 +46,7 @@ def test_tokens_are_those_of_the_cpu(folder: Path, monkeypatch: pytest.MonkeyPat
     expected = answers(folder, device="cpu")
     assert [text for _, _, text in expected][2] in ("yes", "no")
     place = InterpretedPlatform()
-    monkeypatch.setattr(load, "platform", lambda _: place)
+    monkeypatch.setattr(platforms, "platform", lambda _: place)
     monkeypatch.setattr(rope_write, "FEW_TOKENS", rope_write.HeadTile(tokens=32, heads=8, num_warps=4))
     # With so little memory, some are preempted while their next token is in flight.
     assert answers(folder, num_blocks=5, policy=GREEDY_CONTINUOUS) == expected

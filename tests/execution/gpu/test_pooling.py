@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from inflight.attention.triton import rope_write
+from inflight.execution import platforms
 from inflight.execution.platforms import platform
-from inflight.loading import load
 from tests.execution.gpu.interpreted import InterpretedPlatform
 from tests.execution.gpu.test_runner import SHAPE
 from tests.support.pooled import PooledEngine, random_texts, write_classifier, write_reranker
@@ -42,7 +42,7 @@ def reranker(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> InterpretedPlatform:
     place = InterpretedPlatform()
-    monkeypatch.setattr(load, "platform", lambda _: place)
+    monkeypatch.setattr(platforms, "platform", lambda _: place)
     monkeypatch.setattr(rope_write, "FEW_TOKENS", rope_write.HeadTile(tokens=32, heads=8, num_warps=4))
     return place
 
@@ -60,7 +60,7 @@ def test_vectors_and_tokens_of_one_batch_are_those_of_the_cpu(
     found = pool_beside(engine, [5, 6, 7, 8, 9], texts=TEXTS[:3])
     assert any({slot.samples for slot in record.slots} == {True, False} for record in engine.records)
     answer = engine.tokens["generates 0"]
-    monkeypatch.setattr(load, "platform", platform)
+    monkeypatch.setattr(platforms, "platform", platform)
     assert interpreted.runners
     on_cpu = PooledEngine.load(reranker, device="cpu", **OPTIONS)
     assert found == pytest.approx(pool_beside(on_cpu, [5, 6, 7, 8, 9], texts=TEXTS[:3]), abs=1e-4)
@@ -77,7 +77,7 @@ def test_a_classifier_samples_nothing(
     runner.warm_up_scoring()
     found = pool_beside(engine, [1, 2, 3], texts=TEXTS[1:3])
     assert engine.ended["generates 0"].finish_reason == "error"
-    monkeypatch.setattr(load, "platform", platform)
+    monkeypatch.setattr(platforms, "platform", platform)
     on_cpu = PooledEngine.load(folder, device="cpu", skip_tokenizer_init=True, **OPTIONS)
     assert found == pytest.approx(on_cpu.pool(TEXTS[1:3]), abs=1e-4)
 

@@ -16,10 +16,9 @@ from inflight.attention.triton import rope_write
 from inflight.attention.triton.decode import decode_attention
 from inflight.attention.triton.tuning import Tuning, choose
 from inflight.errors import DeviceLostError
-from inflight.execution import device
+from inflight.execution import device, platforms
 from inflight.execution.gpu.runner import GpuRunner
 from inflight.execution.platforms import platform
-from inflight.loading import load
 from inflight.models.decoders.decoder import Decoder
 from inflight.scheduling import Batch
 from tests.execution.gpu.interpreted import InterpretedPlatform
@@ -59,7 +58,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> InterpretedPlatform:
     place = InterpretedPlatform()
-    monkeypatch.setattr(load, "platform", lambda _: place)
+    monkeypatch.setattr(platforms, "platform", lambda _: place)
     # The interpreter takes its time by the program: few and large ones.
     monkeypatch.setattr(rope_write, "FEW_TOKENS", rope_write.HeadTile(tokens=32, heads=8, num_warps=4))
     return place
@@ -158,7 +157,7 @@ def test_a_step_samples_and_scores_as_the_cpu_does(
     """Whatever requests ask for, in steps of the same shapes, two in flight."""
     found = answers(folder, sampled(**more))
     assert interpreted.runners[0].step.shapes_met
-    monkeypatch.setattr(load, "platform", platform)
+    monkeypatch.setattr(platforms, "platform", platform)
     expected = answers(folder, sampled(**more), device="cpu")
     assert [ids for ids, _ in found] == [ids for ids, _ in expected]
     for (_, logprobs), (_, expected_logprobs) in zip(found, expected, strict=True):
@@ -211,7 +210,7 @@ def test_prompt_logprobs_are_those_of_the_cpu(
 
     found = scores()
     assert interpreted.runners
-    monkeypatch.setattr(load, "platform", platform)
+    monkeypatch.setattr(platforms, "platform", platform)
     assert found == pytest.approx(scores(device="cpu"), abs=1e-4)
 
 

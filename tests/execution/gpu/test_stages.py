@@ -14,12 +14,12 @@ from inflight import LLM
 from inflight.attention.triton import rope_write
 from inflight.config import EngineConfig
 from inflight.constraints import GrammarCompiler
+from inflight.execution import platforms
 from inflight.execution.forward import StageLinks
 from inflight.execution.gpu.runner import GpuRunner, GpuStepHandle
 from inflight.execution.parallel.follower import StageRank
 from inflight.execution.parallel.messages import SampledIds
 from inflight.execution.platforms.cpu import CpuPlatform
-from inflight.loading import load
 from inflight.models.checkpoint import open_checkpoint
 from inflight.models.decoders.decoder import Decoder
 from inflight.models.decoders.shard import shard_of
@@ -119,7 +119,7 @@ def test_two_stages_give_the_tokens_of_one(deep: Path, monkeypatch: pytest.Monke
     }
     found = []
     for place in (CpuPlatform(), StagedPlatform(deep)):
-        monkeypatch.setattr(load, "platform", lambda _, place=place: place)
+        monkeypatch.setattr(platforms, "platform", lambda _, place=place: place)
         with LLM(deep, skip_tokenizer_init=True, show_progress=False, pipeline_depth=1, **options) as llm:
             outputs = llm.generate(prompts, asked, use_tqdm=False)
         found.append([output.outputs[0].token_ids for output in outputs])

@@ -237,14 +237,14 @@ def test_sizes_that_do_not_divide_are_rejected(folder: Folder) -> None:
     with pytest.raises(
         ConfigError,
         match="tensor_parallel_size is 3: the model has 4 attention heads and 2 key/value heads, "
-        "which can be shared by 1, 2, 4",
+        "which can be split across 1, 2, 4 ranks",
     ):
         LLM(folder("qwen3"), tensor_parallel_size=3)
     with pytest.raises(ConfigError, match="tensor_parallel_size is 0: allowed is an integer from 1 to 64"):
         LLM(folder("qwen3"), tensor_parallel_size=0)
     with pytest.raises(
         ConfigError,
-        match="pipeline_parallel_size is 4: the model has 3 layers, and every stage needs one",
+        match="pipeline_parallel_size is 4: the model has 3 layers, and every stage needs at least one",
     ):
         LLM(folder("qwen3"), pipeline_parallel_size=4)
     with pytest.raises(ConfigError, match="that makes 128 ranks, and at most 64 are allowed"):
