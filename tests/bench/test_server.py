@@ -15,7 +15,7 @@ from inflight.bench import server
 from inflight.bench.server import ServerAddress
 from inflight.errors import EngineError
 
-LOADING = (503, {"error": {"message": "the model is being loaded", "code": "loading"}})
+LOADING = (503, {"error": {"message": "the model is loading: please retry later", "code": "loading"}})
 MODELS = (200, {"data": [{"id": "m"}]})
 
 

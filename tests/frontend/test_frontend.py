@@ -100,7 +100,7 @@ def test_tokenizer_of_an_engine_elsewhere_is_found_here(
 def test_a_model_folder_that_is_missing_here_is_an_error(tmp_path: Path) -> None:
     config = EngineConfig.create(str(tmp_path / "model"))
     facts: ModelFacts = replace(FACTS, tokenizer_folder=str(tmp_path / "model"))
-    with pytest.raises(ModelError, match="does not exist: give a folder"):
+    with pytest.raises(ModelError, match="does not exist: pass a checkpoint folder"):
         Frontend.of(config, facts, on_this_machine=False)
 
 

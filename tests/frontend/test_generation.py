@@ -168,7 +168,7 @@ def test_a_request_that_has_ended_is_not_resumed() -> None:
     request = make_request([1, 2], 3, stop_ids=frozenset({9}))
     assert request.resumed([4, 5]).token_ids == [1, 2, 4, 5]
     for outputs in ([4, 5, 6], [4, 9]):
-        with pytest.raises(RequestError, match=f"has all its {len(outputs)} tokens"):
+        with pytest.raises(RequestError, match=f"already has all its {len(outputs)} output tokens"):
             request.resumed(outputs)
 
 

@@ -107,4 +107,4 @@ async def test_a_missing_extra_is_one_line(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_node_with_another_version_is_told_apart() -> None:
-    assert "and the server 0.0.0" in EngineActor().run(b"", {}, "0.0.0")
+    assert "and the server has 0.0.0" in EngineActor().run(b"", {}, "0.0.0")

@@ -408,7 +408,7 @@ async def test_a_changed_checkpoint_is_noticed_before_an_engine_is_ended(tmp_pat
     with pytest.raises(CheckpointChangedError, match="has changed since the server started"):
         check_unchanged(config, known_as)
     (folder / "config.json").unlink()
-    with pytest.raises(CheckpointChangedError, match="cannot be read any more"):
+    with pytest.raises(CheckpointChangedError, match="can no longer be read"):
         check_unchanged(config, known_as)
     check_unchanged(EngineConfig.create("owner/name"), known_as)  # of the hub: the engine checks
 
@@ -421,7 +421,9 @@ def test_room_on_a_gpu_is_asked_of_the_driver(tmp_path: Path, monkeypatch: pytes
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     check_gpu_memory("3,5", 0.5)
-    with pytest.raises(ProcessNotStartedError, match="takes 51% of a GPU's 80000 MiB, and 40000 are free"):
+    with pytest.raises(
+        ProcessNotStartedError, match="needs 51% of a GPU's 80000 MiB, but only 40000 MiB are free"
+    ):
         check_gpu_memory("3,5", 0.51)
-    with pytest.raises(ProcessNotStartedError, match="free memory of GPU 7 is not known"):
+    with pytest.raises(ProcessNotStartedError, match="free memory of GPU 7 is unknown"):
         check_gpu_memory("7", 0.1)

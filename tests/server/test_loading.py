@@ -57,7 +57,7 @@ async def test_browsers_get_a_page_that_waits() -> None:
         assert response.status_code == 503
         assert int(response.headers["retry-after"]) > 0
         assert response.headers["content-type"] == "text/html; charset=utf-8"
-        assert "is being loaded" in response.text
+        assert "The model is loading" in response.text
         check_refusal(await http.get("/v1/models", headers={"accept": "text/html"}))
 
 

@@ -264,7 +264,7 @@ def test_methods_behave_as_in_vllm(llm: LLM, output: RequestOutput) -> None:
     llm.wake_up()
     assert llm.generate(TEXT, GREEDY, use_tqdm=False)[0].outputs[0].text == output.outputs[0].text
     assert_raises("it must be 1", ParameterError, lambda: llm.sleep(2))
-    assert_raises("all wakes up", ParameterError, lambda: llm.wake_up(["weights"]))
+    assert_raises("everything wakes up at once", ParameterError, lambda: llm.wake_up(["weights"]))
     (beams,) = llm.beam_search([TEXT], BeamSearchParams(beam_width=2, max_tokens=3))
     assert len(beams.sequences) == 2
     assert all(sequence.text and sequence.text.startswith(TEXT) for sequence in beams.sequences)

@@ -80,7 +80,7 @@ function giveUp(conversation, code, message) {
   showQueue();
   if (code === "tools_unavailable") {
     $("tools").open = true;
-    allowTools(message.replace("tools are given: ", ""));
+    allowTools(message.replace("tools are given, but ", ""));
   }
   if (code in KEY_ERRORS) needsKey();
   if (code === "no_answer" || code === "loading") connect();

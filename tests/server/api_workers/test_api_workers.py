@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 import pytest
 
+from inflight.server.openai.responses.conversation import MAX_REPEATED_CHARACTERS
 from tests.server.test_command import read_until_ready, started
 from tests.support.processes import children
 
@@ -216,7 +217,12 @@ def test_items_and_pages_are_found_by_every_worker(server: TwoWorkers) -> None:
 
 def test_an_answer_that_is_not_read_counts_in_every_worker(server: TwoWorkers) -> None:
     first, second = server.pair("one-key")
-    body = {"input": "Why?", "max_output_tokens": 4, "prompt_cache_key": "x" * (4 << 20)}
+    wide = "\N{GRINNING FACE}"  # four bytes: the limit of what a response repeats counts characters
+    body = {
+        "input": "Why?",
+        "max_output_tokens": 4,
+        "prompt_cache_key": wide * (MAX_REPEATED_CHARACTERS - 1000),
+    }
     path = f"/v1/responses/{answered(first, body, '/v1/responses')['id']}"
     url = httpx.URL(server.url)
     with socket.socket() as connection:

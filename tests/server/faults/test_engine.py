@@ -73,7 +73,7 @@ def test_a_step_that_hangs(
         assert (told.status, told.errors[0]["code"]) == (503, "engine_unavailable")
         for logged in watched.state.request_log:
             why = watched.http.get(f"/v1/requests/{logged.request_id}").json()["why"]
-            assert why.startswith("It is in the engine, which is stalled: it made its last step")
+            assert why.startswith("It is in the engine, which is stalled: its last step was")
             assert why.endswith("after its first token.")
     finally:
         hold_file(process_id(watched)).unlink(missing_ok=True)

@@ -315,7 +315,7 @@ ROWS: list[tuple[dict[str, Any], str, str]] = [
     (
         {"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": "mul"}}},
         "tool_choice",
-        "no such tool",
+        "no tool has this name",
     ),
     (
         {"tools": [tool()], "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}},
