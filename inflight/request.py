@@ -33,7 +33,7 @@ class Status(enum.Enum):
 
 
 class Phase(enum.Enum):
-    """What a request spends its time on (`scheduling/attribution.py`)."""
+    """The phase that a request spends its time in (`scheduling/attribution.py`)."""
 
     NEW = enum.auto()
     QUEUED = enum.auto()

@@ -46,7 +46,7 @@ class LoadPlan(msgspec.Struct):
 
 
 class Record(msgspec.Struct, gc=False):
-    """What was measured for one request."""
+    """The measurements of one request."""
 
     index: int
     sent: float  # before the connection was opened, if a new one was needed
@@ -70,7 +70,7 @@ class Record(msgspec.Struct, gc=False):
 
 
 class LoadResult(msgspec.Struct):
-    """What one process, or all of them together, measured."""
+    """The measurements of one process, or of all of them together."""
 
     records: list[Record]
     loop_lags: list[float]  # the event loop's lag, sampled every HEARTBEAT

@@ -1,4 +1,4 @@
-"""What all commands share: flags of other engines are accepted, and the help fits into 80 columns."""
+"""The base of all commands: flags of other engines are accepted, and the help fits into 80 columns."""
 
 from __future__ import annotations
 

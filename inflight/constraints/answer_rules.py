@@ -58,7 +58,7 @@ class AnswerRules:
 
     @property
     def param(self) -> str:
-        """What is to blame if the whole cannot be used, though every part of it can."""
+        """The parameter to name in an error if every schema is usable but the whole is not."""
         return next((schema.param.partition("[")[0] for schema in self.schemas.values()), PARAM)
 
     @property

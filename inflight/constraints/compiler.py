@@ -142,7 +142,7 @@ class GrammarCompiler:
         self._threads = FairThreads("inflight-grammars", NUM_THREADS)
 
     def compile(self, asked: StructuredOutputs) -> Grammar:
-        """What is not trusted must be validated first. Raises ParameterError."""
+        """Return the compiled grammar. Untrusted constraints must be validated first. Raises ParameterError."""
         return self._kept.get(asked, partial(self._compile, False))
 
     def compile_larger(self, asked: StructuredOutputs, full: Grammar) -> Grammar:

@@ -140,7 +140,7 @@ def lark_grammar(asked: StructuredOutputs, special_tokens: Collection[str]) -> s
 
 
 def answer_lark(answer: AnswerRules, loosened: Collection[str], special_tokens: Collection[str]) -> str:
-    """Of a whole answer."""
+    """Return the grammar of a whole answer."""
     rules = [*answer.rules, *answer.token_rules()]
     for name, schema in answer.whole_schemas(loosened).items():
         rules.append(f"{name}: {json_rule(schema, _WHITESPACE if name == CONTENT else _SPACE)}")
@@ -223,7 +223,7 @@ def _with_checked_schemas(grammar: str) -> str:
 
 
 def _checked_rule(schema: Any) -> str:
-    """Of a schema in a grammar of a user, who may say there how JSON is set out."""
+    """Return the rule of a schema in a user's grammar, which may also set the layout of the JSON."""
     layout: Any = {}
     if isinstance(schema, dict):
         schema = dict(schema)

@@ -31,7 +31,7 @@ class Vocabulary:
     eos_token_ids: tuple[int, ...]  # at least one
 
     def tokenizer(self) -> LLTokenizer:
-        """What llguidance makes of it, which takes up to a second for 150,000 tokens."""
+        """llguidance's view of the vocabulary. Building it takes up to a second for 150,000 tokens."""
         from llguidance import LLTokenizer
 
         ends = list(self.eos_token_ids)

@@ -35,7 +35,7 @@ class OfflineRun:
 
 
 class OfflineEngine(Protocol):
-    """What `LLM` runs on: one engine that it steps itself, or several behind a router."""
+    """The engine behind `LLM`: one that it steps itself, or several behind a router."""
 
     @property
     def frontend(self) -> Frontend: ...

@@ -166,8 +166,10 @@ def checked_tools(items: Any) -> list[dict[str, Any]]:
 
 
 def num_characters(value: Any) -> int:
-    """Of all that a template may put into the prompt, not the contents of messages alone. A number is one, whatever its
-    digits."""
+    """Count the characters of everything that a template may put into the prompt, not only of message contents.
+
+    A number counts as one character, whatever its digits.
+    """
     if isinstance(value, str):
         return len(value)
     if isinstance(value, dict):

@@ -94,7 +94,7 @@ class CallOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
-    """What all texts of one call share: id, priority, tenant and cache salt."""
+    """The fields that all texts of one call share: id, priority, tenant and cache salt."""
 
     request_id: str | None = None
     priority: int = 0

@@ -52,7 +52,7 @@ class HostedProcess(Protocol):
 class ProcessHost(Protocol):
     @property
     def name(self) -> str:
-        """What it runs, for log lines and errors."""
+        """A name for log lines and errors."""
 
     @property
     def address(self) -> str | None:

@@ -24,7 +24,7 @@ MAX_NAME = 64
 
 @dataclass(eq=False, slots=True)
 class KeyUsage:
-    """What one key has used since the start. Tokens count as they are generated, even if the request is cut short."""
+    """The usage of one key since the start. Tokens count as they are generated, even if the request is cut short."""
 
     num_requests: int = 0  # admitted generation requests
     num_prompt_tokens: int = 0

@@ -57,7 +57,7 @@ class DetokenizedText(BaseModel):
 
 
 class PoolingHead(BaseModel):
-    """What a model that embeds, classifies or scores computes for a text."""
+    """The output that a model with a pooling head computes for a text."""
 
     size: int
     scale: Scale  # the default for scores and classes
@@ -130,7 +130,7 @@ class Breakdown(BaseModel):
 
 
 class AnswerReport(BaseModel):
-    """What happened to one answer of a request. Times are in seconds, and null if not reached yet."""
+    """The progress of one answer of a request. Times are in seconds, and null if not reached yet."""
 
     index: int
     status: Literal["queued", "running", "finished"]
