@@ -1,4 +1,4 @@
-"""Writes docs/options.md from where options are declared: `config.py`, `process_config.py`, `server/config.py`.
+"""Writes docs/options.md from where options are declared: `config.py` and `server/config.py`.
 
 python -m tools.options_page
 """
