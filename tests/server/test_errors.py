@@ -25,7 +25,7 @@ from inflight.processes.channel import RemoteError
 from inflight.server.errors import ApiError, of_answer, of_exception
 
 # Words that a message must not be read for.
-MISLEADING = "top_p: the prompt is over max_model_len, no token is allowed"
+MISLEADING = "top_p: the prompt is over max_model_len, the sampling parameters allow no token"
 
 ROWS: list[tuple[InflightError, int, str, str | None, str | None]] = [
     (RequestError(MISLEADING), 400, "invalid_request_error", None, None),
