@@ -13,11 +13,13 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from inflight.processes.sandbox_worker import receive, unpack
 
 START_SECONDS = 60.0  # for Python and the worker's imports on a very busy machine
+_PACKAGE_PARENT = str(Path(__file__).parents[2])
 _INHERITED = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONHOME", "TZ", "LANG", "LC_ALL")
 
 
@@ -28,9 +30,10 @@ class SandboxWorker:
         self, script: str, *arguments: object, descriptors: Collection[int] = (), stderr: int | None = None
     ) -> None:
         """Raises OSError if the process cannot be started."""
-        # The whole sys.path is passed on, so the worker need not process site-packages or its script's folder.
+        # The whole sys.path is passed on, so the worker need not process site-packages or its script's folder. The
+        # package itself may not be on it: an editable install finds it by an import hook that the worker does not have.
         environment = {name: os.environ[name] for name in _INHERITED if name in os.environ}
-        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        environment["PYTHONPATH"] = os.pathsep.join([*(path for path in sys.path if path), _PACKAGE_PARENT])
         self._is_ready = False
         self._is_busy = self._is_interrupted = False
         self._socket, theirs = socket.socketpair()

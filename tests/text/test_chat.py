@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+import inflight
 from inflight.errors import PromptError, TemplateError, TemplateWorkerError
 from inflight.text import ChatTemplate, RenderLimits, check_messages
 from inflight.text.chat import MAX_MESSAGES
@@ -319,3 +321,15 @@ def test_clock_and_json_filters_are_available() -> None:
     message = {"role": "user", "content": "<é>"}
     assert template.render([message]) == f"4 {json.dumps(message, indent=2, sort_keys=True)}"
     template.close()
+
+
+def test_worker_finds_the_package_of_an_editable_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a package is found by an import hook, and its folder is not on the path."""
+    root = Path(inflight.__file__).parents[1]
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path and Path(path).resolve() != root])
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    template = ChatTemplate("{{ messages[0]['content'] }}", SPECIALS)
+    try:
+        assert template.render([{"role": "user", "content": "Hello"}]) == "Hello"
+    finally:
+        template.close()
