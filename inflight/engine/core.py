@@ -21,6 +21,7 @@ from inflight.errors import DeviceLostError, EngineError, QueueFullError
 from inflight.events import Delta
 from inflight.request import Request
 from inflight.scheduling import Batch, Sampled, ScheduledStep, Scheduler
+from inflight.timeline import NoRecorder, RecordedTimes, Recorder
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,12 @@ class EngineCore:
         self._num_prompt_tokens = self._num_output_tokens = self._num_steps = self._num_failed_steps = 0
         self._step_sizes = [0] * (len(STEP_SIZES) + 1)
         self._num_step_tokens = 0
+        self.recorder: NoRecorder = NoRecorder()
+
+    def record(self, generation: int = 0) -> None:
+        """Record the timeline from now on. `generation` counts the engines with the same id that there were before."""
+        blocks = self.scheduler.blocks
+        self.recorder = Recorder(self.scheduler.limits, blocks.pool.num_blocks, blocks.block_size, generation)
 
     # ---- requests ----
 
@@ -73,6 +80,7 @@ class EngineCore:
         request.record.arrived_at = now = self.clock()
         self.scheduler.add(request)
         self._records.arrival(request.request_id, now)
+        self.recorder.arrive(request, now)
         self._num_prompt_tokens += request.num_prompt_tokens
 
     def check_queue_limit(self, num_pending: int = 0) -> None:
@@ -104,6 +112,7 @@ class EngineCore:
             return 0, []
         num_freed, deltas = pool.abort(request, now, reason)
         self._records.abort(request_id, reason, pool, now)
+        self.recorder.end(request, reason, deltas, now)
         return num_freed, deltas
 
     @property
@@ -177,9 +186,13 @@ class EngineCore:
         self._num_steps += 1
         self._step_sizes[bisect_left(STEP_SIZES, batch.num_tokens)] += 1
         self._num_step_tokens += batch.num_tokens
-        self._num_output_tokens += sum(len(delta.token_ids) for delta in deltas)
+        num_outputs = sum(len(delta.token_ids) for delta in deltas)
+        self._num_output_tokens += num_outputs
+        updated_at = self.clock()
+        times = RecordedTimes(launched.scheduled_at, launched.started_at, began_at, now, updated_at)
+        self.recorder.step(launched.step, deltas, num_outputs, self.scheduler.pool, times)
         if self.observers:
-            self._records.step(launched, deltas, self.scheduler.pool, began_at, now, self.clock())
+            self._records.step(launched, deltas, self.scheduler.pool, began_at, now, updated_at)
         if not self.has_work:
             self.scheduler.pool.check_idle()
         return deltas
@@ -206,10 +219,12 @@ class EngineCore:
             exc_info=error,
         )
         self._num_failed_steps += 1 + len(others_in_flight)
-        if self.observers:
-            for other in sorted((launched, *others_in_flight), key=lambda other: other.step.step):
-                step_deltas = deltas if other is launched else ()
-                began_at = self._began_at(other)
+        for other in sorted((launched, *others_in_flight), key=lambda other: other.step.step):
+            step_deltas = deltas if other is launched else ()
+            began_at = self._began_at(other)
+            times = RecordedTimes(other.scheduled_at, other.started_at, began_at, now, self.clock())
+            self.recorder.step(other.step, step_deltas, 0, self.scheduler.pool, times, message)
+            if self.observers:
                 self._records.step(
                     other, step_deltas, self.scheduler.pool, began_at, now, self.clock(), message
                 )
