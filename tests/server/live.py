@@ -21,7 +21,7 @@ from inflight.engine.remote.process_client import ProcessClient
 from inflight.frontend import Frontend
 from inflight.server.access.keys import load_keys
 from inflight.server.config import ServerConfig
-from inflight.server.observability.tracing import NoTracer, Tracer
+from inflight.server.observability.request_log import Tracer
 from inflight.server.run import Server, hosts_of, listen
 from inflight.server.state import ServerState
 from tests.server.faulty import BUILD
@@ -143,7 +143,7 @@ def live_server(
     hosts = hosts_of(given, keys, listener)
 
     async def start() -> tuple[ServerState, Server]:
-        state = ServerState(engine, given, keys, hosts, tracer or NoTracer())
+        state = ServerState(engine, given, keys, hosts, tracer or Tracer())
         server = Server(given)
         if is_open:
             server.open(state)

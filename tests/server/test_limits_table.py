@@ -12,9 +12,8 @@ from inflight.option import LIMITS
 from inflight.request import MAX_SALT_LENGTH
 from inflight.sampling_params import MAX_BAD_WORDS, MAX_LOGPROBS, MAX_N, MAX_STOP_LENGTH, MAX_STOP_STRINGS
 from inflight.server.config import SERVE_OPTIONS
-from inflight.server.http.body import MAX_PARTS, MAX_VALUES
+from inflight.server.http.bodies import MAX_PARTS, MAX_VALUES, PIECE
 from inflight.server.http.limits import MAX_RESERVED, MIN_PROGRESS, ConnectionSlots
-from inflight.server.http.unsent import PIECE
 from inflight.server.openai.responses.conversation import MAX_REPEATED_CHARACTERS
 from inflight.server.openai.responses.store import MAX_PAGE_BYTES
 from inflight.server.openai.schemas import MAX_ARGUMENTS

@@ -15,7 +15,7 @@ import httpx
 import pytest
 from starlette.responses import PlainTextResponse
 
-from inflight.server.loading_app import LoadingApp
+from inflight.server.app import LoadingApp
 from tests.server.test_command import read_until_ready, started, worker_of
 from tests.server.waiting import POLICY, VARIABLE
 

@@ -14,8 +14,9 @@ from inflight.server.access.keys import Keys
 from inflight.server.access.middleware import Hosts
 from inflight.server.api_workers.pool import EXIT_SECONDS, ApiWorkerPool
 from inflight.server.config import ServerConfig
-from inflight.server.observability.tracing import NoTracer
-from inflight.server.run import BACKLOG, announce, start_state
+from inflight.server.observability.banner import announce
+from inflight.server.observability.request_log import Tracer
+from inflight.server.run import BACKLOG, start_state
 from inflight.server.state import ServerState
 
 logger = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ async def serve_with_workers(
         loop.call_soon_threadsafe(workers.progress, num_done, num_total)
 
     try:
-        loading = asyncio.create_task(start_state(options, keys, hosts, NoTracer(), progress))
+        loading = asyncio.create_task(start_state(options, keys, hosts, Tracer(), progress))
         if not await _finishes_first(loading, running, signals):
             return False
         engine, state = loading.result()

@@ -19,7 +19,7 @@ from inflight.engine.remote.wire import (
     Watch,
 )
 from inflight.processes.channel import Message, RemoteError, Stop
-from inflight.processes.rpc import RpcCall, RpcReply
+from inflight.processes.rpc import RpcCall, RpcPeer, RpcReply
 from inflight.server.access.keys import KeyDigests
 from inflight.server.errors import ApiError
 from inflight.server.observability.metrics import MetricCounts
@@ -186,6 +186,7 @@ class WorkerHeartbeat(Message, frozen=True):
 
 WorkerCall = RpcCall[WorkerRequest]
 WorkerReply = RpcReply[RpcError]
+Rpc = RpcPeer[WorkerRequest, RpcError]
 
 FromWorker = (
     Add

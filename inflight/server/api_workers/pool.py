@@ -23,9 +23,7 @@ from inflight.processes.channel import Message, Stop
 from inflight.processes.child import ChildHost
 from inflight.processes.connected_process import ConnectedProcess
 from inflight.processes.rpc import RpcCall, RpcPeer, RpcReply
-from inflight.server.access.admission import AdmissionControl, LocalAdmission
-from inflight.server.access.keys import Caller, Keys
-from inflight.server.api_workers.connection import Rpc
+from inflight.server.access.keys import AdmissionControl, Caller, Keys, LocalAdmission
 from inflight.server.api_workers.messages import (
     MAIN,
     Drain,
@@ -43,6 +41,7 @@ from inflight.server.api_workers.messages import (
     RelayedRequest,
     RelayedResponse,
     RemoveResponse,
+    Rpc,
     RpcError,
     StartWorker,
     TakeCounts,

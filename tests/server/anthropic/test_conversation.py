@@ -12,7 +12,7 @@ from inflight.frontend.input_processor import MAX_TENANT_LENGTH
 from inflight.server.anthropic.conversation import chat_of, check, text_constraint, user_of
 from inflight.server.anthropic.schemas import MessagesBody
 from inflight.server.errors import ApiError
-from inflight.server.http.body import parse_body
+from inflight.server.http.bodies import parse_body
 
 USER = {"role": "user", "content": "1 + 2?"}
 TOOL = {"name": "add", "description": "Adds.", "input_schema": {"type": "object"}}

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from inflight.server.anthropic.errors import error_body, error_response
 from inflight.server.anthropic.formatter import SIGNATURE, MessageBlocks
 from inflight.server.errors import ApiError
 from tests.server.parsed import CUT_SHORT, WHOLE, read_events
@@ -91,10 +90,10 @@ def test_arguments_that_broke_off() -> None:
 )
 def test_errors(status: int, told: int, kind: str) -> None:
     error = ApiError(status, "no", retry_after=3)
-    response = error_response(error, "req-1")
+    response = error.anthropic_response("req-1")
     assert response.status_code == told
     assert response.headers["retry-after"] == "3"
-    assert response.body == error_body(error, "req-1")
+    assert response.body == error.anthropic_body("req-1")
     found = json.loads(bytes(response.body))
     assert found == {"type": "error", "error": {"type": kind, "message": "no"}, "request_id": "req-1"}
     if kind != "request_too_large":  # of which the documentation tells, and the package does not know

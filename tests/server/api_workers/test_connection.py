@@ -8,8 +8,8 @@ from typing import Any, cast
 import msgspec
 
 from inflight.server.access.keys import Caller
-from inflight.server.api_workers.connection import RemoteResponses, Rpc
-from inflight.server.api_workers.messages import FindResponse
+from inflight.server.api_workers.messages import FindResponse, Rpc
+from inflight.server.api_workers.worker import RemoteResponses
 from inflight.server.openai.responses.store import ResponseContent
 
 ALICE = Caller("alice")

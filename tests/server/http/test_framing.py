@@ -6,7 +6,7 @@ import httptools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inflight.server.http.framing import MAX_CHUNKS, RequestFraming
+from inflight.server.http.limits import MAX_CHUNKS, RequestFraming
 
 MAX = 1024
 

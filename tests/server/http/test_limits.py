@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from inflight.server.access.admission import QueuePace
+from inflight.server.observability.request_log import QueuePace
 from tests.server.live import Backend, Live, live_server
 from tests.server.test_life import slow_steps
 

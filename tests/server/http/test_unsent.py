@@ -14,7 +14,7 @@ from starlette.types import Message
 
 from inflight.server.access.keys import Caller
 from inflight.server.errors import ApiError
-from inflight.server.http.unsent import ENGINE_RESPONSE, PIECE, PacedSend, UnsentBytes
+from inflight.server.http.bodies import ENGINE_RESPONSE, PIECE, PacedSend, UnsentBytes
 from inflight.server.openai.responses import conversation
 from tests.server.calling import CallingBackend
 from tests.server.live import Live, live_server
