@@ -53,9 +53,7 @@ class Caller:
     weight: float = 1.0
     requests_per_minute: float | None = None
     max_concurrent: int | None = None
-    own_cache: bool = (
-        False  # cached prefixes are not shared, so that timing reveals nothing about its prompts
-    )
+    own_cache: bool = False  # cached prefixes are not shared: timing reveals nothing about its prompts
     clock: Callable[[], float] = time.monotonic
     num_running: int = 0
     usage: KeyUsage = field(default_factory=KeyUsage)
@@ -282,7 +280,7 @@ def load_keys(api_keys: Iterable[str], file: str | None) -> Keys:
                 f"{which} has surrounding spaces or characters that are not printable ASCII: no client could send it"
             )
     if len(set(keys)) < len(keys):
-        raise ConfigError("the same API key is given twice")
+        raise ConfigError("the same API key is listed twice")
     return Keys(entries)
 
 

@@ -209,12 +209,8 @@ class RootPath:
         await self._app(scope, receive, send)
 
 
-ALL = "*"
-_SAFE_METHODS = (
-    "GET",
-    "HEAD",
-    "OPTIONS",
-)  # they change nothing, and without CORS a page cannot read the response
+# They change nothing, and without CORS a page cannot read the response.
+_SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 _SAME_SITE = ("same-origin", "none")  # a page of this server, or an address typed by the user
 
 

@@ -163,9 +163,8 @@ class ApiWorkerPool:
         self._admission = LocalAdmission()
         self._workers: dict[int, ApiWorkerProcess] = {}  # by number
         self._num_launches = 0
-        self._locations: OrderedDict[tuple[str, str], ApiWorkerProcess] = (
-            OrderedDict()
-        )  # the worker of each request, by caller and id
+        # The worker of each request, by caller and id.
+        self._locations: OrderedDict[tuple[str, str], ApiWorkerProcess] = OrderedDict()
         self._state: ServerState | None = None
         self._stats: EngineStats
         self._is_draining = False
@@ -243,9 +242,8 @@ class ApiWorkerPool:
         limits = self._options.process
         if limits.kill_silent_after is None:
             return math.inf
-        return (
-            min(limits.silent_after, limits.kill_silent_after) if worker.is_open else limits.kill_silent_after
-        )
+        seconds = limits.kill_silent_after
+        return min(limits.silent_after, seconds) if worker.is_open else seconds
 
     async def _send_first(self, worker: ApiWorkerProcess) -> None:
         """Send the first message, once the process has connected."""

@@ -239,7 +239,7 @@ def test_without_keys_there_is_one_caller() -> None:
         ("keys: [{name: a, key: x, colour: red}]", "whose only fields are"),
         ("keys: [{name: a, key: x, cache: both}]", "own or shared"),
         ("keys: [{name: a, key: x}, {name: a, key: y}]", "two keys with the name 'a'"),
-        ("keys: [{name: a, key: x}, {name: b, key: x}]", "given twice"),
+        ("keys: [{name: a, key: x}, {name: b, key: x}]", "listed twice"),
         ("keys: [", "is not YAML"),
     ],
 )

@@ -2,15 +2,15 @@
 
 | fault | tests, here or in another folder |
 | --- | --- |
-| the engine process dies, hangs or falls silent | test_engine.py; engine/test_process.py |
+| the engine process dies, hangs or falls silent | test_engine.py; engine/remote/test_process_client.py |
 | a step raises, or KV memory runs out | test_engine.py; server/test_life.py |
-| a client disconnects or reads slowly | test_clients.py; server/test_life.py, engine/test_process.py |
+| a client disconnects or reads slowly | test_clients.py; server/test_life.py, engine/remote/test_process_client.py |
 | overload | test_clients.py; server/http/test_limits.py, server/openai/test_openai.py (Retry-After) |
 | SIGTERM | server/test_life.py, server/test_command.py |
 
 | input | tests, here or in another folder |
 | --- | --- |
-| pickle over a socket | test_input.py; engine/test_wire.py, engine/test_process.py (malformed frames) |
+| pickle over a socket | test_input.py; engine/remote/ (malformed frames) |
 | unsafe weights, code in a model folder | test_input.py; models/test_checkpoint.py |
 | chat template | text/test_chat.py (hostile templates, arguments), server/test_bad_input.py (none from requests) |
 | numbers, token ids, prompts, stop strings | test_clients.py; server/test_bad_input.py |
