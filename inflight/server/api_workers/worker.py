@@ -27,9 +27,16 @@ from inflight.entrypoints.async_engine import AsyncEngine
 from inflight.errors import EngineError, InflightError
 from inflight.frontend import Frontend
 from inflight.logs import configure_logging
-from inflight.processes.channel import AsyncChildSockets, ConnectionInfo, Message, Stop
-from inflight.processes.parent_watch import run_child
-from inflight.processes.rpc import RpcCall, RpcPeer, RpcReply
+from inflight.processes.channel import (
+    AsyncChildSockets,
+    ConnectionInfo,
+    Message,
+    RpcCall,
+    RpcPeer,
+    RpcReply,
+    Stop,
+)
+from inflight.processes.child import run_child
 from inflight.server.access.keys import Caller, Keys
 from inflight.server.api_workers.messages import (
     Drain,
