@@ -18,7 +18,7 @@ from inflight.server.schemas import (
     missing,
     ranged,
 )
-from inflight.text.chat import MAX_MESSAGES
+from inflight.text.chat_template import MAX_MESSAGES
 
 _TEXT = {"type": "string", "minLength": 1}
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
