@@ -205,7 +205,7 @@ def test_templates() -> None:
         "entrypoints/llm.py",
         "entrypoints/async_engine.py",
         "frontend/input_processor.py",
-        "text/stops.py",
+        "text/detokenizer.py",
     ],
 )
 def test_no_refusal_of_a_parameter_goes_without_its_name(file: str) -> None:
