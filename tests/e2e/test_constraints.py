@@ -62,7 +62,7 @@ def expected(llm: LLM) -> list[Any]:
     return [answers(llm, [each], [prompt])[0] for prompt in PROMPTS for each in MIXED]
 
 
-def test_every_kind_gives_what_it_says(llm: LLM) -> None:
+def test_outputs_match_their_constraints(llm: LLM) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"regex": "[a-c]{3}-\\d{2}"}, "[a-c]{3}-\\d{2}"),
         ({"choice": ["yes", "no"]}, "yes|no"),
@@ -79,7 +79,7 @@ def test_every_kind_gives_what_it_says(llm: LLM) -> None:
 @pytest.mark.parametrize(
     "more", [{}, {"temperature": 0}, {"top_p": 0.9, "top_k": 20}, {"frequency_penalty": 1.0}]
 )
-def test_schemas_hold_whatever_the_parameters(llm: LLM, more: dict[str, Any]) -> None:
+def test_schemas_hold_with_any_sampling_parameters(llm: LLM, more: dict[str, Any]) -> None:
     outputs = run(llm, PROMPTS, replace(JSON, n=2, logprobs=2, max_tokens=300, **more))
     for output in outputs:
         for answer in output.outputs:
@@ -102,7 +102,7 @@ SCARCE: dict[str, Any] = {"num_blocks": 24, "policy": GREEDY_CONTINUOUS}
         SCARCE | {"pipeline_depth": 2, "max_num_batched_tokens": 9, "max_num_seqs": 8},
     ],
 )
-def test_tokens_are_those_of_the_request_alone(expected: list[Any], options: dict[str, Any]) -> None:
+def test_constrained_tokens_do_not_depend_on_the_batch(expected: list[Any], options: dict[str, Any]) -> None:
     """Constrained or not, in a crowd, in chunks, preempted and replayed, with hits in the prefix cache."""
     with LLM(show_progress=False, block_size=4, **options) as crowded:
         assert answers(crowded, MIXED) == expected
@@ -111,7 +111,7 @@ def test_tokens_are_those_of_the_request_alone(expected: list[Any], options: dic
         assert (crowded.stats().num_preemptions > 0) == ("num_blocks" in options)
 
 
-def test_the_torch_sampler_draws_the_same(expected: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_sampler_gives_the_same_tokens(expected: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     from inflight.execution import runner
     from inflight.execution.sampling import Sampler, SamplingRows
 
@@ -122,7 +122,7 @@ def test_the_torch_sampler_draws_the_same(expected: list[Any], monkeypatch: pyte
         assert answers(other, MIXED) == expected
 
 
-def test_masks_combine_with_all_else_that_forbids(llm: LLM) -> None:
+def test_masks_combine_with_other_restrictions(llm: LLM) -> None:
     no = llm.get_tokenizer().encode("no", add_special_tokens=False)
     for more in (
         {"logit_bias": {no[0]: 100.0}},
@@ -136,7 +136,7 @@ def test_masks_combine_with_all_else_that_forbids(llm: LLM) -> None:
     assert output.outputs[0].text.endswith('"age"')
 
 
-def test_where_nothing_is_left_the_request_fails_alone(llm: LLM) -> None:
+def test_request_without_allowed_tokens_fails_alone(llm: LLM) -> None:
     impossible = replace(YES_OR_NO, min_tokens=30)
     failed, fine = run(llm, PROMPTS[:2], [impossible, PLAIN])
     assert failed.outputs[0].finish_reason == "error"
@@ -146,7 +146,7 @@ def test_where_nothing_is_left_the_request_fails_alone(llm: LLM) -> None:
         run(llm, PROMPTS[0], replace(YES_OR_NO, bad_words=["yes", "ye", "y", "no", "n"]))
 
 
-def test_a_grammar_at_its_limits_fails_its_request_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grammar_at_its_limits_fails_its_request_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     from inflight.constraints import Matcher
 
     alone = run(llm, PROMPTS[1], PLAIN)[0].outputs[0]
@@ -157,13 +157,13 @@ def test_a_grammar_at_its_limits_fails_its_request_alone(llm: LLM, monkeypatch: 
     assert fine.outputs[0] == alone
 
 
-def test_ends_that_are_ignored_go_on_until_the_length(llm: LLM) -> None:
+def test_ignored_eos_continues_to_max_tokens(llm: LLM) -> None:
     (output,) = run(llm, PROMPTS[0], replace(YES_OR_NO, ignore_eos=True, max_tokens=8))
     assert output.outputs[0].text in ("yes", "no")
     assert len(output.outputs[0].token_ids) == 8
 
 
-def test_what_is_wrong_is_refused_before_anything_runs(llm: LLM) -> None:
+def test_invalid_constraints_are_rejected_before_anything_runs(llm: LLM) -> None:
     before = llm.stats().num_steps
     wrong = StructuredOutputs(json={"items": {"not": {}}})
     with pytest.raises(ParameterError, match="the keyword 'not', at #/items, is not supported"):
@@ -171,7 +171,7 @@ def test_what_is_wrong_is_refused_before_anything_runs(llm: LLM) -> None:
     assert llm.stats().num_steps == before
 
 
-def test_a_row_forgets_its_constraint(llm: LLM) -> None:
+def test_reused_row_has_no_constraint(llm: LLM) -> None:
     """Nothing of a constraint stays behind for who gets the row next, or for steps without any."""
     (first,) = run(llm, PROMPTS[1], PLAIN)
     run(llm, PROMPTS[1], YES_OR_NO)
@@ -179,7 +179,7 @@ def test_a_row_forgets_its_constraint(llm: LLM) -> None:
     assert first.outputs == again.outputs
 
 
-async def test_an_asynchronous_engine_answers_the_same(llm: LLM) -> None:
+async def test_async_engine_gives_the_same_answers(llm: LLM) -> None:
     """One in a process of its own: test_process.py."""
     async with await AsyncEngine.start(in_process=True) as engine:
         for params in (JSON, YES_OR_NO):
