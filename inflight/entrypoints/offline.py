@@ -26,7 +26,7 @@ from rich.progress import (
 )
 
 from inflight.config import EngineConfig, RouterConfig
-from inflight.engine import Command, EngineStats, RequestFeed, StepObserver
+from inflight.engine import Command, EngineCore, EngineStats, StepObserver
 from inflight.errors import ConfigError
 from inflight.events import Delta
 from inflight.frontend import Frontend
@@ -35,6 +35,8 @@ from inflight.request import Request
 if TYPE_CHECKING:
     from inflight.loading import LoadedEngine
 
+# Extra waiting requests beyond those that fill a step, so that the policy can find one that fits the rest of it.
+SPARE = 16
 Advance = Callable[[Sequence[Delta]], None]
 T = TypeVar("T")
 
@@ -175,6 +177,43 @@ class LocalEngine:
 
     def close(self) -> None:
         self._loaded.close()
+
+
+class RequestFeed:
+    """Adds requests to an engine, all at once or lazily.
+
+    Lazily, only as many requests wait in the engine as fill its next step. The others are created while the device
+    computes, and the first step waits only for its own.
+    """
+
+    def __init__(self, core: EngineCore, requests: Iterable[Request], lazily: bool) -> None:
+        self._core = core
+        self._requests = iter(requests)
+        limits = core.scheduler.limits
+        self._enough = limits.max_num_batched_tokens if lazily else sys.maxsize
+        # A step has at most max_num_seqs requests, however short they are.
+        self._least_cost = -(-limits.max_num_batched_tokens // limits.max_num_seqs)
+        self._ends = [0]  # prefix sums of the tokens of all added requests
+        self.added: list[str] = []  # request ids
+        self.is_empty = False
+
+    def fill(self) -> None:
+        """Add the requests that the next step needs. Call it before every step."""
+        while not self.is_empty and self._num_waiting_tokens() < self._enough:
+            request = next(self._requests, None)
+            if request is None:
+                self.is_empty = True
+            else:
+                self._core.add(request)
+                self.added.append(request.request_id)
+                self._ends.append(self._ends[-1] + max(request.num_tokens, self._least_cost))
+
+    def _num_waiting_tokens(self) -> int:
+        """Return the tokens of the waiting requests, which are nearly always the latest, without the spare ones."""
+        num_waiting = min(self._core.scheduler.pool.num_waiting, len(self.added))
+        if num_waiting <= SPARE:
+            return 0
+        return self._ends[-1 - SPARE] - self._ends[-1 - num_waiting]
 
 
 class ReplicatedEngine:

@@ -26,7 +26,7 @@ from inflight.server.errors import ApiError, of_answer, of_exception
 from inflight.server.formatters import Choice, ResponseFormatter
 from inflight.server.http.unsent import ENGINE_RESPONSE
 from inflight.server.observability.request_log import LoggedRequest
-from inflight.server.params import GenerationParams
+from inflight.server.prepare import GenerationParams
 from inflight.server.state import ServedModel, caller_of, state_of
 
 ABORT_SECONDS = 5.0  # how long to wait for the number of freed blocks; a hung engine is not waited for

@@ -15,11 +15,11 @@ from typing import TypeVar
 from starlette.requests import Request
 
 from inflight import __version__
-from inflight.constraints.fair_threads import FairThreads
 from inflight.engine import EngineClient, ModelFacts
 from inflight.entrypoints.async_engine import AsyncEngine
 from inflight.frontend import Frontend
 from inflight.frontend.scoring import unsupported_task
+from inflight.processes.fair_threads import FairThreads
 from inflight.router import Replicas, Router
 from inflight.scoring import Task, tasks_of
 from inflight.server.access.admission import AdmissionControl, LocalAdmission

@@ -16,7 +16,7 @@ import tokenizers
 from inflight import AsyncEngine
 from inflight.config import EngineConfig
 from inflight.engine import Command, EngineStats, Health, ModelFacts, RequestState
-from inflight.engine.step_records import StepObserver
+from inflight.engine.client import StepObserver
 from inflight.events import Delta, KVUsage, PositionLogprobs, RequestRecord, TokenLogprob, pack_logprobs
 from inflight.frontend import Frontend
 from inflight.request import Request

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import inflight
-from inflight.constraints.trial import ATTEMPT_SECONDS, MAX_PER_OWNER, MAX_WAITING, TRIAL_SECONDS
+from inflight.constraints.validator import ATTEMPT_SECONDS, MAX_PER_OWNER, MAX_WAITING, TRIAL_SECONDS
 from inflight.frontend.input_processor import MAX_TENANT_LENGTH
 from inflight.option import LIMITS
 from inflight.request import MAX_SALT_LENGTH

@@ -24,7 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from inflight import LLM
-from inflight.constraints import trial, trial_worker
+from inflight.constraints import trial_worker, validator
 from inflight.text import render_worker
 from inflight.text.render import RenderLimits
 from tests.server.live import SECONDS, ProcessBackend, live_server
@@ -38,7 +38,10 @@ NUM_KILLS, NUM_HANGS = (12, 4) if IS_LONG else (1, 0)  # a hang takes a minute t
 NUM_BLOCKS = 1024
 MIB = 1 << 20
 # Processes that a server has beside engines, and of how many at most. They come and go.
-MOST_WORKERS = {render_worker.__file__: RenderLimits().max_workers, trial_worker.__file__: trial.NUM_WORKERS}
+MOST_WORKERS = {
+    render_worker.__file__: RenderLimits().max_workers,
+    trial_worker.__file__: validator.NUM_WORKERS,
+}
 pytestmark = pytest.mark.timeout(3600 if IS_LONG else 300)
 
 

@@ -23,7 +23,7 @@ from inflight.execution.parallel.rank_processes import BEAT_EVERY
 from inflight.logs import configure_logging
 from inflight.native.library import native_library
 from inflight.processes.channel import RemoteError
-from inflight.processes.parent_watch import reporting_input, run_child
+from inflight.processes.child import reporting_input, run_child
 from inflight.registry import Registry
 
 logger = logging.getLogger(

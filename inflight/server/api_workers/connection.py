@@ -10,8 +10,7 @@ from inflight.engine import Health
 from inflight.engine.remote.supervisor import EngineEnded, EngineStalled
 from inflight.engine.remote.wire import Ready, StepOutputs
 from inflight.errors import EngineError
-from inflight.processes.channel import AsyncChildSockets, Message
-from inflight.processes.rpc import RpcPeer
+from inflight.processes.channel import AsyncChildSockets, Message, RpcPeer
 from inflight.server.access.keys import Caller
 from inflight.server.api_workers.messages import (
     Enter,

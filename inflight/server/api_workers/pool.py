@@ -19,10 +19,9 @@ from inflight.engine import EngineClient, EngineStats
 from inflight.engine.remote.client_service import ClientService
 from inflight.engine.remote.wire import Abort, Ack, Add, Describe, Progress, Ready, RunCommand, Watch
 from inflight.errors import EngineDeadError, EngineError
-from inflight.processes.channel import Message, Stop
+from inflight.processes.channel import Message, RpcCall, RpcPeer, RpcReply, Stop
 from inflight.processes.child import ChildHost
 from inflight.processes.connected_process import ConnectedProcess
-from inflight.processes.rpc import RpcCall, RpcPeer, RpcReply
 from inflight.server.access.admission import AdmissionControl, LocalAdmission
 from inflight.server.access.keys import Caller, Keys
 from inflight.server.api_workers.connection import Rpc

@@ -25,9 +25,8 @@ from inflight.entrypoints.async_engine import AsyncEngine
 from inflight.errors import InflightError
 from inflight.frontend import Frontend
 from inflight.logs import configure_logging
-from inflight.processes.channel import AsyncChildSockets, ConnectionInfo, Stop
-from inflight.processes.parent_watch import run_child
-from inflight.processes.rpc import RpcCall, RpcPeer, RpcReply
+from inflight.processes.channel import AsyncChildSockets, ConnectionInfo, RpcCall, RpcPeer, RpcReply, Stop
+from inflight.processes.child import run_child
 from inflight.server.access.keys import Keys
 from inflight.server.api_workers.connection import MainConnection, RemoteAdmission, RemoteResponses, Rpc
 from inflight.server.api_workers.messages import (

@@ -28,7 +28,7 @@ from inflight.server.openai.responses.schemas import (
 )
 from inflight.server.openai.responses.store import PageQuery, ResponseContent, not_stored
 from inflight.server.openapi import documented, respond
-from inflight.server.params import conversation_params
+from inflight.server.prepare import conversation_params
 from inflight.server.state import caller_of, state_of
 
 router = APIRouter()

@@ -1,3 +1,5 @@
+"""Owners share threads fairly, and their queues are bounded."""
+
 from __future__ import annotations
 
 import threading
@@ -6,17 +8,17 @@ from contextlib import ExitStack
 
 import pytest
 
-from inflight.constraints.fair_threads import FairThreads
 from inflight.errors import QueueFullError
+from inflight.processes.fair_threads import FairThreads
 
 SECONDS = 30.0
 
 
 class Gate:
-    """Jobs that wait until they are released. Releases all of them in the end, so that no thread is left waiting."""
+    """Jobs that wait until the gate opens. It opens at the end of the test at the latest."""
 
     def __init__(self, stack: ExitStack) -> None:
-        self.order: list[str] = []  # in which jobs began
+        self.order: list[str] = []  # owners of the jobs that ran
         self._open = threading.Event()
         stack.callback(self._open.set)
 
@@ -62,13 +64,13 @@ def test_owners_take_turns() -> None:
         assert gate.order == ["a", "b", "c", "a", "b", "a"]
 
 
-def test_waiting_jobs_of_an_owner_are_bounded_and_cancelled_ones_free_their_places() -> None:
-    threads = FairThreads("test", num_threads=1, max_waiting=2)
+def test_waiting_jobs_of_an_owner_are_limited_and_cancelled_ones_do_not_count() -> None:
+    threads = FairThreads("test", num_threads=1, max_waiting=2, full_message="{} jobs already")
     with ExitStack() as stack:
         gate = Gate(stack)
         gate.held(threads, "a")
         first, second = gate.noted(threads, "a"), gate.noted(threads, "a")
-        with pytest.raises(QueueFullError, match="2 new grammars"):
+        with pytest.raises(QueueFullError, match="2 jobs already"):
             gate.noted(threads, "a")
         other = gate.noted(threads, "b")
         assert first.cancel()
@@ -81,7 +83,7 @@ def test_waiting_jobs_of_an_owner_are_bounded_and_cancelled_ones_free_their_plac
         assert sorted(gate.order) == ["a", "a", "b"]
 
 
-def test_cleaning_up_delays_the_owner_and_not_the_result() -> None:
+def test_clean_up_delays_the_next_job_but_not_the_result() -> None:
     threads = FairThreads("test", num_threads=2)
     clean_up, next_begun = threading.Event(), threading.Event()
 
@@ -96,7 +98,7 @@ def test_cleaning_up_delays_the_owner_and_not_the_result() -> None:
     later.result(SECONDS)
 
 
-def test_job_that_raises_leaves_its_thread_to_the_next() -> None:
+def test_job_that_raises_frees_its_thread() -> None:
     threads = FairThreads("test", num_threads=1)
 
     def fail() -> None:

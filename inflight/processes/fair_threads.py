@@ -23,44 +23,48 @@ class _QueuedCall:
 
 
 class FairThreads:
-    """Run jobs in a few threads, at most `max_per_owner` of one owner at a time.
+    """Runs jobs in a few threads, at most `max_per_owner` of one owner at a time.
 
-    Owners take turns, so that one with many jobs delays another by a single job at most, and not at all while fewer
-    than `num_threads // max_per_owner` other owners are busy.
+    Owners take turns, so an owner with many jobs delays another by one job at most, and not at all while fewer than
+    `num_threads // max_per_owner` other owners are busy.
     """
 
     def __init__(
-        self, name: str, num_threads: int, max_per_owner: int = 1, max_waiting: int | None = None
+        self,
+        name: str,
+        num_threads: int,
+        max_per_owner: int = 1,
+        max_waiting: int | None = None,
+        full_message: str = "{} jobs of this tenant are waiting, which is the limit: try again later",
     ) -> None:
-        """`max_waiting` bounds the jobs of one owner that wait for a thread."""
+        """Limit the waiting jobs of each owner to `max_waiting`; `full_message` says so, with {} for their number."""
+        self._full_message = full_message
         self._num_threads = num_threads
         self._max_per_owner = max_per_owner
         self._max_waiting = max_waiting
-        self._threads = ThreadPoolExecutor(num_threads, name)  # starts them when they are first needed
+        self._threads = ThreadPoolExecutor(num_threads, name)
         self._lock = threading.Lock()
-        self._waiting: dict[
-            str, deque[_QueuedCall]
-        ] = {}  # by owner, whoever is next first; no deque is empty
+        # By owner, in the order of their turns; no deque is empty.
+        self._waiting: dict[str, deque[_QueuedCall]] = {}
         self._running: Counter[str] = Counter()  # jobs by owner
 
     def submit(self, owner: str, work: Callable[[], T], after: Callable[[], None] | None = None) -> Future[T]:
-        """Run `work` in a thread, and then `after`, which nobody waits for but which still takes the owner's thread.
-        Cancelling the future gives up the place in the queue. Raises QueueFullError."""
+        """Run `work` in a thread, then `after`, which the future does not wait for but which still occupies the thread.
+
+        Cancelling the future removes the job from the queue. Raises QueueFullError.
+        """
         job = _QueuedCall(owner, work, after)
         with self._lock:
             num_waiting = len(self._waiting.get(owner, ()))
             if self._max_waiting is not None and num_waiting >= self._max_waiting:
-                raise QueueFullError(
-                    f"{num_waiting} new grammars of this tenant wait to be compiled, which is the limit: "
-                    "try again later"
-                )
+                raise QueueFullError(self._full_message.format(num_waiting))
             self._waiting.setdefault(owner, deque()).append(job)
             self._start_jobs()
         job.future.add_done_callback(lambda future: self._withdraw(job) if future.cancelled() else None)
         return job.future
 
     def close(self) -> None:
-        """Cancel the jobs that wait, and let those that run end. Returns at once."""
+        """Cancel the waiting jobs and let the running ones finish, without waiting for them."""
         with self._lock:
             waiting = [job for jobs in self._waiting.values() for job in jobs]
             self._waiting.clear()
@@ -69,7 +73,7 @@ class FairThreads:
         self._threads.shutdown(wait=False)
 
     def _start_jobs(self) -> None:
-        """Start as many jobs as there are threads for. The lock is held."""
+        """Start jobs while threads are free. The caller holds the lock."""
         while self._running.total() < self._num_threads:
             job = self._next_job()
             if job is None:
@@ -103,7 +107,7 @@ class FairThreads:
                 self._start_jobs()
 
     def _withdraw(self, job: _QueuedCall) -> None:
-        """Remove a cancelled job from the queue, unless it has left it already."""
+        """Remove a cancelled job from the queue if it is still there."""
         with self._lock:
             jobs = self._waiting.get(job.owner)
             if jobs is None or job not in jobs:

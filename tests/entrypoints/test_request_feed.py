@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from inflight.engine import RequestFeed
+from inflight.entrypoints.offline import RequestFeed
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
 from tests.support.requests import FakeEngine, make_request
