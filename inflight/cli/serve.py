@@ -40,7 +40,7 @@ def serve(
     with needs_extra("server"):
         options = ServerConfig.create(**gather(SERVE_OPTIONS, flags, os.environ, config, SERVE_RULES))
         with interrupts_end_at_once():
-            if not options.in_process and not options.router.is_wanted:
+            if not options.in_process and not options.router.is_enabled:
                 # The engine imports torch while this process imports the server.
                 from inflight.engine.remote.supervisor import start_spare_engine
 

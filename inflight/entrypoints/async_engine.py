@@ -83,7 +83,7 @@ class AsyncEngine(AsyncScoringMethods):
         """
         routing = RouterConfig.taken_from(options)
         config = EngineConfig.create(model, **options)
-        if in_process and not routing.is_wanted:
+        if in_process and not routing.is_enabled:
             return cls.of(await asyncio.to_thread(_load, config, progress))
         client = await _start_client(config, routing, process, progress)
         try:
@@ -351,7 +351,7 @@ async def _start_client(
         raise ConfigError(
             f"an engine in its own process needs {error.name}: install inflight-llm[server]"
         ) from error
-    if not routing.is_wanted:
+    if not routing.is_enabled:
         return await ProcessClient.start(config, process, progress)
     return await start_router(config, routing, process, progress)
 

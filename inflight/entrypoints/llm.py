@@ -62,7 +62,7 @@ class LLM(ScoringMethods):
         config = EngineConfig.create(model, **options)
         self._offline: OfflineEngine
         with loading_bar(config.model.model or "the built-in model", show_progress) as progress:
-            if routing.is_wanted:
+            if routing.is_enabled:
                 self._offline = ReplicatedEngine(config, routing, progress)
             else:
                 self._engine = load_engine(config, progress)  # only for an engine in this process

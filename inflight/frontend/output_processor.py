@@ -15,7 +15,7 @@ from inflight.agents import (
     ToolCallBegun,
     ToolCallEnded,
 )
-from inflight.agents.events import merge_deltas
+from inflight.agents.reading import merge_deltas
 from inflight.engine import EngineClient
 from inflight.events import Delta, PositionLogprobs, RequestRecord, own_logprob
 from inflight.outputs import (

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inflight.agents import MessageParser
-from inflight.agents.events import merge_deltas
+from inflight.agents.reading import merge_deltas
 from inflight.events import Delta, PositionLogprobs, RequestRecord, TokenLogprob, pack_logprobs
 from inflight.frontend.output_processor import Answer, ChatAnswers, OutputProcessor
 from inflight.outputs import Logprob, PackedLogprobs

@@ -19,8 +19,8 @@ from inflight.server.openai.responses.conversation import MAX_REPEATED_CHARACTER
 from inflight.server.openai.responses.store import MAX_PAGE_BYTES
 from inflight.server.openai.schemas import MAX_ARGUMENTS
 from inflight.server.state import TEXT_THREADS
-from inflight.text.chat import MAX_MESSAGES
-from inflight.text.render import RenderLimits
+from inflight.text import RenderLimits
+from inflight.text.chat_template import MAX_MESSAGES
 
 PACKAGE = Path(inflight.__file__).parent
 PAGE = (PACKAGE.parent / "docs" / "server.md").read_text()

@@ -25,8 +25,7 @@ from prometheus_client.samples import Sample
 
 from inflight import LLM
 from inflight.constraints import trial_worker, validator
-from inflight.text import render_worker
-from inflight.text.render import RenderLimits
+from inflight.text import RenderLimits, render_worker
 from tests.server.live import SECONDS, ProcessBackend, live_server
 from tests.server.soak import NUM_AT_ONCE, Question, Soak, questions_of
 from tests.server.test_command import serving
