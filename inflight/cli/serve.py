@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
+from inflight.cli import interrupts_end_at_once
 from inflight.cli.command import NOTES, InflightCommand, needs_extra
 from inflight.cli.option_sources import argument, gather, unused_variables, with_flags
-from inflight.interrupts import interrupts_end_at_once
 from inflight.server.config import SERVE_OPTIONS, ServerConfig
 from inflight.vllm_compat.cli_flags import SERVE_RULES
 

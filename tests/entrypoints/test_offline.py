@@ -14,7 +14,7 @@ from inflight.config import EngineConfig, RouterConfig
 from inflight.entrypoints.offline import ReplicatedEngine
 
 
-def test_a_start_that_is_interrupted_cleans_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_start_cleans_up(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
 
     async def start_router(*_: object, **__: object) -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from inflight.interrupts import held_interrupts, interrupts_end_at_once
+from inflight.cli import interrupts_end_at_once
+from inflight.entrypoints.offline import held_interrupts
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +28,7 @@ def ctrl_c() -> None:
     signal.raise_signal(signal.SIGINT)
 
 
-def test_it_takes_effect_where_it_may() -> None:
+def test_interrupt_acts_where_it_is_allowed() -> None:
     done = []
 
     def work() -> None:
@@ -44,7 +45,7 @@ def test_it_takes_effect_where_it_may() -> None:
     assert done == ["before", "the step"]
 
 
-def test_or_at_the_end() -> None:
+def test_interrupt_acts_at_the_end_of_the_block() -> None:
     done = []
 
     def work() -> None:
@@ -58,7 +59,7 @@ def test_or_at_the_end() -> None:
     assert done == ["the last step"]
 
 
-def test_the_second_is_not_held() -> None:
+def test_second_interrupt_acts_at_once() -> None:
     done = []
 
     def work() -> None:
@@ -73,7 +74,7 @@ def test_the_second_is_not_held() -> None:
     assert done == ["the step"]
 
 
-def test_an_error_goes_before() -> None:
+def test_error_takes_precedence_over_a_held_interrupt() -> None:
     def work() -> None:
         with held_interrupts():
             ctrl_c()
@@ -83,7 +84,7 @@ def test_an_error_goes_before() -> None:
         work()
 
 
-def test_what_cleans_up_is_not_cut_short() -> None:
+def test_cleanup_is_not_interrupted() -> None:
     done = []
 
     def work() -> None:
@@ -100,7 +101,7 @@ def test_what_cleans_up_is_not_cut_short() -> None:
     assert done == ["clean"]
 
 
-def test_a_handler_of_ones_own_is_called() -> None:
+def test_own_handler_is_called() -> None:
     numbers = []
 
     def own(number: int, _: object) -> None:
@@ -116,7 +117,7 @@ def test_a_handler_of_ones_own_is_called() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def test_an_ignored_one_stays_ignored() -> None:
+def test_ignored_interrupt_stays_ignored() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with held_interrupts() as let_go:
         ctrl_c()
@@ -125,7 +126,7 @@ def test_an_ignored_one_stays_ignored() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def test_other_threads_have_none() -> None:
+def test_other_threads_are_unaffected() -> None:
     done = []
 
     def work() -> None:
@@ -151,13 +152,13 @@ def test_other_threads_have_none() -> None:
         ("uvicorn", ["serve", "--port", "0"]),
     ],
 )
-def test_ctrl_c_while_imports_last_is_one_line(module: str, arguments: list[str], tmp_path: Path) -> None:
+def test_interrupt_during_imports_prints_one_line(module: str, arguments: list[str], tmp_path: Path) -> None:
     """The module is one that presses it: it stands before the real one on the path."""
     (tmp_path / f"{module}.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
     found = subprocess.run(
         [sys.executable, "-m", "inflight", *arguments],
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)},
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
         capture_output=True,
         text=True,
         timeout=120,
@@ -166,7 +167,7 @@ def test_ctrl_c_while_imports_last_is_one_line(module: str, arguments: list[str]
     assert (found.returncode, found.stdout, found.stderr) == (130, "", "inflight: interrupted\n")
 
 
-def test_after_imports_it_is_as_before() -> None:
+def test_handler_is_restored_after_imports() -> None:
     with interrupts_end_at_once():
         pass
     with pytest.raises(KeyboardInterrupt):

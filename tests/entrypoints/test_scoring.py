@@ -15,10 +15,9 @@ from inflight.errors import EngineError, ParameterError, PromptError, QueueFullE
 from inflight.events import RequestRecord
 from inflight.frontend.scoring import cosines
 from inflight.scheduling import Batch, Sampled
+from tests.frontend.scoring_engine import CROSS_ENCODER, EMBEDDER, engine
 from tests.support.requests import FakeEngine
 from tests.text.samples import tokenizer
-
-from .scoring_engine import CROSS_ENCODER, EMBEDDER, engine
 
 DOCUMENTS = [f"document {index} has " + "some words " * (index % 7) for index in range(60)]
 
@@ -48,7 +47,7 @@ async def test_results_come_in_the_order_of_the_texts(served: tuple[AsyncEngine,
     assert (await made.embed([])).vectors.shape == (0, 2)
 
 
-async def test_scores_and_ranks(served: tuple[AsyncEngine, FakeEngine]) -> None:
+async def test_scores_are_cosines_and_ranked(served: tuple[AsyncEngine, FakeEngine]) -> None:
     made, _ = served
     scores = await made.score("why?", DOCUMENTS)
     matrix = np.array([expected(text) for text in ["why?", *DOCUMENTS]], dtype=np.float32)
@@ -63,7 +62,7 @@ async def test_scores_and_ranks(served: tuple[AsyncEngine, FakeEngine]) -> None:
         await made.classify("text")
 
 
-async def test_pairs_beside_each_other() -> None:
+async def test_concurrent_calls_get_their_own_results() -> None:
     made, _ = engine(CROSS_ENCODER)
     async with made:
         calls = [
@@ -74,7 +73,7 @@ async def test_pairs_beside_each_other() -> None:
             assert (found.labels, found.scale) == (("no", "yes"), "logit")
 
 
-async def test_one_call_holds_no_more_than_two_steps_and_others_pass() -> None:
+async def test_large_call_does_not_delay_small_ones() -> None:
     made, fake = engine(EMBEDDER, max_num_batched_tokens=32, max_num_seqs=4)
     waiting: list[int] = []
     fake.core.observers.append(lambda record: waiting.append(record.num_running + record.num_waiting))
@@ -90,7 +89,7 @@ async def test_one_call_holds_no_more_than_two_steps_and_others_pass() -> None:
     assert max(waiting) <= 2 * 4 + 1
 
 
-async def test_whoever_leaves_takes_all_texts_along(served: tuple[AsyncEngine, FakeEngine]) -> None:
+async def test_cancelled_call_aborts_all_its_texts(served: tuple[AsyncEngine, FakeEngine]) -> None:
     made, fake = served
     begun = asyncio.Event()
     task = asyncio.create_task(made.embed(DOCUMENTS * 20, on_record=lambda _: begun.set(), request_id="x"))
@@ -117,7 +116,7 @@ async def test_a_call_can_be_aborted_by_its_id(served: tuple[AsyncEngine, FakeEn
 
 
 @pytest.mark.parametrize("texts", [["fine", "too long " * 100], [*DOCUMENTS * 9, "too long " * 100]])
-async def test_a_bad_text_ends_the_call_and_nothing_else(
+async def test_rejected_text_fails_only_its_call(
     served: tuple[AsyncEngine, FakeEngine], texts: list[str]
 ) -> None:
     made, _ = served
@@ -126,7 +125,7 @@ async def test_a_bad_text_ends_the_call_and_nothing_else(
     assert (await made.embed("hello")).vectors.tolist() == [expected("hello")]
 
 
-async def test_a_full_queue_refuses_calls_that_have_not_begun_and_holds_up_the_others() -> None:
+async def test_full_queue_rejects_new_calls_and_delays_started_ones() -> None:
     made, fake = engine(EMBEDDER, max_num_seqs=2)
     fake.core.max_queue = 3
     async with made:
@@ -150,7 +149,7 @@ async def test_a_vector_that_is_not_finite_fails_the_call() -> None:
             await made.embed(DOCUMENTS)
 
 
-async def test_options_that_do_not_exist_are_refused(served: tuple[AsyncEngine, FakeEngine]) -> None:
+async def test_unknown_options_are_rejected(served: tuple[AsyncEngine, FakeEngine]) -> None:
     options: dict[str, Any] = {"nosuch": 1}
     with pytest.raises(ParameterError, match="unknown argument nosuch"):
         await served[0].embed("text", **options)

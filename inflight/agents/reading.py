@@ -1,4 +1,4 @@
-"""The text of an output as it arrives, and the primitives with which formats read it.
+"""The text of an output as it arrives, the primitives with which formats read it, and the events that they emit.
 
 A format is read by a generator that looks like a parser of complete text. Where it needs a character that has not
 arrived yet, it yields None and is resumed when there is more. So no format knows how the text was split into deltas,
@@ -12,20 +12,106 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import TypeVar
-
-from inflight.agents.events import ParserEvent
 
 MAX_CALL_HEADER = 1024  # characters within which a call must be recognizable as one
 MAX_TRIMMED_SPACE = 64  # characters of white space before a marker that count as part of it
 _CHUNK = 4096
+_SPACE = " \t\r\n"
+_SPACES = re.compile(f"[{_SPACE}]*")
 
+
+@dataclass(frozen=True, slots=True)
+class ContentDelta:
+    """More text of the answer itself."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningDelta:
+    """More text of the reasoning before the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallBegun:
+    """The start of a tool call. `id` is the model's own id for the call, in formats that have one."""
+
+    index: int
+    name: str
+    id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ArgumentsDelta:
+    """More of the JSON text of a call's arguments."""
+
+    index: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallEnded:
+    """The end of a tool call. `complete` is false if the output ended or violated the format inside the call."""
+
+    index: int
+    complete: bool
+
+
+ParserEvent = ContentDelta | ReasoningDelta | ToolCallBegun | ArgumentsDelta | ToolCallEnded
 T = TypeVar("T")
 Reading = Generator[ParserEvent | None, None, T]  # None means that it waits for more text
 
-_SPACE = " \t\r\n"
-_SPACES = re.compile(f"[{_SPACE}]*")
+
+def merge_deltas(events: Iterable[ParserEvent]) -> list[ParserEvent]:
+    """Return the events with consecutive deltas of the same kind merged into one."""
+    merged: list[ParserEvent] = []
+    for _, group in groupby(events, type):
+        same_kind = list(group)
+        deltas = [event for event in same_kind if not isinstance(event, ToolCallBegun | ToolCallEnded)]
+        if deltas:
+            merged.append(replace(deltas[0], text="".join(delta.text for delta in deltas)))
+        else:
+            merged += same_kind
+    return merged
+
+
+@dataclass(slots=True)
+class CalledFunction:
+    """One tool call of a message."""
+
+    name: str
+    arguments: str = ""  # JSON text
+    id: str | None = None
+    complete: bool = False
+
+
+@dataclass(slots=True)
+class ParsedMessage:
+    """The message that the events so far add up to."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: list[CalledFunction] = field(default_factory=list)
+
+    def add(self, events: Iterable[ParserEvent]) -> None:
+        for event in events:
+            match event:
+                case ContentDelta(text):
+                    self.content += text
+                case ReasoningDelta(text):
+                    self.reasoning += text
+                case ToolCallBegun(_, name, id):
+                    self.tool_calls.append(CalledFunction(name, id=id))
+                case ArgumentsDelta(index, text):
+                    self.tool_calls[index].arguments += text
+                case ToolCallEnded(index, complete):
+                    self.tool_calls[index].complete = complete
 
 
 class Markers:
