@@ -9,17 +9,26 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import replace
 
-from inflight.engine import Command, EngineStats, Health, ModelFacts, RequestState, StepObserver
-from inflight.engine.history import History
-from inflight.engine.sleep import asleep
+from inflight.engine import (
+    Command,
+    EngineStats,
+    Health,
+    MemoryState,
+    ModelFacts,
+    RequestState,
+    StepObserver,
+    TimelineObserver,
+)
+from inflight.engine.client import History
+from inflight.engine.runner import asleep
 from inflight.errors import EngineDeadError, EngineError, QueueFullError, RequestError
 from inflight.events import CACHE_HASH_LENGTH, Delta
-from inflight.kv.block_hashes import BlockHasher, BlockMarks
+from inflight.kv.prefix_cache import BlockHasher
 from inflight.request import Request
-from inflight.router.replica import Replica
+from inflight.router.replica import RECENT_TOKENS, ROUTINGS, BlockMarks, KnownTokens, Replica
 from inflight.router.replicas import Replicas, StartReplica
 from inflight.router.routed import RoutedRequest, RoutedStream, share_blame
-from inflight.router.routing import RECENT_TOKENS, ROUTINGS, KnownTokens
+from inflight.timeline import TimelinePage, TimelineQuery
 
 logger = logging.getLogger(__name__)
 
@@ -296,6 +305,15 @@ class Router:
 
     def watch(self, observer: StepObserver) -> Callable[[], None]:
         return self.replicas.watch(observer)
+
+    def watch_timeline(self, observer: TimelineObserver) -> Callable[[], None]:
+        return self.replicas.watch_timeline(observer)
+
+    async def read_timeline(self, query: TimelineQuery) -> TimelinePage:
+        return await self.replicas.read_timeline(query)
+
+    async def read_memory(self, replica: str) -> MemoryState:
+        return await self.replicas.find(replica).client.read_memory("0")
 
     async def stats(self) -> EngineStats:
         return await self.replicas.stats()

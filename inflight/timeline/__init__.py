@@ -8,8 +8,16 @@ neighbours.py which other requests made one slow
 terminal.py   the same in a terminal (`inflight top`)
 """
 
-from inflight.timeline.chunks import Chunk, Event, Kind, RequestInfo, decode_chunk
-from inflight.timeline.recorder import NoRecorder, RecordedTimes, Recorder, TimelinePage, TimelineQuery
+from inflight.timeline.chunks import (
+    Chunk,
+    Event,
+    Kind,
+    RequestInfo,
+    TimelinePage,
+    TimelineQuery,
+    decode_chunk,
+)
+from inflight.timeline.recorder import NoRecorder, RecordedTimes, Recorder
 
 __all__ = [
     "Chunk",

@@ -170,6 +170,21 @@ def pack_runs(runs: Iterator[Run] | Sequence[Run]) -> bytes:
     return numbers.tobytes()
 
 
+class TimelineQuery(msgspec.Struct, array_like=True, frozen=True):
+    """Asks for the chunks that end after `since`. `positions` is that of the page before; None asks for the first."""
+
+    since: float
+    positions: dict[str, int] | None = None  # by replica
+    replica: str | None = None  # None: all
+
+
+class TimelinePage(msgspec.Struct, array_like=True, frozen=True):
+    """Encoded chunks, each with its replica. There are more as long as `positions` is not empty."""
+
+    chunks: list[tuple[str, bytes]]
+    positions: dict[str, int]
+
+
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Chunk)
 

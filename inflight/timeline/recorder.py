@@ -10,22 +10,20 @@ operations find them, and only they are looked at; sums check that all others co
 
 from __future__ import annotations
 
-from array import array
+import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
-
-import msgspec
 
 from inflight.events import Delta
 from inflight.request import Request, Status
 from inflight.scheduling import Limits, RequestPool, ScheduledStep
-from inflight.timeline.chunks import COLUMNS, Chunk, Event, Kind, RequestInfo, encode_chunk
+from inflight.timeline.chunk_builder import MAX_EVENTS, ChunkBuilder, OpenRun
+from inflight.timeline.chunks import Event, Kind, RequestInfo, TimelinePage, TimelineQuery
 
 MAX_BYTES = 64 << 20  # of the ring
 CHUNK_OVERHEAD = 256  # bytes that Python needs for each chunk in the ring
 STEPS_PER_CHUNK = 256
-MAX_EVENTS = 4096  # in one chunk
 MAX_UNTAKEN_STEPS = 4096  # kept for a viewer that takes none
 TAKE_EVERY = 1 / 30  # seconds between two chunks for viewers
 PAGE_BYTES = 1 << 20
@@ -45,136 +43,6 @@ class RecordedTimes(NamedTuple):
     began: float
     finished: float
     updated: float
-
-
-class TimelineQuery(msgspec.Struct, array_like=True, frozen=True):
-    """Asks for the chunks that end after `since`. `positions` is that of the page before; None asks for the first."""
-
-    since: float
-    positions: dict[str, int] | None = None  # by replica
-    replica: str | None = None  # None: all
-
-
-class TimelinePage(msgspec.Struct, array_like=True, frozen=True):
-    """Encoded chunks, each with its replica. There are more as long as `positions` is not empty."""
-
-    chunks: list[tuple[str, bytes]]
-    positions: dict[str, int]
-
-
-class OpenRun:
-    """A run that may continue in the next step."""
-
-    __slots__ = ("first_step", "first_token", "info", "kind", "slot", "tokens_per_step")
-
-    def __init__(
-        self, slot: int, info: RequestInfo, kind: int, first_step: int, tokens_per_step: int, first_token: int
-    ) -> None:
-        self.slot = slot
-        self.info = info
-        self.kind = kind
-        self.first_step = first_step
-        self.tokens_per_step = tokens_per_step
-        self.first_token = first_token
-
-    def expected(self, step: int) -> int:
-        """Return the index of the first token that the run computes in `step` if it continues."""
-        return self.first_token + (step - self.first_step) * self.tokens_per_step
-
-
-class ChunkBuilder:
-    """Collects steps, runs and events. With `known`, requests in it are not described again."""
-
-    def __init__(self, sizes: tuple[int, int, int, int], known: set[int] | None = None) -> None:
-        self._sizes = sizes
-        self._known = known
-        self._num_events = 0
-        self.skipped = 0
-        self.reset(0)
-
-    def reset(self, first_step: int) -> None:
-        """Begin a new chunk."""
-        self.first_step = first_step
-        self.at = array("d")
-        self.rows = array("I")  # one number for each of COLUMNS, step after step
-        self.runs = array("q")
-        self.failed: dict[int, str] = {}
-        self.events: list[Event] = []
-        self.requests: dict[int, RequestInfo] = {}
-
-    @property
-    def is_empty(self) -> bool:
-        return not self.at and not self.events
-
-    def describe(self, info: RequestInfo) -> None:
-        if self._known is None or info.number not in self._known:
-            self.requests[info.number] = info
-
-    def add_event(self, event: Event, info: RequestInfo) -> None:
-        self.events.append(event)
-        self.describe(info)
-
-    def add_run(self, run: OpenRun, end_step: int, outputs: int, to: array[int] | None = None) -> None:
-        """Add the part of a run that lies in this chunk."""
-        first_step = max(run.first_step, self.first_step)
-        if first_step >= end_step:
-            return
-        skipped = first_step - run.first_step
-        if skipped and run.kind == DECODE:
-            outputs = max(0, outputs - skipped)
-        first_token = run.first_token + skipped * run.tokens_per_step
-        numbers = run.slot, run.info.number, run.kind, first_step, end_step - first_step
-        (self.runs if to is None else to).extend((*numbers, run.tokens_per_step, first_token, outputs))
-        self.describe(run.info)
-
-    def encode(self, open_runs: Iterable[OpenRun], more: Iterable[RequestInfo] = ()) -> bytes:
-        """Return what is here so far, with the runs that are still open and more descriptions."""
-        runs, end_step = self.runs[:], self.first_step + len(self.at)
-        for run in open_runs:
-            outputs = end_step - run.first_step if run.kind == DECODE else 0
-            self.add_run(run, end_step, outputs, runs)
-        requests = self.requests | {info.number: info for info in more}
-        chunk = Chunk(
-            *self._sizes,
-            first_step=self.first_step,
-            at=self.at.tobytes(),
-            columns=b"".join(self.rows[index :: len(COLUMNS)].tobytes() for index in range(len(COLUMNS))),
-            run_data=runs.tobytes(),
-            failed=self.failed,
-            requests=list(requests.values()),
-            events=self.events,
-            first_event=self._num_events,
-            skipped=self.skipped,
-        )
-        return encode_chunk(chunk)
-
-    def close(self, open_runs: Iterable[OpenRun]) -> bytes:
-        """Return the chunk, and begin the next one."""
-        data = self.encode(open_runs)
-        if self._known is not None:
-            self._known.update(self.requests)
-            self._known.difference_update(
-                event.request for event in self.events if event.type in ("finish", "abort")
-            )
-        self._begin_next()
-        self.skipped = 0
-        return data
-
-    def drop(self) -> None:
-        """Forget the steps of the chunk, which no one takes. The next chunk says how many there were."""
-        self.skipped += len(self.at)
-        requests = self.requests
-        self._begin_next()
-        self.requests = requests if len(requests) < MAX_EVENTS else {}
-
-    def _begin_next(self) -> None:
-        self._num_events += len(self.events)
-        self.reset(self.first_step + len(self.at))
-
-    def start_at(self, step: int, num_events: int) -> None:
-        """Begin with this step and event."""
-        self._num_events = num_events
-        self.reset(step)
 
 
 class NoRecorder:
@@ -208,6 +76,12 @@ class NoRecorder:
     def take(self) -> bytes | None:
         return None
 
+    def take_due(self, now: float) -> bytes | None:  # noqa: ARG002
+        return None
+
+    def seconds_until_due(self, now: float) -> float:  # noqa: ARG002
+        return math.inf
+
     def page(self, query: TimelineQuery, replica: str = "0") -> TimelinePage:  # noqa: ARG002
         return TimelinePage([], {})
 
@@ -232,6 +106,7 @@ class Recorder(NoRecorder):
         self._builder.reset(self._base)
         self._watched: ChunkBuilder | None = None
         self._builders = [self._builder]
+        self._taken_at = -math.inf
         self._num_events = 0
         self._next_step = self._base
         self._ended_at = 0.0  # of the last step or event
@@ -540,10 +415,26 @@ class Recorder(NoRecorder):
             return None
         return self._watched.close(self._runs.values())
 
+    def take_due(self, now: float) -> bytes | None:
+        """Take what happened, unless something was taken just before."""
+        if self._watched is None or now < self._taken_at + TAKE_EVERY:
+            return None
+        data = self.take()
+        if data is not None:
+            self._taken_at = now
+        return data
+
+    def seconds_until_due(self, now: float) -> float:
+        """Return when `take_due` will have something, as far as this is known now."""
+        if self._watched is None or self._watched.is_empty:
+            return math.inf
+        return max(0.0, self._taken_at + TAKE_EVERY - now)
+
     def page(self, query: TimelineQuery, replica: str = "0") -> TimelinePage:
         """Return the next recorded chunks. The last one is not full yet, and describes all requests in the engine."""
         position = -1 if query.positions is None else query.positions.get(replica, -1)
-        chunks, num_bytes = [], 0
+        chunks: list[tuple[str, bytes]] = []
+        num_bytes = 0
         for number, ended_at, data in self._ring:
             if number >= position and ended_at >= query.since:
                 if num_bytes >= PAGE_BYTES:

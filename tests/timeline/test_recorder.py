@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import settings
 from hypothesis.stateful import invariant
 
 from inflight.request import RequestOrigin
-from inflight.timeline import Kind, Recorder, decode_chunk
+from inflight.timeline import Kind, Recorder, TimelineQuery, decode_chunk
 from inflight.timeline import recorder as recorder_module
 from inflight.timeline.chunks import COLUMNS, chunk_json
 from tests.scheduling.test_machine import EngineMachine
@@ -47,7 +48,7 @@ class RecordedMachine(EngineMachine):
         assert cells_of(run for chunk in chunks for run in chunk.runs()) == sorted(self.recorder.cells)
         described = {info.number for chunk in chunks for info in chunk.requests}
         assert described >= {cell.request for cell in self.recorder.cells}
-        for before, after in zip(chunks, chunks[1:], strict=False):
+        for before, after in itertools.pairwise(chunks):
             assert (before.end_step, before.end_event) == (after.first_step, after.first_event)
         self._check_watched()
 
@@ -166,7 +167,7 @@ def test_pages_are_bounded_and_complete(monkeypatch: pytest.MonkeyPatch) -> None
     recorder = recording(engine)
     engine.add(make_request([1, 2], 100))
     engine.run()
-    page = recorder.page(recorder_module.TimelineQuery(0.0))
+    page = recorder.page(TimelineQuery(0.0))
     assert sum(len(data) for _, data in page.chunks) < 2000
     assert page.positions
     chunks = chunks_of(recorder)
@@ -181,7 +182,7 @@ def test_reading_since_a_moment_leaves_out_earlier_chunks(monkeypatch: pytest.Mo
     engine.run()
     everything = chunks_of(recorder)
     middle = everything[5].times[0]
-    assert [chunk.first_step for chunk in chunks_of(recorder, middle)][0] <= everything[5].first_step
+    assert next(chunk.first_step for chunk in chunks_of(recorder, middle)) <= everything[5].first_step
     assert len(chunks_of(recorder, middle)) < len(everything)
 
 

@@ -7,16 +7,27 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
 
 from inflight.config import EngineConfig, ProcessConfig
-from inflight.engine.client import CacheObserver, Health, ModelFacts, RequestState
-from inflight.engine.delta_queue import DeltaQueue, DeltaStream
-from inflight.engine.history import History
+from inflight.engine.client import (
+    CacheObserver,
+    Command,
+    DeltaQueue,
+    DeltaStream,
+    Health,
+    History,
+    MemoryState,
+    ModelFacts,
+    RequestState,
+    StepObserver,
+    TimelineObserver,
+    notify,
+)
 from inflight.engine.remote.supervisor import (
     EngineEnded,
     EngineStalled,
@@ -28,23 +39,24 @@ from inflight.engine.remote.wire import (
     Abort,
     Ack,
     Describe,
+    ReadMemory,
+    ReadTimeline,
     Ready,
     Reply,
     RunCommand,
     StepOutputs,
     Watch,
     WatchCache,
+    WatchTimeline,
     encode_add,
 )
-from inflight.engine.sleep import Command
 from inflight.engine.stats import EngineStats
-from inflight.engine.step_records import StepObserver, notify
 from inflight.errors import ConfigError, EngineDeadError, RequestError
 from inflight.events import Delta, RequestRecord, StepRecord
-from inflight.processes.channel import Codec, Message
+from inflight.processes.channel import Codec, Message, PendingCalls
 from inflight.processes.child import ProcessHost
-from inflight.processes.rpc import PendingCalls
 from inflight.request import Request
+from inflight.timeline import TimelinePage, TimelineQuery
 
 logger = logging.getLogger(__name__)
 
@@ -123,6 +135,7 @@ class ProcessClient:
         self._calls: PendingCalls[Reply] = PendingCalls()
         self._history = History()
         self._observers: list[StepObserver] = []
+        self._timeline_observers: list[TimelineObserver] = []
         self._cache_observer: CacheObserver | None = None
         self._num_received = 0
 
@@ -134,13 +147,14 @@ class ProcessClient:
         progress: LoadProgress | None = None,
         build: str = "model",
         host: ProcessHost | None = None,
+        generations: Iterator[int] | None = None,
     ) -> ProcessClient:
         """Start the process and wait until its engine is ready. Errors of the configuration are raised as if the engine
         had been built here. `build` is "model", or the `module:function` that builds another engine. Without a `host`,
-        the process is a child of this one."""
+        the process is a child of this one. `generations` count the engines in its place, also after restarts."""
         process = process or ProcessConfig()
         host = host or engine_host(process.environment)
-        supervisor = Supervisor(build, _options_on_wire(config), process, progress, host)
+        supervisor = Supervisor(build, _options_on_wire(config), process, progress, host, generations)
         ready = await supervisor.launch()
         return cls.over(supervisor, ready)
 
@@ -186,6 +200,8 @@ class ProcessClient:
         self._num_received = 0
         if self._observers:
             self._send(Watch(True))
+        if self._timeline_observers:
+            self._send(WatchTimeline(True))
         if self._cache_observer is not None:
             self._send(WatchCache(True))
 
@@ -225,6 +241,9 @@ class ProcessClient:
             self._stats = outputs.stats
         for record in outputs.steps:
             self._observe(record)
+        for replica, data in outputs.timeline:
+            for show in self._timeline_observers[:]:
+                show(replica, data)
         self._connection.working = bool(self._open)
         self._num_received += 1
         if self._num_received % ACK_EVERY == 0:
@@ -335,6 +354,29 @@ class ProcessClient:
                 self._send(Watch(False))
 
         return stop
+
+    def watch_timeline(self, observer: TimelineObserver) -> Callable[[], None]:
+        self._timeline_observers.append(observer)
+        self._send(WatchTimeline(True))
+
+        def stop() -> None:
+            self._timeline_observers.remove(observer)
+            if not self._timeline_observers:
+                self._send(WatchTimeline(False))
+
+        return stop
+
+    async def read_timeline(self, query: TimelineQuery) -> TimelinePage:
+        call = next(self._numbers)
+        reply = await self._call(call, lambda: self._send(ReadTimeline(call, query)))
+        assert reply.timeline is not None
+        return reply.timeline
+
+    async def read_memory(self, replica: str) -> MemoryState:
+        call = next(self._numbers)
+        reply = await self._call(call, lambda: self._send(ReadMemory(call, replica)))
+        assert reply.memory is not None
+        return reply.memory
 
     def watch_cache(self, observer: CacheObserver) -> None:
         self._cache_observer = observer

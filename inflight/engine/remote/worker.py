@@ -24,7 +24,7 @@ from inflight.engine.remote.engine_loop import EngineLoop
 from inflight.engine.remote.wire import EngineSockets, Failed, Progress, Ready, Start, Stopped, ToEngine
 from inflight.logs import configure_logging
 from inflight.processes.channel import ConnectionInfo, RemoteError
-from inflight.processes.parent_watch import reporting_input, run_child
+from inflight.processes.child import reporting_input, run_child
 from inflight.registry import Registry
 
 logger = logging.getLogger("inflight.engine.remote.worker")  # __name__ is __main__ here
@@ -88,6 +88,7 @@ def _serve(sockets: EngineSockets) -> int:
     gc.collect()
     gc.freeze()
     gc.disable()
+    core.record(start.generation)
     loop = EngineLoop(core, sockets)
     _in_thread(lambda: _send_heartbeats(sockets, loop, start.heartbeat), "heartbeat")
     sockets.send(Ready(facts, core.stats()))
