@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from inflight.execution.sampling import candidates, sampler
-from inflight.execution.sampling.candidates import top_candidates
-from inflight.execution.sampling.randomness import log_exponential, noise_key
+from inflight.execution.sampling.gumbel import log_exponential, noise_key, top_candidates
 from tests.execution.sampling.sampler_oracle import Bench, job, sample_one
 from tests.execution.sampling.test_independence import VOCAB, mixed_jobs
 
