@@ -9,7 +9,7 @@ import torch
 
 from inflight.config import MAX_RANKS, EngineConfig
 from inflight.errors import ConfigError
-from inflight.execution.platforms.cpu import MEMORY_SHARE
+from inflight.execution.platforms import MEMORY_SHARE
 from inflight.kv.budget import CONTEXT_MEMORY
 from inflight.loading import open_model
 from inflight.models.decoders.pooling import plan_decoder

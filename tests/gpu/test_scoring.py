@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from inflight.execution.gpu.device import EagerSteps, StepGraphs
 from inflight.execution.gpu.encoder_runner import GpuEncoderRunner
-from inflight.execution.gpu.graphs import EagerSteps, StepGraphs
 from inflight.models.pooling_head import POOLINGS
 from tests.support.encoder_checkpoints import load, make_encoder, texts, write_pooling
 from tests.support.encoder_checkpoints import vectors as encoded

@@ -17,7 +17,7 @@ from inflight.cli.main import app
 from inflight.cli.plan import parse_gpus, parse_size
 from inflight.config import EngineConfig
 from inflight.errors import ConfigError
-from inflight.execution.platforms import cpu
+from inflight.execution import platforms
 from inflight.loading.planning import Devices, plan_model
 from inflight.models.decoders.decoder import Decoder
 from inflight.models.decoders.families import decoder_spec
@@ -44,7 +44,7 @@ def test_weights_are_as_large_as_planned(family: str, dtype: torch.dtype) -> Non
     spec = decoder_spec(FAMILIES[family](**fields).to_dict())
     library = native_library()
     storage = cpu_storage(dtype, None if library is None else library.panel)
-    place = cpu.CpuPlatform()
+    place = platforms.CpuPlatform()
     for shard in (shard_of(spec, 0, 1), shard_of(spec, 1, 2), shard_of(spec, 0, 2, range(2))):
         parts = place.kernels_and_attention(shard.spec, dtype)
         decoder = Decoder(spec, *parts, dtype, place.device, 300, shard)
@@ -60,7 +60,7 @@ def test_an_engine_takes_what_was_planned(monkeypatch: pytest.MonkeyPatch) -> No
     found = plan_model(EngineConfig.create("-", **options), Devices("cpu", 1, before))
     (fit,) = found.fits
     left = before - fit.shares[0].weights
-    monkeypatch.setattr(cpu, "available_memory", lambda: left)
+    monkeypatch.setattr(platforms, "available_memory", lambda: left)
     llm = LLM("-", show_progress=False, **options)
     assert fit.num_tokens == pytest.approx(llm._engine.facts.num_blocks * 16, rel=0.02)
     assert fit.num_requests == fit.num_tokens // 2048

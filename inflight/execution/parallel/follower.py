@@ -10,7 +10,6 @@ from torch import Tensor
 
 from inflight.constraints import GrammarCompiler
 from inflight.engine.runner import Runner
-from inflight.execution.forward import ForwardPass
 from inflight.execution.parallel.layout import RankMemory
 from inflight.execution.parallel.links import SharedLinks
 from inflight.execution.parallel.messages import (
@@ -25,7 +24,7 @@ from inflight.execution.parallel.messages import (
     encode_results,
 )
 from inflight.execution.parallel.shared_memory import SharedStream
-from inflight.execution.runner import ModelRunner
+from inflight.execution.runner import ForwardPass, ModelRunner
 from inflight.models.decoders.decoder import Decoder
 from inflight.scheduling import Batch
 

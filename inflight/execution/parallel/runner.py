@@ -8,12 +8,12 @@ from typing import Any
 
 from inflight.engine.runner import Runner
 from inflight.errors import DeviceLostError, InflightError
-from inflight.execution.forward import torch_threads
 from inflight.execution.parallel.collective import SharedCollective
 from inflight.execution.parallel.follower import RankRunner
 from inflight.execution.parallel.messages import End, RankStep, SampledIds, decode_results, encode
 from inflight.execution.parallel.rank_processes import RankProcesses
 from inflight.execution.parallel.shared_memory import SharedStream
+from inflight.execution.runner import torch_threads
 from inflight.models.decoders.shard import Collective
 from inflight.native.library import Library
 from inflight.scheduling import Batch, Sampled
