@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from inflight.attention.sequences import Sequences
+from inflight.attention.backend import Sequences
 from inflight.engine.runner import Runner
 from inflight.execution.results import StepVectors
 from inflight.execution.runner import torch_threads

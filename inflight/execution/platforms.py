@@ -10,9 +10,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from inflight.attention.backend import AttentionBackend
-from inflight.attention.cpu import ComposedAttention, cpu_attention
-from inflight.attention.sequences import SequenceAttention, cpu_sequence_attention
+from inflight.attention.backend import AttentionBackend, SequenceAttention
+from inflight.attention.cpu import ComposedAttention, cpu_attention, cpu_sequence_attention
 from inflight.config import EngineConfig
 from inflight.constraints import GrammarCompiler
 from inflight.engine.runner import Runner

@@ -10,15 +10,16 @@ from torch import Tensor
 
 from inflight.errors import ConfigError
 from inflight.layers.kernels import (
+    ComposedLinear,
     Kernels,
     Linear,
     Reduce,
+    TorchKernels,
     check_activation,
     check_bias,
     check_gate,
     check_weight,
 )
-from inflight.layers.torch_kernels import ComposedLinear, TorchKernels
 from inflight.native.library import ACTIVATION_NUMBERS, Library, native_library
 
 LOAD_ROWS = 4096  # rows converted at a time, so that a large weight is never held twice

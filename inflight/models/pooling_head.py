@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from inflight.attention.sequences import Sequences
+from inflight.attention.backend import Sequences
 from inflight.errors import ModelError, WeightsError
 from inflight.layers.kernels import Kernels, Linear
 from inflight.model_files import inside

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from inflight.attention.triton.plan import SEQUENCE_FIELDS, max_sequence_items, plan_sequences
 from inflight.attention.triton.sequences import PlannedSequences, TritonSequenceAttention
-from inflight.attention.triton.step import Items
+from inflight.attention.triton.softmax import Items
 from inflight.errors import EngineError
 from inflight.execution.encoder_runner import PackedTexts, pack, pack_batch, trial_texts
 from inflight.execution.gpu.device import EagerSteps, StepGraphs, event_on, to_host, wait_for, watched

@@ -17,7 +17,7 @@ from inflight.execution.parallel.collective import HostCollective, SharedCollect
 from inflight.execution.parallel.layout import RankMemory
 from inflight.execution.parallel.peer_collective import PeerCollective, buffer_bytes
 from inflight.execution.parallel.peer_memory import PeerMemory
-from inflight.layers.triton.next_norm import NextNorm
+from inflight.layers.triton.linear_parts import NextNorm
 from inflight.models.decoders.shard import GatheringCollective
 
 

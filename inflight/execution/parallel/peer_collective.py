@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from inflight.execution.parallel.triton.peer_kernels import MAX_PROGRAMS, gather_kernel, sum_kernel
-from inflight.layers.triton.next_norm import NextNorm, allocate_next_norm
+from inflight.layers.triton.linear_parts import NextNorm, allocate_next_norm
 from inflight.triton_utils.pdl import launch_options, supports_pdl
 
 _BLOCK = 4096  # most columns that a gather copies at once

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from inflight.attention.sequences import SequenceAttention, Sequences
+from inflight.attention.backend import SequenceAttention, SequenceLayer, Sequences
 from inflight.layers.kernels import Kernels, Linear, Residual
 from inflight.models.encoders.spec import EncoderSpec
 from inflight.models.pooling_head import Head, Pooler
@@ -60,7 +60,9 @@ class EncoderLayer:
     ) -> None:
         hidden, inner = spec.hidden_size, spec.intermediate_size
         self._spec, self._kernels, self._attention = spec, kernels, attention
-        self._window, self._cos_sin = spec.windows[index], cos_sin
+        self._layer = SequenceLayer(
+            spec.num_heads, spec.head_dim, spec.head_dim**-0.5, spec.windows[index], cos_sin
+        )
         self._qkv: Linear = kernels.linear(hidden, 3 * hidden, dtype, spec.attention_bias)
         self._output: Linear = kernels.linear(hidden, hidden, dtype, spec.attention_bias)
         self._up: Linear = kernels.linear(hidden, 2 * inner if spec.gated else inner, dtype, spec.mlp_bias)
@@ -85,24 +87,15 @@ class EncoderLayer:
         return self._mlp_norm.of_sum(x, self._down(self._inner(x)))
 
     def _norm_first(self, x: Tensor, texts: TextBatch, picked: Tensor | None) -> Tensor:
-        attended = self._attend(x if self._attention_norm is None else self._attention_norm(x), texts)
+        normed = x if self._attention_norm is None else self._attention_norm(x)
+        attended = self._attend(normed, texts)
         if picked is not None:
             x, attended = x[picked], attended[picked]
         x = self._output.add_to(Residual(x, None), attended, None, 0.0, None).x
         return self._down.add_to(Residual(x, None), self._inner(self._mlp_norm(x)), None, 0.0, None).x
 
     def _attend(self, x: Tensor, texts: TextBatch) -> Tensor:
-        spec = self._spec
-        rotary = None if self._cos_sin is None else (self._cos_sin, texts.positions)
-        return self._attention.attend(
-            self._qkv(x),
-            spec.num_heads,
-            spec.head_dim,
-            spec.head_dim**-0.5,
-            self._window,
-            texts.sequences,
-            rotary,
-        )
+        return self._attention.attend(self._qkv(x), self._layer, texts.sequences, texts.positions)
 
     def _inner(self, x: Tensor) -> Tensor:
         activation = self._spec.activation

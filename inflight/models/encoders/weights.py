@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from inflight.attention.sequences import SequenceAttention
+from inflight.attention.backend import SequenceAttention
 from inflight.layers.kernels import Kernels
 from inflight.models.checkpoint import Checkpoint
 from inflight.models.encoders.encoder import Encoder, PoolingEncoder

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from inflight.layers.kernels import Residual
-from inflight.layers.torch_kernels import TorchKernels
+from inflight.layers.kernels import Residual, TorchKernels
 from inflight.models.decoders.families import decoder_spec
 from inflight.models.decoders.layer import DenseMlp, Layer, LinearRows, Target
 from inflight.models.decoders.shard import whole_shard
