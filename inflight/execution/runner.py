@@ -18,7 +18,7 @@ from inflight.execution.parallel.collective import SharedCollective
 from inflight.execution.results import PooledRows, PromptPiece, ScoredRows, StepVectors, failure
 from inflight.execution.sampling import LogprobTensors, SampledTensors, Sampler, VocabularyPart, cpu_sampler
 from inflight.models.decoders.decoder import Decoder
-from inflight.models.decoders.shard import Shard
+from inflight.models.decoders.spec import Shard
 from inflight.scheduling import Batch, Sampled
 
 

@@ -32,7 +32,7 @@ from inflight.execution.sampling.triton import (
     score_all,
 )
 from inflight.models.decoders.decoder import Decoder
-from inflight.models.decoders.shard import GatheringCollective
+from inflight.models.decoders.spec import GatheringCollective
 from inflight.scheduling import Batch, Sampled
 
 

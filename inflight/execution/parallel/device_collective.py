@@ -18,7 +18,7 @@ from inflight.execution.parallel.layout import RankMemory
 from inflight.execution.parallel.peer_collective import PeerCollective, buffer_bytes
 from inflight.execution.parallel.peer_memory import PeerMemory
 from inflight.layers.triton.linear_parts import NextNorm
-from inflight.models.decoders.shard import GatheringCollective
+from inflight.models.decoders.spec import GatheringCollective
 
 
 class NcclCollective:

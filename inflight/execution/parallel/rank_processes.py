@@ -24,7 +24,7 @@ from inflight.execution.parallel.messages import (
 )
 from inflight.execution.parallel.rank_process import RankProcess
 from inflight.logs import JsonFormatter
-from inflight.models.decoders.shard import RankShare
+from inflight.models.decoders.footprint import RankShare
 from inflight.native.library import Library
 from inflight.processes.channel import RemoteError
 

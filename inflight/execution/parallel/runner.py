@@ -14,7 +14,7 @@ from inflight.execution.parallel.messages import End, RankStep, SampledIds, deco
 from inflight.execution.parallel.rank_processes import RankProcesses
 from inflight.execution.parallel.shared_memory import SharedStream
 from inflight.execution.runner import torch_threads
-from inflight.models.decoders.shard import Collective
+from inflight.models.decoders.spec import Collective
 from inflight.native.library import Library
 from inflight.scheduling import Batch, Sampled
 

@@ -25,7 +25,7 @@ from inflight.layers.kernels import TorchKernels
 from inflight.layers.triton_kernels import TritonKernels
 from inflight.models.encoders.encoder import PoolingEncoder
 from inflight.models.encoders.spec import EncoderSpec
-from inflight.models.pooling_head import POOLINGS, Pooler
+from inflight.models.heads import POOLINGS, Pooler
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
 from inflight.scheduling import Admission, Batch, Limits

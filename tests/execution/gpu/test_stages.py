@@ -22,7 +22,7 @@ from inflight.execution.platforms import CpuPlatform
 from inflight.execution.runner import StageLinks
 from inflight.models.checkpoint import open_checkpoint
 from inflight.models.decoders.decoder import Decoder
-from inflight.models.decoders.shard import shard_of
+from inflight.models.decoders.spec import shard_of
 from inflight.models.decoders.weights import load_decoder
 from inflight.scheduling import Batch, Sampled
 from tests.execution.gpu.interpreted import DEVICE, InterpretedPlatform

@@ -25,7 +25,7 @@ from inflight.execution.sampling.triton.sample import (
     launch_gumbel,
     write_logprobs,
 )
-from inflight.models.decoders.shard import GatheringCollective
+from inflight.models.decoders.spec import GatheringCollective
 from inflight.triton_utils.pdl import launch_options, supports_pdl
 
 
