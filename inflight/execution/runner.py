@@ -14,7 +14,7 @@ from inflight.attention.backend import AttentionInputs
 from inflight.constraints import GrammarCompiler
 from inflight.events import RequestFailure
 from inflight.execution.constrained_rows import ConstrainedRows
-from inflight.execution.parallel.collective import SharedCollective
+from inflight.execution.parallel.shared_memory import SharedCollective
 from inflight.execution.results import PooledRows, PromptPiece, ScoredRows, StepVectors, failure
 from inflight.execution.sampling import LogprobTensors, SampledTensors, Sampler, VocabularyPart, cpu_sampler
 from inflight.models.decoders.decoder import Decoder

@@ -16,8 +16,8 @@ from inflight.config import EngineConfig
 from inflight.constraints import GrammarCompiler
 from inflight.execution import platforms
 from inflight.execution.gpu.runner import GpuRunner, GpuStepHandle
-from inflight.execution.parallel.follower import StageRank
 from inflight.execution.parallel.messages import SampledIds
+from inflight.execution.parallel.runner import StageRank
 from inflight.execution.platforms import CpuPlatform
 from inflight.execution.runner import StageLinks
 from inflight.models.checkpoint import open_checkpoint
