@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -42,13 +42,6 @@ class Placement:
     dummy: float | None = None  # fill value of dummy weights; None: random numbers
 
 
-class Target(Protocol):
-    """The part of a model that a module of a checkpoint is loaded into."""
-
-    def placements(self, module: str) -> Iterator[Placement]:
-        """Yield the module's tensors and where they go."""
-
-
 @dataclass(frozen=True, slots=True)
 class RowRun:
     """Rows [first, first + count) of a checkpoint's tensor, which go to rows from `to` on."""
@@ -72,6 +65,7 @@ class LinearRows:
     has_bias: bool  # whether the layer holds it: if the ranks' products are summed, only one does
 
     def placements(self, module: str) -> Iterator[Placement]:
+        """Yield the tensors of the checkpoint's module and where they go."""
         yield Placement(f"{module}.weight", (self.count, self.num_columns), self.load)
         if self.bias:
             yield Placement(f"{module}.bias", (self.count,), self.load_bias)
@@ -112,6 +106,10 @@ class NormWeight:
             yield Placement(
                 f"{module}.bias", (self.count,), into_tensor(self.bias, first=self.first), dummy=0.0
             )
+
+
+# The part of a model that a module of a checkpoint is loaded into.
+Target = LinearRows | NormWeight
 
 
 def whole_rows(linear: Linear, bias: bool) -> LinearRows:
