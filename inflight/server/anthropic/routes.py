@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from inflight.frontend.chat import num_characters
-from inflight.server.access.admission import counted
+from inflight.server.access.keys import counted
 from inflight.server.anthropic.conversation import chat_of, check, text_constraint, user_of
 from inflight.server.anthropic.formatter import MessagesFormatter
 from inflight.server.anthropic.schemas import (
@@ -21,7 +21,7 @@ from inflight.server.anthropic.schemas import (
     TokenCount,
 )
 from inflight.server.engine_response import EngineResponse
-from inflight.server.http.body import read_json
+from inflight.server.http.bodies import read_json
 from inflight.server.openapi import documented, respond
 from inflight.server.prepare import check_tokenizer, conversation_params, prepare_chat
 from inflight.server.routes.service import check_size, text_limit

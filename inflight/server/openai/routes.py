@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from inflight.server.engine_response import EngineResponse
-from inflight.server.http.body import read_json
+from inflight.server.http.bodies import read_json
 from inflight.server.openai.formatters import ChatFormatter, CompletionFormatter
 from inflight.server.openai.schemas import ChatBody, ChatChunk, ChatCompletion, Completion, CompletionBody
 from inflight.server.openapi import documented

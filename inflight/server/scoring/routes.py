@@ -18,7 +18,7 @@ from inflight.events import RequestRecord
 from inflight.scoring import Task
 from inflight.server.engine_response import EngineResponse
 from inflight.server.errors import ApiError
-from inflight.server.http.body import read_json
+from inflight.server.http.bodies import read_json
 from inflight.server.observability.request_log import MAX_RECORDS
 from inflight.server.openapi import documented
 from inflight.server.scoring.formatters import (

@@ -13,7 +13,7 @@ import httpx
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from inflight.server.observability.tracing import OtelTracer
+from inflight.server.observability.request_log import OtelTracer
 from tests.server.http.test_limits import connect
 from tests.server.live import Live, live_server
 from tests.server.pooled import EMBEDDER, TOKENIZER, PooledBackend

@@ -15,7 +15,7 @@ from openai.types.responses import (
 
 from inflight.frontend.chat import NamedTool
 from inflight.server.errors import ApiError
-from inflight.server.http.body import parse_body
+from inflight.server.http.bodies import parse_body
 from inflight.server.openai.responses.conversation import chat_of, input_items, text_constraint
 from inflight.server.openai.responses.schemas import ResponsesBody
 from inflight.server.openai.responses.store import StoredItem

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from inflight.server.errors import ApiError
-from inflight.server.http.body import MAX_PARTS, parse_body
+from inflight.server.http.bodies import MAX_PARTS, parse_body
 from inflight.server.openai.responses.conversation import input_items
 from inflight.server.openai.responses.schemas import ResponsesBody
 from inflight.server.openai.responses.store import StoredItem, check_conversation

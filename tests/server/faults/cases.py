@@ -1,4 +1,4 @@
-"""Requests whose answers are known, and what their clients were told."""
+"""Requests whose answers are known, and what their clients receive."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tests.server.live import Live, ProcessBackend
 PATH = "/v1/completions"
 
 
-class Told:
-    """What a client was told: the status, the text, the error, and whether the stream had its end mark."""
+class ClientView:
+    """What a client received: the status, the text, the errors, and whether the stream had its end mark."""
 
     def __init__(self, live: Live, body: dict[str, Any]) -> None:
         self.text, self.done = "", False
@@ -39,24 +39,27 @@ class Told:
 
 
 class Case:
-    """A request, and what it must give whatever happens around it."""
+    """A request and the text it must produce whatever happens around it."""
 
     def __init__(self, prompt: list[int], max_tokens: int, text: str) -> None:
         self.text = text
         self.body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
 
-    def send(self, threads: ThreadPoolExecutor, live: Live, stream: bool = True) -> Future[Told]:
-        return threads.submit(Told, live, {**self.body, "stream": stream})
+    def send(self, threads: ThreadPoolExecutor, live: Live, stream: bool = True) -> Future[ClientView]:
+        return threads.submit(ClientView, live, {**self.body, "stream": stream})
 
-    def right(self, told: Told) -> bool:
-        return told.status == 200 and told.text == self.text and not told.errors
+    def is_correct(self, view: ClientView) -> bool:
+        return view.status == 200 and view.text == self.text and not view.errors
 
 
-def make_cases(llm: LLM, wanted: list[tuple[list[int], int]]) -> list[Case]:
-    """Of prompts and numbers of tokens."""
-    params = [SamplingParams(temperature=0, max_tokens=number, ignore_eos=True) for _, number in wanted]
-    outputs = llm.generate([prompt for prompt, _ in wanted], params)
-    return [Case(*one, output.outputs[0].text) for one, output in zip(wanted, outputs, strict=True)]
+def make_cases(llm: LLM, prompts: list[tuple[list[int], int]]) -> list[Case]:
+    """Return a case for each prompt and number of tokens."""
+    params = [SamplingParams(temperature=0, max_tokens=number, ignore_eos=True) for _, number in prompts]
+    outputs = llm.generate([prompt for prompt, _ in prompts], params)
+    return [
+        Case(*prompt_and_length, output.outputs[0].text)
+        for prompt_and_length, output in zip(prompts, outputs, strict=True)
+    ]
 
 
 def make_case(llm: LLM, prompt: list[int], max_tokens: int) -> Case:
@@ -64,11 +67,11 @@ def make_case(llm: LLM, prompt: list[int], max_tokens: int) -> Case:
 
 
 def wait_for_running(live: Live, number: int, waiting: int = 0) -> None:
-    async def found() -> bool:
+    async def has_counts() -> bool:
         stats = await live.backend.engine.stats()
         return (stats.num_running, stats.num_waiting) == (number, waiting)
 
-    live.wait_until(f"{number} running, {waiting} waiting", found)
+    live.wait_until(f"{number} running, {waiting} waiting", has_counts)
 
 
 def health(live: Live) -> tuple[int, str]:
@@ -81,8 +84,8 @@ async def health_of(live: Live) -> bool:
 
 
 def process_id(live: Live) -> int:
-    """Of the engine."""
+    """Return the id of the engine process."""
     assert isinstance(live.backend, ProcessBackend)
-    found = live.backend.client.process_id
-    assert found is not None
-    return found
+    number = live.backend.client.process_id
+    assert number is not None
+    return number

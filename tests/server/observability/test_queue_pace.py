@@ -8,10 +8,8 @@ from inflight.frontend import Generation
 from inflight.frontend.output_processor import OutputProcessor
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
-from inflight.server.access.admission import MAX_SECONDS, QueuePace
 from inflight.server.access.keys import Caller
-from inflight.server.cancel_scope import CancelScope
-from inflight.server.observability.request_log import LoggedRequest
+from inflight.server.observability.request_log import MAX_SECONDS, LoggedRequest, QueuePace
 
 
 class Clock:
@@ -22,14 +20,13 @@ class Clock:
 
 
 def logged(num_tokens: int, max_tokens: int, first_token_at: float | None) -> LoggedRequest:
-    scope: Any = CancelScope.__new__(CancelScope)
-    found = LoggedRequest("r", Caller(), "", False, 0, "", scope, first_token_at=first_token_at)
+    entry = LoggedRequest("r", Caller(), "", False, 0, "", print, first_token_at=first_token_at)
     request = Request.create("r", [5], SamplingParams(), max_tokens)
     prompt = OutputProcessor("r", None, [request], None)
     prompt.answers[0].output.token_ids += [7] * num_tokens
     client: Any = None
-    found.generation = Generation(client, [prompt])
-    return found
+    entry.generation = Generation(client, [prompt])
+    return entry
 
 
 def test_estimate_without_history_is_the_time_waited() -> None:

@@ -1,19 +1,43 @@
-"""Reports what happened to a request and why it took so long, for /v1/requests."""
+"""/v1/requests: report what happened to a request and why it took so long, or cancel it."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import asdict
 
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
 from inflight.engine import RequestState
 from inflight.errors import EngineError
 from inflight.events import RequestRecord
 from inflight.server.observability.request_log import LoggedRequest
-from inflight.server.routes.schemas import AnswerReport, Breakdown, RequestReport, Status, Waited
-from inflight.server.state import ServerState
+from inflight.server.openapi import documented, respond
+from inflight.server.routes.schemas import AnswerReport, Breakdown, Cancelled, RequestReport, Status, Waited
+from inflight.server.state import ServerState, caller_of, state_of
+
+router = APIRouter()
 
 
-async def report_of(state: ServerState, logged: LoggedRequest) -> RequestReport:
+@router.get("/v1/requests/{request_id}", **documented(None, RequestReport, 404))
+async def request_report(request: Request) -> Response:
+    """Report what happened to a request of yours and why it took so long."""
+    state = state_of(request)
+    logged = state.request_log.find(caller_of(request), request.path_params["request_id"])
+    return respond(await _report(state, logged))
+
+
+@router.delete("/v1/requests/{request_id}", **documented(None, Cancelled, 404, 503))
+async def cancel_request(request: Request) -> Response:
+    """Cancel a request of yours; its answers end with the finish reason "abort"."""
+    state = state_of(request)
+    logged = state.request_log.find(caller_of(request), request.path_params["request_id"])
+    freed = await state.request_log.cancel(logged)
+    return respond(Cancelled(id=logged.request_id, cancelled=freed is not None, freed_blocks=freed or 0))
+
+
+async def _report(state: ServerState, logged: LoggedRequest) -> RequestReport:
     states = [await _describe(state, logged, engine_id) for engine_id in logged.engine_ids]
     answers = [_answer(index, item) for index, item in enumerate(states) if item is not None]
     engine_ids = tuple(name for item in states if item is not None for name in item.waited_for)
