@@ -26,6 +26,8 @@ from inflight.engine.client import (
     RequestState,
     StepObserver,
     TimelineObserver,
+    id_in_use,
+    not_added,
     notify,
 )
 from inflight.engine.remote.supervisor import (
@@ -51,7 +53,7 @@ from inflight.engine.remote.wire import (
     encode_add,
 )
 from inflight.engine.stats import EngineStats
-from inflight.errors import ConfigError, EngineDeadError, RequestError
+from inflight.errors import ConfigError, EngineDeadError
 from inflight.events import Delta, RequestRecord, StepRecord
 from inflight.processes.channel import Codec, Message, PendingCalls
 from inflight.processes.child import ProcessHost
@@ -273,11 +275,7 @@ class ProcessClient:
         if self._connection.closing:
             raise EngineDeadError(self._connection.trouble() or "the engine is closing")
         if request.request_id in self._requests:
-            raise RequestError(
-                f"request id {request.request_id!r} is already in use",
-                param="request_id",
-                code="request_id_in_use",
-            )
+            raise id_in_use(request.request_id)
         handle = next(self._numbers)
         request.record.arrived_at = self._clock()
         opened = _OpenRequest(handle, request.record)
@@ -303,11 +301,7 @@ class ProcessClient:
     def stream(self, request_id: str) -> AsyncGenerator[Delta]:
         opened = self._requests.get(request_id)
         if opened is None:
-            raise RequestError(
-                f"there is no request {request_id!r} to stream: add it first",
-                param="request_id",
-                code="request_not_found",
-            )
+            raise not_added(request_id)
 
         def leave(running: bool) -> None:
             if self._requests.get(request_id) is opened:
@@ -315,7 +309,7 @@ class ProcessClient:
                 if running:
                     self._abandon(opened)
 
-        return DeltaStream(opened.queue, leave)
+        return DeltaStream(opened.queue.take, leave)
 
     async def abort(self, request_id: str, reason: str = "abort") -> int:
         opened = self._requests.get(request_id)
