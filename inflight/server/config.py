@@ -91,6 +91,11 @@ class ServerConfig:
         NETWORK,
         "Accept unknown request fields and ignore them instead of rejecting the request.",
     )
+    replace_images: bool = option(
+        False,
+        NETWORK,
+        "Replace images in messages and tool results by a note instead of rejecting the request.",
+    )
     allow_credentials: bool = option(False, NETWORK, "Let such pages send cookies.")
 
     api_key: tuple[str, ...] = option(
