@@ -10,9 +10,9 @@ terminal.py   the same in a terminal (`inflight top`)
 
 from inflight.timeline.chunks import (
     Chunk,
-    Event,
-    Kind,
-    RequestInfo,
+    RecordedRequest,
+    SlotKind,
+    TimelineEvent,
     TimelinePage,
     TimelineQuery,
     decode_chunk,
@@ -21,12 +21,12 @@ from inflight.timeline.recorder import NoRecorder, RecordedTimes, Recorder
 
 __all__ = [
     "Chunk",
-    "Event",
-    "Kind",
     "NoRecorder",
+    "RecordedRequest",
     "RecordedTimes",
     "Recorder",
-    "RequestInfo",
+    "SlotKind",
+    "TimelineEvent",
     "TimelinePage",
     "TimelineQuery",
     "decode_chunk",

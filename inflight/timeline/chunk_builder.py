@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 
-from inflight.timeline.chunks import COLUMNS, Chunk, Event, Kind, RequestInfo, encode_chunk
+from inflight.timeline.chunks import COLUMNS, Chunk, RecordedRequest, SlotKind, TimelineEvent, encode_chunk
 
 MAX_EVENTS = 4096  # in one chunk
 
@@ -16,7 +16,13 @@ class OpenRun:
     __slots__ = ("first_step", "first_token", "info", "kind", "slot", "tokens_per_step")
 
     def __init__(
-        self, slot: int, info: RequestInfo, kind: int, first_step: int, tokens_per_step: int, first_token: int
+        self,
+        slot: int,
+        info: RecordedRequest,
+        kind: int,
+        first_step: int,
+        tokens_per_step: int,
+        first_token: int,
     ) -> None:
         self.slot = slot
         self.info = info
@@ -47,18 +53,18 @@ class ChunkBuilder:
         self.rows = array("I")  # one number for each of COLUMNS, step after step
         self.runs = array("q")
         self.failed: dict[int, str] = {}
-        self.events: list[Event] = []
-        self.requests: dict[int, RequestInfo] = {}
+        self.events: list[TimelineEvent] = []
+        self.requests: dict[int, RecordedRequest] = {}
 
     @property
     def is_empty(self) -> bool:
         return not self.at and not self.events
 
-    def describe(self, info: RequestInfo) -> None:
+    def describe(self, info: RecordedRequest) -> None:
         if self._known is None or info.number not in self._known:
             self.requests[info.number] = info
 
-    def add_event(self, event: Event, info: RequestInfo) -> None:
+    def add_event(self, event: TimelineEvent, info: RecordedRequest) -> None:
         self.events.append(event)
         self.describe(info)
 
@@ -68,18 +74,18 @@ class ChunkBuilder:
         if first_step >= end_step:
             return
         skipped = first_step - run.first_step
-        if skipped and run.kind == Kind.DECODE:
+        if skipped and run.kind == SlotKind.DECODE:
             outputs = max(0, outputs - skipped)
         first_token = run.first_token + skipped * run.tokens_per_step
         numbers = run.slot, run.info.number, run.kind, first_step, end_step - first_step
         (self.runs if to is None else to).extend((*numbers, run.tokens_per_step, first_token, outputs))
         self.describe(run.info)
 
-    def encode(self, open_runs: Iterable[OpenRun], more: Iterable[RequestInfo] = ()) -> bytes:
+    def encode(self, open_runs: Iterable[OpenRun], more: Iterable[RecordedRequest] = ()) -> bytes:
         """Return what is here so far, with the runs that are still open and more descriptions."""
         runs, end_step = self.runs[:], self.first_step + len(self.at)
         for run in open_runs:
-            outputs = end_step - run.first_step if run.kind == Kind.DECODE else 0
+            outputs = end_step - run.first_step if run.kind == SlotKind.DECODE else 0
             self.add_run(run, end_step, outputs, runs)
         requests = self.requests | {info.number: info for info in more}
         chunk = Chunk(

@@ -14,9 +14,8 @@ from __future__ import annotations
 import enum
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any, NamedTuple
-
-import msgspec
 
 from inflight.request import RequestOrigin
 
@@ -36,7 +35,7 @@ COLUMNS = (
 RUN_LENGTH = 8  # numbers in a run
 
 
-class Kind(enum.IntEnum):
+class SlotKind(enum.IntEnum):
     """What a slot did in the steps of a run."""
 
     DECODE = 0
@@ -44,7 +43,7 @@ class Kind(enum.IntEnum):
     HELD = 2  # it belongs to a request that has all its tokens
 
 
-class Run(NamedTuple):
+class SlotRun(NamedTuple):
     """Consecutive steps in which a slot did the same for one request.
 
     In a run of decodes every step returns a token, except for the last ones if the request ended meanwhile: `outputs`
@@ -60,14 +59,14 @@ class Run(NamedTuple):
     first_token: int  # index, within the request, of the first token computed
     outputs: int
 
-    def after(self, step: int) -> Run | None:
+    def after(self, step: int) -> SlotRun | None:
         """Return the part of the run from `step` on, or None if there is none."""
         skipped = step - self.first_step
         if skipped <= 0:
             return self
         if skipped >= self.num_steps:
             return None
-        outputs = max(0, self.outputs - skipped) if self.kind == Kind.DECODE else self.outputs
+        outputs = max(0, self.outputs - skipped) if self.kind == SlotKind.DECODE else self.outputs
         return self._replace(
             first_step=step,
             num_steps=self.num_steps - skipped,
@@ -76,7 +75,7 @@ class Run(NamedTuple):
         )
 
 
-class RequestInfo(msgspec.Struct, array_like=True, frozen=True):
+class RecordedRequest(NamedTuple):
     """A request of the timeline. Its number is never used again on its replica."""
 
     number: int
@@ -87,7 +86,7 @@ class RequestInfo(msgspec.Struct, array_like=True, frozen=True):
     origin: RequestOrigin | None = None
 
 
-class Event(msgspec.Struct, array_like=True, frozen=True, gc=False):
+class TimelineEvent(NamedTuple):
     """Something that happened to a request: it arrived, was admitted or preempted, finished, or was aborted."""
 
     type: str
@@ -99,7 +98,7 @@ class Event(msgspec.Struct, array_like=True, frozen=True, gc=False):
     reason: str = ""
 
 
-class Chunk(msgspec.Struct, array_like=True, frozen=True):
+class Chunk(NamedTuple):
     """Steps [first_step, first_step + len(at)) of an engine, and the events since the chunk before."""
 
     slots: int  # max_num_seqs
@@ -111,8 +110,8 @@ class Chunk(msgspec.Struct, array_like=True, frozen=True):
     columns: bytes  # uint32: each of COLUMNS
     run_data: bytes  # int64: RUN_LENGTH for each run
     failed: dict[int, str]  # messages of failed steps
-    requests: list[RequestInfo]
-    events: list[Event]
+    requests: list[RecordedRequest]
+    events: list[TimelineEvent]
     first_event: int  # number of events before this chunk
     skipped: int = 0  # steps before this chunk that were left out
 
@@ -138,9 +137,9 @@ class Chunk(msgspec.Struct, array_like=True, frozen=True):
         begin = COLUMNS.index(name) * width
         return array("I", self.columns[begin : begin + width])
 
-    def runs(self) -> Iterator[Run]:
+    def runs(self) -> Iterator[SlotRun]:
         numbers = iter(array("q", self.run_data))
-        return (Run(*values) for values in zip(*[numbers] * RUN_LENGTH, strict=True))
+        return (SlotRun(*values) for values in zip(*[numbers] * RUN_LENGTH, strict=True))
 
     def after(self, step: int, event: int) -> Chunk:
         """Return the part from a step and an event on; each may be beyond the chunk or before it."""
@@ -151,8 +150,7 @@ class Chunk(msgspec.Struct, array_like=True, frozen=True):
         first_step = self.first_step + num_cut
         parts = (self.column(name)[num_cut:].tobytes() for name in COLUMNS)
         runs = (run.after(first_step) for run in self.runs())
-        return msgspec.structs.replace(
-            self,
+        return self._replace(
             first_step=first_step,
             at=self.at[8 * num_cut :],
             columns=b"".join(parts),
@@ -163,14 +161,14 @@ class Chunk(msgspec.Struct, array_like=True, frozen=True):
         )
 
 
-def pack_runs(runs: Iterator[Run] | Sequence[Run]) -> bytes:
+def pack_runs(runs: Iterator[SlotRun] | Sequence[SlotRun]) -> bytes:
     numbers = array("q")
     for run in runs:
         numbers.extend(run)
     return numbers.tobytes()
 
 
-class TimelineQuery(msgspec.Struct, array_like=True, frozen=True):
+class TimelineQuery(NamedTuple):
     """Asks for the chunks that end after `since`. `positions` is that of the page before; None asks for the first."""
 
     since: float
@@ -178,30 +176,34 @@ class TimelineQuery(msgspec.Struct, array_like=True, frozen=True):
     replica: str | None = None  # None: all
 
 
-class TimelinePage(msgspec.Struct, array_like=True, frozen=True):
+class TimelinePage(NamedTuple):
     """Encoded chunks, each with its replica. There are more as long as `positions` is not empty."""
 
     chunks: list[tuple[str, bytes]]
     positions: dict[str, int]
 
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Chunk)
-
-
 def encode_chunk(chunk: Chunk) -> bytes:
-    return _encoder.encode(chunk)
+    return _codec()[0](chunk)
 
 
 def decode_chunk(data: bytes) -> Chunk:
-    return _decoder.decode(data)
+    return _codec()[1](data)
+
+
+@cache
+def _codec() -> tuple[Callable[[Chunk], bytes], Callable[[bytes], Chunk]]:
+    """Return functions that encode and decode. Engines that record nothing do without msgspec."""
+    import msgspec
+
+    return msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(Chunk).decode
 
 
 # ---- JSON ----
 
 
 def chunk_json(
-    chunk: Chunk, replica: str, to_unix: float, sees: Callable[[RequestInfo], bool], known: set[int]
+    chunk: Chunk, replica: str, to_unix: float, sees: Callable[[RecordedRequest], bool], known: set[int]
 ) -> dict[str, Any]:
     """Return a chunk as `GET /v1/steps` sends it.
 
@@ -232,7 +234,7 @@ def chunk_json(
     return result
 
 
-def request_json(info: RequestInfo, to_unix: float, is_visible: bool) -> dict[str, Any]:
+def request_json(info: RecordedRequest, to_unix: float, is_visible: bool) -> dict[str, Any]:
     result: dict[str, Any] = {"number": info.number, "arrived": round(info.arrived + to_unix, 6)}
     if not is_visible:
         return result
@@ -250,7 +252,7 @@ def request_json(info: RequestInfo, to_unix: float, is_visible: bool) -> dict[st
     return result
 
 
-def _event_json(event: Event, to_unix: float) -> dict[str, Any]:
+def _event_json(event: TimelineEvent, to_unix: float) -> dict[str, Any]:
     result: dict[str, Any] = {"type": event.type, "at": round(event.at + to_unix, 6)}
     if event.step >= 0:
         result["step"] = event.step

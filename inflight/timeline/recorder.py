@@ -19,7 +19,7 @@ from inflight.events import Delta
 from inflight.request import Request, Status
 from inflight.scheduling import Limits, RequestPool, ScheduledStep
 from inflight.timeline.chunk_builder import MAX_EVENTS, ChunkBuilder, OpenRun
-from inflight.timeline.chunks import Event, Kind, RequestInfo, TimelinePage, TimelineQuery
+from inflight.timeline.chunks import RecordedRequest, SlotKind, TimelineEvent, TimelinePage, TimelineQuery
 
 MAX_BYTES = 64 << 20  # of the ring
 CHUNK_OVERHEAD = 256  # bytes that Python needs for each chunk in the ring
@@ -32,7 +32,7 @@ NUMBERS_PER_GENERATION = 10**10
 FEW = 8  # entries that are cheaper to look up one by one
 LARGEST = 2**32 - 1  # in a column
 
-DECODE, PREFILL, HELD = int(Kind.DECODE), int(Kind.PREFILL), int(Kind.HELD)
+DECODE, PREFILL, HELD = int(SlotKind.DECODE), int(SlotKind.PREFILL), int(SlotKind.HELD)
 
 
 class RecordedTimes(NamedTuple):
@@ -110,7 +110,7 @@ class Recorder(NoRecorder):
         self._num_events = 0
         self._next_step = self._base
         self._ended_at = 0.0  # of the last step or event
-        self._infos: dict[str, RequestInfo] = {}  # of the requests in the engine, by request id
+        self._infos: dict[str, RecordedRequest] = {}  # of the requests in the engine, by request id
         self._runs: dict[Request, OpenRun] = {}
         # The requests in open runs of decodes, and for each the sum of first_token - first_step.
         self._decoding: set[Request] = set()
@@ -123,7 +123,7 @@ class Recorder(NoRecorder):
 
     def arrive(self, request: Request, now: float) -> None:
         number = request.record.number = self._base + request.arrival
-        info = RequestInfo(
+        info = RecordedRequest(
             number,
             request.request_id,
             request.num_prompt_tokens,
@@ -132,7 +132,7 @@ class Recorder(NoRecorder):
             request.spec.origin,
         )
         self._infos[request.request_id] = info
-        self._add_event(Event("arrive", now, number), info)
+        self._add_event(TimelineEvent("arrive", now, number), info)
 
     def end(self, request: Request, reason: str, deltas: Sequence[Delta], now: float) -> None:
         """Record that a request was ended from outside; `deltas` may end others with it."""
@@ -144,12 +144,12 @@ class Recorder(NoRecorder):
             if info is None:
                 continue
             if delta.request_id != request.request_id or reason == "stop":  # the answer was complete
-                event = Event("finish", now, info.number, step, reason=delta.finish_reason or reason)
+                event = TimelineEvent("finish", now, info.number, step, reason=delta.finish_reason or reason)
             else:
-                event = Event("abort", now, info.number, reason=reason)
+                event = TimelineEvent("abort", now, info.number, reason=reason)
             self._add_event(event, info)
 
-    def _add_event(self, event: Event, info: RequestInfo) -> None:
+    def _add_event(self, event: TimelineEvent, info: RecordedRequest) -> None:
         self._ended_at = max(self._ended_at, event.at)
         self._num_events += 1
         for builder in self._builders:
@@ -234,14 +234,14 @@ class Recorder(NoRecorder):
             info = self._infos.get(request_id)
             if info is not None:  # otherwise it has ended meanwhile
                 at = times.finished if reason == "failure" else times.scheduled
-                self._add_event(Event("preempt", at, info.number, number, reason=reason), info)
+                self._add_event(TimelineEvent("preempt", at, info.number, number, reason=reason), info)
         first = len(batch) - len(batch.admissions)
         for entry, admission in enumerate(batch.admissions, first):
             info = self._infos.get(admission.request.request_id)
             if info is None:  # it was aborted meanwhile
                 info = _info(step.requests[entry])
             at, cached = times.scheduled, batch.starts[entry]
-            self._add_event(Event("admit", at, info.number, number, admission.row, cached), info)
+            self._add_event(TimelineEvent("admit", at, info.number, number, admission.row, cached), info)
         if len(pool.requests) == len(self._infos):
             return
         self._ended.update(
@@ -255,7 +255,9 @@ class Recorder(NoRecorder):
             info = self._infos.pop(delta.request_id, None)
             if info is not None:
                 reason = delta.finish_reason
-                self._add_event(Event("finish", times.finished, info.number, number, reason=reason), info)
+                self._add_event(
+                    TimelineEvent("finish", times.finished, info.number, number, reason=reason), info
+                )
 
     def _record_runs(
         self,
@@ -445,10 +447,10 @@ class Recorder(NoRecorder):
         return TimelinePage([*chunks, (replica, snapshot)], {})
 
 
-def _info(request: Request) -> RequestInfo:
+def _info(request: Request) -> RecordedRequest:
     """Return the description of a request that is no longer in the engine."""
     record = request.record
-    return RequestInfo(
+    return RecordedRequest(
         record.number,
         request.request_id,
         request.num_prompt_tokens,

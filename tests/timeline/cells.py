@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from inflight.events import Delta
 from inflight.scheduling import RequestPool, ScheduledStep
-from inflight.timeline import Chunk, Kind, RecordedTimes, Recorder, TimelineQuery, decode_chunk
-from inflight.timeline.chunks import Run
+from inflight.timeline import Chunk, RecordedTimes, Recorder, SlotKind, TimelineQuery, decode_chunk
+from inflight.timeline.chunks import SlotRun
 
 
 class Cell(NamedTuple):
@@ -22,12 +22,12 @@ class Cell(NamedTuple):
     outputs: int
 
 
-def cells_of(runs: Iterable[Run | Sequence[int]]) -> list[Cell]:
+def cells_of(runs: Iterable[SlotRun | Sequence[int]]) -> list[Cell]:
     """Return the cells of runs, in order."""
     cells = []
-    for run in (Run(*values) for values in runs):
+    for run in (SlotRun(*values) for values in runs):
         for index in range(run.num_steps):
-            if run.kind == Kind.DECODE:
+            if run.kind == SlotKind.DECODE:
                 several = run.outputs > run.num_steps
                 outputs = run.outputs if several else int(index < run.outputs)
             else:
@@ -75,17 +75,17 @@ class NaiveRecorder(Recorder):
             outputs = tokens[request.request_id] if batch.samples[entry] else 0
             count, start = batch.counts[entry], batch.starts[entry]
             if batch.samples[entry] and not outputs and not error:
-                kind = Kind.HELD
+                kind = SlotKind.HELD
             else:
                 is_decode = count == 1 and start >= request.num_prompt_tokens
-                kind = Kind.DECODE if is_decode else Kind.PREFILL
+                kind = SlotKind.DECODE if is_decode else SlotKind.PREFILL
             present.add(request.record.number)
             self.cells.append(
                 Cell(number, batch.rows[entry], request.record.number, kind, count, start, outputs)
             )
         for request_number, (row, token) in self._naively_held.items():
             if request_number not in present:
-                self.cells.append(Cell(number, row, request_number, Kind.HELD, 0, token, 0))
+                self.cells.append(Cell(number, row, request_number, SlotKind.HELD, 0, token, 0))
         self._naively_held = {
             request.record.number: (request.row, len(request.token_ids)) for request in pool.lingering
         }

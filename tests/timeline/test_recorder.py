@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis.stateful import invariant
 
 from inflight.request import RequestOrigin
-from inflight.timeline import Kind, Recorder, TimelineQuery, decode_chunk
+from inflight.timeline import Recorder, SlotKind, TimelineQuery, decode_chunk
 from inflight.timeline import recorder as recorder_module
 from inflight.timeline.chunks import COLUMNS, chunk_json
 from tests.scheduling.test_machine import EngineMachine
@@ -84,9 +84,9 @@ def test_steady_decoding_is_one_run_per_slot() -> None:
     (chunk,) = chunks_of(recorder)
     runs = list(chunk.runs())
     assert len(runs) == 8, "a prefill and a run of decodes for each"
-    decodes = [run for run in runs if run.kind == Kind.DECODE]
+    decodes = [run for run in runs if run.kind == SlotKind.DECODE]
     assert all((run.num_steps, run.outputs, run.first_token) == (39, 39, 3) for run in decodes)
-    prefills = [run for run in runs if run.kind == Kind.PREFILL]
+    prefills = [run for run in runs if run.kind == SlotKind.PREFILL]
     assert all((run.num_steps, run.tokens_per_step, run.outputs) == (1, 3, 1) for run in prefills)
 
 
@@ -144,7 +144,7 @@ def test_chunks_close_after_their_steps_and_join_without_a_gap(monkeypatch: pyte
     assert all(len(chunk.column(name)) == chunk.num_steps for chunk in chunks for name in COLUMNS)
     assert sum(sum(chunk.column("output")) for chunk in chunks) == 30
     assert [chunk.requests[0].number for chunk in chunks] == [0, 0, 0, 0], "each chunk stands on its own"
-    tokens = [run.first_token for chunk in chunks for run in chunk.runs() if run.kind == Kind.DECODE]
+    tokens = [run.first_token for chunk in chunks for run in chunk.runs() if run.kind == SlotKind.DECODE]
     assert tokens == [2, 9, 17, 25]
 
 
