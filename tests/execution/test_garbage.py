@@ -15,7 +15,7 @@ from inflight import LLM
 from inflight.config import EngineConfig
 from inflight.execution.gpu import platform as cuda
 
-# They own their process: the engine's, a rank's, the server's, an API worker's, and the one that sends a benchmark's load.
+# They own their process: the engine's, a rank's, the server's, an API worker's, and the load generator's.
 OWNERS = {
     "execution/parallel/worker.py",
     "engine/remote/worker.py",
