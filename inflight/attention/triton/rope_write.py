@@ -80,30 +80,11 @@ def rope_write(
     do_not_specialize_on_alignment=["positions", "slot_mapping", "q_norm", "k_norm"],
 )
 def _rope_write(
-    qkv,
-    positions,
-    slot_mapping,
-    cos_sin,
-    q_norm,
-    k_norm,
-    cache,
-    num_tokens,
-    eps,
-    qkv_stride,
-    NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    ROTARY_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    Q_NORM: tl.constexpr,
-    K_NORM: tl.constexpr,
-    TOKENS: tl.constexpr,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    HALF: tl.constexpr,
-    REST: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    qkv, positions, slot_mapping, cos_sin, q_norm, k_norm, cache, num_tokens, eps, qkv_stride,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr, TOKENS: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     q_tiles: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
     kv_tiles: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
     head_tile = tl.program_id(0) % (q_tiles + 2 * kv_tiles)
@@ -124,37 +105,16 @@ def _rope_write(
     if head_tile < q_tiles:
         head = head_tile * HEADS + row % HEADS
         rotate_heads(
-            token_heads + head * HEAD_DIM,
-            cached,
-            cos_sin + position * ROTARY_DIM,
-            q_norm,
-            eps,
-            real & (head < NUM_HEADS),
-            HEAD_DIM,
-            ROTARY_DIM,
-            Q_NORM,
-            False,
-            HALF,
-            REST,
-            PDL,
-        )
+            token_heads + head * HEAD_DIM, cached, cos_sin + position * ROTARY_DIM, q_norm, eps,
+            real & (head < NUM_HEADS), HEAD_DIM, ROTARY_DIM, Q_NORM, False, HALF, REST, PDL,
+        )  # fmt: skip
     elif head_tile < q_tiles + kv_tiles:
         head = (head_tile - q_tiles) * HEADS + row % HEADS
         rotate_heads(
-            token_heads + (NUM_HEADS + head) * HEAD_DIM,
-            cached + head * (BLOCK_SIZE * HEAD_DIM),
-            cos_sin + position * ROTARY_DIM,
-            k_norm,
-            eps,
-            real & (head < NUM_KV_HEADS),
-            HEAD_DIM,
-            ROTARY_DIM,
-            K_NORM,
-            True,
-            HALF,
-            REST,
-            PDL,
-        )
+            token_heads + (NUM_HEADS + head) * HEAD_DIM, cached + head * (BLOCK_SIZE * HEAD_DIM),
+            cos_sin + position * ROTARY_DIM, k_norm, eps, real & (head < NUM_KV_HEADS), HEAD_DIM, ROTARY_DIM,
+            K_NORM, True, HALF, REST, PDL,
+        )  # fmt: skip
     else:
         head = (head_tile - q_tiles - kv_tiles) * HEADS + row % HEADS
         d = tl.arange(0, DIM)

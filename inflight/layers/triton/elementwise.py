@@ -69,19 +69,9 @@ def _reciprocal(x):
 
 @triton.jit
 def _rms_norm_kernel(
-    x,
-    weight,
-    residual,
-    out,
-    inner_rows,
-    outer_stride,
-    inner_stride,
-    num_features,
-    eps,
-    ADD: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, weight, residual, out, inner_rows, outer_stride, inner_stride, num_features, eps,
+    ADD: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Row r of x lies at (r // inner_rows) * outer_stride + (r % inner_rows) * inner_stride."""
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
