@@ -16,7 +16,6 @@ from inflight.layers.kernels import (
     Reduce,
     TorchKernels,
     check_activation,
-    check_bias,
     check_gate,
     check_weight,
 )
@@ -40,7 +39,8 @@ class NativeLinear(ComposedLinear):
         reduce: Reduce | None,
         device: torch.device,
     ) -> None:
-        super().__init__(kernels, in_features, out_features, reduce)
+        own_bias = torch.zeros(out_features, device=device) if bias else None
+        super().__init__(kernels, in_features, out_features, own_bias, reduce)
         self._library = library
         # bfloat16 is widened in registers. float16 would be slower to widen, and float32 holds it exactly.
         self._stored = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
@@ -54,9 +54,8 @@ class NativeLinear(ComposedLinear):
             library.advise(self._panels.data_ptr(), self._panels.nbytes)
         if out_features % library.panel:
             self._panels[-1].zero_()  # lanes past the last output take part in products
-        self._bias = torch.zeros(out_features, device=device) if bias else None
         self._weight_pointer = self._panels.data_ptr()
-        self._bias_pointer = None if self._bias is None else self._bias.data_ptr()
+        self._bias_pointer = None if own_bias is None else own_bias.data_ptr()
 
     def load(self, weight: Tensor, first_row: int = 0, first_column: int = 0) -> None:
         check_weight(self, weight, first_row, first_column)
@@ -71,11 +70,6 @@ class NativeLinear(ComposedLinear):
                 first_column,
                 self._library.threads,
             )
-
-    def load_bias(self, bias: Tensor, first_row: int = 0) -> None:
-        check_bias(self, self._bias is not None, bias, first_row)
-        assert self._bias is not None
-        self._bias[first_row : first_row + len(bias)].copy_(bias)
 
     def embed(self, ids: Tensor) -> Tensor:
         ids = ids.to(torch.int64).contiguous()
