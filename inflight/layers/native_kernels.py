@@ -62,14 +62,9 @@ class NativeLinear(ComposedLinear):
         for start in range(0, len(weight), LOAD_ROWS):
             part = weight[start : start + LOAD_ROWS].to(device="cpu", dtype=self._stored).contiguous()
             self._pack(
-                part.data_ptr(),
-                self._weight_pointer,
-                *part.shape,
-                self.in_features,
-                first_row + start,
-                first_column,
-                self._library.threads,
-            )
+                part.data_ptr(), self._weight_pointer, *part.shape, self.in_features, first_row + start,
+                first_column, self._library.threads,
+            )  # fmt: skip
 
     def embed(self, ids: Tensor) -> Tensor:
         ids = ids.to(torch.int64).contiguous()
@@ -101,16 +96,9 @@ class NativeLinear(ComposedLinear):
         out = torch.empty(num_tokens, self.out_features)
         if num_tokens:
             self._multiply(
-                x.data_ptr(),
-                self._weight_pointer,
-                self._bias_pointer,
-                out.data_ptr(),
-                num_tokens,
-                features,
-                self.out_features,
-                activation,
-                self._library.threads,
-            )
+                x.data_ptr(), self._weight_pointer, self._bias_pointer, out.data_ptr(), num_tokens, features,
+                self.out_features, activation, self._library.threads,
+            )  # fmt: skip
         return out
 
 
@@ -146,17 +134,10 @@ class NativeKernels:
         num_features = x.shape[-1]
         out = torch.empty(x.shape)
         self._library.rms_norm(
-            view.data_ptr(),
-            view.shape[0],
-            view.shape[1],
-            view.stride(0),
-            view.stride(1),
-            _weight(weight, num_features).data_ptr(),
-            out.data_ptr(),
-            num_features,
-            eps,
+            view.data_ptr(), view.shape[0], view.shape[1], view.stride(0), view.stride(1),
+            _weight(weight, num_features).data_ptr(), out.data_ptr(), num_features, eps,
             self._library.threads,
-        )
+        )  # fmt: skip
         return out
 
     def add(self, residual: Tensor, x: Tensor) -> Tensor:
@@ -179,16 +160,9 @@ class NativeKernels:
         positions = positions.to(torch.int64).contiguous()
         cos_sin = _dense(cos_sin)
         self._library.rotate(
-            x.data_ptr(),
-            num_tokens,
-            num_heads,
-            x.stride(0),
-            x.stride(1),
-            positions.data_ptr(),
-            cos_sin.data_ptr(),
-            rotary_dim,
-            self._library.threads,
-        )
+            x.data_ptr(), num_tokens, num_heads, x.stride(0), x.stride(1), positions.data_ptr(),
+            cos_sin.data_ptr(), rotary_dim, self._library.threads,
+        )  # fmt: skip
         return x
 
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
@@ -207,15 +181,9 @@ class NativeKernels:
         weight, bias = _weight(weight, num_features), _bias(bias, num_features)
         out = torch.empty(x.shape)
         self._library.layer_norm(
-            x.data_ptr(),
-            weight.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-            out.data_ptr(),
-            num_tokens,
-            num_features,
-            eps,
-            self._library.threads,
-        )
+            x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr(),
+            num_tokens, num_features, eps, self._library.threads,
+        )  # fmt: skip
         return out
 
     def add_layer_norm(
@@ -226,15 +194,9 @@ class NativeKernels:
         num_tokens, num_features = x.shape
         weight, bias = _weight(weight, num_features), _bias(bias, num_features)
         self._library.add_layer_norm(
-            residual.data_ptr(),
-            x.data_ptr(),
-            weight.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-            num_tokens,
-            num_features,
-            eps,
-            self._library.threads,
-        )
+            residual.data_ptr(), x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(),
+            num_tokens, num_features, eps, self._library.threads,
+        )  # fmt: skip
         return residual
 
 

@@ -47,24 +47,11 @@ def chunk_attention(
         block = [tile.keys, triton.next_power_of_2(layer.head_dim)]
         own = TensorDescriptor(qkv, list(qkv.shape), list(qkv.stride()), block)
     _chunk[(layer.num_kv_heads, work.programs)](
-        qkv,
-        own,
-        cache,
-        block_tables,
-        work.table,
-        work.count,
-        workspace.outs,
-        workspace.lses,
-        workspace.counters,
-        out,
-        layer.scale * math.log2(math.e),
-        layer.window or 0,
-        qkv.stride(0),
-        block_tables.stride(0),
-        DESCRIPTORS=descriptors,
-        FIELDS=CHUNK_FIELDS,
+        qkv, own, cache, block_tables, work.table, work.count, workspace.outs, workspace.lses,
+        workspace.counters, out, layer.scale * math.log2(math.e), layer.window or 0, qkv.stride(0),
+        block_tables.stride(0), DESCRIPTORS=descriptors, FIELDS=CHUNK_FIELDS,
         **paged_constants(qkv, cache, layer, tile, pdl),
-    )
+    )  # fmt: skip
 
 
 @triton.jit(

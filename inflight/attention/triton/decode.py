@@ -48,24 +48,12 @@ def decode_attention(
     # Heads vary fastest, so that programs that run together read neighbouring memory and share block ids.
     grid = (layer.num_kv_heads, work.programs)
     _decode[grid](
-        qkv,
-        cache,
-        block_tables,
-        work.table,
-        work.count,
-        workspace.outs,
-        workspace.lses,
-        workspace.counters,
-        out,
-        layer.scale * math.log2(math.e),
-        layer.window or 0,
-        qkv.stride(0),
-        block_tables.stride(0),
-        FIELDS=DECODE_FIELDS,
-        PADDED_GROUP=padded_group,
+        qkv, cache, block_tables, work.table, work.count, workspace.outs, workspace.lses, workspace.counters,
+        out, layer.scale * math.log2(math.e), layer.window or 0, qkv.stride(0), block_tables.stride(0),
+        FIELDS=DECODE_FIELDS, PADDED_GROUP=padded_group,
         SPLITS_AT_ONCE=max(1, min(32, tile.merged // merged_size)),
         **paged_constants(qkv, cache, layer, tile, pdl),
-    )
+    )  # fmt: skip
 
 
 @triton.jit(
@@ -142,22 +130,10 @@ def prefix_attention(
 ) -> None:
     """Write each member's partials to the workspace, where the decode kernel merges them with the entry's own."""
     _prefix[(layer.num_kv_heads, work.programs)](
-        qkv,
-        cache,
-        block_tables,
-        work.table,
-        work.count,
-        members,
-        workspace.outs,
-        workspace.lses,
-        layer.scale * math.log2(math.e),
-        layer.window or 0,
-        qkv.stride(0),
-        block_tables.stride(0),
-        FIELDS=PREFIX_FIELDS,
-        MEMBER_FIELDS=MEMBER_FIELDS,
-        **paged_constants(qkv, cache, layer, tile, pdl),
-    )
+        qkv, cache, block_tables, work.table, work.count, members, workspace.outs, workspace.lses,
+        layer.scale * math.log2(math.e), layer.window or 0, qkv.stride(0), block_tables.stride(0),
+        FIELDS=PREFIX_FIELDS, MEMBER_FIELDS=MEMBER_FIELDS, **paged_constants(qkv, cache, layer, tile, pdl),
+    )  # fmt: skip
 
 
 @triton.jit(

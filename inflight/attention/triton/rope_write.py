@@ -47,32 +47,14 @@ def rope_write(
     grid = (head_tiles * triton.cdiv(num_tokens, tile.tokens),)
     rest = head_dim - rotary_dim
     _rope_write[grid](
-        qkv,
-        positions,
-        slot_mapping,
-        cos_sin,
-        qkv if q_norm is None else q_norm,
-        qkv if k_norm is None else k_norm,
-        cache,
-        num_tokens,
-        eps,
-        qkv.stride(0),
-        NUM_HEADS=num_heads,
-        NUM_KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim,
-        ROTARY_DIM=rotary_dim,
-        BLOCK_SIZE=cache.shape[3],
-        Q_NORM=q_norm is not None,
-        K_NORM=k_norm is not None,
-        TOKENS=tile.tokens,
-        HEADS=tile.heads,
-        DIM=triton.next_power_of_2(head_dim),
-        HALF=triton.next_power_of_2(rotary_dim // 2),
-        REST=triton.next_power_of_2(rest) if rest else 0,
-        PDL=pdl,
-        num_warps=tile.num_warps,
+        qkv, positions, slot_mapping, cos_sin, qkv if q_norm is None else q_norm,
+        qkv if k_norm is None else k_norm, cache, num_tokens, eps, qkv.stride(0), NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, ROTARY_DIM=rotary_dim, BLOCK_SIZE=cache.shape[3],
+        Q_NORM=q_norm is not None, K_NORM=k_norm is not None, TOKENS=tile.tokens, HEADS=tile.heads,
+        DIM=triton.next_power_of_2(head_dim), HALF=triton.next_power_of_2(rotary_dim // 2),
+        REST=triton.next_power_of_2(rest) if rest else 0, PDL=pdl, num_warps=tile.num_warps,
         **launch_options(pdl),
-    )
+    )  # fmt: skip
 
 
 @triton.jit(
