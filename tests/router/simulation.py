@@ -158,7 +158,7 @@ class Simulation:
 @contextlib.asynccontextmanager
 async def simulated(count: int, routing: str, **options: Any) -> AsyncIterator[Simulation]:
     clients: list[SteppedClient] = []
-    given = {
+    defaults = {
         "num_blocks": 8192,
         "block_size": 16,
         "max_num_seqs": 64,
@@ -167,7 +167,7 @@ async def simulated(count: int, routing: str, **options: Any) -> AsyncIterator[S
     }
 
     async def start(replica_id: str, beside: object = None) -> SteppedClient:  # noqa: ARG001
-        clients.append(SteppedClient(FakeEngine(**given | options)))  # type: ignore[arg-type]
+        clients.append(SteppedClient(FakeEngine(**defaults | options)))  # type: ignore[arg-type]
         return clients[-1]
 
     router = await Router.start(start, count, routing)
