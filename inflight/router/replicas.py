@@ -16,6 +16,7 @@ from inflight.errors import (
     EngineDeadError,
     EngineError,
     RequestError,
+    shown,
 )
 from inflight.events import StepRecord
 from inflight.processes.child import ProcessNotStartedError
@@ -79,7 +80,7 @@ class Replicas:
         replica = self._members.get(replica_id)
         if replica is None:
             raise RequestError(
-                f"there is no replica {replica_id!r:.100}: there are {', '.join(self._members)}",
+                f"there is no replica {shown(replica_id)}: there are {', '.join(self._members)}",
                 param="replica",
                 code="replica_not_found",
             )
