@@ -15,7 +15,7 @@ from starlette.types import Message, Scope, Send
 
 from inflight.server.access.keys import Caller
 from inflight.server.config import ServerConfig
-from inflight.server.errors import ApiError, error_at, of_validation
+from inflight.server.errors import ApiError, error_response, of_validation
 from inflight.server.schemas import Body
 
 T = TypeVar("T", bound=Body)
@@ -213,7 +213,7 @@ class PacedSend:
             try:
                 self._unsent.take(self._caller, size)
             except ApiError as error:
-                await error_at(self._scope["path"], error)(self._scope, _no_body, self)
+                await error_response(self._scope, error)(self._scope, _no_body, self)
                 self.refusal = error
                 return
             self._size = size

@@ -178,10 +178,10 @@ class AllTokens:
     def sum(self, x: Tensor) -> Tensor:
         return x
 
-    def gather(self, x: Tensor, widths: Sequence[int], reference: Tensor | None = None) -> Tensor:
+    def gather(self, x: Tensor, widths: Sequence[int], num_needed: Tensor | None = None) -> Tensor:
         assert widths == [x.shape[1]]
-        assert reference is not None
-        return x.masked_fill(reference[:, None] == 0, torch.nan)
+        assert num_needed is not None
+        return x.masked_fill(num_needed[:, None] == 0, torch.nan)
 
 
 def test_rank_samples_from_the_candidates_of_all_ranks(
