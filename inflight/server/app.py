@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from inflight import __version__
-from inflight.errors import InflightError
+from inflight.errors import InflightError, shown
 from inflight.server.access.middleware import AccessMiddleware
 from inflight.server.anthropic import routes as messages
 from inflight.server.errors import ApiError, error_response, of_exception
@@ -135,10 +135,10 @@ async def _not_routed(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
         path = request.url.path
-        message = f"unknown path {path!r:.200}{hint_for(path)}"
+        message = f"unknown path {shown(path, 200)}{hint_for(path)}"
         return error_response(request.scope, ApiError(404, message, code="unknown_path"))
     if error.status_code == 405:
-        message = f"{request.method} is not allowed at {request.url.path!r:.200}"
+        message = f"{request.method} is not allowed at {shown(request.url.path, 200)}"
         api_error = ApiError(405, message, code="method_not_allowed", headers=error.headers)
         return error_response(request.scope, api_error)
     return error_response(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from inflight.engine import Command, EngineStats, Health, ModelFacts, RequestState, StepObserver
-from inflight.engine.client import CacheObserver, DeltaQueue, DeltaStream
+from inflight.engine.client import CacheObserver, DeltaQueue, DeltaStream, NoTimeline
 from inflight.engine.fake import FakeRunner
 from inflight.events import Delta
 from inflight.kv.prefix_cache import CacheChanges
@@ -35,7 +35,7 @@ class CountingRunner(FakeRunner):
         return Sampled([[(start + count) % 50] if samples else [] for start, count, samples in ends])
 
 
-class SteppedClient:
+class SteppedClient(NoTimeline):
     """Implements `ReplicaClient` over a core that someone else steps."""
 
     def __init__(self, engine: FakeEngine) -> None:
