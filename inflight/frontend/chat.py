@@ -11,6 +11,7 @@ from hashlib import sha256
 from typing import Any, Literal
 
 from inflight.agents import (
+    INPUT_GRAMMAR,
     REASONING_MARKERS,
     CallStyle,
     MessageParser,
@@ -210,12 +211,12 @@ def _invalid(param: str, message: str, where: str | None = None) -> ParameterErr
 
 
 def template_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return tools as a template reads them: with a schema, and without `strict`, which models are not trained on."""
+    """Return tools as a template reads them: with a schema, and without the fields that only constrain the answer."""
     return [{**tool, "function": _shown_function(tool["function"])} for tool in tools]
 
 
 def _shown_function(function: Mapping[str, Any]) -> dict[str, Any]:
-    fields = {key: value for key, value in function.items() if key != "strict"}
+    fields = {key: value for key, value in function.items() if key not in ("strict", INPUT_GRAMMAR)}
     fields.setdefault("parameters", {"type": "object", "properties": {}})
     return fields
 
