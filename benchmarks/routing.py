@@ -42,7 +42,7 @@ class InstantClient:
         self._waiting[request.request_id] = request.max_tokens
 
     def stream(self, request_id: str) -> AsyncGenerator[Delta]:
-        return DeltaStream(self._queues[request_id], lambda _: None)
+        return DeltaStream(self._queues[request_id].take, lambda _: None)
 
     def give(self, request_id: str) -> None:
         """The next token."""

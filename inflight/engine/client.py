@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 from inflight.engine.stats import EngineStats
+from inflight.errors import RequestError
 from inflight.events import CacheUpdate, Delta, RequestRecord, StepRecord
 from inflight.request import Request
 from inflight.scoring import PoolingFacts
@@ -148,6 +149,20 @@ class ReplicaClient(EngineClient, Protocol):
 # ---- streams ----
 
 
+def id_in_use(request_id: str) -> RequestError:
+    return RequestError(
+        f"request id {request_id!r} is already in use", param="request_id", code="request_id_in_use"
+    )
+
+
+def not_added(request_id: str) -> RequestError:
+    return RequestError(
+        f"there is no request {request_id!r} to stream: add it first",
+        param="request_id",
+        code="request_not_found",
+    )
+
+
 def merge(earlier: Delta, later: Delta) -> Delta:
     """Return two consecutive deltas of one request as one."""
     # The earlier lists are extended in place, so a reader that never comes costs no copy per token.
@@ -204,16 +219,17 @@ class DeltaQueue:
 class DeltaStream(AsyncGenerator[Delta]):
     """The deltas of one request. It is a class because a generator that was never started runs no clean-up."""
 
-    def __init__(self, queue: DeltaQueue, leave: Callable[[bool], None]) -> None:
-        self._queue = queue
-        self._leave = leave  # called once, with whether the request is still running
+    def __init__(self, take: Callable[[], Awaitable[Delta]], leave: Callable[[bool], None]) -> None:
+        """`take` returns the next delta. `leave` is called once, with whether the request is still running."""
+        self._take = take
+        self._leave = leave
         self._open = True
 
     async def asend(self, value: None) -> Delta:  # noqa: ARG002
         if not self._open:
             raise StopAsyncIteration
         try:
-            delta = await self._queue.take()
+            delta = await self._take()
         except BaseException:
             self._end(running=True)
             raise

@@ -20,11 +20,13 @@ from inflight.engine.client import (
     ModelFacts,
     RequestState,
     StepObserver,
+    id_in_use,
+    not_added,
     notify,
 )
 from inflight.engine.core import EngineCore
 from inflight.engine.stats import EngineStats
-from inflight.errors import EngineDeadError, EngineError, RequestError
+from inflight.errors import EngineDeadError, EngineError
 from inflight.events import Delta, StepRecord
 from inflight.kv.prefix_cache import CacheChanges
 from inflight.request import Request
@@ -172,9 +174,7 @@ class InprocClient:
             raise EngineDeadError(self._error or "the engine is closing")
         request_id = request.request_id
         if request_id in self._queues or request_id in self._adding:
-            raise RequestError(
-                f"request id {request_id!r} is already in use", param="request_id", code="request_id_in_use"
-            )
+            raise id_in_use(request_id)
         queue = DeltaQueue()
 
         def add() -> None:
@@ -212,11 +212,7 @@ class InprocClient:
     def stream(self, request_id: str) -> AsyncGenerator[Delta]:
         queue = self._queues.get(request_id)
         if queue is None:
-            raise RequestError(
-                f"there is no request {request_id!r} to stream: add it first",
-                param="request_id",
-                code="request_not_found",
-            )
+            raise not_added(request_id)
 
         def leave(running: bool) -> None:
             if self._queues.get(request_id) is queue:
@@ -224,7 +220,7 @@ class InprocClient:
                 if running:
                     self._abandon(request_id)
 
-        return DeltaStream(queue, leave)
+        return DeltaStream(queue.take, leave)
 
     async def abort(self, request_id: str, reason: str = "abort") -> int:
         num_freed: int = await self._run_in_thread(lambda: self._abort(request_id, reason))

@@ -36,15 +36,15 @@ _GONE = ("restarting", "dead", "closed")
 
 
 class Replicas:
-    """All replicas. `on_loss` is called with a replica whose engine is lost, `on_news` when requests may retry."""
+    """All replicas. `on_loss` is called with a replica whose engine is lost, `on_change` when requests may retry."""
 
     def __init__(
-        self, start: StartReplica, on_loss: Callable[[Replica], None], on_news: Callable[[], None]
+        self, start: StartReplica, on_loss: Callable[[Replica], None], on_change: Callable[[], None]
     ) -> None:
         self.facts: ModelFacts  # of all replicas together
         self._start = start
         self._on_loss = on_loss
-        self._on_news = on_news
+        self._on_change = on_change
         self._members: dict[str, Replica] = {}
         self._leaving: list[Replica] = []  # replaced, and finishing their requests
         self._starting: list[str] = []  # ids
@@ -135,8 +135,8 @@ class Replicas:
         self._members = {name: self._members[name] for name in sorted(self._members, key=int)}
         for observer, stops in self._observers.items():
             stops.append(_watch(replica, observer))
-        self._count_room()
-        self._on_news()
+        self._update_facts()
+        self._on_change()
 
     def _check_fits(self, replica_id: str, facts: ModelFacts) -> None:
         """Check a new replica: it needs the model of the others, and at least the context that they agreed on."""
@@ -225,7 +225,7 @@ class Replicas:
         finally:
             replica.is_leaving = replica.draining = False
             await self.check_health(replica)
-        self._count_room()
+        self._update_facts()
 
     def _check_not_alone(self, replica: Replica, no_room: ProcessNotStartedError) -> None:
         if not any(other is not replica for other in self.available):
@@ -267,9 +267,9 @@ class Replicas:
         await replica.client.close()
         if self._members.get(replica.replica_id) is replica:
             del self._members[replica.replica_id]
-        self._count_room()
+        self._update_facts()
 
-    def _count_room(self) -> None:
+    def _update_facts(self) -> None:
         if self._members:
             self.facts = facts_of_all([replica.client.facts for replica in self.members])
 
@@ -309,7 +309,7 @@ class Replicas:
                 if self.are_asleep and not replica.stats.is_sleeping:  # it started later
                     await replica.client.command("sleep")
         if replica.available and not was_available:
-            self._on_news()
+            self._on_change()
 
     def lose(self, replica: Replica) -> None:
         """Handle the loss of a replica's engine. May be called several times for one loss."""

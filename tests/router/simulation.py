@@ -58,7 +58,7 @@ class SteppedClient:
         self._queues[request.request_id] = DeltaQueue()
 
     def stream(self, request_id: str) -> AsyncGenerator[Delta]:
-        return DeltaStream(self._queues[request_id], lambda _: None)
+        return DeltaStream(self._queues[request_id].take, lambda _: None)
 
     async def abort(self, request_id: str, reason: str = "abort") -> int:
         raise NotImplementedError

@@ -10,8 +10,8 @@ import pytest
 
 from inflight.config import ENGINE_OPTIONS, EngineConfig
 from inflight.errors import ConfigError
-from inflight.execution.platforms.cpu import CpuPlatform
-from inflight.execution.platforms.cuda import CudaPlatform
+from inflight.execution.gpu.platform import CudaPlatform
+from inflight.execution.platforms import CpuPlatform
 from inflight.option import PYTHON, options_of
 from inflight.server.config import SERVE_OPTIONS, ServerConfig
 

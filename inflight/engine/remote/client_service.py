@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,11 +55,11 @@ class ClientService:
                 served = self._served[handle] = _ServedRequest(added.request_id)
                 self._begin(self._run(handle, served, added))
             case Abort():
-                self._begin(self._abort(message))
+                self._begin(self._answer(message.call, lambda: self._abort(message)))
             case Describe():
-                self._begin(self._describe(message))
+                self._begin(self._answer(message.call, lambda: self._describe(message)))
             case RunCommand():
-                self._begin(self._run_command(message))
+                self._begin(self._answer(message.call, lambda: self._run_command(message)))
             case Ack(num_read):
                 self._outbox.taken(num_read)
                 self._flush_soon()
@@ -106,37 +106,31 @@ class ClientService:
             del self._served[handle]
             served.settled.set()
 
-    async def _abort(self, message: Abort) -> None:
+    async def _answer(self, call: int | None, work: Callable[[], Awaitable[Reply]]) -> None:
+        """Send the reply that `work` returns, or its error. No reply is expected if `call` is None."""
+        try:
+            reply = await work()
+        except Exception as error:
+            reply = Reply(call or 0, remote_error=RemoteError.of(error))
+        if call is not None:
+            self._reply(reply)
+
+    async def _abort(self, message: Abort) -> Reply:
         served, num_freed = self._served.get(message.handle), 0
-        try:
-            if served is not None:
-                await served.settled.wait()
+        if served is not None:
+            await served.settled.wait()
             if message.handle in self._served:
-                assert served is not None
                 num_freed = await self._client.abort(served.request_id, message.reason)
-        except Exception as error:
-            if message.call is not None:
-                self._reply(Reply(message.call, remote_error=RemoteError.of(error)))
-            return
-        if message.call is not None:
-            self._reply(Reply(message.call, num_freed))
+        return Reply(message.call or 0, num_freed)
 
-    async def _describe(self, message: Describe) -> None:
+    async def _describe(self, message: Describe) -> Reply:
         served = self._served.get(message.handle)
-        try:
-            state = None if served is None else await self._client.describe(served.request_id)
-        except Exception as error:
-            self._reply(Reply(message.call, remote_error=RemoteError.of(error)))
-            return
-        self._reply(Reply(message.call, state=state))
+        state = None if served is None else await self._client.describe(served.request_id)
+        return Reply(message.call, state=state)
 
-    async def _run_command(self, message: RunCommand) -> None:
-        try:
-            await self._client.command(message.command)
-        except Exception as error:
-            self._reply(Reply(message.call, remote_error=RemoteError.of(error)))
-            return
-        self._reply(Reply(message.call))
+    async def _run_command(self, message: RunCommand) -> Reply:
+        await self._client.command(message.command)
+        return Reply(message.call)
 
     def _watch(self, enabled: bool) -> None:
         if self._stop_watching is not None:

@@ -24,6 +24,8 @@ from inflight.engine.client import (
     ModelFacts,
     RequestState,
     StepObserver,
+    id_in_use,
+    not_added,
     notify,
 )
 from inflight.engine.remote.supervisor import (
@@ -46,7 +48,7 @@ from inflight.engine.remote.wire import (
     encode_add,
 )
 from inflight.engine.stats import EngineStats
-from inflight.errors import ConfigError, EngineDeadError, RequestError
+from inflight.errors import ConfigError, EngineDeadError
 from inflight.events import Delta, RequestRecord, StepRecord
 from inflight.processes.channel import Codec, Message, PendingCalls
 from inflight.processes.child import ProcessHost
@@ -260,11 +262,7 @@ class ProcessClient:
         if self._connection.closing:
             raise EngineDeadError(self._connection.trouble() or "the engine is closing")
         if request.request_id in self._requests:
-            raise RequestError(
-                f"request id {request.request_id!r} is already in use",
-                param="request_id",
-                code="request_id_in_use",
-            )
+            raise id_in_use(request.request_id)
         handle = next(self._numbers)
         request.record.arrived_at = self._clock()
         opened = _OpenRequest(handle, request.record)
@@ -290,11 +288,7 @@ class ProcessClient:
     def stream(self, request_id: str) -> AsyncGenerator[Delta]:
         opened = self._requests.get(request_id)
         if opened is None:
-            raise RequestError(
-                f"there is no request {request_id!r} to stream: add it first",
-                param="request_id",
-                code="request_not_found",
-            )
+            raise not_added(request_id)
 
         def leave(running: bool) -> None:
             if self._requests.get(request_id) is opened:
@@ -302,7 +296,7 @@ class ProcessClient:
                 if running:
                     self._abandon(opened)
 
-        return DeltaStream(opened.queue, leave)
+        return DeltaStream(opened.queue.take, leave)
 
     async def abort(self, request_id: str, reason: str = "abort") -> int:
         opened = self._requests.get(request_id)

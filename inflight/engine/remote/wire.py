@@ -115,9 +115,8 @@ class StepOutputs(Message, frozen=True):
 
     handles: list[int] = msgspec.field(default_factory=list)
     token_ids: list[int] = msgspec.field(default_factory=list)
-    deltas: list[tuple[int, Delta]] = msgspec.field(
-        default_factory=list
-    )  # the others, each with its request's handle
+    # The other deltas, each with its request's handle.
+    deltas: list[tuple[int, Delta]] = msgspec.field(default_factory=list)
     replies: list[Reply] = msgspec.field(default_factory=list)
     steps: list[StepRecord] = msgspec.field(default_factory=list)
     stats: EngineStats | None = None

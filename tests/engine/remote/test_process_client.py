@@ -685,7 +685,7 @@ class StartingProcess:
 
 
 @pytest.mark.parametrize(
-    ("script", "has_room", "is_given_up"),
+    ("script", "has_machine", "is_given_up"),
     [
         ([(500.0, Progress(1, 9))] * 5, True, False),  # slow, but it goes on
         ([(500.0, Progress(1, 9)), (300.0, None), (299.0, None)], True, False),
@@ -694,12 +694,12 @@ class StartingProcess:
     ],
 )
 async def test_progress_of_a_start_counts_and_not_its_time(
-    script: list[tuple[float, Any]], has_room: bool, is_given_up: bool
+    script: list[tuple[float, Any]], has_machine: bool, is_given_up: bool
 ) -> None:
     options = {"start_timeout": 600.0}
     supervisor = Supervisor("none", options, QUICK, None, supervisor_module.engine_host({}))
     failed = Failed(RemoteError.of(KVBudgetError("the end of the script")))
-    process: Any = StartingProcess(supervisor, *script, (1.0, failed), is_waiting_for_machine=not has_room)
+    process: Any = StartingProcess(supervisor, *script, (1.0, failed), is_waiting_for_machine=not has_machine)
     with pytest.raises(EngineDeadError if is_given_up else KVBudgetError):
         await supervisor._wait_until_ready(process)
 

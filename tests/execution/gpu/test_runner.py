@@ -16,7 +16,8 @@ from inflight.attention.triton import rope_write
 from inflight.attention.triton.decode import decode_attention
 from inflight.attention.triton.tuning import Tuning, choose
 from inflight.errors import DeviceLostError
-from inflight.execution import device, platforms
+from inflight.execution import platforms
+from inflight.execution.gpu import device
 from inflight.execution.gpu.runner import GpuRunner
 from inflight.execution.platforms import platform
 from inflight.models.decoders.decoder import Decoder

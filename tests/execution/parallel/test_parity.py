@@ -22,8 +22,7 @@ from inflight.execution.platforms import Platform
 from inflight.execution.runner import GRAMMAR_PATIENCE, ModelRunner
 from inflight.loading import load as decoders
 from inflight.loading import load_rank
-from inflight.models.decoders.shard import Shard
-from inflight.models.decoders.spec import DecoderSpec
+from inflight.models.decoders.spec import DecoderSpec, Shard
 from inflight.native.library import native_library
 from inflight.outputs import RequestOutput
 from tests.e2e.conftest import Folder

@@ -12,7 +12,7 @@ from torch import Tensor
 from inflight.execution.parallel.device_collective import PeerCollective, buffer_bytes
 from inflight.execution.parallel.triton.peer_kernels import MAX_PROGRAMS
 from inflight.layers.kernels import Residual
-from inflight.layers.triton.next_norm import NextNorm
+from inflight.layers.triton.linear_parts import NextNorm
 from inflight.layers.triton_kernels import TritonKernels
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -172,7 +172,7 @@ def test_errors_are_those_of_the_anthropic_package(client: anthropic.Anthropic, 
     with pytest.raises(anthropic.NotFoundError, match="is not served here"):
         client.messages.create(**{**REQUEST, "model": "claude"})
     image: Any = {"type": "image", "source": {"type": "url", "url": "http://x"}}
-    with pytest.raises(anthropic.BadRequestError, match="no images") as refused:
+    with pytest.raises(anthropic.BadRequestError, match="--replace-images") as refused:
         client.messages.create(**{**REQUEST, "messages": [{"role": "user", "content": [image]}]})
     assert refused.value.type == "invalid_request_error"
     for path, body in (("/v1/messages", {"max_tokens": 1}), ("/v1/messages/nothing", {})):

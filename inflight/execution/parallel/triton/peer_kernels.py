@@ -39,7 +39,7 @@ def sum_kernel(
     x,  # [num_tokens, num_features]: this rank's part; without a residual, overwritten by the sum
     residual,  # [num_tokens, num_features] or None: what the sum is added to
     norm,  # [num_features] float32 or None: the sum is normalised first
-    next_norm,  # [num_features] float32 or None: of the next layer, see `layers/triton/next_norm.py`
+    next_norm,  # [num_features] float32 or None: of the next layer, see `layers/triton/linear_parts.py`
     scaled,  # [num_tokens, num_features]
     squares,  # [num_tokens] float32
     peers,  # [SIZE] int64: the address of each rank's buffer

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from inflight.config import EngineConfig
-from inflight.execution.platforms import cuda
+from inflight.execution.gpu import platform as cuda
 from inflight.kv.budget import CONTEXT_MEMORY, PEER_MEMORY
 
 GIB = 1 << 30

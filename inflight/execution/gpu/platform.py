@@ -18,15 +18,14 @@ from inflight.attention.triton.tuning import choose, choose_sequences
 from inflight.config import EngineConfig
 from inflight.constraints import GrammarCompiler
 from inflight.errors import ConfigError
-from inflight.execution.forward import StageLinks
+from inflight.execution.gpu.device import StepGraphs
 from inflight.execution.gpu.encoder_runner import GpuEncoderRunner
-from inflight.execution.gpu.graphs import StepGraphs
 from inflight.execution.gpu.runner import GpuRunner
 from inflight.execution.gpu.shapes import token_sizes
 from inflight.execution.platforms import EncoderKernels
+from inflight.execution.runner import StageLinks
 from inflight.kv.budget import CONTEXT_MEMORY, PEER_MEMORY, GpuMemory, blocks_for_memory, gpu_kv_memory
-from inflight.layers.kernels import Kernels
-from inflight.layers.torch_kernels import TorchKernels
+from inflight.layers.kernels import Kernels, TorchKernels
 from inflight.layers.triton_kernels import TritonKernels
 from inflight.models.decoders.decoder import Decoder
 from inflight.models.decoders.spec import DecoderSpec

@@ -22,13 +22,13 @@ from inflight.models.checkpoint import Checkpoint
 from inflight.models.decoders.decoder import Decoder
 from inflight.models.decoders.families import decoder_spec, without_lm_head
 from inflight.models.decoders.spec import DecoderSpec
-from inflight.models.pooling_config import (
+from inflight.models.head_config import (
     SentenceFiles,
     classifier_facts,
     embedding_facts,
     read_sentence_files,
 )
-from inflight.models.pooling_head import Head, LayeredHead, head_size, load_head
+from inflight.models.heads import Head, LayeredHead, head_size, load_head
 from inflight.scoring import PairTemplate, PoolingFacts
 
 # The two answer tokens, under the config.json field that vLLM uses, too.

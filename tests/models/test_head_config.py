@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from inflight.errors import ModelError
-from inflight.models.pooling_config import (
+from inflight.models.head_config import (
     SentenceFiles,
     classifier_facts,
     embedding_facts,
     read_labels,
     read_sentence_files,
 )
-from inflight.models.pooling_head import DenseLayer, NormLayer
+from inflight.models.heads import DenseLayer, NormLayer
 
 
 def write(folder: Path, files: dict[str, Any]) -> Path:

@@ -13,22 +13,20 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from inflight.attention.sequences import Sequences
+from inflight.attention.backend import Sequences
 from inflight.errors import ModelError, WeightsError
-from inflight.layers.kernels import Kernels, Linear
+from inflight.layers.kernels import Kernels, Linear, TorchKernels
 from inflight.model_files import inside
 from inflight.models.checkpoint import SINGLE, Checkpoint
 from inflight.models.tensors import (
+    NormWeight,
     Placement,
     StoredTensor,
-    check_dtypes,
-    check_shapes,
-    check_surplus,
+    check_tensors,
     fill,
     fill_random,
-    into_rows,
-    into_tensor,
     read_headers,
+    whole_rows,
 )
 
 # As sentence-transformers names them.
@@ -46,12 +44,6 @@ class DenseLayer:
     bias: bool = True
     activation: str | None = None
 
-    def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yield (name, shape) of its tensors."""
-        yield f"{self.module}.weight", (self.out_features, self.in_features)
-        if self.bias:
-            yield f"{self.module}.bias", (self.out_features,)
-
 
 @dataclass(frozen=True, slots=True)
 class NormLayer:
@@ -65,11 +57,6 @@ class NormLayer:
     @property
     def out_features(self) -> int:
         return self.in_features
-
-    def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        yield f"{self.module}.weight", (self.in_features,)
-        if self.bias:
-            yield f"{self.module}.bias", (self.in_features,)
 
 
 HeadLayer = DenseLayer | NormLayer
@@ -94,6 +81,33 @@ class Head(Protocol):
         """[B, features] -> [B, size] float32; texts do not affect each other."""
 
 
+class LayerNorm:
+    """The weight and the bias, if any, of a layer norm."""
+
+    def __init__(self, kernels: Kernels, size: int, eps: float, bias: bool, device: torch.device) -> None:
+        self._kernels, self._eps = kernels, eps
+        self._weight = torch.empty(size, dtype=torch.float32, device=device)
+        self._bias = torch.empty(size, dtype=torch.float32, device=device) if bias else None
+        self.target = NormWeight(self._weight, size, bias=self._bias)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._kernels.layer_norm(x, self._weight, self._bias, self._eps)
+
+    def of_sum(self, residual: Tensor, x: Tensor) -> Tensor:
+        """Return the norm of residual + x. May overwrite the residual."""
+        return self._kernels.add_layer_norm(residual, x, self._weight, self._bias, self._eps)
+
+
+class _Dense:
+    def __init__(self, layer: DenseLayer, kernels: Kernels, dtype: torch.dtype) -> None:
+        self._linear: Linear = kernels.linear(layer.in_features, layer.out_features, dtype, layer.bias)
+        self._activation = layer.activation
+        self.target = whole_rows(self._linear, layer.bias)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._linear(x) if self._activation is None else self._linear.activated(x, self._activation)
+
+
 class LayeredHead:
     """Implements `Head`: a sequence of layers, possibly empty."""
 
@@ -107,10 +121,11 @@ class LayeredHead:
     ) -> None:
         self.size = head_size(in_features, layers)
         self._kernels = kernels
+        self._modules = [layer.module for layer in layers]
         self._layers = [
             _Dense(layer, kernels, dtype)
             if isinstance(layer, DenseLayer)
-            else _HeadNorm(layer, kernels, device)
+            else LayerNorm(kernels, layer.in_features, layer.eps, layer.bias, device)
             for layer in layers
         ]
 
@@ -122,40 +137,8 @@ class LayeredHead:
 
     def placements(self) -> Iterator[Placement]:
         """Yield every tensor that the head needs."""
-        for layer in self._layers:
-            stores = layer.stores()
-            for name, shape in layer.described.shapes():
-                store, dummy = stores[name.rpartition(".")[2]]
-                yield Placement(name, shape, store, dummy)
-
-
-class _Dense:
-    def __init__(self, layer: DenseLayer, kernels: Kernels, dtype: torch.dtype) -> None:
-        self.described = layer
-        self._linear: Linear = kernels.linear(layer.in_features, layer.out_features, dtype, layer.bias)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        activation = self.described.activation
-        return self._linear(x) if activation is None else self._linear.activated(x, activation)
-
-    def stores(self) -> dict[str, tuple[Callable[[Tensor, int], None], float | None]]:
-        linear = self._linear
-        return {"weight": (into_rows(linear.load, 0), None), "bias": (into_rows(linear.load_bias, 0), 0.0)}
-
-
-class _HeadNorm:
-    def __init__(self, layer: NormLayer, kernels: Kernels, device: torch.device) -> None:
-        self.described = layer
-        self._kernels = kernels
-        self._weight = torch.ones(layer.in_features, dtype=torch.float32, device=device)
-        self._bias = torch.zeros_like(self._weight) if layer.bias else None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._kernels.layer_norm(x, self._weight, self._bias, self.described.eps)
-
-    def stores(self) -> dict[str, tuple[Callable[[Tensor, int], None], float | None]]:
-        bias = {} if self._bias is None else {"bias": (into_tensor(self._bias), 0.0)}
-        return {"weight": (into_tensor(self._weight), 1.0), **bias}
+        for module, layer in zip(self._modules, self._layers, strict=True):
+            yield from layer.target.placements(module)
 
 
 class Pooler:
@@ -247,17 +230,17 @@ def load_head(
     device: torch.device,
 ) -> LayeredHead:
     """Return the head with the checkpoint's weights, or dummy weights if the checkpoint was opened without any."""
-    if not checkpoint.weight_files:
-        head = LayeredHead(in_features, layers, kernels, dtype, device)
-        fill_random(head.placements(), dtype, device)
-        return head
-    stored = module_headers(checkpoint, (layer.module.partition("/")[0] for layer in layers))
-    shapes = dict(shape for layer in layers for shape in layer.shapes())
-    check_shapes(shapes, stored)
-    check_dtypes(shapes, stored)
-    check_surplus([name for name in stored if name not in shapes])
+    stored: dict[str, StoredTensor] = {}
+    if checkpoint.weight_files:
+        stored = module_headers(checkpoint, (layer.module.partition("/")[0] for layer in layers))
+        meta = torch.device("meta")
+        described = LayeredHead(in_features, layers, TorchKernels(device=meta), dtype, meta)
+        check_tensors(described.placements(), stored)
     head = LayeredHead(in_features, layers, kernels, dtype, device)
-    fill({placement.name: placement for placement in head.placements()}, stored)
+    if checkpoint.weight_files:
+        fill({placement.name: placement for placement in head.placements()}, stored)
+    else:
+        fill_random(head.placements(), dtype, device)
     return head
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from inflight.errors import ModelError, WeightsError
 from inflight.models.checkpoint import Checkpoint
-from inflight.models.decoders.pooling import QWEN3_RERANKER, DecoderPlan, plan_decoder
+from inflight.models.decoders.heads import QWEN3_RERANKER, DecoderPlan, plan_decoder
 from tests.models.running import load
 from tests.support.checkpoints import FAMILIES
 from tests.support.pooled import write_classifier

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from inflight.errors import ConfigError, ModelError
-from inflight.models.decoders.families import decoder_spec
-from inflight.models.defaults import (
+from inflight.loading.checkpoint import (
     default_sampling,
     eos_token_ids,
     resolve_context,
     resolve_dtype,
     resolve_text_length,
 )
+from inflight.models.decoders.families import decoder_spec
 from inflight.sampling_params import SamplingParams
 from tests.models.decoders.test_families import PHI3
 

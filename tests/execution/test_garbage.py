@@ -13,7 +13,7 @@ import pytest
 import inflight
 from inflight import LLM
 from inflight.config import EngineConfig
-from inflight.execution.platforms import cuda
+from inflight.execution.gpu import platform as cuda
 
 # They own their process: the engine's, a rank's, the server's, a front's, and the one that sends a benchmark's load.
 OWNERS = {

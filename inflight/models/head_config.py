@@ -17,8 +17,8 @@ from typing import Any, Literal
 
 from inflight.errors import ModelError, shown
 from inflight.model_files import inside, read_list, read_object
+from inflight.models.heads import POOLINGS, DenseLayer, HeadLayer, NormLayer
 from inflight.models.hf_config import Fields
-from inflight.models.pooling_head import POOLINGS, DenseLayer, HeadLayer, NormLayer
 from inflight.scoring import PoolingFacts, Scale
 
 MODULES = "modules.json"
