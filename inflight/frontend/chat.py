@@ -21,7 +21,7 @@ from inflight.agents import (
     shows_tools,
 )
 from inflight.config import ModelConfig
-from inflight.errors import ParameterError, shown
+from inflight.errors import ParameterError, clipped, shown
 from inflight.text import ChatTemplate, Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -139,7 +139,9 @@ def selected_tools(
     unknown = names - {NamedTool(tool["function"]["name"]) for tool in tools}
     if unknown:
         texts = sorted(tool.name if isinstance(tool, NamedTool) else tool for tool in unknown)
-        raise _invalid("tool_choice", f"tool_choice allows {', '.join(texts):.200}: no tool has this name")
+        raise _invalid(
+            "tool_choice", f"tool_choice allows {clipped(', '.join(texts), 200)}: no tool has this name"
+        )
     return [tool for tool in tools if NamedTool(tool["function"]["name"]) in names], mode
 
 

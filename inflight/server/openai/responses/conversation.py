@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from inflight.agents import INPUT
+from inflight.errors import shown
 from inflight.frontend import OutputProcessor
 from inflight.frontend.chat import ChatRequest, num_characters
 from inflight.server.access.keys import Caller
@@ -138,7 +139,7 @@ class ResponseInput:
         if response_id is not None:
             earlier = await responses.conversation(self._caller, response_id)
             if earlier is None:
-                message = f"previous_response_id is {response_id!r:.200}: {NOT_STORED}"
+                message = f"previous_response_id is {shown(response_id, 200)}: {NOT_STORED}"
                 raise ApiError(400, message, code="previous_response_not_found", param="previous_response_id")
             self._earlier = earlier
         item_ids = list(dict.fromkeys(item.id for item in self._input if isinstance(item, ItemReference)))
@@ -146,9 +147,7 @@ class ResponseInput:
             items = await responses.find_items(self._caller, item_ids, self._state.options.max_body_size)
             for item_id, item in items.items():
                 if item is None:
-                    message = (
-                        f"there is no item {item_id!r:.200}: its response was never stored, or was evicted"
-                    )
+                    message = f"there is no item {shown(item_id, 200)}: its response was never stored, or was evicted"
                     raise ApiError(400, message, code="item_not_found", param="input")
                 self._referenced[item_id] = item
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from inflight.agents import INPUT, INPUT_GRAMMAR, InputGrammar
+from inflight.errors import clipped
 from inflight.frontend.chat import NamedTool, ToolChoice, checked_tools
 from inflight.server.errors import ApiError
 from inflight.server.openai.responses.schemas import (
@@ -119,7 +120,7 @@ def _choice(
             raise _wrong_choice(f"requires {tool.type}", "the server runs no tools of its own")
     unknown = names - by_name.keys()
     if unknown:
-        raise _wrong_choice(f"names {', '.join(sorted(unknown)):.200}", "there are no such tools")
+        raise _wrong_choice(f"names {clipped(', '.join(sorted(unknown)), 200)}", "there are no such tools")
     if isinstance(choice, ChosenTool):
         return set(by_name), NamedTool(*names)
     return names, choice.mode if isinstance(choice, AllowedTools) else "auto"
