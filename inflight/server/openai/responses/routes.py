@@ -173,13 +173,13 @@ async def cancel_response(request: Request) -> Response:
     return CountedResponse(request, lambda: _cancelled_content(request))
 
 
-class _Status(msgspec.Struct):
+class _StatusOnly(msgspec.Struct):
     status: str
 
 
 async def _cancelled_content(request: Request) -> ResponseContent:
     content = await _content(request)
-    status = msgspec.json.decode(content.data, type=_Status).status
+    status = msgspec.json.decode(content.data, type=_StatusOnly).status
     if status != "cancelled":
         message = f"the response is {status}: only a response that is in progress can be cancelled"
         raise ApiError(400, message, code="response_ended")

@@ -188,7 +188,7 @@ class GrammarFormat(Body):
     definition: str
 
 
-class CustomTool(ReturnedPart):
+class FreeTextTool(ReturnedPart):
     """A tool whose input is free text."""
 
     type: Literal["custom"]
@@ -207,7 +207,7 @@ class NamespaceTool(ReturnedPart):
     description: str | None = None
     tools: Items[
         Annotated[
-            Annotated[FunctionTool, Tag("<function>")] | Annotated[CustomTool, Tag("<custom>")],
+            Annotated[FunctionTool, Tag("<function>")] | Annotated[FreeTextTool, Tag("<custom>")],
             by_type("only functions and custom tools can be in a namespace"),
         ]
     ]
@@ -243,7 +243,7 @@ class ServerTool(Body):
 
 ResponseTool = Annotated[
     Annotated[FunctionTool, Tag("<function>")]
-    | Annotated[CustomTool, Tag("<custom>")]
+    | Annotated[FreeTextTool, Tag("<custom>")]
     | Annotated[NamespaceTool, Tag("<namespace>")]
     | Annotated[ServerTool, Tag("<server>")],
     by_type("its type must be function, custom or namespace", others=_SERVER_TOOLS),

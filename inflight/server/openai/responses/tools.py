@@ -19,7 +19,7 @@ from inflight.server.errors import ApiError
 from inflight.server.openai.responses.schemas import (
     AllowedTools,
     ChosenTool,
-    CustomTool,
+    FreeTextTool,
     FunctionTool,
     GrammarFormat,
     NamespaceTool,
@@ -60,7 +60,7 @@ class ResponseTools:
         functions: list[dict[str, Any]] = []
         for tool, namespace, path in _flattened(body):
             name = shown_name(tool.name, namespace)
-            by_name[name] = CallableTool(tool.name, namespace, isinstance(tool, CustomTool))
+            by_name[name] = CallableTool(tool.name, namespace, isinstance(tool, FreeTextTool))
             functions.append(_function(tool, name, path))
         dropped = [tool.type for tool in body.tools or () if isinstance(tool, ServerTool)]
         tools = checked_tools([{"type": "function", "function": function} for function in functions])
@@ -77,7 +77,7 @@ def shown_name(name: str, namespace: str | None) -> str:
 
 def _flattened(
     body: ResponseConversationBody,
-) -> Iterator[tuple[FunctionTool | CustomTool, str | None, str]]:
+) -> Iterator[tuple[FunctionTool | FreeTextTool, str | None, str]]:
     """Yield each tool that the client runs, its namespace, and where it is in the body."""
     for index, tool in enumerate(body.tools or ()):
         if isinstance(tool, NamespaceTool):
@@ -87,7 +87,7 @@ def _flattened(
             yield tool, None, f"tools[{index}]"
 
 
-def _function(tool: FunctionTool | CustomTool, name: str, path: str) -> dict[str, Any]:
+def _function(tool: FunctionTool | FreeTextTool, name: str, path: str) -> dict[str, Any]:
     if isinstance(tool, FunctionTool):
         return {**tool.model_dump(include={"description", "parameters", "strict"}), "name": name}
     function: dict[str, Any] = {
