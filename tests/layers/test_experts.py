@@ -66,7 +66,8 @@ def random_weights(routing: Routing, hidden: int, inner: int, dtype: torch.dtype
     count = routing.num_experts
 
     def matrices(*shape: int) -> Tensor:
-        return (torch.randn(*shape) / shape[-1] ** 0.5).to(dtype)
+        scale: float = shape[-1] ** -0.5
+        return (torch.randn(*shape) * scale).to(dtype)
 
     return Weights(
         routing,
