@@ -85,7 +85,7 @@ class Linear(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Routing:
+class ExpertRouting:
     """How a router chooses a token's experts and weighs them."""
 
     num_experts: int
@@ -148,7 +148,7 @@ class Kernels(Protocol):
         self,
         hidden: int,
         inner: int,
-        routing: Routing,
+        routing: ExpertRouting,
         dtype: torch.dtype,
         activation: str,
         bias: bool = False,
@@ -242,7 +242,9 @@ def check_expert(experts: range, expert: int, part: str) -> None:
         raise ConfigError(f"cannot load {part!r} of an expert: it must be gate, up or down")
 
 
-def choose_experts(logits: Tensor, routing: Routing, correction: Tensor | None) -> tuple[Tensor, Tensor]:
+def choose_experts(
+    logits: Tensor, routing: ExpertRouting, correction: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Return the ids [T, top_k] int64 and weights [T, top_k] float32 of each token's experts, best first."""
     logits = logits.float()
     if routing.scores == "chosen":
@@ -260,7 +262,7 @@ def choose_experts(logits: Tensor, routing: Routing, correction: Tensor | None) 
     return ids, weights * routing.scale
 
 
-def _only_best_groups(ranking: Tensor, routing: Routing) -> Tensor:
+def _only_best_groups(ranking: Tensor, routing: ExpertRouting) -> Tensor:
     """Return the ranking with -inf in all but the best groups."""
     groups = ranking.view(len(ranking), routing.num_groups, -1)  # [T, num_groups, experts of a group]
     best = groups.topk(2, dim=-1).values.sum(dim=-1).topk(routing.top_groups, dim=-1).indices
@@ -376,7 +378,7 @@ class TorchExperts:
         kernels: TorchKernels,
         hidden: int,
         inner: int,
-        routing: Routing,
+        routing: ExpertRouting,
         dtype: torch.dtype,
         activation: str,
         bias: bool,
@@ -483,7 +485,7 @@ class TorchKernels:
         self,
         hidden: int,
         inner: int,
-        routing: Routing,
+        routing: ExpertRouting,
         dtype: torch.dtype,
         activation: str,
         bias: bool = False,

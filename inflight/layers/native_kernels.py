@@ -11,11 +11,11 @@ from torch import Tensor
 from inflight.errors import ConfigError
 from inflight.layers.kernels import (
     ComposedLinear,
+    ExpertRouting,
     Experts,
     Kernels,
     Linear,
     Reduce,
-    Routing,
     TorchKernels,
     check_activation,
     check_gate,
@@ -132,7 +132,7 @@ class NativeKernels:
         self,
         hidden: int,
         inner: int,
-        routing: Routing,
+        routing: ExpertRouting,
         dtype: torch.dtype,
         activation: str,
         bias: bool = False,

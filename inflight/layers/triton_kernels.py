@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inflight.layers.kernels import (
+    ExpertRouting,
     Experts,
     Linear,
     Reduce,
     Residual,
-    Routing,
     TorchKernels,
     check_activation,
     check_gate,
@@ -79,7 +79,7 @@ class TritonKernels:
         self,
         hidden: int,
         inner: int,
-        routing: Routing,
+        routing: ExpertRouting,
         dtype: torch.dtype,
         activation: str,
         bias: bool = False,

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inflight.errors import ConfigError
-from inflight.layers.kernels import CLAMPED_SILU, Experts, Kernels, Residual, Routing, TorchKernels
+from inflight.layers.kernels import CLAMPED_SILU, ExpertRouting, Experts, Kernels, Residual, TorchKernels
 from tests.layers.test_linear import native
 
 EPS = 1e-6
-SOFTMAX = Routing(num_experts=8, top_k=3, scores="softmax")
+SOFTMAX = ExpertRouting(num_experts=8, top_k=3, scores="softmax")
 ROUTINGS = {
     "softmax": SOFTMAX,
     "normalised": replace(SOFTMAX, normalise=True, scale=1.7),
@@ -23,7 +23,7 @@ ROUTINGS = {
     "groups": replace(
         SOFTMAX, scores="sigmoid", normalise=True, has_correction=True, num_groups=4, top_groups=2
     ),
-    "one of one": Routing(num_experts=1, top_k=1, scores="softmax"),
+    "one of one": ExpertRouting(num_experts=1, top_k=1, scores="softmax"),
     "all": replace(SOFTMAX, top_k=8),
 }
 
@@ -37,7 +37,7 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
 class Weights:
     """Random weights of a layer of experts."""
 
-    routing: Routing
+    routing: ExpertRouting
     router: Tensor
     router_bias: Tensor
     correction: Tensor
@@ -62,7 +62,9 @@ class Weights:
                     experts.load_bias(part, expert, getattr(self, f"{part}_bias")[expert])
 
 
-def random_weights(routing: Routing, hidden: int, inner: int, dtype: torch.dtype = torch.float32) -> Weights:
+def random_weights(
+    routing: ExpertRouting, hidden: int, inner: int, dtype: torch.dtype = torch.float32
+) -> Weights:
     count = routing.num_experts
 
     def matrices(*shape: int) -> Tensor:
@@ -156,7 +158,7 @@ def test_biases_and_other_gates_match_float64(
 @pytest.mark.parametrize("num_tokens", [14, 15, 200])
 def test_one_expert_may_receive_every_token(kernels: Kernels, num_tokens: int) -> None:
     torch.manual_seed(num_tokens)
-    routing = Routing(num_experts=4, top_k=1, scores="chosen", has_bias=True)
+    routing = ExpertRouting(num_experts=4, top_k=1, scores="chosen", has_bias=True)
     weights = random_weights(routing, 64, 32)
     weights.router_bias.copy_(torch.tensor([0.0, 0.0, 1000.0, 0.0]))
     experts = kernels.experts(64, 32, routing, torch.float32, "silu")
