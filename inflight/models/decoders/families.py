@@ -313,6 +313,7 @@ def architecture_of(config: Mapping[str, Any]) -> str:
         if name in FAMILIES:
             return name
     decoders = [name.removesuffix("Text") for name in _FAMILY_NAMES]
+    decoders += [name.removesuffix("ForCausalLM") for name in _EXPERT_FAMILIES]
     raise UnknownArchitectureError(
         f"cannot serve {', '.join(names)}: supported families are {', '.join(decoders)} and the encoders "
         f"{', '.join(ENCODERS)}"
