@@ -12,7 +12,10 @@ from inflight.agents.detect import (
     opens_reasoning,
     shows_tools,
 )
-from inflight.agents.events import (
+from inflight.agents.formats.base import REASONING_FORMATS, REASONING_MARKERS, TOOL_FORMATS
+from inflight.agents.grammar_writer import INPUT, INPUT_GRAMMAR, InputGrammar
+from inflight.agents.parser import MessageParser
+from inflight.agents.reading import (
     ArgumentsDelta,
     CalledFunction,
     ContentDelta,
@@ -22,10 +25,10 @@ from inflight.agents.events import (
     ToolCallBegun,
     ToolCallEnded,
 )
-from inflight.agents.formats.base import REASONING_FORMATS, REASONING_MARKERS, TOOL_FORMATS
-from inflight.agents.parser import MessageParser
 
 __all__ = [
+    "INPUT",
+    "INPUT_GRAMMAR",
     "REASONING_FORMATS",
     "REASONING_MARKERS",
     "TOOL_FORMATS",
@@ -33,6 +36,7 @@ __all__ = [
     "CallStyle",
     "CalledFunction",
     "ContentDelta",
+    "InputGrammar",
     "MessageParser",
     "ParsedMessage",
     "ParserEvent",

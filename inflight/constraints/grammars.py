@@ -10,7 +10,7 @@ from typing import Any, TypeGuard
 from inflight.constraints.answer_rules import CONTENT, AnswerRules
 from inflight.constraints.schema import check_schema, read_schema
 from inflight.constraints.schema_rewriting import exact_schema
-from inflight.errors import ParameterError
+from inflight.errors import ParameterError, clipped
 from inflight.structured_outputs import PARAM, StructuredOutputs
 
 # Allow any token that fits, instead of only the tokenizer's own spelling of a text that must follow: the model knows
@@ -55,7 +55,7 @@ def lark_grammar(constraint: StructuredOutputs, special_tokens: Collection[str],
         "grammar": lambda text: _user_grammar(text, one_of),
         "structural_tag": lambda text: _structural_tag(text, special_tokens, one_of),
     }
-    return f"{makers[constraint.kind](constraint.text)}\n{_OPTIONS}"
+    return with_options(makers[constraint.kind](constraint.text))
 
 
 def answer_lark(
@@ -67,11 +67,18 @@ def answer_lark(
         whitespace = _WHITESPACE if name == CONTENT else _SPACE
         rules.append(f"{name}: {json_rule(schema, whitespace, one_of=one_of)}")
     grammar = "\n".join([*rules, _OPTIONS])
-    constraint = answer.user_content
-    if constraint is None:
+    parts = {name: with_options(lark) for name, (_, lark) in answer.grammars.items()}
+    if answer.user_content is not None:
+        parts[CONTENT] = lark_grammar(answer.user_content, special_tokens, one_of)
+    if not parts:
         return grammar
-    content = lark_grammar(constraint, special_tokens, one_of)
-    return json.dumps({"grammars": [{"lark_grammar": grammar}, {"name": CONTENT, "lark_grammar": content}]})
+    named = [{"name": name, "lark_grammar": lark} for name, lark in parts.items()]
+    return json.dumps({"grammars": [{"lark_grammar": grammar}, *named]})
+
+
+def with_options(lark: str) -> str:
+    """Return a user's grammar with the options of all grammars."""
+    return f"{lark}\n{_OPTIONS}"
 
 
 def json_rule(
@@ -116,7 +123,7 @@ def _user_grammar(text: str, one_of: bool) -> str:
     try:
         grammar = text if _LARK.search(text) else gbnf_to_lark(text)
     except (Exception, RecursionError) as error:  # the package raises bare Exceptions
-        reason = " ".join(str(error).split())[:300]
+        reason = clipped(" ".join(str(error).split()), 300)
         raise ParameterError(
             f"{PARAM}.grammar is neither Lark nor GBNF: {reason}", param=PARAM, code="invalid_constraint"
         ) from None
@@ -131,7 +138,7 @@ def _with_checked_schemas(grammar: str, one_of: bool) -> str:
             continue
         if token["open_string"] is not None or token["open_regex"] is not None:
             raise ParameterError(
-                f"{PARAM}.grammar has a string or a regex that is not closed: {token[0]:.100}",
+                f"{PARAM}.grammar has a string or a regex that is not closed: {clipped(token[0], 100)}",
                 param=PARAM,
                 code="invalid_constraint",
             )

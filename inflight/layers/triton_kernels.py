@@ -9,19 +9,28 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inflight.layers.kernels import (
+    ExpertRouting,
+    Experts,
     Linear,
     Reduce,
     Residual,
+    TorchKernels,
     check_activation,
-    check_bias,
     check_gate,
-    check_weight,
+    copy_bias,
+    copy_weight,
 )
-from inflight.layers.triton.elementwise import activate_in_place, add_normed, embed, gate, rms_norm
-from inflight.layers.triton.layer_norm import add_layer_norm, layer_norm
+from inflight.layers.triton.elementwise import (
+    activate_in_place,
+    add_layer_norm,
+    add_normed,
+    embed,
+    gate,
+    layer_norm,
+    rms_norm,
+)
+from inflight.layers.triton.linear_parts import NextNorm, SplitKWorkspace
 from inflight.layers.triton.medium_linear import medium_linear
-from inflight.layers.triton.multiply import SplitKWorkspace
-from inflight.layers.triton.next_norm import NextNorm
 from inflight.layers.triton.small_linear import small_linear
 from inflight.layers.triton.tuning import MAX_TOKENS, pays_medium, pays_small
 from inflight.triton_utils.pdl import supports_pdl
@@ -65,6 +74,21 @@ class TritonKernels:
         reduce: Reduce | None = None,
     ) -> Linear:
         return TritonLinear(self, in_features, out_features, bias, reduce)
+
+    def experts(
+        self,
+        hidden: int,
+        inner: int,
+        routing: ExpertRouting,
+        dtype: torch.dtype,
+        activation: str,
+        bias: bool = False,
+        limit: float = 0.0,
+        reduce: Reduce | None = None,
+        held: range | None = None,
+    ) -> Experts:
+        plain = TorchKernels(self.compute_dtype, self.device)
+        return plain.experts(hidden, inner, routing, dtype, activation, bias, limit, reduce, held)
 
     def embed(self, table: Tensor, ids: Tensor) -> Tensor:
         return embed(table, ids, self.pdl)
@@ -116,14 +140,10 @@ class TritonLinear:
     # ---- loading ----
 
     def load(self, weight: Tensor, first_row: int = 0, first_column: int = 0) -> None:
-        check_weight(self, weight, first_row, first_column)
-        num_rows, num_columns = weight.shape
-        self.weight[first_row : first_row + num_rows, first_column : first_column + num_columns] = weight
+        copy_weight(self, self.weight, weight, first_row, first_column)
 
     def load_bias(self, bias: Tensor, first_row: int = 0) -> None:
-        check_bias(self, self.bias is not None, bias, first_row)
-        assert self.bias is not None
-        self.bias[first_row : first_row + len(bias)].copy_(bias)
+        copy_bias(self, self.bias, bias, first_row)
 
     # ---- the operations of models ----
 

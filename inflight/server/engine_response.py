@@ -16,17 +16,16 @@ from functools import partial
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from inflight.errors import EngineError
 from inflight.events import Delta
 from inflight.frontend import Generation, OutputProcessor
-from inflight.server.cancel_scope import CancelScope, Reason
 from inflight.server.errors import ApiError, of_answer, of_exception
 from inflight.server.formatters import Choice, ResponseFormatter
-from inflight.server.http.unsent import ENGINE_RESPONSE
-from inflight.server.observability.request_log import LoggedRequest
-from inflight.server.params import GenerationParams
+from inflight.server.http.bodies import ENGINE_RESPONSE
+from inflight.server.observability.request_log import LoggedRequest, Reason
+from inflight.server.prepare import GenerationParams
 from inflight.server.state import ServedModel, caller_of, state_of
 
 ABORT_SECONDS = 5.0  # how long to wait for the number of freed blocks; a hung engine is not waited for
@@ -67,7 +66,7 @@ class EngineResponse(Response):
             stream,
             priority or 0,
             self.caller.tenant(user),
-            self.cancel_scope,
+            self.cancel_scope.end,
         )
         self.model_name = model_name
         self._answer = answer
@@ -75,12 +74,15 @@ class EngineResponse(Response):
         self._awaited = awaited
         self._choices: dict[str, Choice] = {}  # by the engine's request id
         self._stream_started = self._parts_started = False
+        self._pings: Pings | None = None  # of a stream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
         scope[ENGINE_RESPONSE] = True
-        self._send = send
         error: ApiError | None = None
         await self._admit()  # if this raises, there is nothing to clean up yet
+        self._send = send
+        if self.logged.stream:
+            self._send = self._pings = Pings(send, self.state.options.ping_interval, self._ping)
         try:
             async with self.cancel_scope:
                 self.cancel_scope.watch(self._abort_for_disconnect)
@@ -90,6 +92,8 @@ class EngineResponse(Response):
         except Exception as raised:
             error = of_exception(raised, self.state.request_log.retry_after())
         finally:
+            if self._pings is not None:
+                await self._pings.stop()
             await self._close(error)
         if error is not None and self.cancel_scope.reason != "disconnect":
             with contextlib.suppress(TimeoutError):  # a client that does not read is not waited for
@@ -140,8 +144,11 @@ class EngineResponse(Response):
     async def _stream(self, generation: Generation, params: GenerationParams) -> bytes:
         """Send the events as they come. Return the last ones."""
         formatter, choices = self._formatter, list(self._choices.values())
-        self._stream_started = True
-        await self._start((b"content-type", formatter.content_type), *_STREAM_HEADERS, *formatter.headers)
+        if self._pings is not None:
+            await self._pings.settle()
+        if not self._stream_started:
+            self._stream_started = True
+            await self._send(self._stream_start())
         await self._send_more(formatter.opening(choices))
         num_open, events = len(choices), b""
         async with contextlib.aclosing(generation.deltas()) as deltas:
@@ -175,7 +182,7 @@ class EngineResponse(Response):
         part = await self.state.in_thread_if(is_long, self.caller, lambda: _next_part(pieces))
         if len(part) >= PART_SIZE:
             self._parts_started = True
-            await self._start((b"content-type", b"application/json"))
+            await self._send(self._start((b"content-type", b"application/json")))
         while len(part) >= PART_SIZE:  # at the client's pace: nothing is encoded before most of this is read
             await self._send_more(part)
             part = await self.state.in_thread_if(is_long, self.caller, lambda: _next_part(pieces))
@@ -214,9 +221,20 @@ class EngineResponse(Response):
         await self._send(start)
         await self._send({"type": "http.response.body", "body": response.body, "more_body": False})
 
-    async def _start(self, *headers: tuple[bytes, bytes]) -> None:
+    def _start(self, *headers: tuple[bytes, bytes]) -> Message:
         all_headers = [*headers, (b"x-request-id", self.logged.request_id.encode())]
-        await self._send({"type": "http.response.start", "status": 200, "headers": all_headers})
+        return {"type": "http.response.start", "status": 200, "headers": all_headers}
+
+    def _stream_start(self) -> Message:
+        formatter = self._formatter
+        return self._start((b"content-type", formatter.content_type), *_STREAM_HEADERS, *formatter.headers)
+
+    async def _ping(self, send: Send) -> None:
+        """Send a ping. If the prompt is still being prepared, the stream starts here, and errors become events."""
+        if not self._stream_started:
+            await send(self._stream_start())
+            self._stream_started = True
+        await send({"type": "http.response.body", "body": self._formatter.ping(), "more_body": True})
 
     async def _send_more(self, data: bytes) -> None:
         if data:
@@ -296,3 +314,112 @@ def _next_part(pieces: Iterator[bytes]) -> bytes:
         if len(part) >= PART_SIZE:
             break
     return bytes(part)
+
+
+class CancelScope:
+    """A context that may be interrupted with TimeoutError; `reason` then says why.
+
+    A task of its own waits for the client to disconnect, so that this costs nothing while tokens flow.
+    """
+
+    def __init__(self, receive: Receive, first_token_timeout: float, request_timeout: float) -> None:
+        self._receive = receive
+        self._loop = asyncio.get_running_loop()
+        self._ends_at = self._loop.time() + request_timeout
+        first = self._loop.time() + first_token_timeout
+        self.reason: Reason = "first_token" if first < self._ends_at else "request"
+        self._timeout = asyncio.timeout_at(min(first, self._ends_at))
+        self._watcher: asyncio.Task[None] | None = None
+        self._ended = False
+
+    async def __aenter__(self) -> CancelScope:
+        await self._timeout.__aenter__()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self._ended = True
+        if self._watcher is not None:
+            if self.reason == "disconnect":
+                await self._watcher  # it counts the blocks that the abort frees
+            else:
+                self._watcher.cancel()
+        await self._timeout.__aexit__(*error)  # type: ignore[arg-type]
+
+    def watch(self, on_disconnect: Callable[[], Awaitable[None]]) -> None:
+        """When the client disconnects, await `on_disconnect` and interrupt. The body must have been read."""
+        self._watcher = self._loop.create_task(self._watch(on_disconnect))
+
+    async def _watch(self, on_disconnect: Callable[[], Awaitable[None]]) -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            while (await self._receive())["type"] != "http.disconnect":
+                pass
+            if not self._ended:
+                self.reason = "disconnect"
+                await on_disconnect()
+                self.end("disconnect")
+
+    def first_token(self) -> None:
+        """Drop the timeout of the first token: from now on, only that of the whole request applies."""
+        if self.reason == "first_token":
+            self.reason = "request"
+            self._timeout.reschedule(self._ends_at)
+
+    def end(self, reason: Reason) -> None:
+        """Interrupt the request now."""
+        if not self._ended:
+            self._ended = True
+            self.reason = reason
+            self._timeout.reschedule(self._loop.time())
+
+
+class Pings:
+    """An ASGI `send` that pings whenever it was silent for some seconds, so that proxies keep the connection open.
+
+    It costs a timer per stream; a task runs only while a ping is sent.
+    """
+
+    def __init__(self, send: Send, seconds: float, ping: Callable[[Send], Awaitable[None]]) -> None:
+        """`ping` sends one with the `send` that it gets."""
+        self._send = send
+        self._seconds = seconds
+        self._ping = ping
+        self._loop = asyncio.get_running_loop()
+        self._sent_at = self._loop.time()
+        self._is_sending = False
+        self._task: asyncio.Task[None] | None = None  # that sends a ping
+        self._timer = self._loop.call_later(seconds, self._check)
+
+    async def __call__(self, message: Message) -> None:
+        await self.settle()
+        self._is_sending = True
+        try:
+            await self._send(message)
+        finally:
+            self._is_sending = False
+            self._sent_at = self._loop.time()
+
+    async def settle(self) -> None:
+        """Wait until a ping that is being sent is complete."""
+        if self._task is not None:
+            await self._task
+
+    def _check(self) -> None:
+        silent_for = self._loop.time() - self._sent_at
+        if silent_for >= self._seconds:
+            silent_for = 0.0
+            self._sent_at = self._loop.time()
+            if self._task is None and not self._is_sending:  # else the client does not read
+                self._task = self._loop.create_task(self._send_ping())
+        self._timer = self._loop.call_later(self._seconds - silent_for, self._check)
+
+    async def _send_ping(self) -> None:
+        try:
+            await self._ping(self._send)
+        finally:
+            self._task = None
+
+    async def stop(self) -> None:
+        self._timer.cancel()
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait((self._task,))

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from functools import cache
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
     PrivateAttr,
+    ValidationInfo,
     WithJsonSchema,
     model_validator,
 )
@@ -53,6 +56,24 @@ Unset = Annotated[Any, AfterValidator(_check_unset), WithJsonSchema({"enum": [No
 Ignored = Annotated[Any, WithJsonSchema({"description": "Accepted and ignored."})]
 
 
+TEXT = {"type": "string"}
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+
+
+def one_or_many(*kinds: dict[str, Any], description: str) -> WithJsonSchema:
+    """Return the schema of a field that its route validates.
+
+    A union would report several errors for one mistake, and millions for a long list.
+    """
+    lists = [{"type": "array", "items": kind, "minItems": 1} for kind in kinds]
+    return WithJsonSchema({"anyOf": [*kinds, *lists], "description": description})
+
+
+TextsOrIds = Annotated[
+    Any, one_or_many(TEXT, _IDS, description="A text, its token ids, or a list of either.")
+]
+
+
 class Body(BaseModel):
     """A request body: no unknown parameters, and no conversion between types."""
 
@@ -75,15 +96,28 @@ class Body(BaseModel):
         }
 
 
-class SampledBody(Body):
-    """The parameters of every generation, in all APIs."""
+class EngineBody(Body):
+    """The parameters of every request to the engine, in all APIs."""
 
     model: str | None = Field(None, description="A name from /v1/models; optional.")
-    stream: bool | None = None
     user: str | None = Field(
         None, max_length=256, description="The user that fair scheduling counts this request against."
     )
+    priority: int | None = Field(None, description="With --policy priority, smaller values go first.")
+    cache_salt: str | None = Field(
+        None,
+        max_length=MAX_SALT_LENGTH,
+        description="Cached prefixes are shared only between requests with the same salt.",
+    )
+    request_id: Annotated[str, Field(pattern=f"^{REQUEST_ID.pattern}$")] | None = Field(
+        None, description="The id of the answer, also for /v1/requests."
+    )
 
+
+class SampledBody(EngineBody):
+    """The parameters of every generation, in all APIs."""
+
+    stream: bool | None = None
     temperature: float | None = ranged(minimum=0)
     top_p: float | None = ranged(exclusiveMinimum=0, maximum=1)
     top_k: int | None = ranged(minimum=-1)
@@ -94,16 +128,6 @@ class SampledBody(Body):
     seed: int | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = ranged(minimum=0)
-
-    priority: int | None = Field(None, description="With --policy priority, smaller values go first.")
-    cache_salt: str | None = Field(
-        None,
-        max_length=MAX_SALT_LENGTH,
-        description="Cached prefixes are shared only between requests with the same salt.",
-    )
-    request_id: Annotated[str, Field(pattern=f"^{REQUEST_ID.pattern}$")] | None = Field(
-        None, description="The id of the answer, also for /v1/requests."
-    )
 
     def sampling(self) -> dict[str, Any]:
         """Return the fields of `SamplingParams` that the client has set."""
@@ -184,15 +208,41 @@ class ReturnedPart(Body):
         return {name: value for name, value in part.items() if value is not None}
 
 
-def by_type(allowed: str, default: str | None = None) -> Discriminator:
+IMAGE_NOTE = "[An image was here. This model cannot see images.]"
+IMAGE_TYPES = ("image", "image_url", "input_image")  # of Anthropic's API, of chats and of responses
+
+
+def images_as(text_type: str) -> BeforeValidator:
+    """Return a validator of parts that replaces an image by a note, a part of the type `text_type`.
+
+    The model cannot see images, so this happens only with --replace-images; without it, they are rejected.
+    """
+
+    def replaced(part: Any, info: ValidationInfo) -> Any:
+        if not isinstance(part, dict) or part.get("type") not in IMAGE_TYPES:
+            return part
+        if not (info.context or {}).get("replace_images"):
+            raise ValueError(
+                "images are not supported (with --replace-images, the server replaces them by a note)"
+            )
+        return {"type": text_type, "text": IMAGE_NOTE}
+
+    return BeforeValidator(replaced)
+
+
+def by_type(
+    allowed: str, default: str | None = None, others: Mapping[str, str] | None = None
+) -> Discriminator:
     """Return what tells the members of a union apart by their `type`, which is `default` if it is not given.
+
+    `others` has types that share a member with another, whose tag they get.
 
     Tags are types in angle brackets. No parameter has such a name, so error messages can leave tags out.
     """
 
     def tag(part: Any) -> str:
         kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
-        return f"<{kind or default}>"
+        return f"<{(others or {}).get(kind, kind) if isinstance(kind, str) else default}>"
 
     return Discriminator(tag, custom_error_type="unsupported_type", custom_error_message=allowed)
 

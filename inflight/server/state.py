@@ -17,20 +17,19 @@ from starlette.requests import Request
 from inflight import __version__
 from inflight.engine import EngineClient, ModelFacts
 from inflight.entrypoints.async_engine import AsyncEngine
+from inflight.errors import shown
 from inflight.frontend import Frontend
 from inflight.frontend.scoring import unsupported_task
 from inflight.processes.fair_threads import FairThreads
 from inflight.router import Replicas, Router
 from inflight.scoring import Task, tasks_of
-from inflight.server.access.admission import AdmissionControl, LocalAdmission
-from inflight.server.access.keys import AdminKey, Caller, Keys
+from inflight.server.access.keys import AdminKey, AdmissionControl, Caller, Keys, LocalAdmission
 from inflight.server.access.middleware import Hosts
 from inflight.server.config import ServerConfig
 from inflight.server.errors import ApiError
-from inflight.server.http.unsent import UnsentBytes
+from inflight.server.http.bodies import UnsentBytes
 from inflight.server.observability.metrics import MetricCounts, Metrics
-from inflight.server.observability.request_log import RequestLog
-from inflight.server.observability.tracing import NoTracer, Tracer
+from inflight.server.observability.request_log import RequestLog, Tracer
 from inflight.server.openai.responses.store import LocalResponses, Responses, ResponseStore
 
 T = TypeVar("T")
@@ -89,7 +88,7 @@ class ServerState:
     options: ServerConfig
     keys: Keys
     hosts: Hosts = field(default_factory=Hosts)
-    tracer: Tracer = field(default_factory=NoTracer)
+    tracer: Tracer = field(default_factory=Tracer)
     draining: bool = False
     started: int = field(default_factory=lambda: int(time.time()))
     # The numbers in engine request ids. Processes that share an engine must not use the same ones.
@@ -105,7 +104,7 @@ class ServerState:
         options = self.options
         self.model = ServedModel(engine, options, serials or count())
         self.metrics = Metrics(
-            self.model.label, options.metrics_compat == "vllm", _cache_labels(engine.client.facts, options)
+            self.model.label, options.metrics_compat, _cache_labels(engine.client.facts, options)
         )
         self.admin_key = AdminKey(options.admin_key, self.keys)
         self.unsent = UnsentBytes(options.max_unsent_bytes)
@@ -124,7 +123,9 @@ class ServerState:
         """
         model = self.model
         if name is not None and not model.answers_to(name):
-            message = f"the model {name!r:.200} is not served here: available are {', '.join(model.names)}"
+            message = (
+                f"the model {shown(name, 200)} is not served here: available are {', '.join(model.names)}"
+            )
             raise ApiError(404, message, code="model_not_found", param="model")
         if task is not None:
             model.check_task(task)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from inflight.execution.forward import Rows
+from inflight.execution.runner import Rows
 from inflight.request import Request
 from inflight.sampling_params import SamplingParams
 from inflight.scheduling import Batch
 from inflight.scheduling.batch import Admission, TableUpdate
 
 
-def test_rows_take_in_tokens_and_blocks() -> None:
+def test_rows_store_tokens_and_blocks() -> None:
     rows = Rows(max_rows=3, max_len=10, block_size=4, device=torch.device("cpu"))
     rows.tokens.fill_(-1)
     rows.block_tables.fill_(-1)

@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from inflight.execution.parallel.device_collective import NcclCollective
-from inflight.execution.parallel.peer_collective import PeerCollective, buffer_bytes
-from inflight.layers.triton.next_norm import NextNorm
+from inflight.execution.parallel.device_collective import NcclCollective, PeerCollective, buffer_bytes
+from inflight.layers.triton.linear_parts import NextNorm
 
 DEVICE = torch.device("cuda")
 SLOT = 1 << 18
@@ -97,8 +96,8 @@ def test_two_ranks_meet_in_captured_graphs(ranks: list[Rank]) -> None:
                 rank.graph.replay()
         torch.cuda.synchronize()
         first, second = ranks
-        for found in results:
-            sums = iter(found)
+        for actual in results:
+            sums = iter(actual)
             for a, b, hidden in zip(first.parts, second.parts, first.hidden, strict=True):
                 total = a.float() + b.float()
                 assert torch.equal(next(sums), total.bfloat16())

@@ -75,7 +75,7 @@ def send_hostile(live: Live, stack: ExitStack) -> list[socket.socket]:
     return connections
 
 
-def test_chats_of_other_keys_are_answered_meanwhile(keyed: Live) -> None:
+def test_hostile_grammars_do_not_block_chats_of_other_keys(keyed: Live) -> None:
     headers = {"authorization": "Bearer alice-secret"}
     with ExitStack() as stack:
         send_hostile(keyed, stack)
@@ -91,7 +91,7 @@ def test_chats_of_other_keys_are_answered_meanwhile(keyed: Live) -> None:
         assert num_trying(keyed) == 1  # the other process is not for the same key
 
 
-def test_clients_that_go_away_end_their_trials(keyed: Live) -> None:
+def test_disconnected_clients_end_their_grammar_trials(keyed: Live) -> None:
     with ExitStack() as stack:
         connections = send_hostile(keyed, stack)
         for connection in connections:

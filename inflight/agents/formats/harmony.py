@@ -11,19 +11,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
-from inflight.agents.calls import CallEmitter
-from inflight.agents.events import ContentDelta, ParserEvent, ReasoningDelta
-from inflight.agents.formats.base import ToolFormat
+from inflight.agents.formats.base import CallEmitter, ToolFormat
 from inflight.agents.grammar_writer import AnswerShape, GrammarWriter
-from inflight.agents.json_reader import emit_value
-from inflight.agents.source import Markers, Reading, Source
+from inflight.agents.reading import ContentDelta, Markers, ParserEvent, Reading, ReasoningDelta, Source
+from inflight.agents.values import emit_value
 from inflight.errors import ParameterError
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _END, _CONSTRAIN, _CALL = "<|end|>", "<|constrain|>", "<|call|>"
 _ENDS = (_END, _CALL, "<|return|>")
 _HEADER_STARTS = (_START, _CHANNEL, _MESSAGE, " to=")  # the prompt ends with `<|start|>assistant`
+_BUILT_IN = (
+    "python",
+    "browser",
+    "container",
+    "assistant",
+    "user",
+    "all",
+)  # recipients that are not functions
 _BEGIN, _END_OF_HEADER = Markers(_START, _CHANNEL), Markers(_MESSAGE)
 _END_OF_BODY = Markers(*_ENDS, _START, _CHANNEL)
 _CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
@@ -64,7 +71,7 @@ class _HarmonyReader:
     def _read_body(self, source: Source, header: str) -> Reading[None]:
         channel, recipient = _CHANNEL_NAME.search(header), _RECIPIENT.search(header)
         name = recipient.group(1) if recipient else ""
-        if self._with_calls and name.startswith("functions."):
+        if self._with_calls and self._is_function(name):
             yield from self._read_call(source, name.removeprefix("functions."))
             return
         is_reasoning = channel is not None and channel.group(1) == "analysis"
@@ -74,6 +81,13 @@ class _HarmonyReader:
         source.in_reasoning = False
         if ending is not None and ending not in _ENDS:
             source.unread(len(ending))
+
+    def _is_function(self, recipient: str) -> bool:
+        """Return whether this is a function. Models omit the namespace, which their built-in tools do not have."""
+        if recipient.startswith("functions."):
+            return True
+        is_built_in = recipient.partition(".")[0] in _BUILT_IN
+        return bool(recipient) and self._calls.may_call(recipient, unless_known=not is_built_in)
 
     def _read_call(self, source: Source, name: str) -> Reading[None]:
         yield self._calls.begin(name)
@@ -165,5 +179,5 @@ def _last_message(writer: GrammarWriter, shape: AnswerShape, text: str) -> str:
 
 
 _MARKERS = (_START, _CHANNEL, _CONSTRAIN, _MESSAGE, *_ENDS)
-HARMONY = ToolFormat(_read, _MARKERS, opened_by=_opened_by)
-HARMONY_WITHOUT_CALLS = ToolFormat(_read_without_calls, _MARKERS, opened_by=_opened_by)
+HARMONY = ToolFormat(_MARKERS, read_message=_read, opened_by=_opened_by)
+HARMONY_WITHOUT_CALLS = replace(HARMONY, read_message=_read_without_calls)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from inflight.layers.triton.tuning import ACTIVATE_TILE, ElementTile
+from inflight.layers.triton.tuning import ACTIVATE_TILE, ElementTile, NormTile, choose_norm
 from inflight.triton_utils.padding import padded_empty
 from inflight.triton_utils.pdl import launch_dependents_then_wait, launch_options, wait_then_launch_dependents
 
@@ -69,19 +69,9 @@ def _reciprocal(x):
 
 @triton.jit
 def _rms_norm_kernel(
-    x,
-    weight,
-    residual,
-    out,
-    inner_rows,
-    outer_stride,
-    inner_stride,
-    num_features,
-    eps,
-    ADD: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x, weight, residual, out, inner_rows, outer_stride, inner_stride, num_features, eps,
+    ADD: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Row r of x lies at (r // inner_rows) * outer_stride + (r % inner_rows) * inner_stride."""
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
@@ -151,21 +141,10 @@ def _normalise(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, p
         return out
     block = triton.next_power_of_2(num_features)
     _rms_norm_kernel[(num_rows,)](
-        view,
-        weight,
-        x if residual is None else residual,
-        out,
-        inner_rows,
-        view.stride(0),
-        view.stride(1),
-        num_features,
-        eps,
-        ADD=residual is not None,
-        BLOCK=block,
-        PDL=pdl,
-        num_warps=_warps(block),
+        view, weight, x if residual is None else residual, out, inner_rows, view.stride(0), view.stride(1),
+        num_features, eps, ADD=residual is not None, BLOCK=block, PDL=pdl, num_warps=_warps(block),
         **launch_options(pdl),
-    )
+    )  # fmt: skip
     return out
 
 
@@ -177,15 +156,9 @@ def gate(gate_up: Tensor, activation: str, pdl: bool = False) -> Tensor:
     if num_rows == 0:
         return out
     _gate_kernel[(num_rows, triton.cdiv(inner, _GATE_BLOCK))](
-        gate_up.contiguous(),
-        out,
-        inner,
-        ACTIVATION=ACTIVATIONS[activation],
-        BLOCK=_GATE_BLOCK,
-        PDL=pdl,
-        num_warps=4,
-        **launch_options(pdl),
-    )
+        gate_up.contiguous(), out, inner, ACTIVATION=ACTIVATIONS[activation], BLOCK=_GATE_BLOCK, PDL=pdl,
+        num_warps=4, **launch_options(pdl),
+    )  # fmt: skip
     return out
 
 
@@ -196,14 +169,9 @@ def activate_in_place(
     size = x.numel()
     if size > 0:
         _activate_kernel[(triton.cdiv(size, tile.block),)](
-            x,
-            size,
-            ACTIVATION=ACTIVATIONS[activation],
-            BLOCK=tile.block,
-            PDL=pdl,
-            num_warps=tile.num_warps,
+            x, size, ACTIVATION=ACTIVATIONS[activation], BLOCK=tile.block, PDL=pdl, num_warps=tile.num_warps,
             **launch_options(pdl),
-        )
+        )  # fmt: skip
     return x
 
 
@@ -215,15 +183,8 @@ def embed(table: Tensor, ids: Tensor, pdl: bool = False) -> Tensor:
         return out
     block = min(_ROW_BLOCK, triton.next_power_of_2(num_features))
     _embed_kernel[(len(ids), triton.cdiv(num_features, block))](
-        table,
-        ids,
-        out,
-        num_features,
-        BLOCK=block,
-        PDL=pdl,
-        num_warps=_warps(block),
-        **launch_options(pdl),
-    )
+        table, ids, out, num_features, BLOCK=block, PDL=pdl, num_warps=_warps(block), **launch_options(pdl),
+    )  # fmt: skip
     return out
 
 
@@ -239,3 +200,86 @@ def _three_dims(x: Tensor) -> Tensor:
     if x.dim() > 3:
         x = x.flatten(0, -3)
     return x.reshape(-1, 1, x.shape[-1]) if x.dim() < 3 else x
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _layer_norm_kernel(
+    residual,  # [num_tokens, num_features], or None
+    x,  # the same
+    weight,  # [num_features] float32
+    bias,  # the same, or None
+    out,
+    num_tokens,
+    num_features,
+    eps,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    column = tl.arange(0, BLOCK)
+    real = column < num_features
+    factor = tl.load(weight + column, mask=real, other=0.0)
+    shift = bias
+    if bias is not None:
+        shift = tl.load(bias + column, mask=real, other=0.0)
+    launch_dependents_then_wait(PDL)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    place = row[:, None].to(tl.int64) * num_features + column[None, :]
+    live = (row < num_tokens)[:, None] & real[None, :]
+    wide = tl.load(x + place, mask=live, other=0.0).to(tl.float32)
+    if residual is not None:
+        wide += tl.load(residual + place, mask=live, other=0.0).to(tl.float32)
+    mean = tl.sum(wide, 1) / num_features
+    # Not from the mean of squares: that and the mean's square would be two large numbers that differ little.
+    wide = tl.where(real[None, :], wide - mean[:, None], 0.0)
+    scale = tl.rsqrt(tl.sum(wide * wide, 1) / num_features + eps)
+    y = wide * scale[:, None] * factor[None, :]
+    if bias is not None:
+        y += shift[None, :]
+    tl.store(out + place, y.to(out.dtype.element_ty), mask=live)
+
+
+def layer_norm(
+    x: Tensor,  # [T, n]
+    weight: Tensor,  # [n] float32
+    bias: Tensor | None,
+    eps: float,
+    pdl: bool = False,
+    tile: NormTile | None = None,
+) -> Tensor:
+    return _layer_norm(None, x, weight, bias, eps, pdl, tile)
+
+
+def add_layer_norm(
+    residual: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    pdl: bool = False,
+    tile: NormTile | None = None,
+) -> Tensor:
+    """Return layer_norm(residual + x); the sum is not rounded in between."""
+    return _layer_norm(residual.contiguous(), x, weight, bias, eps, pdl, tile)
+
+
+def _layer_norm(
+    residual: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    pdl: bool,
+    tile: NormTile | None,
+) -> Tensor:
+    num_tokens, num_features = x.shape
+    out = padded_empty(num_tokens, num_features, x.dtype, x.device)
+    if num_tokens == 0:
+        return out
+    if tile is None:
+        tile = choose_norm(num_features)
+    _layer_norm_kernel[(triton.cdiv(num_tokens, tile.rows),)](
+        residual, x.contiguous(), weight, bias, out, num_tokens, num_features, eps, ROWS=tile.rows,
+        BLOCK=triton.next_power_of_2(num_features), PDL=pdl, num_warps=tile.num_warps, **launch_options(pdl),
+    )  # fmt: skip
+    return out

@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from inflight.server.anthropic.errors import error_body, error_response
 from inflight.server.errors import ApiError
 from inflight.server.formatters import Choice, PartKind, PartWriter, ResponseFormatter, encode, usage_of
 
@@ -96,7 +95,7 @@ class MessagesFormatter(ResponseFormatter):
         (choice,) = choices
         usage = {"input_tokens": len(choice.prompt.prompt_token_ids), "output_tokens": 0}
         message = self._message(usage | {"cache_read_input_tokens": 0, "cache_creation_input_tokens": 0})
-        return event("message_start", message=message) + event("ping")
+        return event("message_start", message=message) + self.ping()
 
     def more(self, choice: Choice) -> bytes:
         return self._blocks.write(choice.take())
@@ -113,11 +112,14 @@ class MessagesFormatter(ResponseFormatter):
         self.end(choice)
         yield encode(self._message(_usage(choice)) | {"content": self._blocks.blocks} | _end(choice))
 
+    def ping(self) -> bytes:
+        return event("ping")
+
     def error_event(self, error: ApiError) -> bytes:
-        return b"event: error\ndata: %b\n\n" % error_body(error, self._request_id)
+        return b"event: error\ndata: %b\n\n" % error.anthropic_body(self._request_id)
 
     def error_response(self, error: ApiError) -> Response:
-        return error_response(error, self._request_id)
+        return error.anthropic_response(self._request_id)
 
     def _message(self, usage: dict[str, Any]) -> dict[str, Any]:
         return {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, Field
 
 from inflight.frontend.chat import CLIENT_FIELDS, MAX_TOOLS
 from inflight.sampling_params import MAX_LOGPROBS
@@ -12,35 +12,20 @@ from inflight.server.schemas import (
     Body,
     ConstrainedBody,
     FinishReason,
+    Ignored,
     Items,
+    TextsOrIds,
     Unset,
     Usage,
+    images_as,
     missing,
     ranged,
 )
-from inflight.text.chat import MAX_MESSAGES
-
-_TEXT = {"type": "string", "minLength": 1}
-_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
-# Validated in prepare.py: a union of four lists would report four errors for one mistake.
-Prompts = Annotated[
-    Any,
-    WithJsonSchema(
-        {
-            "anyOf": [
-                _TEXT,
-                _IDS,
-                {"type": "array", "items": _TEXT, "minItems": 1},
-                {"type": "array", "items": _IDS, "minItems": 1},
-            ],
-            "description": "A text, its token ids, or a list of either.",
-        }
-    ),
-]
+from inflight.text.chat_template import MAX_MESSAGES
 
 
 class CompletionBody(ConstrainedBody):
-    prompt: Prompts
+    prompt: TextsOrIds
     max_tokens: int | None = ranged(
         minimum=0, description="0 is allowed with echo: it returns only the prompt's logprobs."
     )
@@ -98,7 +83,7 @@ class ChatMessage(Body):
     """One message. The fields of an answer may be sent back with the next request."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | Items[TextPart] | None = None
+    content: str | Items[Annotated[TextPart, images_as("text")]] | None = None
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: Items[dict[str, Any]] | None = None
@@ -148,7 +133,9 @@ class ChatBody(ConstrainedBody):
 
     tools: Tools | None = None
     tool_choice: str | dict[str, Any] | None = Field(
-        None, description='none, auto, required, or {"type": "function", "function": {"name": ...}}.'
+        None,
+        description='none, auto, required, {"type": "function", "function": {"name": ...}}, or '
+        '{"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": [...]}}.',
     )
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = Field(
@@ -161,12 +148,12 @@ class ChatBody(ConstrainedBody):
         None, ge=-1, description="vLLM's name for max_reasoning_tokens; -1 is no limit."
     )
     include_reasoning: bool | None = Field(None, description="Return the reasoning; true by default.")
+    verbosity: Ignored = None  # chat templates do not support it
 
     # Only values without effect are accepted.
     modalities: Items[Literal["text"]] | None = missing("only text output is supported")
     functions: Nothing | None = missing("send them as tools")
     function_call: Literal["none", "auto"] | None = missing("use tool_choice")
-    verbosity: Literal["medium"] | None = missing("say so in a message")
     audio: None = missing("only text input and output are supported")
     web_search_options: None = missing("put search results into a message")
     moderation: None = missing("content is not moderated")

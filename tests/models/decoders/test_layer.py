@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from inflight.layers.kernels import Residual
-from inflight.layers.torch_kernels import TorchKernels
+from inflight.layers.kernels import Residual, TorchKernels
+from inflight.models.decoders.decoder import DenseMlp, Layer
 from inflight.models.decoders.families import decoder_spec
-from inflight.models.decoders.layer import DenseMlp, Layer, LinearRows, Target
-from inflight.models.decoders.shard import whole_shard
-from inflight.models.decoders.spec import NormPlacement
+from inflight.models.decoders.spec import NormPlacement, whole_shard
+from inflight.models.tensors import LinearRows, Target
 from tests.models.decoders.test_weights import dummy
 from tests.models.running import CPU, logprobs, prompt
 from tests.support.checkpoints import FAMILIES
@@ -25,7 +24,7 @@ def norm64(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 
 @pytest.mark.parametrize("placement", NormPlacement)
-def test_a_dense_mlp(placement: NormPlacement) -> None:
+def test_dense_mlp_matches_float64(placement: NormPlacement) -> None:
     torch.manual_seed(0)
     spec = replace(decoder_spec(FAMILIES["llama"]().to_dict()), norm_placement=placement, mlp_bias=True)
     mlp = DenseMlp(whole_shard(spec), TorchKernels(), torch.float32, CPU)
@@ -47,14 +46,14 @@ def test_a_dense_mlp(placement: NormPlacement) -> None:
     assert (mlp.in_norm is not None, mlp.out_norm is not None) == (placement.before, placement.after)
 
     x, next_norm = torch.randn(5, hidden), torch.ones(hidden)
-    found = mlp(Residual(x.clone(), mlp.in_norm), next_norm)
+    actual = mlp(Residual(x.clone(), mlp.in_norm), next_norm)
 
     read = norm64(x.double(), mlp.in_norm, eps)
     gates, ups = (read @ torch.cat((gate, up)).double().T + biases[0]).chunk(2, dim=1)
     product = (torch.nn.functional.silu(gates) * ups) @ down.double().T + biases[1]
-    wanted = x.double() + norm64(product, mlp.out_norm, eps)
-    torch.testing.assert_close(found.x.double(), wanted, rtol=1e-4, atol=1e-5)
-    assert found.norm is next_norm
+    expected = x.double() + norm64(product, mlp.out_norm, eps)
+    torch.testing.assert_close(actual.x.double(), expected, rtol=1e-4, atol=1e-5)
+    assert actual.norm is next_norm
 
 
 class NoMlp:
@@ -64,7 +63,12 @@ class NoMlp:
         self.in_norm = in_norm
         self.calls = 0
 
-    def __call__(self, residual: Residual, next_norm: Tensor | None) -> Residual:
+    def __call__(
+        self,
+        residual: Residual,
+        next_norm: Tensor | None,
+        live: Tensor | None = None,  # noqa: ARG002
+    ) -> Residual:
         self.calls += 1
         return Residual(residual.x, next_norm)
 
@@ -72,8 +76,8 @@ class NoMlp:
         return {}
 
 
-def test_a_layer_takes_any_mlp() -> None:
-    """One that adds nothing is a dense one whose down projection is zero."""
+def test_layer_takes_any_mlp() -> None:
+    """An MLP that adds nothing equals a dense one whose down projection is zero."""
     decoder, other = dummy("llama", seed=1), dummy("llama", seed=1)
     dense = decoder.layers[0].mlp
     assert isinstance(dense, DenseMlp)

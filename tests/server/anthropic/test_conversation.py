@@ -12,7 +12,8 @@ from inflight.frontend.input_processor import MAX_TENANT_LENGTH
 from inflight.server.anthropic.conversation import chat_of, check, text_constraint, user_of
 from inflight.server.anthropic.schemas import MessagesBody
 from inflight.server.errors import ApiError
-from inflight.server.http.body import parse_body
+from inflight.server.http.bodies import parse_body
+from inflight.server.schemas import IMAGE_NOTE
 
 USER = {"role": "user", "content": "1 + 2?"}
 TOOL = {"name": "add", "description": "Adds.", "input_schema": {"type": "object"}}
@@ -20,31 +21,31 @@ CALL = {"type": "tool_use", "id": "toolu_1", "name": "add", "input": {"a": 1}}
 EPHEMERAL = {"cache_control": {"type": "ephemeral"}}
 
 
-def body_of(**given: Any) -> MessagesBody:
-    whole = {"max_tokens": 16, "messages": [USER], **given}
-    return parse_body(MessagesBody, json.dumps(whole).encode())
+def body_of(*, replace_images: bool = False, **fields: Any) -> MessagesBody:
+    whole = {"max_tokens": 16, "messages": [USER], **fields}
+    return parse_body(MessagesBody, json.dumps(whole).encode(), replace_images=replace_images)
 
 
-def converted(**given: Any) -> ChatRequest:
-    """With all checks, as the route makes them."""
-    body = body_of(**given)
+def converted(**fields: Any) -> ChatRequest:
+    """Return the conversation after all checks that the route makes."""
+    body = body_of(**fields)
     check(body)
     return chat_of(body)
 
 
-def messages(*given: Any, **more: Any) -> Any:
-    return chat_of(body_of(messages=list(given) or [USER], **more)).messages
+def messages(*fields: Any, **more: Any) -> Any:
+    return chat_of(body_of(messages=list(fields) or [USER], **more)).messages
 
 
-def test_the_system_prompt_is_a_text_or_blocks() -> None:
+def test_system_prompt_may_be_a_text_or_blocks() -> None:
     system = {"role": "system", "content": "Be short.\n\nBe kind."}
     blocks = [{"type": "text", "text": "Be short.", **EPHEMERAL}, {"type": "text", "text": "Be kind."}]
     assert messages(system="Be short.\n\nBe kind.") == messages(system=blocks) == [system, USER]
 
 
 @pytest.mark.parametrize("number", ["1", "2"])
-def test_a_line_for_billing_is_no_part_of_the_prompt(number: str) -> None:
-    """It is another one in each request: no prefix would be found in the cache."""
+def test_billing_line_is_not_part_of_the_prompt(number: str) -> None:
+    """It differs in every request, so the prefix cache would never hit."""
     line = f"x-anthropic-billing-header: cc_version=2.1.{number}; cch={number};"
     blocks = [{"type": "text", "text": line}, {"type": "text", "text": "Be short.", **EPHEMERAL}]
     assert messages(system=blocks) == messages(system="Be short.")
@@ -52,7 +53,7 @@ def test_a_line_for_billing_is_no_part_of_the_prompt(number: str) -> None:
     assert messages(system=line) == [USER]
 
 
-def test_blocks_of_a_turn() -> None:
+def test_blocks_of_a_turn_become_one_message() -> None:
     from anthropic.types import ToolUseBlock  # which takes seconds to import
 
     call = ToolUseBlock.model_validate(CALL).model_dump()
@@ -63,14 +64,14 @@ def test_blocks_of_a_turn() -> None:
         call,
     ]
     result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "3"}]}
-    found = messages(
+    chat = messages(
         USER,
         {"role": "assistant", "content": turn},
         {"role": "user", "content": [result, {"type": "text", "text": "Well?"}]},
         {"role": "user", "content": "Go on."},
     )
     function = {"name": "add", "arguments": {"a": 1}}
-    assert found == [
+    assert chat == [
         USER,
         {
             "role": "assistant",
@@ -83,21 +84,101 @@ def test_blocks_of_a_turn() -> None:
     ]
 
 
-def test_a_result_that_is_an_error_says_so() -> None:
+def test_error_result_starts_with_error() -> None:
     result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "no such file", "is_error": True}
-    found = messages({"role": "assistant", "content": [CALL]}, {"role": "user", "content": [result]})
-    assert found[-1]["content"] == "Error: no such file"
+    chat = messages({"role": "assistant", "content": [CALL]}, {"role": "user", "content": [result]})
+    assert chat[-1]["content"] == "Error: no such file"
 
 
-def test_tools_are_those_of_chats() -> None:
-    found = chat_of(body_of(tools=[{**TOOL, **EPHEMERAL}]))
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}}
+
+
+def result_text(*content: Any, **more: Any) -> str:
+    """Return what the model reads of a tool result with this content."""
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": list(content)}
+    turns = {"role": "assistant", "content": [CALL]}, {"role": "user", "content": [result]}
+    text: str = messages(*turns, **more)[-1]["content"]
+    return text
+
+
+def test_images_are_replaced_by_a_note_on_request() -> None:
+    content = [IMAGE, {"type": "text", "text": "What is this?"}]
+    (message,) = messages({"role": "user", "content": content}, replace_images=True)
+    assert message["content"] == f"{IMAGE_NOTE}\n\nWhat is this?"
+    assert result_text(IMAGE, replace_images=True) == IMAGE_NOTE
+    with pytest.raises(ApiError, match="--replace-images") as refused:
+        result_text(IMAGE)
+    assert refused.value.param == "messages[1].content[0].content[0]"
+
+
+DOCUMENT = {
+    "type": "document",
+    "source": {"type": "text", "media_type": "text/plain", "data": "Rain is water."},
+    "title": "Weather",
+    "context": "From a book.",
+    "citations": {"enabled": True},
+    **EPHEMERAL,
+}
+PARTS = {
+    "type": "content",
+    "content": [{"type": "text", "text": "Rain"}, {"type": "text", "text": "is water."}],
+}
+SEARCH_RESULT = {
+    "type": "search_result",
+    "source": "https://rain.example",
+    "title": "Rain",
+    "content": [{"type": "text", "text": "It is wet."}],
+    "citations": {"enabled": True},
+}
+
+
+def test_documents_and_search_results_are_read_as_text() -> None:
+    document = "<document>\ntitle: Weather\ncontext: From a book.\nRain is water.\n</document>"
+    search_result = "<search_result>\ntitle: Rain\nsource: https://rain.example\nIt is wet.\n</search_result>"
+    (message,) = messages({"role": "user", "content": [DOCUMENT, SEARCH_RESULT]})
+    assert message["content"] == f"{document}\n\n{search_result}"
+    assert result_text(DOCUMENT, SEARCH_RESULT) == message["content"]
+    parts = {"type": "document", "source": PARTS}
+    assert result_text(parts) == "<document>\nRain\n\nis water.\n</document>"
+    assert result_text({**parts, "source": {"type": "content", "content": "Wet."}}) == (
+        "<document>\nWet.\n</document>"
+    )
+
+
+def test_deferred_tools_are_left_out_until_a_result_refers_to_them() -> None:
+    tools = [TOOL, *({**TOOL, "name": name, "defer_loading": True} for name in ("find", "drop"))]
+    reference = {"type": "tool_reference", "tool_name": "find"}
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [reference]}
+    turns = [USER, {"role": "assistant", "content": [CALL]}, {"role": "user", "content": [result]}]
+
+    def names(**fields: Any) -> list[str]:
+        return [tool["function"]["name"] for tool in converted(tools=tools, **fields).tools]
+
+    assert names() == ["add"]
+    assert names(messages=turns) == ["add", "find"]
+    assert names(tool_choice={"type": "tool", "name": "drop"}) == ["add", "drop"]
+    assert "find" in result_text(reference)
+
+
+def test_later_system_messages_become_part_of_the_user_s_turn() -> None:
+    """Most templates allow system messages only at the start; Claude Code sends one after the question."""
+    note = {"role": "system", "content": [{"type": "text", "text": "It is Monday."}]}
+    assert messages(USER, note) == [{"role": "user", "content": "1 + 2?\n\nIt is Monday."}]
+    assert messages(note, USER, system="Be short.") == [
+        {"role": "system", "content": "Be short.\n\nIt is Monday."},
+        USER,
+    ]
+
+
+def test_tools_become_chat_functions() -> None:
+    chat = chat_of(body_of(tools=[{**TOOL, **EPHEMERAL}]))
     function = {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}
-    assert found.tools == [{"type": "function", "function": function}]
-    assert (found.tool_choice, found.parallel_tool_calls) == ("auto", True)
+    assert chat.tools == [{"type": "function", "function": function}]
+    assert (chat.tool_choice, chat.parallel_tool_calls) == ("auto", True)
 
 
 @pytest.mark.parametrize(
-    ("given", "choice"),
+    ("fields", "choice"),
     [
         ({"type": "auto"}, "auto"),
         ({"type": "any"}, "required"),
@@ -105,12 +186,12 @@ def test_tools_are_those_of_chats() -> None:
         ({"type": "tool", "name": "add"}, NamedTool("add")),
     ],
 )
-def test_tool_choice(given: dict[str, Any], choice: Any) -> None:
-    found = chat_of(body_of(tools=[TOOL], tool_choice={**given, "disable_parallel_tool_use": True}))
-    assert (found.tool_choice, found.parallel_tool_calls) == (choice, False)
+def test_tool_choice_is_translated(fields: dict[str, Any], choice: Any) -> None:
+    chat = chat_of(body_of(tools=[TOOL], tool_choice={**fields, "disable_parallel_tool_use": True}))
+    assert (chat.tool_choice, chat.parallel_tool_calls) == (choice, False)
 
 
-def test_thinking() -> None:
+def test_thinking_becomes_effort_and_budget() -> None:
     enabled = chat_of(body_of(thinking={"type": "enabled", "budget_tokens": 8}))
     assert (enabled.reasoning_effort, enabled.max_reasoning_tokens) == ("medium", 8)
     disabled = chat_of(body_of(thinking={"type": "disabled"}))
@@ -121,15 +202,15 @@ def test_thinking() -> None:
     assert chat_of(body_of()).reasoning_effort is None
 
 
-def test_the_form_of_the_text() -> None:
+def test_output_format_becomes_a_json_constraint() -> None:
     schema = {"type": "object", "properties": {}}
-    found = text_constraint(body_of(output_config={"format": {"type": "json_schema", "schema": schema}}))
-    assert found is not None
-    assert (found.kind, found.value) == ("json", schema)
+    constraint = text_constraint(body_of(output_config={"format": {"type": "json_schema", "schema": schema}}))
+    assert constraint is not None
+    assert (constraint.kind, constraint.value) == ("json", schema)
     assert text_constraint(body_of()) is None
 
 
-def test_users_with_long_names() -> None:
+def test_long_user_ids_are_hashed() -> None:
     assert user_of(body_of(metadata={"user_id": "u"})) == "u"
     assert user_of(body_of(user="u")) == "u"
     longest = {user_of(body_of(metadata={"user_id": "u" * 1000 + end})) for end in "ab"}
@@ -138,12 +219,17 @@ def test_users_with_long_names() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "param", "message"),
+    ("fields", "param", "message"),
     [
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
             "messages[0].content[0]",
-            "image.*no images or documents",
+            "images are not supported.*--replace-images",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "document", "source": {"type": "base64"}}]}]},
+            "messages[0].content[0].source",
+            "only documents of text are supported",
         ),
         ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools[0]", "web_search.*runs none"),
         ({"messages": [{"role": "user"}]}, "messages[0].content", "missing parameter"),
@@ -170,7 +256,7 @@ def test_users_with_long_names() -> None:
         ),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(given: dict[str, Any], param: str, message: str) -> None:
+def test_invalid_parameters_are_rejected_by_name(fields: dict[str, Any], param: str, message: str) -> None:
     with pytest.raises(ApiError, match=message) as refused:
-        converted(**given)
+        converted(**fields)
     assert (refused.value.status, refused.value.param) == (400, param)

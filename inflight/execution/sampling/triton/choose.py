@@ -16,8 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from inflight.execution.sampling.sampler import HAS_NO_TOKEN, IS_NOT_FINITE
-from inflight.execution.sampling.triton.forbid import update_forbidden
+from inflight.execution.sampling.interface import HAS_NO_TOKEN, IS_NOT_FINITE
 from inflight.execution.sampling.triton.gumbel import (
     FEW,
     LOG2_E,
@@ -28,7 +27,19 @@ from inflight.execution.sampling.triton.gumbel import (
     noise_key,
     settled_by_candidates,
 )
-from inflight.execution.sampling.triton.layout import (
+from inflight.execution.sampling.triton.rank_candidates import LISTS, best_listed, best_winner, list_sizes
+from inflight.execution.sampling.triton.ranking import (
+    LEAST_KEY,
+    comes_before,
+    key_of,
+    kth_key,
+    list_groups,
+    mass_of,
+    rank_and_mass,
+    sorted_top,
+    value_of,
+)
+from inflight.execution.sampling.triton.row_table import (
     ADJUSTS,
     ARGMAX,
     COUNT,
@@ -44,18 +55,7 @@ from inflight.execution.sampling.triton.layout import (
     float_of,
     int_of,
     padded,
-)
-from inflight.execution.sampling.triton.rank_candidates import LISTS, best_listed, best_winner, list_sizes
-from inflight.execution.sampling.triton.ranking import (
-    LEAST_KEY,
-    comes_before,
-    key_of,
-    kth_key,
-    list_groups,
-    mass_of,
-    rank_and_mass,
-    sorted_top,
-    value_of,
+    update_forbidden,
 )
 from inflight.triton_utils.pdl import launch_dependents_then_wait
 
@@ -68,7 +68,7 @@ def choose_kernel(
     logits,  # [S, V], rows logits_stride apart
     rows,  # [S] int32, negative: padding
     lengths,  # [S] int32
-    table,  # [max_rows, WORDS], see `layout.py`
+    table,  # [max_rows, WORDS], see `row_table.py`
     forbidden,  # [max_rows, words] int32
     seen,  # [max_rows, padded(V)] int16
     changed,  # [S, V] float32: modified logits
@@ -144,14 +144,9 @@ def choose_kernel(
             else:
                 num_logprobs, _few = list_sizes(table, row)
                 few_keys, few_ids, count = best_listed(
-                    rank_candidates,
-                    entry,
-                    LISTS + 2 * num_logprobs,
-                    k,
-                    candidates + entry * 4 * CANDIDATES,
-                    RANKS,
-                    CANDIDATES,
-                )
+                    rank_candidates, entry, LISTS + 2 * num_logprobs, k, candidates + entry * 4 * CANDIDATES,
+                    RANKS, CANDIDATES,
+                )  # fmt: skip
             token_id = _sample_few(
                 few_keys, few_ids, count, top, inverse_temperature, floor, p, first, second, CANDIDATES
             )
@@ -233,36 +228,16 @@ def _sample_restricted(
     searching = True
     while searching:
         token_id, scores, ids = _next(
-            logits,
-            vocab_size,
-            scores,
-            ids,
-            key,
-            token_id,
-            inverse_temperature,
-            floor,
-            first,
-            second,
-            CHUNKS,
-            CHUNK,
-            GROUP,
-        )
+            logits, vocab_size, scores, ids, key, token_id, inverse_temperature, floor, first, second, CHUNKS,
+            CHUNK, GROUP,
+        )  # fmt: skip
         key = key_of(_load(logits, token_id, token_id < vocab_size))
         if (p < 1) | (k < vocab_size):
             num_listed = list_groups(group_list, keys, key, GROUPS)
             rank, mass_before = rank_and_mass(
-                logits,
-                vocab_size,
-                group_list,
-                num_listed,
-                key,
-                token_id,
-                top,
-                inverse_temperature,
-                floor,
-                GROUP,
-                TILE,
-            )
+                logits, vocab_size, group_list, num_listed, key, token_id, top, inverse_temperature, floor,
+                GROUP, TILE,
+            )  # fmt: skip
             searching = (rank > 0) & ((rank >= k) | (mass_before >= goal))
         else:
             searching = False
@@ -289,18 +264,9 @@ def _next(
         if searching:
             chunk = best_id // (CHUNK * GROUP)
             score, winner = _rerun_chunk(
-                logits,
-                vocab_size,
-                chunk,
-                key,
-                token_id,
-                inverse_temperature,
-                floor,
-                first,
-                second,
-                CHUNK,
+                logits, vocab_size, chunk, key, token_id, inverse_temperature, floor, first, second, CHUNK,
                 GROUP,
-            )
+            )  # fmt: skip
             scores = tl.where(chunks == chunk, score, scores)
             ids = tl.where(chunks == chunk, winner, ids)
     return best_id, scores, ids
