@@ -127,9 +127,10 @@ def send(server: Live, body: dict[str, Any]) -> list[Any]:
     return read_events(response.content)
 
 
-def test_first_request_is_answered_with_a_call(server: Live, agent: Agent) -> None:
+@pytest.mark.parametrize("display", ["omitted", "updates", "summarized"])
+def test_first_request_is_answered_with_a_call(server: Live, agent: Agent, display: str) -> None:
     agent.say("I will look." + call("Read", query="picture.png"))
-    events = send(server, body_of())
+    events = send(server, body_of() | {"thinking": {"type": "adaptive", "display": display}})
     assert events[-2]["delta"]["stop_reason"] == "tool_use"
     starts = [event["content_block"] for event in events if event["type"] == "content_block_start"]
     assert [(block["type"], block.get("name")) for block in starts] == [("text", None), ("tool_use", "Read")]
