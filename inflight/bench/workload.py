@@ -222,7 +222,7 @@ class _Turn(msgspec.Struct):
     value: str
 
 
-class _Conversation(msgspec.Struct):
+class _ShareGptItem(msgspec.Struct):
     conversations: list[_Turn]
 
 
@@ -244,7 +244,7 @@ def read_sharegpt(
     If `keep_lengths`, an answer is as long as the second turn.
     """
     try:
-        conversations = msgspec.json.decode(_read(path), type=list[_Conversation])
+        conversations = msgspec.json.decode(_read(path), type=list[_ShareGptItem])
     except msgspec.MsgspecError as error:
         raise ConfigError(f"{path} is not a ShareGPT file: {error}") from None
     turns = [item.conversations[:2] for item in conversations if len(item.conversations) > 1]

@@ -109,17 +109,8 @@ def test_results_are_saved_as_by_vllm(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "new" / "results"
-    lengths = [
-        "--random-input-len",
-        "6",
-        "--random-output-len",
-        "4",
-        "--random-range-ratio",
-        "0.5",
-        "--burstiness",
-        "0.5",
-    ]
-    load = f"--num-prompts 6 --num-warmups 0 --max-concurrency 4 --api-key {KEY}".split()
+    lengths = ("--random-input-len", 6, "--random-output-len", 4, "--random-range-ratio", 0.5)
+    load = f"--num-prompts 6 --num-warmups 0 --max-concurrency 4 --burstiness 0.5 --api-key {KEY}".split()
     goals = ("--goodput", "ttft:60000", "e2el:60000", "--rate", "50", "inf")
     files = ("--save-result", "--result-dir", folder)
     assert bench(monkeypatch, "--base-url", url, *lengths, *load, *goals, *files) == 0
