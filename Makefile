@@ -14,7 +14,7 @@ CLIENTS := $(patsubst tests/server/clients/packages/%.txt,build/clients/%/.insta
 # Tests start many processes: what one has compiled the next need not.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo serve test docs setup clients kernels lint types layering tests clean
+.PHONY: demo serve test docs setup clients kernels web lint types layering tests clean
 
 demo: $(VENV)/.demo
 	$(BIN)/inflight compare --html compare.html --png compare.png
@@ -24,7 +24,7 @@ serve: $(VENV)/.server
 
 # Each of these keeps one core busy, the longest come first; the tests keep all of them busy.
 test:
-	$(MAKE) --no-print-directory --jobs=2 setup clients kernels lint $(VENV)/.compiled types layering
+	$(MAKE) --no-print-directory --jobs=2 setup clients kernels web lint $(VENV)/.compiled types layering
 	$(MAKE) --no-print-directory tests
 
 # The docs as a site in build/site, with the references made from the code. A link that leads nowhere is an error.
@@ -86,6 +86,14 @@ build/clients/%/.installed: tests/server/clients/packages/%.txt | $(VENV)/.pip
 $(AI_SDK)/node_modules/.package-lock.json: $(AI_SDK)/package-lock.json
 	if command -v npm >/dev/null; then npm ci --silent --no-audit --no-fund --ignore-scripts --prefix $(AI_SDK); fi
 
+# The web application: its unit tests, and whether the built files in inflight/web are those of its sources (`make web BUILD=1` writes them).
+# Without npm it is not checked, but never where CI runs.
+web: web/node_modules/.package-lock.json
+	if command -v npm >/dev/null; then web/build $(BUILD); else test -z "$$CI"; fi
+
+web/node_modules/.package-lock.json: web/package-lock.json
+	if command -v npm >/dev/null; then npm ci --silent --no-audit --no-fund --ignore-scripts --prefix web; fi
+
 # One process compiles what tests import: those that share the tests import it all at once, and would each compile it.
 $(VENV)/.compiled: $(VENV)/.dev
 	$(BIN)/pytest --collect-only -qq >/dev/null || true  # what is wrong, the tests will say
@@ -95,4 +103,4 @@ tests: $(VENV)/.compiled clients
 	$(BIN)/pytest --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
 
 clean:
-	rm -rf $(VENV) build $(AI_SDK)/node_modules .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) build $(AI_SDK)/node_modules web/node_modules .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -5,7 +5,7 @@ import { defineConfig } from "vite";
 // them by their hashes and pages need no further requests.
 export default defineConfig({
   build: {
-    outDir: "../inflight/server/page",
+    outDir: "../inflight/web",
     emptyOutDir: false,
     assetsInlineLimit: 0,
     cssCodeSplit: false,

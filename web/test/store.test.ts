@@ -50,13 +50,13 @@ describe("Replica", () => {
   });
 
   it("does not grow beyond its limits", () => {
-    const replica = new Replica("0", 1000, 300);
+    const replica = new Replica("0", 1024, 300);
     for (let first = 0; first < 20000; first += 10) {
       const number = first / 10;
       replica.add(chunk(first, 10, [[number % 4, number, Kind.Decode, first, 10, 1, 0]], {
         requests: [{ number, arrived: first / 1000 }], events: [{ type: "arrive", at: first / 1000, request: number }] }));
     }
-    expect(replica.end - replica.begin).toBeLessThanOrEqual(1000);
+    expect(replica.end - replica.begin).toBeLessThanOrEqual(1024);
     expect(replica.runs.reduce((sum, runs) => sum + runs.length, 0)).toBeLessThanOrEqual(300);
     expect(replica.requests.size).toBeLessThan(400);
     expect(replica.get("step", replica.end - 1)).toBe(19999);

@@ -46,8 +46,9 @@ export class Painter {
     context.fillStyle = theme.soft;
     context.fillText(title, 4, lanes.chartsTop - 7);
     if (last > first) {
-      this.paintCharts(replica, lanes, first, last, x, width, theme);
-      this.paintQueue(replica, lanes, first, last, x, width, theme, view);
+      const bars = aggregate(replica, first, last, x, width);
+      this.paintCharts(replica, lanes, bars, last, width, theme);
+      this.paintQueue(replica, lanes, bars, last, x, width, theme, view);
     }
     this.paintSlots(replica, lanes, first, last, x, width, theme, focus);
     this.paintDetails(replica, lanes, first, last, x, width, theme, focus, view);
@@ -118,7 +119,7 @@ export class Painter {
   private paintDetails(replica: Replica, lanes: Lanes, first: number, last: number, x: (moment: number) => number,
     width: number, theme: Theme, focus: Focus, view: View) {
     const context = this.context, bottom = lanes.top + replica.slots * lanes.slotHeight;
-    const pixelsPerStep = last > first ? width / Math.max(1, last - first) : 0;
+    const pixelsPerStep = last > first ? width / (last - first) : 0;
     for (const [step, message] of replica.failed) {
       const row = replica.rowOf(step);
       if (row < first || row >= last) continue;
@@ -183,86 +184,89 @@ export class Painter {
     }
   }
 
-  private paintQueue(replica: Replica, lanes: Lanes, first: number, last: number, x: (moment: number) => number,
-    width: number, theme: Theme, view: View) {
-    const context = this.context, bottom = lanes.queueTop + QUEUE_HEIGHT;
-    let most = 1;
-    for (let row = first; row < last; row++) most = Math.max(most, replica.get("waiting", row));
+  private paintQueue(replica: Replica, lanes: Lanes, bars: Bars, last: number, x: (moment: number) => number, width: number, theme: Theme, view: View) {
+    const context = this.context, bottom = lanes.queueTop + QUEUE_HEIGHT, most = Math.max(1, ...bars.waiting);
     context.fillStyle = theme.line;
     context.fillRect(0, bottom, width, 1);
     context.fillStyle = theme.isDark ? "#a99df0" : "#7a6fbe";
-    eachPixel(replica, first, last, x, width, (pixel, wide, from, to) => {
-      let waiting = 0;
-      for (let row = from; row < to; row++) waiting = Math.max(waiting, replica.get("waiting", row));
-      const height = (waiting / most) * (QUEUE_HEIGHT - 12);
-      if (waiting) context.fillRect(pixel, bottom - Math.max(1, height), wide, Math.max(1, height));
-    });
+    this.paintBars(bars, bars.waiting, most, bottom, QUEUE_HEIGHT - 12);
     context.fillStyle = theme.ink;
     for (const event of eventsBetween(replica, view.from, view.from + view.seconds))
       if (event.type === "arrive") context.fillRect(x(event.at), bottom - 4, 1, 4);
-    label(context, theme, `Queue: ${most === 1 && !replica.get("waiting", last - 1) ? 0 : replica.get("waiting", last - 1)} waiting`, lanes.queueTop + 10);
+    label(context, theme, `Queue: ${replica.get("waiting", last - 1)} waiting`, lanes.queueTop + 10);
   }
 
-  private paintCharts(replica: Replica, lanes: Lanes, first: number, last: number, x: (moment: number) => number, width: number, theme: Theme) {
-    const context = this.context;
-    const top = (index: number) => lanes.chartsTop + index * (CHART_HEIGHT + CHART_GAP);
-    for (let index = 0; index < CHARTS.length; index++) {
-      context.fillStyle = theme.line;
-      context.fillRect(0, top(index) + CHART_HEIGHT, width, 1);
-    }
+  private paintCharts(replica: Replica, lanes: Lanes, bars: Bars, last: number, width: number, theme: Theme) {
+    const context = this.context, room = CHART_HEIGHT - 13, now = last - 1;
+    const bottom = (index: number) => lanes.chartsTop + index * (CHART_HEIGHT + CHART_GAP) + CHART_HEIGHT;
+    context.fillStyle = theme.line;
+    for (let index = 0; index < CHARTS.length; index++) context.fillRect(0, bottom(index), width, 1);
     // Step time: the slowest step of each pixel, split into its parts.
-    let longest = 1;
-    for (let row = first; row < last; row++) longest = Math.max(longest, stepMicroseconds(replica, row));
-    eachPixel(replica, first, last, x, width, (pixel, wide, from, to) => {
-      let slowest = from;
-      for (let row = from; row < to; row++) if (stepMicroseconds(replica, row) > stepMicroseconds(replica, slowest)) slowest = row;
-      let bottom = top(0) + CHART_HEIGHT;
-      for (const [part, color] of PARTS) {
-        const height = (replica.get(part, slowest) / longest) * (CHART_HEIGHT - 13);
-        context.fillStyle = color;
-        context.fillRect(pixel, bottom - height, wide, height);
-        bottom -= height;
+    const longest = Math.max(1, ...bars.slowest.map((row) => stepMicroseconds(replica, row)));
+    const tops = bars.slowest.map(() => bottom(0));
+    for (const [part, color] of PARTS) {
+      context.fillStyle = color;
+      for (const [index, row] of bars.slowest.entries()) {
+        const height = (replica.get(part, row) / longest) * room;
+        context.fillRect(bars.pixel[index]!, (tops[index]! -= height), bars.wide[index]!, height);
       }
-    });
-    const now = last - 1, ms = (part: "schedule" | "launch" | "device" | "update") => (replica.get(part, now) / 1000).toFixed(2);
-    label(context, theme, `Step time: ${(stepMicroseconds(replica, now) / 1000).toFixed(2)} ms (schedule ${ms("schedule")}, launch ${ms("launch")}, device ${ms("device")}, update ${ms("update")}); top ${(longest / 1000).toFixed(1)} ms`, top(0) + 10);
-    // Tokens per second over each pixel, from the end of the step before to the end of its last step.
-    const rates = new Map<number, [number, number]>();
-    let highest = 1;
-    eachPixel(replica, first, last, x, width, (pixel, wide, from, to) => {
-      let tokens = 0;
-      for (let row = from; row < to; row++) tokens += replica.get("output", row);
-      const since = from > replica.begin ? replica.endedAt(from - 1) : replica.beganAt(from);
-      const rate = tokens / Math.max(1e-4, replica.endedAt(to - 1) - since);
-      rates.set(pixel, [rate, wide]);
-      highest = Math.max(highest, rate);
-    });
-    context.fillStyle = theme.accent;
-    for (const [pixel, [rate, wide]] of rates) {
-      const height = (rate / highest) * (CHART_HEIGHT - 13);
-      context.fillRect(pixel, top(1) + CHART_HEIGHT - height, wide, height);
     }
+    const highest = Math.max(1, ...bars.rate);
+    context.fillStyle = theme.accent;
+    this.paintBars(bars, bars.rate, highest, bottom(1), room);
+    context.fillStyle = theme.isDark ? "#4ba3e3" : "#0072b2";
+    this.paintBars(bars, bars.running, replica.slots, bottom(2), room);
+    context.fillStyle = theme.isDark ? "#f0b43c" : "#d98a00";
+    this.paintBars(bars, bars.tokens, replica.budget, bottom(3), room);
     const second = replica.rowAt(replica.endedAt(now) - 1);
-    let tokens = 0;
-    for (let row = second; row <= now; row++) tokens += replica.get("output", row);
-    label(context, theme, `Output: ${short(tokens / Math.max(0.001, Math.min(1, replica.endedAt(now) - replica.beganAt(second))))} tokens/s; top ${short(highest)}`, top(1) + 10);
-    this.paintShare(replica, first, last, x, width, theme, top(2), "running", replica.slots, theme.isDark ? "#4ba3e3" : "#0072b2",
-      `Slots: ${replica.get("running", now)} of ${replica.slots} in use`);
-    this.paintShare(replica, first, last, x, width, theme, top(3), "tokens", replica.budget, theme.isDark ? "#f0b43c" : "#d98a00",
-      `Batch: ${short(replica.get("tokens", now))} tokens; budget ${short(replica.budget)}`);
+    let output = 0;
+    for (let row = second; row <= now; row++) output += replica.get("output", row);
+    const rate = output / Math.max(0.001, Math.min(1, replica.endedAt(now) - replica.beganAt(second)));
+    const ms = (microseconds: number) => (microseconds / 1000).toFixed(2), parts = PARTS.map(([part]) => `${part} ${ms(replica.get(part, now))}`);
+    const texts = [
+      `Step time: ${ms(stepMicroseconds(replica, now))} ms (${parts.join(", ")}); top ${ms(longest)} ms`,
+      `Output: ${short(rate)} tokens/s; top ${short(highest)}`,
+      `Slots: ${replica.get("running", now)} of ${replica.slots} in use`,
+      `Batch: ${short(replica.get("tokens", now))} tokens; budget ${short(replica.budget)}`,
+    ];
+    for (const [index, text] of texts.entries()) label(context, theme, text, bottom(index) - CHART_HEIGHT + 10);
   }
 
-  private paintShare(replica: Replica, first: number, last: number, x: (moment: number) => number, width: number, theme: Theme,
-    top: number, column: "running" | "tokens", most: number, color: string, text: string) {
-    this.context.fillStyle = color;
-    eachPixel(replica, first, last, x, width, (pixel, wide, from, to) => {
-      let value = 0;
-      for (let row = from; row < to; row++) value = Math.max(value, replica.get(column, row));
-      const height = Math.min(1, value / Math.max(1, most)) * (CHART_HEIGHT - 13);
-      if (value) this.context.fillRect(pixel, top + CHART_HEIGHT - Math.max(1, height), wide, Math.max(1, height));
-    });
-    label(this.context, theme, text, top + 10);
+  private paintBars(bars: Bars, values: number[], most: number, bottom: number, room: number) {
+    for (let index = 0; index < values.length; index++) {
+      if (!values[index]) continue;
+      const height = Math.max(1, Math.min(1, values[index]! / Math.max(1, most)) * room);
+      this.context.fillRect(bars.pixel[index]!, bottom - height, bars.wide[index]!, height);
+    }
   }
+}
+
+/** What the charts show, pixel column by pixel column: the slowest step, output tokens/s, and the highest of the other values. */
+interface Bars { pixel: number[]; wide: number[]; slowest: number[]; rate: number[]; running: number[]; tokens: number[]; waiting: number[] }
+
+function aggregate(replica: Replica, first: number, last: number, x: (moment: number) => number, width: number): Bars {
+  const bars: Bars = { pixel: [], wide: [], slowest: [], rate: [], running: [], tokens: [], waiting: [] };
+  eachPixel(replica, first, last, x, width, (pixel, wide, from, to) => {
+    let slowest = from, longest = -1, output = 0, running = 0, tokens = 0, waiting = 0;
+    for (let row = from; row < to; row++) {
+      const time = stepMicroseconds(replica, row);
+      if (time > longest) [slowest, longest] = [row, time];
+      output += replica.get("output", row);
+      running = Math.max(running, replica.get("running", row));
+      tokens = Math.max(tokens, replica.get("tokens", row));
+      waiting = Math.max(waiting, replica.get("waiting", row));
+    }
+    // The rate counts from the end of the step before, so that pauses lower it.
+    const since = from > replica.begin ? replica.endedAt(from - 1) : replica.beganAt(from);
+    bars.pixel.push(pixel);
+    bars.wide.push(wide);
+    bars.slowest.push(slowest);
+    bars.rate.push(output / Math.max(1e-4, replica.endedAt(to - 1) - since));
+    bars.running.push(running);
+    bars.tokens.push(tokens);
+    bars.waiting.push(waiting);
+  });
+  return bars;
 }
 
 function label(context: CanvasRenderingContext2D, theme: Theme, text: string, y: number) {

@@ -11,6 +11,7 @@ import { Kind, Replica, Store } from "./store";
 
 const DEFAULT_SECONDS = 10, MAX_SECONDS = 600, MIN_SECONDS = 20e-6;
 const LIVE_DELAY = 0.15;  // seconds that the live view lags behind, so that it moves smoothly
+const SLOW_UPDATE_MS = 250;
 const AXIS_HEIGHT = 22, OVERVIEW_HEIGHT = 30;
 const KINDS = { [Kind.Decode]: "decode", [Kind.Prefill]: "prompt", [Kind.Held]: "held idle" };
 
@@ -52,6 +53,7 @@ export class TimelinePage implements Page {
   private theme: Theme | null = null;
   private readonly painter: Painter;
   private detailKey = "";
+  private slowUpdateAt = 0;
 
   constructor(private readonly recording: Recording | null = null) {
     this.painter = new Painter(this.canvas.getContext("2d")!);
@@ -109,8 +111,10 @@ export class TimelinePage implements Page {
     this.empty.textContent = this.feed.problem || "No steps yet: send a request, and they appear here.";
     this.span.textContent = `${duration(this.view.seconds)} wide`;
     this.pauseButton.textContent = this.isLive ? "Pause" : "Live";
-    this.updateKeys(replicas);
     if (!range) return;
+    const isDue = performance.now() - this.slowUpdateAt > SLOW_UPDATE_MS;  // what changes little is drawn less often
+    if (isDue) this.slowUpdateAt = performance.now();
+    if (isDue) this.updateKeys(replicas);
     const width = this.scroller.clientWidth, available = Math.max(240, this.scroller.clientHeight - AXIS_HEIGHT);
     let top = 0;
     this.lanes.clear();
@@ -127,7 +131,7 @@ export class TimelinePage implements Page {
       this.painter.paint(replica, this.lanes.get(replica.id)!, this.view, width, theme, this.focus, title);
     }
     this.paintAxis(context, width, top, theme);
-    this.paintOverview(replicas, range, width, theme);
+    if (isDue || !this.isLive) this.paintOverview(replicas, range, width, theme);
     this.updateDetail();
   }
 

@@ -36,8 +36,11 @@ const MAX_EVENTS = 1 << 17;
 /** A column of numbers that grows to a limit and then forgets its beginning. Indices are counted from the first value ever. */
 class Column {
   private values: Float64Array;
+  private mask: number;  // lengths are powers of two
+
   constructor(private readonly limit: number, capacity = 4096) {
-    this.values = new Float64Array(capacity);
+    this.values = new Float64Array(Math.min(limit, capacity));
+    this.mask = this.values.length - 1;
   }
 
   set(index: number, value: number) {
@@ -45,12 +48,13 @@ class Column {
       const larger = new Float64Array(Math.min(this.limit, this.values.length * 4));
       larger.set(this.values);
       this.values = larger;
+      this.mask = larger.length - 1;
     }
-    this.values[index % this.values.length] = value;
+    this.values[index & this.mask] = value;
   }
 
   get(index: number): number {
-    return this.values[index % this.values.length]!;
+    return this.values[index & this.mask]!;
   }
 }
 
@@ -70,6 +74,7 @@ export class Replica {
   private readonly ended: Column;
   private numRuns = 0;
 
+  /** `maxSteps` is a power of two. */
   constructor(readonly id: string, private readonly maxSteps = MAX_STEPS, private readonly maxRuns = MAX_RUNS) {
     this.columns = Object.fromEntries(COLUMNS.map((name) => [name, new Column(maxSteps)])) as Record<ColumnName, Column>;
     this.began = new Column(maxSteps);
